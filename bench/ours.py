@@ -100,7 +100,7 @@ class Ours(AbstractContextManager["Ours"]):
         that is still growing: it is thrown away, and the growth waited for."""
         self.save()
         deadline = time.monotonic() + DURABLE_LIMIT_S
-        while (has := self._ranks()[0]["dram"])["bytes"] < has["wanted_bytes"]:
+        while (has := self.status()["ranks"][0]["dram"])["bytes"] < has["wanted_bytes"]:
             if time.monotonic() > deadline:
                 raise BenchError(
                     f"the daemon took {has['bytes'] // MIB} MiB of DRAM, not the "
@@ -109,13 +109,13 @@ class Ours(AbstractContextManager["Ours"]):
             time.sleep(0.005)
         return self.save()
 
-    def _ranks(self) -> Any:
+    def status(self) -> Any:
         with Observer(str(self.daemon.socket)) as observer:
-            return observer.status()["ranks"]
+            return observer.status()
 
     def _persist_seconds(self) -> float:
         """From the first chunk's write to the durable record, from the daemon's status."""
-        for rank in self._ranks():
+        for rank in self.status()["ranks"]:
             for found in reversed(rank["checkpoints"]):
                 times = found["times"]
                 if found["step"] == self.step and times["durable"]:

@@ -49,12 +49,6 @@ def _memcpy_seconds(size_bytes: int) -> float:
     return min(medians)
 
 
-def _drop_cache(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-
-
 def _timed(work: object) -> float:
     assert callable(work)
     start = time.monotonic()
@@ -73,8 +67,8 @@ class Loads:
         os.sync()
 
     def measure(self) -> dict[str, float]:
-        _drop_cache(self.torch_file)
-        _drop_cache(self.safetensors_file)
+        common.drop_cache(self.torch_file)
+        common.drop_cache(self.safetensors_file)
         return {
             "torch.load, cold": _timed(lambda: torch.load(self.torch_file)),
             "safetensors, cold": _timed(

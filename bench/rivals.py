@@ -57,6 +57,16 @@ class State:
         self.optimizer.load_state_dict(nested["optimizer"])
 
 
+def stager_kept(*, of_gpu: bool) -> DefaultStager:
+    """Of a GPU it copies into pinned memory, beside the caller."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=of_gpu, use_shared_memory=False, use_async_staging=of_gpu,
+            use_non_blocking_copy=of_gpu,
+        )
+    )  # fmt: skip
+
+
 class Rivals(AbstractContextManager["Rivals"]):
     """All rivals by name; owns the process group that DCP's async_save needs."""
 
@@ -156,12 +166,16 @@ class Rivals(AbstractContextManager["Rivals"]):
 
     def _async(self, directory: Path, stager: DefaultStager | None) -> Finish:
         # async_save takes a copy first, so the caller may change its tensors when it returns.
-        response = async_save(
+        return self._rest(directory, self._begin(directory, stager))
+
+    def _begin(self, directory: Path, stager: DefaultStager | None) -> Any:
+        return async_save(
             self.state.nested(), storage_writer=self._dcp_writer(directory), async_stager=stager
         )
 
+    def _rest(self, directory: Path, response: Any) -> Finish:
         def finish() -> None:
-            getattr(response, "upload_completion", response).result()  # type: ignore[union-attr]
+            getattr(response, "upload_completion", response).result()
             _sync_tree(directory)
 
         return finish
@@ -171,14 +185,7 @@ class Rivals(AbstractContextManager["Rivals"]):
 
     def _dcp_async_kept(self, directory: Path) -> Finish:
         if self.stager is None:
-            self.stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=False,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=False,
-                )
-            )
+            self.stager = stager_kept(of_gpu=False)
         return self._async(directory, self.stager)
 
 

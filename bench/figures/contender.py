@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.common import drop_cache
 from bench.figures.trainers import Trainer
 from bench.rivals import Rivals, RivalSaver
 
@@ -92,12 +92,3 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's own memory; the tensor is contiguous and on the CPU."""
     flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
-
-
-def drop_cache(path: Path) -> None:
-    """Of a synced file, or of all files in a directory: the next read comes from the disk."""
-    for file in [path] if path.is_file() else path.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from bench.common import sync_path, tensors_of
-from bench.figures.contender import Contender, bytes_of, drop_cache
+from bench.common import drop_cache, sync_path, tensors_of
+from bench.figures.contender import Contender, bytes_of
 from bench.figures.trainers import Trainer
 
 

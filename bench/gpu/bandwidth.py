@@ -15,7 +15,6 @@ copy.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -189,8 +188,7 @@ class Bench:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
 
-        with path.open("rb") as file:  # cold, as after a restart of the node
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        common.drop_cache(path)  # as after a restart of the node
         self.load("torch.load, cold", load)
         self.load("torch.load, cached", load)
 

@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from bench import common
 from bench.common import GIB, MIB, BenchError
 from bench.gpu.model import DTYPES, MEDIUM, TINY, Shape, Training
 from bench.ours import Ours
-from bench.rivals import KEPT, Finish, Rivals, State
+from bench.rivals import KEPT, Finish, Rivals, State, stager_kept
 from pccheck import Checkpoint, PCcheckClient
-from pccheck_store.observer import Observer
 
 #: How PCcheck takes the bytes, by the name in the tables: arguments of PCcheckClient.
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -94,10 +90,6 @@ class Node(Ours):
         self.handles.append(super().start_save())
         return self.handles[-1]
 
-    def status(self) -> Any:
-        with Observer(str(self.daemon.socket)) as observer:
-            return observer.status()
-
     def chosen(self) -> str:
         """How the connected client's bytes are transferred, and why."""
         for session in self.status()["sessions"]:
@@ -137,14 +129,7 @@ class GpuRivals(Rivals):
 
     def _dcp_pinned(self, directory: Path) -> Finish:
         if self.stager is None:
-            self.stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=True,
-                    use_shared_memory=False,
-                    use_async_staging=True,
-                    use_non_blocking_copy=True,
-                )
-            )
+            self.stager = stager_kept(of_gpu=True)
             self.hook = self.state.optimizer.register_step_pre_hook(lambda *_: self.wait())
         # It copies on this stream, which does not wait for the last update otherwise.
         side: torch.cuda.Stream | None = getattr(self.stager, "_staging_stream", None)
@@ -152,21 +137,9 @@ class GpuRivals(Rivals):
             torch.cuda.current_stream().synchronize()
         else:
             side.wait_stream(torch.cuda.current_stream())
-        response: Any = async_save(
-            self.state.nested(),
-            storage_writer=FileSystemWriter(
-                directory, sync_files=True, thread_count=min(8, os.cpu_count() or 1)
-            ),
-            async_stager=self.stager,
-        )
+        response = self._begin(directory, self.stager)
         self.staged = response.staging_completion.result
-
-        def finish() -> None:
-            response.upload_completion.result()
-            common.sync_path(directory)
-            common.sync_path(directory.parent)
-
-        return finish
+        return self._rest(directory, response)
 
     def wait(self) -> None:
         self.staged()

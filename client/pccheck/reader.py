@@ -12,10 +12,8 @@ from pccheck_native import catalog
 from pccheck_store.directory import which
 from pccheck_store.jobs import Stored, checkpoints_of, find_store
 from pccheck_store.whole import open_chosen
-from pccheck_wire.basics import did_you_mean
+from pccheck_wire.basics import did_you_mean, some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
-
-NAMED_MAX = 8
 
 
 class Reader:
@@ -107,9 +105,8 @@ class Reader:
                 hint=f"{did_you_mean([self.job], jobs)}see: pccheckctl list",
             )
         if not chosen:
-            steps = ", ".join(str(one.step) for one in near[:NAMED_MAX])
             return NoCheckpointError(
-                f"job {self.job!r} has no {what}; it has steps {steps}",
+                f"job {self.job!r} has no {what}; it has steps {some(one.step for one in near)}",
                 hint="newer checkpoints replace older ones; client.pin(step) keeps one",
             )
         best = near[0]

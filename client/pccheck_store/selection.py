@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Numbers
 
 from pccheck_wire import tree
+from pccheck_wire.basics import some
 from pccheck_wire.errors import UsageError
 from pccheck_wire.tree import Mapping, Node, Sequence, Tag
-
-NAMED_MAX = 8
 
 #: NumPy's dtypes that torch has, little-endian or of one byte.
 NUMPY_TO_TORCH = {
@@ -37,9 +36,8 @@ def only(content: tree.Tree, name: str, job: str) -> tree.Tree:
     found = _below(content.root, name)
     if found is None:
         top = [key for key, _ in _children(content.root)]
-        shown = ", ".join(top[:NAMED_MAX]) + (", ..." if len(top) > NAMED_MAX else "")
         raise UsageError(
-            f"there is no {name!r} in this checkpoint" + (f"; it has {shown}" if top else ""),
+            f"there is no {name!r} in this checkpoint" + (f"; it has {some(top)}" if top else ""),
             hint=f"see: pccheckctl show {job}",
         )
     return dataclasses.replace(content, root=found)

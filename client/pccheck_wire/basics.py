@@ -7,6 +7,7 @@ takes for its answer."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 PROTOCOL_VERSION = 9
 
@@ -52,6 +53,12 @@ def size_text(count: int) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some(names: Iterable[object]) -> str:
+    """At most eight of them, and dots for the others: "0, 1, 2"."""
+    shown = [*map(str, names)]
+    return ", ".join([*shown[:8], "..."] if len(shown) > 8 else shown)
 
 
 def did_you_mean(words: list[str], known: list[str]) -> str:

@@ -47,7 +47,6 @@ class SlotEntry(NamedTuple):
     incarnation: int
     world_size: int
     payload_bytes: int
-    manifest_bytes: int
     tree_offset: int
     tree_bytes: int
     wall_ns: int
@@ -68,7 +67,6 @@ class VolumeInfo(NamedTuple):
     record_number: int
     next_sequence: int
     incarnation: int
-    created_wall_ns: int
     done: bool
     stopped: bool
     free_slots: int
@@ -376,12 +374,10 @@ class Link:
         """Whether the memory of the last exposure is still what it was then, and not other memory
         at the same addresses."""
 
-    def wait_read(self, snapshot: int, deadline_ns: int, *, host_only: bool = False) -> bool:
-        """False = deadline passed. `host_only`: what lies on GPUs may not have been read yet."""
+    def wait(self, snapshot: int, what: str, deadline_ns: int) -> bool:
+        """For "read", "host_read" (what lies on GPUs may not have been read yet), "copied",
+        "durable" or "global"; False = deadline passed."""
 
-    def wait_copied(self, snapshot: int, deadline_ns: int) -> bool: ...
-    def wait_global(self, snapshot: int, deadline_ns: int) -> bool: ...
-    def wait_durable(self, snapshot: int, deadline_ns: int) -> bool: ...
     def confirm(self, snapshot: int, /) -> None:
         """The source of a provisional snapshot was not changed before it was read."""
 

@@ -162,17 +162,18 @@ static uint64_t slice_end(uint64_t deadline_ns)
 struct wait {
     uint64_t id;
     uint64_t deadline_ns;
+    enum pcc_wait_for what;
 };
 
 /* Sets *code_out to 0 or a negative code; false with an exception. */
 static bool wait_until(PyObject *self, struct pcc_client *link, const struct wait *wait,
-                       enum pcc_wait_for what, int *code_out)
+                       int *code_out)
 {
     bool ok = true;
     uint64_t end_ns;
     do {
         end_ns = slice_end(wait->deadline_ns);
-        PCC_PY_UNLOCKED(*code_out = pcc_client_wait(link, wait->id, what, end_ns));
+        PCC_PY_UNLOCKED(*code_out = pcc_client_wait(link, wait->id, wait->what, end_ns));
     } while (*code_out == -ETIMEDOUT && end_ns < wait->deadline_ns && (ok = goes_on(self)));
     return ok;
 }
@@ -183,52 +184,35 @@ static PyObject *in_time(PyObject *self, int code)
     return code < 0 && code != -ETIMEDOUT ? pcc_py_done(self, code) : PyBool_FromLong(code == 0);
 }
 
-static PyObject *wait_for(PyObject *self, const struct wait *wait, enum pcc_wait_for what)
+/* "O&" converter of what becomes of a snapshot. */
+static int awaited(PyObject *object, void *out)
 {
+    static const char *const names[] = {
+        [PCC_WAIT_READ] = "read",     [PCC_WAIT_HOST_READ] = "host_read",
+        [PCC_WAIT_COPIED] = "copied", [PCC_WAIT_DURABLE] = "durable",
+        [PCC_WAIT_GLOBAL] = "global",
+    };
+    for (size_t i = 0; PyUnicode_Check(object) && i < sizeof(names) / sizeof(names[0]); i++) {
+        if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
+            *(enum pcc_wait_for *)out = (enum pcc_wait_for)i;
+            return 1;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "no snapshot becomes %R", object);
+    return 0;
+}
+
+static PyObject *link_wait(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "what", "deadline_ns", NULL};
+    struct wait wait;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:wait", names, pcc_py_u64, &wait.id,
+                                     awaited, &wait.what, pcc_py_u64, &wait.deadline_ns))
+        return NULL;
     int code;
     bool ok;
-    PCC_PY_WITH(struct pcc_client, link, ok = wait_until(self, link, wait, what, &code));
+    PCC_PY_WITH(struct pcc_client, link, ok = wait_until(self, link, &wait, &code));
     return ok ? in_time(self, code) : NULL;
-}
-
-static PyObject *link_wait_read(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"snapshot", "deadline_ns", "host_only", NULL};
-    struct wait wait;
-    int host_only = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|$p:wait_read", names, pcc_py_u64, &wait.id,
-                                     pcc_py_u64, &wait.deadline_ns, &host_only))
-        return NULL;
-    return wait_for(self, &wait, host_only ? PCC_WAIT_HOST_READ : PCC_WAIT_READ);
-}
-
-static bool wait_parse(PyObject *args, PyObject *kwargs, char **names, struct wait *out)
-{
-    return PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&", names, pcc_py_u64, &out->id,
-                                       pcc_py_u64, &out->deadline_ns);
-}
-
-static PyObject *wait_parsed(PyObject *self, PyObject *args, PyObject *kwargs,
-                             enum pcc_wait_for what)
-{
-    static char *names[] = {"snapshot", "deadline_ns", NULL};
-    struct wait wait;
-    return wait_parse(args, kwargs, names, &wait) ? wait_for(self, &wait, what) : NULL;
-}
-
-static PyObject *link_wait_copied(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    return wait_parsed(self, args, kwargs, PCC_WAIT_COPIED);
-}
-
-static PyObject *link_wait_global(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    return wait_parsed(self, args, kwargs, PCC_WAIT_GLOBAL);
-}
-
-static PyObject *link_wait_durable(PyObject *self, PyObject *args, PyObject *kwargs)
-{
-    return wait_parsed(self, args, kwargs, PCC_WAIT_DURABLE);
 }
 
 /* -- loading ----------------------------------------------------------------------------------- */
@@ -251,12 +235,13 @@ static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwarg
 static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"load_id", "deadline_ns", NULL};
-    struct wait wait;
-    if (!wait_parse(args, kwargs, names, &wait))
+    struct wait wait = {.what = PCC_WAIT_LOAD};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:load_wait", names, pcc_py_u64, &wait.id,
+                                     pcc_py_u64, &wait.deadline_ns))
         return NULL;
     PCC_PY_ENTER(struct pcc_client, link);
     int code;
-    bool ok = wait_until(self, link, &wait, PCC_WAIT_LOAD, &code);
+    bool ok = wait_until(self, link, &wait, &code);
     /* Also after an exception: nothing may write to the caller's memory after the call. */
     PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
     if (!ok)
@@ -437,10 +422,7 @@ static PyMethodDef methods[] = {
     {"alive", link_alive, METH_NOARGS, NULL},
     {"request", link_request, METH_O, NULL},
     PCC_PY_METHOD("submit", link_submit),
-    PCC_PY_METHOD("wait_read", link_wait_read),
-    PCC_PY_METHOD("wait_copied", link_wait_copied),
-    PCC_PY_METHOD("wait_global", link_wait_global),
-    PCC_PY_METHOD("wait_durable", link_wait_durable),
+    PCC_PY_METHOD("wait", link_wait),
     {"confirm", link_confirm, METH_O, NULL},
     {"abandon", link_abandon, METH_O, NULL},
     {"state", link_state, METH_O, NULL},

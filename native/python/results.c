@@ -6,11 +6,11 @@ static const struct {
 } shapes[PCC_PY_RESULT_COUNT] = {
     [PCC_PY_SLOT_ENTRY] = {"SlotEntry",
                            "slot flags sequence step incarnation world_size payload_bytes "
-                           "manifest_bytes tree_offset tree_bytes wall_ns base"},
+                           "tree_offset tree_bytes wall_ns base"},
     [PCC_PY_VOLUME_INFO] = {"VolumeInfo",
                             "uuid job uid rank world_size slots keep block_bytes slot_bytes "
                             "payload_capacity volume_bytes record_number next_sequence "
-                            "incarnation created_wall_ns done stopped free_slots valid_replicas "
+                            "incarnation done stopped free_slots valid_replicas "
                             "repaired_replicas damaged_records"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "

@@ -64,14 +64,14 @@ static PyObject *info_values(struct pcc_volume *volume)
     PyObject *job = PyUnicode_DecodeUTF8(record.job, (Py_ssize_t)record.job_bytes, "replace");
     if (job == NULL)
         return NULL;
-    return Py_BuildValue("(y#NIIIIIIKKKKKKKNNIIII)", (const char *)record.volume_uuid,
+    return Py_BuildValue("(y#NIIIIIIKKKKKKNNIIII)", (const char *)record.volume_uuid,
                          (Py_ssize_t)sizeof(record.volume_uuid), job, record.uid, record.rank,
                          record.world_size, record.slot_count, record.keep, record.block_bytes,
                          geometry.slot_stride_bytes, payload_capacity(&geometry),
                          geometry.volume_bytes, record.record_number, record.next_sequence,
-                         record.incarnation, record.created_wall_ns,
-                         PyBool_FromLong(record.done != 0), PyBool_FromLong(stopped), free_slots,
-                         health.valid_replicas, health.repaired_replicas, health.damaged_records);
+                         record.incarnation, PyBool_FromLong(record.done != 0),
+                         PyBool_FromLong(stopped), free_slots, health.valid_replicas,
+                         health.repaired_replicas, health.damaged_records);
 }
 
 static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -84,11 +84,11 @@ static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
 {
     if (entry->state != PCC_SLOT_DURABLE)
-        return Py_BuildValue("(IIiiiiiiiiii)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    return Py_BuildValue("(IIKLKIKIKKKK)", slot, entry->flags, entry->sequence, entry->step,
+        return Py_BuildValue("(IIiiiiiiiii)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    return Py_BuildValue("(IIKLKIKKKKK)", slot, entry->flags, entry->sequence, entry->step,
                          entry->incarnation, entry->world_size, entry->payload_bytes,
-                         entry->manifest_bytes, entry->tree_offset_bytes, entry->tree_bytes,
-                         entry->wall_ns, entry->base_sequence);
+                         entry->tree_offset_bytes, entry->tree_bytes, entry->wall_ns,
+                         entry->base_sequence);
 }
 
 static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))

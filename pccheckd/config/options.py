@@ -125,8 +125,6 @@ class Option:
     help: str  # one sentence, no full stop
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    #: Former choices, and what to do now.
-    removed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     low: float | None = None
     high: float | None = None
     rule: str = ""  # what else must hold, in words
@@ -253,12 +251,6 @@ class Config:
         "how volumes are written: pwrite past the page cache, mmap through the page cache, pmem to "
         "persistent memory (DAX); the daemon uses pwrite where mmap or pmem is not possible",
         choices=("pwrite", "mmap", "pmem"),
-        removed={
-            "auto": "pccheckd no longer measures engines at its start: remove the option, or set "
-            "it to pwrite; `pccheckctl bench` compares the engines on a disk",
-            "uring": "the engine uring was removed, since it was nowhere faster than pwrite: "
-            "remove the option, or set it to pwrite",
-        },
     )
     max_bandwidth_bytes: int = _option(
         0, "--max-bandwidth", SIZE, Group.ROOM,

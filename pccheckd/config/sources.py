@@ -75,9 +75,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     others.add_argument("--json", action="store_true", help="--check-config as a JSON document")
     others.add_argument(
-        "--help-config", nargs="?", const="text", metavar="text|toml|markdown|man",
-        choices=("text", "toml", "markdown", "man"),
-        help="describe every option: unit, range, default; toml prints a file to start from",
+        "--help-config", nargs="?", const="toml", metavar="toml|markdown|man",
+        choices=("toml", "markdown", "man"),
+        help="describe every option: unit, range, default; toml is a file to start from",
     )  # fmt: skip
     made.add_argument(
         "--version", action="version", version=f"pccheckd {VERSION}", help="print the version"
@@ -239,10 +239,7 @@ def _parse(option: Option, text: str, origin: Origin) -> object:
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
     if option.choices and text not in option.choices:
-        raise UsageError(
-            f"{where}: {text!r} is not one of {', '.join(option.choices)}",
-            hint=option.removed.get(text, ""),
-        )
+        raise UsageError(f"{where}: {text!r} is not one of {', '.join(option.choices)}")
     return value
 
 

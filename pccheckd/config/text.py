@@ -58,8 +58,8 @@ def effective(config: Config) -> str:
 
 
 def help_text(kind: str) -> str:
-    """Every option described, as "text", "toml", "markdown" or "man" (the option section)."""
-    makers = {"text": _plain, "toml": _toml, "markdown": _markdown, "man": _man}
+    """Every option described, as "toml", "markdown" or "man" (the option section)."""
+    makers = {"toml": _toml, "markdown": _markdown, "man": _man}
     return "\n".join(makers[kind]()) + "\n"
 
 
@@ -84,22 +84,9 @@ def _reload(option: Option) -> str:
     return f"at SIGHUP, {option.when}" if option.when else "at SIGHUP"
 
 
-def _plain() -> Iterator[str]:
-    for group, options in _groups():
-        yield f"{group}:"
-        for option in options:
-            yield f"  {option.key}"
-            yield from textwrap.wrap(
-                _sentence(option.help), 92, initial_indent="      ", subsequent_indent="      "
-            )
-            default = "required" if option.required else f"default {option.shown_default}"
-            yield f"      takes: {takes(option)}; {default}"
-            yield f"      {option.flag}, {option.variable}; changes: {_reload(option)}"
-        yield ""
-
-
 def _toml() -> Iterator[str]:
     yield "# The configuration of pccheckd. Lines that begin with # show the defaults."
+    yield "# KEY is also the flag --KEY and the variable PCCHECK_KEY, in capitals, with _ for -."
     yield "# Check a change before it takes effect:  pccheckd --config THIS-FILE --check-config"
     yield "# Apply the options that can change while running:  systemctl reload pccheckd"
     for group, options in _groups():

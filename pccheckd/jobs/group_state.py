@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pccheck_native import group
+from pccheck_wire.basics import some
 from pccheck_wire.messages import CheckpointState as State
 
 from .job import Job
@@ -42,8 +43,7 @@ class Standing:
         last = "none so far" if self.step is None else f"the last is step {self.step}"
         who = ""
         if self.absent:
-            named = ", ".join(str(rank) for rank in self.absent[:8])
-            who = f"; not connected: rank {named}"
+            who = f"; not connected: rank {some(self.absent)}"
         elif self.slowest is not None:
             who = f"; rank {self.slowest} is behind by {self.behind[self.slowest]}"
         return (

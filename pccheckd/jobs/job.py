@@ -9,6 +9,7 @@ import time
 
 from pccheck_native import catalog, group
 from pccheck_native.group import Agreement, Held, Rank, Refused
+from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Writing
 from pccheck_wire.messages import CheckpointState as State
@@ -22,7 +23,6 @@ from .starts import Starts
 
 #: How long a trainer that restores waits for checkpoints on their way before it gets an answer.
 SETTLE_LIMIT_S = 5.0
-NAMED_MAX = 8
 SKIPS_KEPT = 256  # no honest rank asks for an older one
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 _LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})  # the rank does not have it
@@ -411,7 +411,7 @@ class Job:
         finally:
             self._short.discard(rank)
         late = group.lagging(self.ranks(), self.world_size, rank, self.agreement)
-        return ", ".join(str(one) for one in late[:NAMED_MAX])
+        return some(late)
 
     # -- recovery ------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pccheck_wire.basics import size_text
+from pccheck_wire.basics import size_text, some
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
@@ -341,7 +341,7 @@ class Memory(Background):
             ]
             refusal = RefusedError(
                 f"{needs}, and the limit of uid {by.uid} is {size_text(limit)} "
-                f"(--max-dram-per-user): {', '.join(used[:8]) or 'nothing is used'}",
+                f"(--max-dram-per-user): {some(used) or 'nothing is used'}",
                 hint="end one of these jobs (pccheckctl drop frees the cache of an ended one), or "
                 "raise --max-dram-per-user", retryable=True,
             )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pccheck_native import catalog
+from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheck_wire.messages import Pin
 from pccheckd.tenancy.tenant import Tenant
@@ -97,7 +98,7 @@ def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
     known = (mine if alone else {}) | shared
     found = max((sequence for sequence, its in known.items() if its == step), default=0)
     if not found:
-        steps = ", ".join(str(known[one]) for one in sorted(known, reverse=True)[:8]) or "none"
+        steps = some(known[one] for one in sorted(known, reverse=True)) or "none"
         raise _none_of(job, step, f"durable steps: {steps}")
     return found
 

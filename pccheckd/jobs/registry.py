@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 from pccheck_native import layout
+from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
@@ -177,4 +178,4 @@ def _users(job: Job) -> str:
             found.append(f"rank {rank} is being read")
         if tenant.ledger.live():
             found.append(f"checkpoints of rank {rank} are in flight")
-    return ", ".join(found[:8]) or "it is being loaded"
+    return some(found) or "it is being loaded"

@@ -13,6 +13,7 @@ static void test_a_new_volume_is_empty_and_free(void)
     CHECK_EQUAL(record.record_number, 2);
     CHECK_EQUAL(record.boot_epoch, 1);
     CHECK_EQUAL(record.rank, 3);
+    CHECK(record.created_wall_ns > 0);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 4);
     CHECK_EQUAL(pcc_volume_superseding(volume), 0);
     CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 2);

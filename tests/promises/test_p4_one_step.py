@@ -280,7 +280,7 @@ def test_a_change_is_noticed_when_the_trainer_never_calls_again(
     link, number = handle._in_flight._connection.link, handle._in_flight.snapshot  # type: ignore[union-attr]
     changes[0]()
     daemon.kill(signal.SIGCONT)
-    assert link.wait_copied(number, time.monotonic_ns() + int(60e9))  # it has ended, not copied
+    assert link.wait(number, "copied", time.monotonic_ns() + int(60e9))  # it has ended, not copied
     assert handle.state is CheckpointState.FAILED
     with pytest.warns(PccheckWarning, match="gate"):
         client.checkpoint(step=2)
@@ -291,7 +291,7 @@ def test_a_trainer_that_never_calls_again_is_saved(client: PCcheckClient) -> Non
     changes[1]()
     handle = client.checkpoint(step=1)
     link = handle._in_flight._connection.link  # type: ignore[union-attr]
-    assert link.wait_durable(handle._in_flight.snapshot, time.monotonic_ns() + int(60e9))
+    assert link.wait(handle._in_flight.snapshot, "durable", time.monotonic_ns() + int(60e9))
     assert handle.state is CheckpointState.DURABLE
 
 

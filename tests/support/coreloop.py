@@ -114,8 +114,8 @@ class Loop:
         """Waits until it is durable and returns the sequence."""
         layout = self.submit(snapshot, extents, tree, inline=inline)
         sequence = self.begin(snapshot, step, layout, tree, frozen)
-        assert self.link.wait_copied(snapshot, deadline())
-        assert self.link.wait_durable(snapshot, deadline())
+        assert self.link.wait(snapshot, "copied", deadline())
+        assert self.link.wait(snapshot, "durable", deadline())
         return sequence
 
     def load(self, sequence: int, sizes: Sequence[int], tree_bytes: int) -> list[bytearray]:

@@ -114,8 +114,10 @@ class FakeLink:
         self._note("wait_copied", snapshot)
         return self.words[snapshot] == WORD_COPIED
 
-    def wait_durable(self, snapshot: int, deadline_ns: int) -> bool:
-        return False
+    def wait(self, snapshot: int, what: str, deadline_ns: int) -> bool:
+        if what in ("read", "host_read"):
+            return self.wait_read(snapshot, deadline_ns, host_only=what == "host_read")
+        return what == "copied" and self.wait_copied(snapshot, deadline_ns)
 
     def abandon(self, snapshot: int) -> bool:
         self._note("abandon", snapshot)

@@ -267,7 +267,7 @@ class WireMember(_Member):
         deadline = time.monotonic_ns() + int(STALL_LIMIT_S * 1e9)
         for index, snapshot in list(self.flying.items()):
             with contextlib.suppress(ValueError, OSError):
-                if not session.link.wait_read(snapshot, deadline):
+                if not session.link.wait(snapshot, "read", deadline):
                     session.link.abandon(snapshot)
                     self.say(index, "STALLED", "the copy did not end within the limit")
 

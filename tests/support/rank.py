@@ -161,10 +161,10 @@ class Rank:
 
     def wait(self, snapshot: int, *, copied: bool = False) -> LinkState:
         """Raises DaemonUnreachableError when the daemon ends first."""
-        waiting = self.link.wait_copied if copied else self.link.wait_durable
+        what = "copied" if copied else "durable"
         deadline = time.monotonic_ns() + int(LIMIT_S * 1e9)
         try:
-            while not waiting(snapshot, min(deadline, time.monotonic_ns() + SLICE_NS)):
+            while not self.link.wait(snapshot, what, min(deadline, time.monotonic_ns() + SLICE_NS)):
                 state = self.link.state(snapshot)
                 assert time.monotonic_ns() < deadline, f"snapshot {snapshot}: {state}"
                 if not self.link.alive():

@@ -152,13 +152,6 @@ def test_wrong_values_name_the_fix(flags: str, environ: dict[str, str], told: st
         load(flags, **environ)
 
 
-@pytest.mark.parametrize("engine", ["auto", "uring"])
-def test_a_former_engine_says_what_to_do(engine: str) -> None:
-    with pytest.raises(UsageError, match=f"'{engine}' is not one of") as raised:
-        load(f"--storage /s --engine {engine}")
-    assert "remove the option, or set it to pwrite" in raised.value.hint
-
-
 def test_storage_is_required() -> None:
     with pytest.raises(UsageError, match=r"--storage is missing"):
         config.Sources({}, {"PCCHECK_CONFIG": "/dev/null"}).load()

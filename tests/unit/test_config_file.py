@@ -152,7 +152,7 @@ def test_the_document_has_the_table() -> None:
     assert table == config_text.help_text("markdown"), "make reference"
 
 
-@pytest.mark.parametrize("kind", ["text", "toml", "markdown", "man"])
+@pytest.mark.parametrize("kind", ["toml", "markdown", "man"])
 def test_every_option_is_described_everywhere(kind: str) -> None:
     made = config_text.help_text(kind).replace("\\-", "-")
     for option in OPTIONS:

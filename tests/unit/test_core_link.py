@@ -86,9 +86,9 @@ def test_inline_ranges_are_copied_during_the_call(loop: Loop) -> None:
     layout = loop.submit(1, extents, b"tree", inline=1)
     extents[1][:] = bytes(5_000)
     sequence = loop.begin(1, 1, layout, b"tree")
-    assert loop.link.wait_read(1, deadline())
+    assert loop.link.wait(1, "read", deadline())
     extents[0][:] = bytes(90_000)
-    assert loop.link.wait_durable(1, deadline())
+    assert loop.link.wait(1, "durable", deadline())
     assert [bytes(m) for m in loop.load(sequence, (90_000, 5_000), 4)] == [*wanted, b"tree"]
 
 
@@ -165,10 +165,12 @@ def test_refused_and_abandoned_snapshots(loop: Loop) -> None:
     state = loop.link.state(1)
     assert state is not None
     assert state.word == WORD_REQUESTED
-    assert not loop.link.wait_read(1, deadline(0))
+    assert not loop.link.wait(1, "read", deadline(0))
     loop.channel.refuse(1, State.SKIPPED)
-    for wait in (loop.link.wait_read, loop.link.wait_copied, loop.link.wait_durable):
-        assert wait(1, deadline())
+    for what in ("read", "host_read", "copied", "durable", "global"):
+        assert loop.link.wait(1, what, deadline())
+    with pytest.raises(ValueError, match="no snapshot becomes 'written'"):
+        loop.link.wait(1, "written", deadline())
     state = loop.link.state(1)
     assert state is not None
     assert (state.word, state.outcome) == (WORD_REFUSED, State.SKIPPED)
@@ -240,7 +242,7 @@ def test_a_dead_daemon_ends_every_wait(loop: Loop) -> None:
     loop.channel.close()
     loop.far.close()
     with pytest.raises(ConnectionResetError):
-        loop.link.wait_durable(1, deadline())
+        loop.link.wait(1, "durable", deadline())
     assert not loop.link.alive()
 
 
@@ -267,7 +269,7 @@ def test_close_ends_the_waits_of_other_threads(loop: Loop) -> None:
 
     def wait() -> None:
         try:
-            loop.link.wait_durable(1, deadline())
+            loop.link.wait(1, "durable", deadline())
         except ValueError as error:
             raised.append(error)
 
@@ -292,7 +294,7 @@ def test_a_signal_is_served_during_a_wait(loop: Loop) -> None:
     try:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(ValueError, match="closed during the call"):
-            loop.link.wait_durable(1, time.monotonic_ns() + 60 * 10**9)
+            loop.link.wait(1, "durable", time.monotonic_ns() + 60 * 10**9)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -307,7 +309,7 @@ def test_borrowed_objects_outlive_their_borrower(tmp_path: Path) -> None:
         loop.pool.usage()
     layout = loop.submit(1, extents, b"tree")
     loop.begin(1, 1, layout, b"tree")
-    assert loop.link.wait_durable(1, deadline())
+    assert loop.link.wait(1, "durable", deadline())
     with pytest.raises(NativeError) as caught:
         Volume(loop.path, writable=True)
     assert caught.value.code_name == "LOCKED"

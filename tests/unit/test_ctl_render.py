@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pccheck_wire.basics import some
 from pccheckctl.commands import listing, status
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document
@@ -19,6 +20,11 @@ GIB = 1 << 30
 )  # fmt: skip
 def test_sizes(count: int, text: str) -> None:
     assert render.size(count) == text
+
+
+def test_eight_names_and_dots_for_the_others() -> None:
+    assert (some([]), some(range(3)), some("abcdefgh")) == ("", "0, 1, 2", "a, b, c, d, e, f, g, h")
+    assert some(range(9)) == "0, 1, 2, 3, 4, 5, 6, 7, ..."
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_one_that_was_given_up_is_durable_with_a_reason_also_when_its_entry_is_u
     why = Described(1, CheckpointState.DURABLE, 7, 3, "rank 1 failed")
     newer = Described(1, CheckpointState.SUPERSEDED, 7, 3, "newer", "", 8, 4)
     daemon: Any = Daemon(why, newer, WHY, word=WORD_COPIED, outcome=CheckpointState.DURABLE)
-    daemon.saves_alone, daemon.link.wait_global = False, lambda *_: True
+    daemon.saves_alone, daemon.link.wait = False, lambda *_: True
     made = handle(daemon)
     made.settle()
     assert (made.state, made.wait_durable(0)) == (CheckpointState.DURABLE, (7, 3))

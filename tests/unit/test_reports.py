@@ -163,11 +163,11 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
     def verified(_volume: object, item: SimpleNamespace, _part: object) -> Document:
         if item.sequence == 2:
             gone.set()
-        return {"sequence": item.sequence, "valid": True, "problem": ""}
+        return {"sequence": item.sequence}
 
     monkeypatch.setattr(verification, "_verified", verified)
     volumes = [("path", cast(Volume, None))]
-    document = verification.verify(volumes, 0, gone=gone.is_set)
+    document = verification.verify(volumes, 0, None, gone=gone.is_set)
     assert [row["sequence"] for row in rows(document, "checkpoints")] == [1, 2]
 
 
@@ -182,9 +182,9 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
             if sequence == 1:
                 raise FileNotFoundError(2, "there is no such checkpoint")
 
-    document = verification.verify([("path", cast(Volume, Replacing()))], 0)
-    assert [row["sequence"] for row in rows(document, "checkpoints")] == [2]
-    assert document["damaged"] == 0
+    volumes = [("path", cast(Volume, Replacing()))]
+    document = verification.verify(volumes, 0, None, gone=lambda: False)
+    assert [(row["sequence"], row["valid"]) for row in rows(document, "checkpoints")] == [(2, True)]
 
 
 # -- what they are made of ---------------------------------------------------------------------

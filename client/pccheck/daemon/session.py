@@ -15,7 +15,7 @@ from pccheck.job.naming import Identity
 from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
-from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT
+from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, some
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError, RefusedError
 from pccheck_wire.messages import Goodbye, Hello, Register, Registered, ReplyBody, Restored, Role
 from pccheck_wire.units import MIB
@@ -158,7 +158,7 @@ class Session:
         """A group's checkpoint is complete only when every rank has it."""
         if answer.absent:
             identity = self.identity
-            named = ", ".join(str(rank) for rank in answer.absent[:8])
+            named = some(answer.absent)
             self._warner.once(
                 "absent",
                 f"rank {identity.rank} of job {identity.job!r} saves, but of its "

@@ -44,7 +44,7 @@ class _Pending:
         """On the CPU; False when the deadline passed."""
         link, snapshot = self.connection.link, self.checkpoint.snapshot
         try:
-            return link.wait_read(snapshot, deadline_ns, host_only=host_only)
+            return link.wait(snapshot, "host_read" if host_only else "read", deadline_ns)
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more
             return True
 

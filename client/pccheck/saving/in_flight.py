@@ -181,19 +181,19 @@ class InFlight:
     def wait_read(self, timeout: float | None = None) -> None:
         """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError
         after `timeout` seconds."""
-        self._wait("wait_read", timeout)
+        self._wait("read", timeout)
         if not self.source_read:
             raise self._late("read")
 
     def wait_copied(self, timeout: float | None = None) -> None:
-        self._wait("wait_copied", timeout)
+        self._wait("copied", timeout)
         if self._state in NOT_SAVED:
             raise self._failed()
         if self._state < CheckpointState.COPIED:
             raise self._late("copied")
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
-        self._wait("wait_durable", timeout)
+        self._wait("durable", timeout)
         if self._state is CheckpointState.SUPERSEDED:
             self._describe()
             return self._newer
@@ -207,7 +207,7 @@ class InFlight:
         connection = self._connection
         if connection is None or connection.saves_alone:
             return self.wait_durable(timeout)
-        self._wait("wait_global", timeout)
+        self._wait("global", timeout)
         if self._state is CheckpointState.DURABLE and self._settled:
             self._described = False
             self._describe()
@@ -228,7 +228,7 @@ class InFlight:
         `timeout` seconds, or never will be."""
         connection = self._connection
         everywhere = everywhere and connection is not None and not connection.saves_alone
-        self._wait("wait_global" if everywhere else "wait_durable", timeout)
+        self._wait("global" if everywhere else "durable", timeout)
         durable = self._state is CheckpointState.DURABLE and not everywhere
         if durable or self._state is CheckpointState.GLOBAL:
             return Durable(self._sequence, self.step)
@@ -242,11 +242,10 @@ class InFlight:
             self.verdict.wait(deadline_ns)
         connection, state = self._connection, self.state
         if connection is not None and (
-            state not in FINAL or (what == "wait_global" and state is CheckpointState.DURABLE)
+            state not in FINAL or (what == "global" and state is CheckpointState.DURABLE)
         ):
-            wait: Callable[[int, int], bool] = getattr(connection.link, what)
             with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
-                wait(self.snapshot, deadline_ns)
+                connection.link.wait(self.snapshot, what, deadline_ns)
             _ = self.state
 
     def settle(self) -> None:

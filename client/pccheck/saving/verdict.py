@@ -91,13 +91,13 @@ class Verdict:
         changes nothing meanwhile."""
         if threading.get_ident() == self._thread and not self.given:
             with contextlib.suppress(ValueError, OSError):
-                self._link.wait_read(self.checkpoint.snapshot, deadline_ns)
+                self._link.wait(self.checkpoint.snapshot, "read", deadline_ns)
             self.give_if_read()
 
     def give_late(self, nbytes: int) -> None:
         """In a thread of its own, for a trainer that does not call."""
         with contextlib.suppress(ValueError, OSError):
-            if not self._link.wait_read(self.checkpoint.snapshot, _FOREVER_NS):
+            if not self._link.wait(self.checkpoint.snapshot, "read", _FOREVER_NS):
                 return
             limit_s = min(_LATE_LIMIT_S, _OPERATION_S + nbytes / _OPERATION_BYTES_PER_S)
             # In many short waits: a stopped process runs no operation, either.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pccheck_wire.basics import some
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
@@ -20,7 +21,6 @@ from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, print_json, rows, say, text, whole
 from pccheckctl.source import daemon
 
-NAMED_MAX = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 #: States in which a checkpoint is safe when the trainer ends.
 COPIED = frozenset({"copied", "writing", "durable", "global"})
@@ -89,9 +89,7 @@ def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None)
     """What is waited for, and what there is instead."""
     who = f"job {arguments.job!r} rank {arguments.rank}"
     if seen is not None and not seen.known:
-        more = ", ..." if len(seen.jobs) > NAMED_MAX else ""
-        jobs = f"{', '.join(seen.jobs[:NAMED_MAX])}{more}" if seen.jobs else "none"
-        return f"the daemon does not know {who} yet (visible jobs: {jobs})"
+        return f"the daemon does not know {who} yet (visible jobs: {some(seen.jobs) or 'none'})"
     if step is None:
         return f"{who} has requested no checkpoint yet"
     newest = ""

@@ -17,6 +17,7 @@ from pccheck_native import catalog
 from pccheck_store import directory, selection
 from pccheck_store.readers import RecycledError, Store
 from pccheck_store.whole import WholeReader
+from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, part, print_json, say, text, texts, whole
@@ -125,7 +126,7 @@ def choose(
         newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
         raise NoCheckpointError(
             f"there is no step that all {world_size} ranks of job {arguments.job!r} have a valid "
-            f"checkpoint of here; newest steps: {', '.join(newest[:NAMED_MAX]) or 'none'}",
+            f"checkpoint of here; newest steps: {some(newest) or 'none'}",
             hint="copy the volumes of all ranks into one directory, or choose one with --rank",
         )
     if arguments.all_ranks and common is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pccheck_native import catalog
 from pccheck_store.directory import Storage
 from pccheck_store.safetensors_layout import INDEX
+from pccheck_wire.basics import some
 from pccheck_wire.errors import PccheckError, RefusedError, UnsupportedStateError, UsageError
 from pccheck_wire.messages import require_job_name
 from pccheckctl.export.torch_file import signals_held
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
 SAVE_LIMIT_S = 24 * 3600.0
 RNG = "rng"
-NAMED_MAX = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -183,9 +183,8 @@ def _part(state: object, name: str, path: Path) -> object:
     for key, value in found.items():
         if name.startswith(f"{key}."):
             return _part(value, name.removeprefix(f"{key}."), path)
-    shown = ", ".join(list(found)[:NAMED_MAX]) + (", ..." if len(found) > NAMED_MAX else "")
     raise UsageError(
-        f"there is no {name!r} in {path}" + (f"; it has {shown}" if found else ""),
+        f"there is no {name!r} in {path}" + (f"; it has {some(found)}" if found else ""),
         hint="use --as NAME=KEY with one of its keys",
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pccheck_store.safetensors_layout import DTYPES, HEADER_BYTES_MAX, INDEX, PAIRS
+from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, PccheckError, UnsupportedStateError, UsageError
 
 from .found import STEP_NAMES, Found
@@ -55,7 +56,7 @@ def _chosen(place: Path) -> Path:
     if len(found) != 1:
         raise UsageError(
             f"{place} has {len(found)} files of which each may be the model",
-            hint="name one: " + ", ".join(one.name for one in found[:8]) if found else "",
+            hint=f"name one: {some(one.name for one in found)}" if found else "",
         )
     return found[0]
 

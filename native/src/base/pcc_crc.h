@@ -1,11 +1,9 @@
-/* CRC-32C, which seals commit records and kept states. */
+/* CRC-32C, which seals commit records. */
 #ifndef PCC_CRC_H
 #define PCC_CRC_H
 
 #include "base/pcc_base.h"
 
 uint32_t pcc_crc32c(uint32_t crc, const void *bytes, size_t length_bytes);
-/* The same without the processor's instruction; for the test that compares them. */
-uint32_t pcc_crc32c_portable(uint32_t crc, const void *bytes, size_t length_bytes);
 
 #endif
