@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -114,3 +117,20 @@ def test_a_snapshot_comes_after_a_step_in_another_stream(monkeypatch: pytest.Mon
     del fakes.streams[1]
     hooks.follow()
     assert fakes.followed == [(1, 7)]
+
+
+def test_a_step_that_begins_while_the_one_before_is_looked_for_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads: one asks while the other ends a step and begins the next one."""
+    hooks = StepHooks()
+    hooks._steps[1] = 7, sys._getframe()
+
+    def frames() -> dict[int, FrameType]:
+        hooks._steps[1] = threading.get_ident(), sys._getframe(2)
+        return {}  # the step that is looked for has ended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "_current_frames", frames)
+        assert not hooks.stepping
+    assert hooks.stepping

@@ -37,13 +37,15 @@ class StepHooks:
     def stepping(self) -> bool:
         """Whether a step of an attached optimizer runs: in another thread, or in this one, which
         then runs a signal handler or a closure. Meanwhile the attached tensors are of two steps."""
-        for number, (thread, call) in list(self._steps.items()):
+        for number, step in list(self._steps.items()):
+            thread, call = step
             frame = sys._current_frames().get(thread)
             while frame is not None and frame is not call:
                 frame = frame.f_back
             if frame is not None:
                 return True
-            self._steps.pop(number, None)  # it has failed
+            if self._steps.get(number) is step:  # else it has ended, and another thread steps again
+                self._steps.pop(number, None)  # it has failed
         return False
 
     def __bool__(self) -> bool:
