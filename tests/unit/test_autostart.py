@@ -205,6 +205,23 @@ def test_a_daemon_of_another_directory_is_neither_used_nor_replaced(machine: Mac
     assert again.socket == mine.socket and len(machine.started) == 2
 
 
+def test_no_process_is_forked_while_a_daemon_is_started(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of a DataLoader would have Popen's pipe open, for which Popen waits."""
+    free: list[bool] = []
+
+    def popen(command: list[str], **about: Any) -> Any:
+        other = threading.Thread(target=lambda: free.append(module._STARTS.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return machine._popen(command, **about)
+
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    machine.daemon().ensure()
+    assert free == [False]
+
+
 @pytest.mark.parametrize("holds", [True, False])
 def test_an_orphan_is_ended_before_another_one_starts(machine: Machine, holds: bool) -> None:
     """Its socket was removed at a logout: it holds the lock, and nothing can connect to it. After

@@ -53,6 +53,12 @@ _OF_THE_RANK = ("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX
 _OF_THIS_PROCESS: weakref.WeakSet[PrivateDaemon] = weakref.WeakSet()
 #: A forked child has none of them: they would keep it from ending the daemon with its own last one.
 os.register_at_fork(after_in_child=lambda: _OF_THIS_PROCESS.clear())
+#: Held while a process is started, and across fork(): a worker of a DataLoader that is forked in
+#: the middle would keep the pipe open by which Popen waits for exec, and Popen would never return.
+_STARTS = threading.RLock()
+os.register_at_fork(
+    before=_STARTS.acquire, after_in_parent=_STARTS.release, after_in_child=_STARTS.release
+)
 
 
 class PrivateDaemon:
@@ -193,7 +199,7 @@ class PrivateDaemon:
     def _start(self) -> None:
         self.socket.parent.mkdir(mode=0o700, exist_ok=True)
         log = self.socket.with_name("pccheckd.log")
-        with log.open("ab") as out:
+        with log.open("ab") as out, _STARTS:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pccheckd", "--storage", str(self.storage),
                  "--socket", str(self.socket)],
