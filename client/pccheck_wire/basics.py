@@ -7,6 +7,7 @@ takes for its answer."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 PROTOCOL_VERSION = 9
 
@@ -52,6 +53,18 @@ def size_text(count: int) -> str:
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def with_options(text: str, options: Iterable[str]) -> str:
+    """The text, in which every command of pccheckctl gets these options unless it begins with one:
+    users paste the commands that they read."""
+    if "pccheckctl " not in text:
+        return text
+    import re  # for messages only
+    import shlex
+
+    command = " ".join(["pccheckctl", *map(shlex.quote, options), ""])
+    return re.sub(r"\bpccheckctl (?=[a-z])", lambda _: command, text)
 
 
 def did_you_mean(words: list[str], known: list[str]) -> str:

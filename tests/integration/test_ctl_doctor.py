@@ -81,7 +81,7 @@ def test_doctor_names_a_volume_that_cannot_be_read(
     ran = ask("doctor")
     assert ran.code == 1
     assert f"{volume} cannot be read" in ran.out
-    assert "pccheckctl drop" in ran.out
+    assert f"pccheckctl --socket {daemon.socket} drop" in ran.out
 
 
 def test_a_trainer_takes_as_many_files_as_doctor_says(

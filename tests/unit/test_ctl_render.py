@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from pccheckctl.commands import listing, status
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document
+from pccheckctl.output.documents import Document, answer
 
 GIB = 1 << 30
 
@@ -189,6 +191,12 @@ def test_a_document_of_another_shape_does_not_break_the_text() -> None:
 def rank_of(job: str, wall_s: float, *, connected: bool = False) -> Document:
     newest = {"step": 1, "wall_ns": wall_s * 1e9}
     return {"job": job, "rank": 0, "uid": 7, "connected": connected, "newest": newest}
+
+
+def test_commands_in_a_text_ask_the_same_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Namespace(json=False, socket="/x", storage=None)
+    answer(asked, {}, lambda: "12 more ranks: pccheckctl status --all")
+    assert capsys.readouterr().out == "12 more ranks: pccheckctl --socket /x status --all\n"
 
 
 def test_live_jobs_come_first_and_of_the_others_the_newest_few() -> None:
