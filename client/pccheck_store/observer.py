@@ -16,7 +16,7 @@ from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
 from pccheck_wire.connection import Connection, raise_failure
 from pccheck_wire.errors import PccheckError, ProtocolError
 
-from .documents import Document, part, rows
+from .documents import Document, part, rows, text
 from .ranks import add_stored
 
 CONNECT_LIMIT_S = 10.0
@@ -59,6 +59,10 @@ class Observer:
         if uid is not None:
             document["ranks"] = [rank for rank in rows(document, "ranks") if rank.get("uid") == uid]
         return document
+
+    def storage(self) -> str:
+        """The directory that the daemon serves."""
+        return text(part(self._report({"t": "status"}), "storage"), "path")
 
     def listing(
         self, job: str = "", *, uid: int | None = None, timeout_s: float = REQUEST_LIMIT_S

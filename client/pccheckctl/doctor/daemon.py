@@ -8,13 +8,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheck_store.observer import Observer
 from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheckctl import VERSION
 from pccheckctl.commands import config
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, number, part, text, texts, whole
+from pccheckctl.source import observe
 
 from .finding import Finding, ok, problem, warning
 
@@ -28,7 +28,7 @@ class Answer:
         self.warnings: list[str] = []  # of its environment
         self.error: PccheckError | None = None
         try:
-            with Observer(socket) as observer:
+            with observe(socket) as observer:
                 self.status = observer.status()
                 with contextlib.suppress(PccheckError):
                     self.warnings = texts(observer.config(), "warnings")
