@@ -75,6 +75,15 @@ def test_list_names_uids_when_there_are_several() -> None:
     assert "2/gpt" in text
 
 
+def test_list_marks_what_is_left_of_a_finished_job() -> None:
+    volumes = [{"path": "/x/1", "done": True}, {"path": "/x/2", "done": False}]
+    both = [CHECKPOINT | {"volume": "/x/1"}, CHECKPOINT | {"volume": "/x/2", "job": "other"}]
+    _, first, second = listing.as_text(
+        {"volumes": volumes, "checkpoints": both}, now_s=1
+    ).splitlines()
+    assert first.endswith("damaged, finished") and second.endswith("damaged")
+
+
 def test_list_of_nothing() -> None:
     assert listing.as_text({"checkpoints": []}) == "no checkpoints"
 
