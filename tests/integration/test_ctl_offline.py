@@ -103,6 +103,7 @@ def test_what_there_is_none_of_is_named(ctl: Ctl, storage: Path) -> None:
     scribble(storage, 20)
     (bad,) = [one for one in ctl(storage, "verify", "--json").json["checkpoints"] if one["reason"]]
     assert bad["reason"] == "a checksum does not fit"
+    assert bad["result"] == "damaged" and "damaged" not in bad
 
 
 # -- errors ------------------------------------------------------------------------------------
