@@ -160,6 +160,7 @@ class PCcheckClient:
         path = check_path("socket", socket)
         if autostart:
             self._private = private_daemon(check_path("storage", storage), path)
+            self._warner.options = ("--storage", str(self._private.storage))
         self._session = Session(
             identity, self._private.socket if self._private else path,
             fresh=fresh, solo=solo, stall_limit_s=stall_limit_s, warner=self._warner,
