@@ -268,6 +268,7 @@ def test_without_a_daemon_the_private_ones_are_named_by_their_directories(
 ) -> None:
     monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # no private daemon of this machine
     monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
     for name in ("a b", "c"):
         private = start_daemon("--allow-any-filesystem", storage=make(tmp_path / name, 10))
