@@ -161,6 +161,7 @@ class PCcheckClient:
         path = check_path("socket", socket)
         if autostart:
             self._private = private_daemon(check_path("storage", storage), path)
+            self._warner.options = ("--storage", str(self._private.storage))
         private = self._private
 
         def where() -> str:  # without `self`: a client that nobody holds is closed at once

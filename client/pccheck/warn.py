@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from pccheck_wire.basics import with_options
+
 LOG = logging.getLogger("pccheck")
 #: Where the user's own code is not: torch calls the hooks of an optimizer.
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
@@ -36,13 +38,14 @@ class Warner:
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
+        self.options: tuple[str, ...] = ()  #: of the commands of pccheckctl in warnings
 
     def once(self, kind: str, text: str) -> None:
         if kind in self._warned:
             LOG.debug("%s", text)
             return
         self._warned.add(kind)
-        warn(text)
+        warn(with_options(text, self.options))
 
     def over(self, kind: str) -> bool:
         """The trouble has ended; True when the user was warned of it."""

@@ -132,13 +132,13 @@ class Storage:
     def drop(
         self, job: str, *, rank: int | None = None, uid: int | None = None, dry_run: bool
     ) -> Document:
-        """What `drop --json` prints. Without `dry_run` it takes the locks of a daemon and of its
-        writers: nothing else here changes a directory. Raises StoreLockedError, RefusedError."""
+        """What `drop --json` prints. It takes the lock of a daemon, also with `dry_run`, which is
+        to find what the drop would; without it those of writers, too: nothing else here changes a
+        directory. Raises StoreLockedError, RefusedError."""
         self.scan(uid=uid, job=job, rank=rank)  # for its errors
         with contextlib.ExitStack() as held:
-            if not dry_run:
-                held.enter_context(_no_daemon(self.path))
             try:
+                held.enter_context(_no_daemon(self.path))
                 files = dropping.victims(self.path, uid=uid, job=job, rank=rank)
                 owner_of(job, rank, (victim.file.uid for victim in files))
                 if not dry_run:
@@ -170,9 +170,8 @@ def _no_daemon(storage: Path) -> Iterator[None]:
             pid = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StoreLockedError(
                 f"a pccheckd (pid {pid}) serves {storage}",
-                hint=f"ask it to drop the job: pccheckctl --socket {socket} drop"
-                if (socket := layout.noted_socket(storage))
-                else "ask it to drop the job: pccheckctl drop without --storage",
+                hint="ask that pccheckd to drop the job: leave --storage out, or name its socket "
+                "with --socket PATH",
             ) from error
         yield
     finally:

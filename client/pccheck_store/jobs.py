@@ -12,7 +12,7 @@ from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .directory import Storage, any_of_job
 from .documents import part, text
-from .observer import Observer, private_socket
+from .observer import Observer, private_daemon
 from .readers import Store
 from .remote import DaemonStore
 
@@ -84,5 +84,8 @@ def find_store(
                     hint=f"{error.hint}; or read the files without a daemon: storage=DIR",
                 ) from error
     directory = Storage(storage)
-    private = private_socket(directory.path)
-    return directory if private is None else DaemonStore(private, directory.path)
+    private = private_daemon(directory.path)
+    if private is None:
+        return directory
+    with private:
+        return DaemonStore(private.path, directory.path)

@@ -16,7 +16,7 @@ from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
 from pccheck_wire.connection import Connection, raise_failure
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError
 
-from .documents import Document, part, rows
+from .documents import Document, part, rows, text
 from .ranks import add_stored
 
 TYPE_CHECKING = False  # the import of `typing` takes a fifth of the time of `status`
@@ -37,19 +37,18 @@ def hello(*, storage: str = "") -> Document:
     return {"t": "hello", "role": "observer", "storage": storage, **about}
 
 
-def private_socket(storage: Path) -> str | None:
-    """Where the private daemon that serves this directory listens, if there is one. A directory
-    that was copied or moved has the note of another one's daemon. Raises why that one refuses."""
+def private_daemon(storage: Path) -> Observer | None:
+    """The private daemon (autostart=True) that serves this directory. A directory that was copied
+    or moved has the note of another one's daemon. Raises why that one refuses."""
     from pccheck_native import layout  # most commands ask the daemon of the node
 
-    noted = layout.noted_socket(storage)
-    if noted is None:
-        return None
-    try:
-        with Observer(str(noted), storage="?") as observer:
-            return str(noted) if observer.serves == layout.number(storage) else None
-    except DaemonUnreachableError:  # it has ended
-        return None
+    with contextlib.suppress(DaemonUnreachableError, OSError):  # it has ended
+        if (noted := layout.noted_socket(storage)) is not None:
+            found = Observer(str(noted), storage="?")
+            if found.serves == layout.number(storage):
+                return found
+            found.close()
+    return None
 
 
 class Observer:
@@ -73,6 +72,11 @@ class Observer:
         self._token = token
         self.serves = welcome.get("storage")  #: with `storage`: layout.number of its directory
 
+    @property
+    def path(self) -> str:
+        """Its socket."""
+        return self._connection.path
+
     def status(self, *, uid: int | None = None) -> Document:
         """The daemon's document, with the ranks that it has not loaded since it started."""
         document = self._report({"t": "status"})
@@ -81,6 +85,10 @@ class Observer:
         if uid is not None:
             document["ranks"] = [rank for rank in rows(document, "ranks") if rank.get("uid") == uid]
         return document
+
+    def storage(self) -> str:
+        """The directory that the daemon serves."""
+        return text(part(self._report({"t": "status"}), "storage"), "path")
 
     def listing(
         self, job: str = "", *, uid: int | None = None, timeout_s: float = REQUEST_LIMIT_S

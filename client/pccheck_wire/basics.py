@@ -61,6 +61,18 @@ def some(names: Iterable[object]) -> str:
     return ", ".join([*shown[:8], "..."] if len(shown) > 8 else shown)
 
 
+def with_options(text: str, options: Iterable[str]) -> str:
+    """The text, in which every command of pccheckctl gets these options unless it begins with one:
+    users paste the commands that they read."""
+    if "pccheckctl " not in text:
+        return text
+    import re  # for messages only
+    import shlex
+
+    command = " ".join(["pccheckctl", *map(shlex.quote, options), ""])
+    return re.sub(r"\bpccheckctl (?=[a-z])", lambda _: command, text)
+
+
 def did_you_mean(words: list[str], known: list[str]) -> str:
     """For the first of these words that resembles a known one: "did you mean --slots? ", or ""."""
     import difflib  # for people who mistyped only

@@ -274,7 +274,7 @@ COMMANDS = (
     Command("wait", "commands.wait", "returns when a step is copied, durable or global", _wait),
     Command("drop", "commands.drop", "removes the volumes of a job that has ended", _drop),
     Command("doctor", "doctor.command",
-            "checks this machine and the daemon; says what each finding costs, and how to fix it",
+            "checks this machine and the daemon; each finding has its effect and a fix",
             lambda _: None),
     Command("bench", "measure.bench", "measures how fast a disk is with checkpoints", _bench),
     Command("tune", "measure.tune", "computes how often to save, and with how many slots", _tune),

@@ -92,6 +92,7 @@ def _discard_output() -> None:
 
 
 def _run(given: list[str]) -> int:
+    chosen = argparse.Namespace()
     try:
         chosen = parser(_named(given)).parse_args(given)
         command = importlib.import_module(f"{__package__}.{chosen.module}")
@@ -105,6 +106,10 @@ def _run(given: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         failure = PccheckError(f"{where}{error.strerror or error}")
+    if failure.hint:
+        from pccheckctl.output.documents import pasteable
+
+        failure.hint = pasteable(failure.hint, chosen)
     report(failure, as_json="--json" in given)
     return failure.exit_code
 

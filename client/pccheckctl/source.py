@@ -9,8 +9,7 @@ import argparse
 import contextlib
 import os
 
-from pccheck_wire.errors import DaemonUnreachableError, UsageError
-from pccheckctl.output.documents import part, text
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 
 TYPE_CHECKING = False  # the import of `typing` takes a fifth of the time of `status`
 if TYPE_CHECKING:
@@ -21,54 +20,93 @@ if TYPE_CHECKING:
     from pccheck_store.readers import Store
 
 
-def choose(arguments: argparse.Namespace) -> Observer | Storage:
-    """The daemon, unless --storage is given; without a daemon the directory in PCCHECK_STORAGE.
+NAMED_MAX = 4
+#: For each private daemon that a hint may name: it may be stopped.
+_PROBE_LIMIT_S = 1.0
 
-    Raises DaemonUnreachableError, whose hint names both.
+
+def choose(arguments: argparse.Namespace, *, ask: bool = False) -> Observer | Storage:
+    """The daemon, unless --storage is given; without a daemon the directory in PCCHECK_STORAGE.
+    With `ask` the private daemon that serves the directory, if it answers.
+
+    Raises DaemonUnreachableError, whose hint names all of them.
     """
     place = arguments.storage
     if not place:
-        from pccheck_store.observer import Observer
-
         try:
-            return Observer(arguments.socket)
+            return observe(arguments.socket)
         except DaemonUnreachableError as error:
             place = os.environ.get("PCCHECK_STORAGE")
             if not place:
-                hint = f"{error.hint}; or read the files without a daemon: pccheckctl --storage DIR"
-                raise DaemonUnreachableError(
-                    error.message, hint=f"{hint} ...{_private_daemon()}"
-                ) from error
+                error.hint += "; or read the files without a daemon: pccheckctl --storage DIR ..."
+                raise
     from pccheck_store.directory import Storage
 
-    return Storage(place)
-
-
-def _private_daemon() -> str:
-    """The socket of a private daemon (autostart=True) that may run, for the hint."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    places = [f"{runtime}/pccheck"] * bool(runtime)
-    places.append(f"{os.environ.get('TMPDIR') or '/tmp'}/pccheck-{os.getuid()}")
-    for place in places:
-        with contextlib.suppress(OSError):
-            for name in os.listdir(place):  # noqa: PTH208  (pathlib and glob take long to import)
-                socket = f"{place}/{name}/attach.sock"
-                if os.path.exists(socket):  # noqa: PTH110
-                    return f"; or ask your private daemon: pccheckctl --socket {socket} status"
-    return ""
+    storage = Storage(place)
+    if ask:
+        with contextlib.suppress(PccheckError):  # it was killed, or is another version
+            return _private(storage.path)
+    return storage
 
 
 def daemon(arguments: argparse.Namespace) -> Observer:
-    """For what only a daemon knows. Raises UsageError with --storage, DaemonUnreachableError."""
-    if arguments.storage:
-        raise UsageError(
-            f"{arguments.command} asks the daemon: the files of --storage do not show what is "
-            "under way",
-            hint="leave --storage out; --socket PATH names a daemon",
-        )
+    """For what only a daemon knows; with --storage the private daemon that serves it. Raises
+    NoStoreError, DaemonUnreachableError."""
+    if arguments.socket or not arguments.storage:
+        return observe(arguments.socket)
+    from pccheck_store.directory import Storage
+
+    return _private(Storage(arguments.storage).path)
+
+
+def observe(socket: str | None) -> Observer:
+    """The daemon of this node. Raises DaemonUnreachableError, whose hint names private ones."""
     from pccheck_store.observer import Observer
 
-    return Observer(arguments.socket)
+    try:
+        return Observer(socket)
+    except DaemonUnreachableError as error:
+        error.hint += _private_daemons()
+        raise
+
+
+def _private(place: Path) -> Observer:
+    """Raises DaemonUnreachableError."""
+    from pccheck_native import layout
+
+    if layout.noted_socket(place) is not None:
+        from pccheck_store.observer import private_daemon
+
+        if (found := private_daemon(place)) is not None:
+            return found
+    raise DaemonUnreachableError(
+        f"no private daemon of uid {os.geteuid()} serves {place}",
+        hint="leave --storage out to ask the daemon of this node; --socket PATH names another",
+    )
+
+
+def _private_daemons() -> str:
+    """How to ask the private daemons that run, for a hint. Only they know their directories."""
+    import shlex
+
+    from pccheck_store.observer import Observer
+
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    roots = [f"{runtime}/pccheck"] * bool(runtime)
+    roots.append(f"{os.environ.get('TMPDIR') or '/tmp'}/pccheck-{os.getuid()}")
+    commands: list[str] = []
+    for root in roots:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(root):  # noqa: PTH208  (pathlib and glob take long to import)
+                with contextlib.suppress(PccheckError):
+                    socket = f"{root}/{name}/attach.sock"
+                    with Observer(socket, timeout_s=_PROBE_LIMIT_S) as found:
+                        place = shlex.quote(found.storage())
+                        commands.append(f"pccheckctl --storage {place} status")
+    if not commands:
+        return ""
+    named = ", ".join(sorted(set(commands))[:NAMED_MAX])
+    return f"; or ask your private daemon: {named}{', ...' * (len(commands) > NAMED_MAX)}"
 
 
 def files(arguments: argparse.Namespace) -> Store:
@@ -81,7 +119,7 @@ def files(arguments: argparse.Namespace) -> Store:
     with choose(arguments) as chosen:
         if isinstance(chosen, Storage):
             return chosen
-        place = Path(text(part(chosen.status(), "storage"), "path"))
+        place = Path(chosen.storage())
     if _may_read(place):
         storage = Storage(place)
         storage.served, storage.socket = True, arguments.socket

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pccheckctl import cli
+from pccheckctl.commands import config
 from pccheckctl.doctor import machine
 from pccheckctl.measure import bench, disk
 from tests.support.ctl import Ctl, Ran
@@ -81,7 +83,7 @@ def test_doctor_names_a_volume_that_cannot_be_read(
     ran = ask("doctor")
     assert ran.code == 1
     assert f"{volume} cannot be read" in ran.out
-    assert "pccheckctl drop" in ran.out
+    assert f"pccheckctl --socket {daemon.socket} drop" in ran.out
 
 
 def test_a_trainer_takes_as_many_files_as_doctor_says(
@@ -146,6 +148,20 @@ def test_tune_by_measuring(ctl: Ctl, tmp_path: Path) -> None:
     assert ran.json["rates"]["source"].startswith("measured now")
 
 
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("how", [(), ("--bandwidth", "1GiB")])
+def test_tune_prints_a_command_that_pccheckd_takes(
+    ctl: Ctl, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    place = tmp_path / "a b"
+    place.mkdir()
+    out = ctl(place, "tune", "--checkpoint", "1GiB", "--step-time", "1s", *how).out
+    (line,) = [line for line in out.splitlines() if "pccheckd " in line]
+    command, *flags = shlex.split(line)
+    assert command == "pccheckd" and str(place) in flags
+    assert "error" not in config.check([*flags, "--allow-any-filesystem"])
+
+
 def test_tune_by_what_the_daemon_has_seen(
     ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
 ) -> None:
@@ -163,7 +179,7 @@ def test_tune_by_what_the_daemon_has_seen(
     words = ("tune", "--checkpoint", str(size_bytes), "--step-time", "1s")
     ran = ask(*words)
     assert ran.code == 0, ran.err
-    assert "the daemon's last" in ran.out
+    assert "the daemon's last" in ran.out and f"--storage {daemon.storage} " in ran.out
     assert "f*   = ceil(T_w/(N q t))" in ran.out
     document = json.loads(ask(*words, "--json").out)
     assert document["rates"]["write_bytes_per_s"] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -183,14 +184,54 @@ def test_without_a_daemon(storage: Path, ctl: Ctl) -> None:
 def test_not_behind_a_daemons_back(
     start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
 ) -> None:
+    """A dry run finds the same."""
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
-    assert ctl(storage, "drop", "job", "--dry-run")[0] == 0
-    code, _, err = ctl(storage, "drop", "job", "--yes")
-    assert code == 11
-    assert f"pid {daemon.pid}" in err
+    for how in ("--dry-run", "--yes"):
+        code, _, err = ctl(storage, "drop", "job", how)
+        assert code == 11
+        assert f"pid {daemon.pid}" in err
+        assert "leave --storage out, or name its socket with --socket PATH\n" in err
     assert files(storage)
     daemon.stop()
+    assert ctl(storage, "drop", "job", "--dry-run")[0] == 0
     assert ctl(storage, "drop", "job", "--yes")[0] == 0
+
+
+def test_the_private_daemon_of_a_directory_drops_its_jobs(
+    start_daemon: Callable[..., Daemon],
+    start_trainer: Callable[..., Trainer],
+    ctl: Ctl,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
+    daemon = start_daemon("--allow-any-filesystem")
+    trainer = start_trainer(daemon)
+    trainer.step()
+    trainer.wait_durable(trainer.checkpoint())
+    code, _, err = ctl(daemon.storage, "drop", "job", "--yes")
+    assert code == 1 and f"in use: rank 0 is pid {trainer.pid}" in err
+    trainer.close()
+    assert ctl(daemon.storage, "drop", "job", "--dry-run")[0] == 0
+    assert files(daemon.storage)
+    assert ctl(daemon.storage, "drop", "job", "--yes")[0] == 0
+    assert files(daemon.storage) == []
+
+
+def test_the_daemon_of_a_directory_does_not_drop_for_a_copy_of_it(
+    start_daemon: Callable[..., Daemon],
+    storage: Path,
+    tmp_path: Path,
+    ctl: Ctl,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy has the note that names the daemon's socket."""
+    monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
+    start_daemon("--allow-any-filesystem", storage=storage)
+    copy = Path(shutil.copytree(storage, tmp_path / "copy"))
+    assert layout.noted_socket(copy) is not None
+    assert ctl(copy, "drop", "job", "--yes")[0] == 0
+    assert files(copy) == [] and len(files(storage)) == 1
+    assert ctl(copy, "trace")[0] == 12
 
 
 def test_not_under_a_writer(storage: Path, ctl: Ctl) -> None:

@@ -144,7 +144,7 @@ def test_an_unknown_part_names_those_there(ctl: Ctl, storage: Path, tmp_path: Pa
     ran = ctl(storage, "export", "job", "-o", tmp_path / "a.pt", "--only", "modle")
     assert ran.code == 2
     assert "there is no 'modle' in this checkpoint; it has model, optimizer" in ran.err
-    assert "pccheckctl show job" in ran.err
+    assert f"pccheckctl --storage {storage} show job" in ran.err
     assert [entry.name for entry in tmp_path.iterdir()] == ["storage"]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -101,6 +103,7 @@ def test_what_there_is_none_of_is_named(ctl: Ctl, storage: Path) -> None:
     scribble(storage, 20)
     (bad,) = [one for one in ctl(storage, "verify", "--json").json["checkpoints"] if one["reason"]]
     assert bad["reason"] == "a checksum does not fit"
+    assert bad["result"] == "damaged" and "damaged" not in bad
 
 
 # -- errors ------------------------------------------------------------------------------------
@@ -147,6 +150,27 @@ def test_an_unknown_step_is_thirteen(ctl: Ctl, storage: Path, tmp_path: Path) ->
 
 def test_a_job_name_cannot_leave_the_directory(ctl: Ctl, storage: Path) -> None:
     assert ctl(storage, "show", "../../etc").code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "see"),
+    [("show bog", "list"), ("list bog", "list"), ("drop bog --yes", "list"),
+     ("show job --step 7", "list job")],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hint_names_commands_that_can_be_pasted(
+    ctl: Ctl, tmp_path: Path, command: str, see: str, before: bool
+) -> None:
+    """They ask whom the failed command asked, whatever characters the path has."""
+    place = make(tmp_path / "a b", 10)
+    given = ["--storage", str(place)]
+    words = [*given, *command.split()] if before else [*command.split(), *given]
+    hint = ctl(None, *words).err.partition("hint: ")[2]
+    assert f"pccheckctl --storage '{place}' {see}" in hint
+    for found in re.findall(r"pccheckctl ([^;\n]*)", hint):
+        assert ctl(None, *shlex.split(found)).code in (0, 3)
+    error = ctl(None, *words, "--json").json["error"]
+    assert error["hint"] == hint.strip()
 
 
 @pytest.fixture

@@ -230,17 +230,65 @@ def test_wait(ctl: Ctl) -> None:
     assert "does not know job 'jbo' rank 0 yet (visible jobs: job)" in err
 
 
-@pytest.mark.parametrize("command", ["wait job --newest", "trace"])
-def test_what_only_a_daemon_knows_is_not_asked_of_a_directory(
-    ctl: Ctl, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, command: str
+@pytest.mark.parametrize("command", ["wait job --newest", "trace", "report -o", "tune --job job"])
+def test_what_only_a_daemon_knows_is_asked_of_the_private_daemon_of_a_directory(
+    start_daemon: Callable[..., Daemon],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
 ) -> None:
-    code, _, err = ctl(*command.split(), "--storage", daemon.storage)
-    assert code == 2
-    assert f"{command.split()[0]} asks the daemon" in err
+    """A pccheckd that autostart=True did not start leaves no note of its socket."""
+    words = [*command.split(), *([str(tmp_path / "x.html")] * command.startswith("report"))]
+    words += ["--timeout", "0"] * command.startswith("wait")
+    monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")
+    daemon = start_daemon("--allow-any-filesystem", storage=make(tmp_path / "storage", 10))
+    words += ["--storage", str(daemon.storage)]
+    assert cli.main(words) == 12
+    told = capsys.readouterr().err
+    assert "no private daemon of uid" in told and "--socket PATH names another" in told
+    few = "tune" in command
+    assert cli.main([*words, "--socket", str(daemon.socket)]) == few
     daemon.stop()
-    monkeypatch.setenv("PCCHECK_STORAGE", str(daemon.storage))
-    command += " --timeout 0" if command.startswith("wait") else ""
-    assert ctl(*command.split())[0] == 12
+    monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
+    daemon.start()
+    words += ["--force"] * command.startswith("report")
+    assert cli.main(words) == few
+    assert ("fewer than 4 checkpoints of job 'job'" in capsys.readouterr().err) == few
+    daemon.stop()
+    assert cli.main(words) == 12
+    assert cli.main([*words[:-1], str(tmp_path / "none")]) == 10 or "report" in command
+
+
+def test_without_a_daemon_the_private_ones_are_named_by_their_directories(
+    start_daemon: Callable[..., Daemon],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # no private daemon of this machine
+    monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
+    for name in ("a b", "c"):
+        private = start_daemon("--allow-any-filesystem", storage=make(tmp_path / name, 10))
+        (tmp_path / "pccheck" / name).mkdir(parents=True)
+        (tmp_path / "pccheck" / name / "attach.sock").symlink_to(private.socket)
+    gone = tmp_path / "pccheck" / "gone"
+    gone.mkdir()
+    (gone / "attach.sock").symlink_to(tmp_path / "nothing")
+    named = (
+        f"or ask your private daemon: pccheckctl --storage '{tmp_path}/a b' status, pccheckctl "
+        f"--storage {tmp_path}/c status"
+    )
+    for command in ("status", "drop job --yes", "trace", "wait job --newest --timeout 0", "doctor"):
+        assert cli.main(command.split()) in (1, 12)
+        told = capsys.readouterr()
+        assert named in told.out + told.err
+    for place in ("a b", "c"):
+        assert cli.main(["--storage", str(tmp_path / place), "status", "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["daemon"] and document["storage"]["path"] == str(tmp_path / place)
 
 
 def test_wait_for_global_and_for_the_newest(

@@ -125,6 +125,21 @@ def test_no_daemon_is_twelve_with_both_ways_out(
     assert "--storage" in told
 
 
+def test_commands_that_name_a_daemon_or_directory_themselves_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: object) -> int:
+        raise UsageError("no", hint="ask pccheckctl --socket /y list, or pccheckctl list; pccheckd")
+
+    monkeypatch.setattr("pccheckctl.commands.status.run", run)
+    assert cli.main(["--socket", "/x y", "status", "--uid", "5"]) == 2
+    told = capsys.readouterr().err
+    assert "ask pccheckctl --socket /y list, or " in told
+    assert "or pccheckctl --socket '/x y' --uid 5 list; pccheckd\n" in told
+    assert cli.main(["status"]) == 2
+    assert "or pccheckctl list; pccheckd\n" in capsys.readouterr().err
+
+
 def test_errors_are_json_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--json"]) == 12
     told = capsys.readouterr()

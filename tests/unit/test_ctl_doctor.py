@@ -1,4 +1,4 @@
-"""Findings: what each costs and how it is mended, what they come to, and checks that cannot run."""
+"""Findings: the effect and the fix of each, what they come to, and checks that cannot run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 FINE = ok("a", "fine")
-SLOW = warning("b", "slow", costs="time", mend="wait")
-WEAK = warning("c", "weak", costs="data", mend="mend", promise="durable")
-BROKEN = problem("d", "broken", costs="all", mend="repair")
+SLOW = warning("b", "slow", effect="time", fix="wait")
+WEAK = warning("c", "weak", effect="data", fix="repair", promise="durable")
+BROKEN = problem("d", "broken", effect="all", fix="repair")
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,12 @@ def test_the_exit_code_is_what_the_worst_comes_to(found: list[Finding], code: in
     assert command.exit_code(found) == code
 
 
-def test_the_text_says_costs_and_mend() -> None:
+def test_the_text_says_effect_and_fix_as_json_does() -> None:
+    _, weak = command.document(Path("/x"), [FINE, WEAK])["findings"]  # type: ignore[misc]
+    assert (weak["effect"], weak["fix"]) == ("data", "repair")
     text = command.as_text(Path("/x"), [FINE, WEAK])
     assert "effect: data\n" in text
-    assert "fix: mend\n" in text
+    assert "fix: repair\n" in text
     assert text.endswith("0 problems, 1 warning; weakened promises: durable")
     assert command.as_text(Path("/x"), [FINE]).endswith("everything is fine")
     assert "--storage DIR" in command.as_text(None, [FINE])
@@ -58,12 +60,12 @@ def test_a_check_that_fails_says_so_and_stops_no_other() -> None:
 @pytest.mark.parametrize("check", [
     machine.open_files, lambda: machine.memory(0),
 ])  # fmt: skip
-def test_every_check_runs_here_and_says_what_its_finding_costs(check: object) -> None:
+def test_every_check_runs_here_and_says_the_effect_of_its_finding(check: object) -> None:
     found = list(check())  # type: ignore[operator]
     assert found
     for one in found:
         assert one.found
-        assert (one.level == OK) == (not one.costs) == (not one.mend)
+        assert (one.level == OK) == (not one.effect) == (not one.fix)
 
 
 def test_more_memory_than_there_is_costs_a_promise() -> None:
@@ -176,7 +178,7 @@ def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.Monkey
     assert f"{tmp_path}/nvidia-uvm is missing" in found.found
     (found,) = gpu.cuda(answer().status, 4711)
     assert "uid 4711" in found.found
-    assert "another user's GPU memory" in found.costs
+    assert "another user's GPU memory" in found.effect
     (found,) = gpu.cuda(answer().status, 0)
     assert found.level == OK
 

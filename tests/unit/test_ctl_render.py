@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from pccheck_wire.basics import some
 from pccheckctl.commands import listing, status
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document
+from pccheckctl.output.documents import Document, answer
 
 GIB = 1 << 30
 
@@ -77,6 +79,15 @@ def test_list_names_uids_when_there_are_several() -> None:
     text = listing.as_text({"checkpoints": [CHECKPOINT, CHECKPOINT | {"uid": 2}]}, now_s=1)
     assert "1/gpt" in text
     assert "2/gpt" in text
+
+
+def test_list_marks_what_is_left_of_a_finished_job() -> None:
+    volumes = [{"path": "/x/1", "done": True}, {"path": "/x/2", "done": False}]
+    both = [CHECKPOINT | {"volume": "/x/1"}, CHECKPOINT | {"volume": "/x/2", "job": "other"}]
+    _, first, second = listing.as_text(
+        {"volumes": volumes, "checkpoints": both}, now_s=1
+    ).splitlines()
+    assert first.endswith("damaged, finished") and second.endswith("damaged")
 
 
 def test_list_of_nothing() -> None:
@@ -195,6 +206,12 @@ def test_a_document_of_another_shape_does_not_break_the_text() -> None:
 def rank_of(job: str, wall_s: float, *, connected: bool = False) -> Document:
     newest = {"step": 1, "wall_ns": wall_s * 1e9}
     return {"job": job, "rank": 0, "uid": 7, "connected": connected, "newest": newest}
+
+
+def test_commands_in_a_text_ask_the_same_daemon(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = Namespace(json=False, socket="/x", storage=None)
+    answer(asked, {}, lambda: "12 more ranks: pccheckctl status --all")
+    assert capsys.readouterr().out == "12 more ranks: pccheckctl --socket /x status --all\n"
 
 
 def test_live_jobs_come_first_and_of_the_others_the_newest_few() -> None:

@@ -693,5 +693,20 @@ def test_plain_ddp_needs_no_words(
         plain_ddp(Kit(tmp_path, monkeypatch), **options)
 
 
+def test_a_warning_names_commands_that_ask_the_private_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an option they would ask another daemon, or none."""
+    monkeypatch.setattr(PCcheckClient, "_first_connect", lambda _: None)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    client = PCcheckClient("gpt", 0, 1, autostart=True, storage=tmp_path / "a b")
+    reason = "no space; jobs to drop: pccheckctl drop old (1 GiB)"
+    with pytest.warns(PccheckWarning) as caught:
+        client._saver.failures.report(5, reason)
+    text, command = str(caught[0].message), f"pccheckctl --storage '{tmp_path}/a b'"
+    assert f"drop: {command} drop old (1 GiB)" in text and f"(see: {command} status)" in text
+    client.close()
+
+
 def test_every_call_has_its_words() -> None:
     assert CALLS.keys() == WORDS.keys() and len(WORDS) >= 60

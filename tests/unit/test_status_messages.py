@@ -376,7 +376,7 @@ DOCTOR: dict[
 def test_the_findings_of_doctor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, words = DOCTOR[name]
     found = next(iter(made(tmp_path, monkeypatch)))
-    read = [text.replace(str(tmp_path), "DIR") for text in (found.found, found.costs, found.mend)]
+    read = [text.replace(str(tmp_path), "DIR") for text in (found.found, found.effect, found.fix)]
     if name == "owner":
         uids = {str(os.getuid()): "ME", str(os.getuid() + 1): "OTHER"}
         read = [re.sub(r"\b\d+\b", lambda uid: uids[uid[0]], text) for text in read]

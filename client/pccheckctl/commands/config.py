@@ -12,6 +12,7 @@ from pccheck_wire.basics import STORAGE_MISSING
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, part, print_json, rows, say, text, texts
+from pccheckctl.source import observe
 
 LIMIT_S = 30.0
 
@@ -30,10 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> Document:
     if arguments.storage:
         return _from_files(arguments)
-    from pccheck_store.observer import Observer
-
     try:
-        with Observer(arguments.socket) as observer:
+        with observe(arguments.socket) as observer:
             return observer.config()
     except DaemonUnreachableError as error:
         unreachable = error

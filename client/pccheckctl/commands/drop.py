@@ -14,7 +14,7 @@ from pccheckctl.source import choose
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when the volumes were removed, or only shown (--dry-run); 1 when the user said no."""
-    with choose(arguments) as chosen:
+    with choose(arguments, ask=True) as chosen:
         wanted = {"rank": arguments.rank, "uid": arguments.uid}
         document = chosen.drop(arguments.job, **wanted, dry_run=True)
         if not arguments.dry_run:

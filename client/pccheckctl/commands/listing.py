@@ -66,6 +66,8 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
         return "no checkpoints"
     checkpoints.sort(key=lambda one: (whole(one, "uid"), text(one, "job"), whole(one, "rank"),
                                       -whole(one, "sequence")))  # fmt: skip
+    volumes = rows(document, "volumes")
+    finished = {text(volume, "path") for volume in volumes if volume.get("done") is True}
     lines = [
         (
             job_of(one, checkpoints),
@@ -77,7 +79,7 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
             None if one.get("own_bytes") is None else render.size(whole(one, "own_bytes")),
             one.get("base_step"),
             one.get("incarnation"),
-            flags(one),
+            flags(one | {"finished": text(one, "volume") in finished}),
         )
         for one in checkpoints
     ]
@@ -100,5 +102,5 @@ def job_of(one: Document, among: list[Document]) -> str:
 
 
 def flags(one: Document) -> str:
-    shown = ("global", "pinned", "protected", "damaged", "stale")
+    shown = ("global", "pinned", "protected", "damaged", "stale", "finished")
     return ", ".join(name for name in shown if one.get(name) is True)

@@ -29,32 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def fetch(arguments: argparse.Namespace) -> Document:
-    if arguments.storage and (document := _served(arguments)) is not None:
-        return document
-    with choose(arguments) as chosen:
+    with choose(arguments, ask=True) as chosen:
         return chosen.status(uid=arguments.uid)
-
-
-def _served(arguments: argparse.Namespace) -> Document | None:
-    """From the private daemon that serves --storage; None when there is none for this user."""
-    from pathlib import Path
-
-    from pccheck_native import layout
-
-    storage = Path(arguments.storage)
-    if layout.noted_socket(storage) is None:  # the imports below take long
-        return None
-    from pccheck_store.observer import Observer, private_socket
-    from pccheck_wire.errors import PccheckError
-
-    try:
-        socket = private_socket(storage)
-        if socket is None:
-            return None
-        with Observer(socket) as observer:
-            return observer.status(uid=arguments.uid)
-    except (PccheckError, OSError):  # it was killed, or is another version: the files can be read
-        return None
 
 
 def degraded(document: Document) -> bool:

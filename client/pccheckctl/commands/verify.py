@@ -72,7 +72,9 @@ def chosen(arguments: argparse.Namespace) -> _Part:
 def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Document:
     def result(name: str, reason: str = "", read_bytes: int = 0) -> Document:
         made = {"result": name, "reason": reason, "read_bytes": read_bytes}
-        return catalog.checkpoint_document(one) | made
+        about = catalog.checkpoint_document(one) | made
+        del about["damaged"]  # what an earlier read found; `result` is what this one found
+        return about
 
     try:
         read_bytes, cleared = storage.verify(one, part)

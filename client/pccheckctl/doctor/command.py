@@ -75,7 +75,7 @@ def as_text(place: Path | None, found: list[Finding]) -> str:
     lines = []
     for one in found:
         lines.append(f"{one.level:7}  {one.check:{width}}  {one.found}")
-        for label, text in (("effect", one.costs), ("fix", one.mend)):
+        for label, text in (("effect", one.effect), ("fix", one.fix)):
             if text:
                 lines.append(f"{'':9}{'':{width}}    {label}: {text}")
     if place is None:

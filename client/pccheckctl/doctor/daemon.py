@@ -8,13 +8,13 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheck_store.observer import Observer
 from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheckctl import VERSION
 from pccheckctl.commands import config
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, number, part, text, texts, whole
+from pccheckctl.source import observe
 
 from .finding import Finding, ok, problem, warning
 
@@ -28,7 +28,7 @@ class Answer:
         self.warnings: list[str] = []  # of its environment
         self.error: PccheckError | None = None
         try:
-            with Observer(socket) as observer:
+            with observe(socket) as observer:
                 self.status = observer.status()
                 with contextlib.suppress(PccheckError):
                     self.warnings = texts(observer.config(), "warnings")
@@ -53,9 +53,9 @@ def reachable(answer: Answer) -> Iterator[Finding]:
         gone = isinstance(answer.error, DaemonUnreachableError)
         yield problem(
             "daemon", answer.error.message,
-            costs="training continues without checkpoints"
+            effect="training continues without checkpoints"
             + (" until pccheckd runs" if gone else " for this user"),
-            mend=answer.error.hint or "read the log of pccheckd",
+            fix=answer.error.hint or "read the log of pccheckd",
         )  # fmt: skip
         return
     daemon, pool = part(answer.status, "daemon"), part(answer.status, "pool")
@@ -71,19 +71,19 @@ def reachable(answer: Answer) -> Iterator[Finding]:
     else:
         yield warning(
             "daemon", f"{found}; this is pccheckctl {VERSION}",
-            costs="requests that only one of the versions knows are refused; nothing is misread",
-            mend="install the same version of both, and restart the older one",
+            effect="requests that only one of the versions knows are refused; nothing is misread",
+            fix="install the same version of both, and restart the older one",
         )  # fmt: skip
     for line in texts(answer.status, "warnings"):
         yield warning(
-            "daemon", line, costs="pccheckd is degraded: see pccheckctl status",
-            mend="the log of pccheckd has the cause", promise="see the warning",
+            "daemon", line, effect="pccheckd is degraded: see pccheckctl status",
+            fix="the log of pccheckd has the cause", promise="see the warning",
         )  # fmt: skip
     if whole(daemon, "keep") == 1:
         yield warning(
             "daemon", "pccheckd keeps only one durable checkpoint (--keep 1)",
-            costs="if a sector of that checkpoint fails, there is no older one to recover",
-            mend="--keep 2, and one more in --slots", promise="newest wins",
+            effect="if a sector of that checkpoint fails, there is no older one to recover",
+            fix="--keep 2, and one more in --slots", promise="newest wins",
         )  # fmt: skip
 
 
@@ -98,8 +98,8 @@ def socket_access(socket: Path) -> Iterator[Finding]:
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         yield warning(
             "socket", f"every user may write to {directory}",
-            costs="any user can replace the daemon's socket with another one",
-            mend=f"chmod 0750 {directory}", promise="apart",
+            effect="any user can replace the daemon's socket with another one",
+            fix=f"chmod 0750 {directory}", promise="apart",
         )  # fmt: skip
     else:
         yield ok("socket", f"not every user can replace the socket in {directory}")
@@ -107,12 +107,12 @@ def socket_access(socket: Path) -> Iterator[Finding]:
 
 def environment(answer: Answer) -> Iterator[Finding]:
     """PCCHECK_* variables that nothing reads, here and where the daemon was started."""
-    here, costs = texts(config.check([]), "warnings"), "the variable has no effect"
+    here, effect = texts(config.check([]), "warnings"), "the variable has no effect"
     for line in here:
-        yield warning("environment", line, costs=costs, mend="correct the name, or unset it")
+        yield warning("environment", line, effect=effect, fix="correct the name, or unset it")
     for line in answer.warnings:
-        mend = "correct the unit or script that starts pccheckd; restart it"
-        yield warning("environment", f"of the daemon: {line}", costs=costs, mend=mend)
+        fix = "correct the unit or script that starts pccheckd; restart it"
+        yield warning("environment", f"of the daemon: {line}", effect=effect, fix=fix)
     if not here and not answer.warnings:
         names = sorted(name for name in os.environ if name.startswith("PCCHECK_"))
         yield ok("environment", f"set here: {', '.join(names) or 'no PCCHECK_* variable'}")

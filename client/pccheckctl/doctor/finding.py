@@ -1,4 +1,4 @@
-"""What a check found, what it costs, and how to fix it."""
+"""What a check found, its effect, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Finding(NamedTuple):
     check: str
     level: str  # OK; WARNING: slower, or less is promised; PROBLEM: it does not work
     found: str
-    costs: str = ""
-    mend: str = ""
+    effect: str = ""
+    fix: str = ""
     promise: str = ""  # the promise that a warning weakens, in a word; "": speed or comfort only
 
 
@@ -21,12 +21,12 @@ def ok(check: str, found: str) -> Finding:
     return Finding(check, OK, found)
 
 
-def warning(check: str, found: str, *, costs: str, mend: str, promise: str = "") -> Finding:
-    return Finding(check, WARNING, found, costs, mend, promise)
+def warning(check: str, found: str, *, effect: str, fix: str, promise: str = "") -> Finding:
+    return Finding(check, WARNING, found, effect, fix, promise)
 
 
-def problem(check: str, found: str, *, costs: str, mend: str) -> Finding:
-    return Finding(check, PROBLEM, found, costs, mend)
+def problem(check: str, found: str, *, effect: str, fix: str) -> Finding:
+    return Finding(check, PROBLEM, found, effect, fix)
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -35,5 +35,5 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return list(check())
     except Exception as error:
         why = f"the check failed ({type(error).__name__}: {error})"
-        costs = "doctor did not complete this check"
-        return [warning(name, why, costs=costs, mend="check it by hand, and report this error")]
+        effect = "doctor did not complete this check"
+        return [warning(name, why, effect=effect, fix="check it by hand, and report this error")]

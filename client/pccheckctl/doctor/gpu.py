@@ -23,8 +23,8 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
         if devices:
             yield warning(
                 "cuda", f"found {', '.join(devices)}, but no driver (libcuda.so.1)",
-                costs="neither training nor pccheckd can use the GPUs",
-                mend="install the driver; in a container, pass it in (nvidia runtime)",
+                effect="neither training nor pccheckd can use the GPUs",
+                fix="install the driver; in a container, pass it in (nvidia runtime)",
             )  # fmt: skip
         else:
             yield ok("cuda", "no GPU and no driver (libcuda.so.1): only CPU tensors are saved")
@@ -39,15 +39,15 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
         missing = "".join(f"; {DEVICES / name} is missing" for name in lacking)
         yield warning(
             "cuda", f"pccheckd does not pull: {reason or 'it gives no reason'}{missing}",
-            costs=_PUSHED,
-            mend="nvidia-modprobe -c 0 -u, as root" if lacking
+            effect=_PUSHED,
+            fix="nvidia-modprobe -c 0 -u, as root" if lacking
             else "give pccheckd access to the driver and to /dev/nvidia*; it tries again by itself",
         )  # fmt: skip
     elif daemon_uid not in (None, 0, user):
         yield warning(
             "cuda", f"pccheckd runs as uid {daemon_uid}, this user is uid {user}",
-            costs=f"the driver may refuse to open another user's GPU memory; then {_PUSHED}",
-            mend="run pccheckd as the training user, or as root (the unit's CUDA drop-in)",
+            effect=f"the driver may refuse to open another user's GPU memory; then {_PUSHED}",
+            fix="run pccheckd as the training user, or as root (the unit's CUDA drop-in)",
         )  # fmt: skip
     else:
         yield ok("cuda", f"pccheckd pulls: {reason}")

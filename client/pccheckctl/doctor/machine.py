@@ -31,10 +31,10 @@ def open_files(daemon_pid: int = 0) -> Iterator[Finding]:
     else:
         yield warning(
             "open files", f"{whose} may only open {allowed} files",
-            costs="pccheckd refuses trainers when none are left: it opens "
+            effect="pccheckd refuses trainers when none are left: it opens "
             f"{FILES_OF_A_TRAINER} files for each trainer, {FILES_OF_A_USER} for each user, and "
             "one for each 256 MiB of DRAM",
-            mend=f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}",
+            fix=f"ulimit -Hn {FILES_WANTED}; for a service: LimitNOFILE={FILES_WANTED}",
         )  # fmt: skip
 
 
@@ -45,8 +45,8 @@ def memory(wanted_bytes: int) -> Iterator[Finding]:
     except (OSError, AttributeError) as error:
         yield problem(
             "shared memory", f"cannot create shared memory: {error}",
-            costs="pccheckd cannot start: no checkpoints",
-            mend="allow memfd_create (seccomp profile)",
+            effect="pccheckd cannot start: no checkpoints",
+            fix="allow memfd_create (seccomp profile)",
         )  # fmt: skip
         return
     free, bound = available()
@@ -56,9 +56,9 @@ def memory(wanted_bytes: int) -> Iterator[Finding]:
     if wanted_bytes > free:
         yield warning(
             "shared memory", found,
-            costs="the kernel kills processes before the pool reaches its budget: checkpoints that "
-            "were only copied are lost with pccheckd",
-            mend="lower --dram, or raise the memory limit of the service or container",
+            effect="the kernel kills processes before the pool reaches its budget: checkpoints "
+            "that were only copied are lost with pccheckd",
+            fix="lower --dram, or raise the memory limit of the service or container",
             promise="copied",
         )  # fmt: skip
     else:

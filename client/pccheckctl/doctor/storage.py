@@ -31,20 +31,20 @@ def file_system(place: Path) -> Iterator[Finding]:
     if why := mounts.unfit(mount.kind):
         yield problem(
             "file system", f"{where}, which {why}",
-            costs="pccheckd refuses it: a checkpoint there could be lost after it was durable",
-            mend="use a directory on a local ext4 or xfs disk",
+            effect="pccheckd refuses it: a checkpoint there could be lost after it was durable",
+            fix="use a directory on a local ext4 or xfs disk",
         )  # fmt: skip
     elif "ro" in mount.options:
         yield problem(
-            "file system", f"{where}, mounted read-only", costs="no checkpoint can be saved",
-            mend=f"mount -o remount,rw {mount.place}; the kernel remounts a disk read-only after "
+            "file system", f"{where}, mounted read-only", effect="no checkpoint can be saved",
+            fix=f"mount -o remount,rw {mount.place}; the kernel remounts a disk read-only after "
             "errors: see dmesg",
         )  # fmt: skip
     elif unsafe:
         yield warning(
             "file system", f"{where}, mounted with {unsafe}",
-            costs="flushes do not reach the disk: a power loss may destroy durable checkpoints",
-            mend=f"mount -o remount,barrier=1 {mount.place}", promise="durable",
+            effect="flushes do not reach the disk: a power loss may destroy durable checkpoints",
+            fix=f"mount -o remount,barrier=1 {mount.place}", promise="durable",
         )  # fmt: skip
     else:
         yield ok("file system", where)
@@ -56,13 +56,13 @@ def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
         missing = f"there is no directory {place}"
         if place.parent.is_dir():
             yield warning(
-                "storage", missing, costs="pccheckd creates it, and then finds no checkpoints",
-                mend="if there should be some: mount the disk, or name the directory they are in",
+                "storage", missing, effect="pccheckd creates it, and then finds no checkpoints",
+                fix="if there should be some: mount the disk, or name the directory they are in",
             )  # fmt: skip
         else:
             yield problem(
-                "storage", missing, costs="pccheckd cannot start there",
-                mend=f"create it, owned by the user that runs pccheckd: mkdir -p {place}",
+                "storage", missing, effect="pccheckd cannot start there",
+                fix=f"create it, owned by the user that runs pccheckd: mkdir -p {place}",
             )  # fmt: skip
         return
     found = place.stat()
@@ -70,13 +70,13 @@ def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
     if owner not in (0, found.st_uid) and not found.st_mode & 0o022:
         yield problem(
             "storage", f"{place} belongs to uid {found.st_uid}, but pccheckd runs as uid {owner}",
-            costs="no checkpoint can be saved", mend=f"chown {owner} {place}",
+            effect="no checkpoint can be saved", fix=f"chown {owner} {place}",
         )  # fmt: skip
     elif found.st_mode & 0o002 and not found.st_mode & 0o1000:
         yield warning(
             "storage", f"every user may write to {place}",
-            costs="any user can replace the directory of a job with another one",
-            mend=f"chmod o-w {place}", promise="apart",
+            effect="any user can replace the directory of a job with another one",
+            fix=f"chmod o-w {place}", promise="apart",
         )  # fmt: skip
     else:
         yield ok("storage", f"{place}, owned by uid {found.st_uid}")
@@ -89,9 +89,9 @@ def direct_io(place: Path) -> Iterator[Finding]:
             if not direct:
                 yield problem(
                     "disk", f"{place} refuses direct I/O (O_DIRECT)",
-                    costs="pccheckd refuses the directory: through the page cache it cannot tell "
+                    effect="pccheckd refuses the directory: through the page cache it cannot tell "
                     "when data is on the disk",
-                    mend="use ext4 or xfs on a local disk",
+                    fix="use ext4 or xfs on a local disk",
                 )  # fmt: skip
                 return
             reserve(fd, PROBE_BYTES, place)
@@ -99,14 +99,14 @@ def direct_io(place: Path) -> Iterator[Finding]:
             seconds = disk.flushes(fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
     except PccheckError as error:
         yield warning(
-            "disk", error.message, costs="the disk was not tested",
-            mend=error.hint or "run this as the user of pccheckd",
+            "disk", error.message, effect="the disk was not tested",
+            fix=error.hint or "run this as the user of pccheckd",
         )  # fmt: skip
     except OSError as error:
         name = errno.errorcode.get(error.errno or 0, "an error")
         yield problem(
             "disk", f"the disk fails to write, flush or read: {name} ({error.strerror})",
-            costs="every checkpoint fails", mend="see dmesg; replace the disk, or free space",
+            effect="every checkpoint fails", fix="see dmesg; replace the disk, or free space",
         )  # fmt: skip
     else:
         yield _judged(same, seconds)
@@ -117,8 +117,8 @@ def _judged(same: bool, seconds: list[float]) -> Finding:
     if not same:
         return problem(
             "disk", "the disk returned data that differs from what was written",
-            costs="checkpoints are damaged while they are written",
-            mend="do not use this disk; see dmesg",
+            effect="checkpoints are damaged while they are written",
+            fix="do not use this disk; see dmesg",
         )  # fmt: skip
     median = statistics.median(seconds)
     found = (
@@ -128,8 +128,8 @@ def _judged(same: bool, seconds: list[float]) -> Finding:
     if median <= SLOW_FLUSH_S:
         return ok("disk", found)
     return warning(
-        "disk", found, costs="each checkpoint waits for two flushes before it is durable",
-        mend="use an SSD with power-loss protection; see pccheckctl bench",
+        "disk", found, effect="each checkpoint waits for two flushes before it is durable",
+        fix="use an SSD with power-loss protection; see pccheckctl bench",
     )  # fmt: skip
 
 
@@ -147,8 +147,8 @@ def room(place: Path, slots: int) -> Iterator[Finding]:
     if largest > usage.free:
         yield warning(
             "room", f"{free}; the largest volume takes {render.size(largest)}",
-            costs="a job of that size cannot start, or grow: its checkpoints would fail",
-            mend="pccheckctl drop JOB for jobs no longer needed, a larger disk, or fewer --slots",
+            effect="a job of that size cannot start, or grow: its checkpoints would fail",
+            fix="pccheckctl drop JOB for jobs no longer needed, a larger disk, or fewer --slots",
             promise="durable",
         )  # fmt: skip
     else:
@@ -157,6 +157,6 @@ def room(place: Path, slots: int) -> Iterator[Finding]:
     for item in found.unreadable:
         yield problem(
             "room", f"{item.file.path} cannot be read: {item.reason}",
-            costs="its job does not start, so that nothing is overwritten by accident",
-            mend="pccheckctl verify; start the job with fresh=True, or pccheckctl drop it",
+            effect="its job does not start, so that nothing is overwritten by accident",
+            fix="pccheckctl verify; start the job with fresh=True, or pccheckctl drop it",
         )  # fmt: skip

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import shlex
 import statistics
 import time
 from pathlib import Path
@@ -52,6 +53,7 @@ class Rates(NamedTuple):
     writers: int  # p
     copy_bytes_per_s: float  # T_G
     source: str
+    storage: str = ""  # the directory, when it is known
 
 
 class Given(NamedTuple):
@@ -207,7 +209,7 @@ def rates_of(arguments: argparse.Namespace) -> Rates:
     if arguments.bandwidth:
         return Rates(
             arguments.bandwidth, arguments.bandwidth, 0.0, WRITERS_DEFAULT, copy,
-            "--bandwidth, without flushes",
+            "--bandwidth, without flushes", arguments.storage or "",
         )  # fmt: skip
     if arguments.storage:
         return measured(Path(arguments.storage).absolute(), copy, quiet=arguments.json)
@@ -232,7 +234,7 @@ def measured(place: Path, copy: float, *, quiet: bool) -> Rates:
     one = figures.write_bytes_per_s[figures.writers]
     return Rates(
         figures.best_bytes_per_s, one, 2 * figures.flush_s, figures.writers, copy,
-        f"measured now on {place}",
+        f"measured now on {place}", str(place),
     )  # fmt: skip
 
 
@@ -261,6 +263,7 @@ def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bo
         writing, writing, flush, whole(part(status, "daemon"), "writers", WRITERS_DEFAULT),
         median(copying) if copying and not copy_given else copy,
         f"the daemon's last {len(near)} checkpoints, of about {render.size(middle)}",
+        text(part(status, "storage"), "path"),
     )  # fmt: skip
 
 
@@ -331,15 +334,15 @@ def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
 def as_text(rates: Rates, given: Given, advice: Advice) -> str:
     m, t = given.checkpoint_bytes, given.step_s
     size, brief, steps = render.size, render.brief, render.plural(advice.interval, "step")
-    slots = advice.in_flight + given.keep
+    slots, place = advice.in_flight + given.keep, shlex.quote(rates.storage or "DIR")
     lost = advice.interval + math.ceil(advice.persist_s / t)
     limit = "the disk" if advice.disk_interval >= advice.stall_interval else "the copy"
     if advice.interval > max(advice.disk_interval, advice.stall_interval):
         limit = "--mtbf"
     lines = [
         f"save every {steps} ({brief(advice.interval * t * advice.slowdown)}), with",
-        f"    pccheckd --slots {slots} --keep {given.keep} --writers {rates.writers} "
-        f"--dram {-(-advice.dram_bytes // MIB)}MiB",
+        f"    pccheckd --storage {place} --slots {slots} --keep {given.keep} "
+        f"--writers {rates.writers} --dram {-(-advice.dram_bytes // MIB)}MiB",
         "",
         f"in flight   {advice.in_flight} (N), and {given.keep} kept: {slots} slots",
         f"storage     {size(storage_bytes(given, slots))} per rank, twice that while a state "

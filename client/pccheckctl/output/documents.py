@@ -14,6 +14,7 @@ from pccheck_store.documents import rows as rows
 from pccheck_store.documents import text as text
 from pccheck_store.documents import texts as texts
 from pccheck_store.documents import whole as whole
+from pccheck_wire.basics import with_options
 from pccheck_wire.errors import PccheckError
 
 from .render import safe
@@ -24,7 +25,16 @@ def answer(arguments: Namespace, document: Document, as_text: Callable[[], str])
     if arguments.json:
         print_json(document)
     else:
-        say(as_text())
+        say(pasteable(as_text(), arguments))
+
+
+def pasteable(text: str, arguments: Namespace) -> str:
+    """The text, whose commands ask whom this command asked."""
+    given: list[str] = []
+    for name in ("socket", "storage", "uid"):
+        if (value := getattr(arguments, name, None)) is not None:
+            given += [f"--{name}", str(value)]
+    return with_options(text, given)
 
 
 def print_json(document: Document) -> None:

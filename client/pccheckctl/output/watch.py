@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from pccheck_wire.errors import DaemonUnreachableError, WaitTimeoutError
-from pccheckctl.output.documents import Document, note, say
+from pccheckctl.output.documents import Document, note, pasteable, say
 from pccheckctl.output.render import safe
 
 _HOME, _LINE_END, _REST = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -39,12 +39,13 @@ def run(
             else:
                 note(error.message)
         else:
+            text = "" if arguments.json else pasteable(as_text(document), arguments)
             if arguments.json:
                 print(json.dumps(document), flush=True)
             elif live:
-                _redraw(as_text(document), arguments.watch)
+                _redraw(text, arguments.watch)
             else:
-                say(("" if first else "\n") + f"{_now()}\n{as_text(document)}")
+                say(("" if first else "\n") + f"{_now()}\n{text}")
             first = False
         sleep(arguments.watch)
 
