@@ -18,6 +18,27 @@ def is_loader(thing: object) -> bool:
     return not own and hasattr(type(thing), "__iter__")
 
 
+def is_torchdata(thing: object) -> bool:
+    """Whether this is a StatefulDataLoader, or one of Accelerate's around it: that one shows the
+    inner loader's class as its `__class__`."""
+    return any(
+        cls.__name__ == "StatefulDataLoader" and cls.__module__.startswith("torchdata.")
+        for cls in thing.__class__.__mro__
+    )
+
+
+def has_position(name: str, thing: object) -> bool:
+    """Whether the state of something attached counts what one rank has had of its data."""
+    return name == "loader" or is_torchdata(thing)
+
+
+def begin_again(thing: Any) -> None:
+    """attach() asks for the state, for which a StatefulDataLoader makes an iterator: it may have
+    read ahead in the order of another epoch."""
+    if is_torchdata(thing):
+        thing.load_state_dict({})
+
+
 def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
     """Calls `set_generators` once: for torch's loaders right after their next iterator was made,
     for others when the first batch of their next iteration arrives."""
