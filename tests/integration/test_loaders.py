@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from torch.utils.data import DistributedSampler
 
+from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
+from tests.support.loadertraining import torchdata
 from tests.support.programs import Program
 from tests.support.torchrun import started
 
@@ -51,6 +55,25 @@ def test_a_checkpoint_at_the_end_of_an_epoch(
     undisturbed = ran("", loader, 0, STEPS, 8)
     ran(socket, loader, 0, STEPS, 8, 9, code=-signal.SIGKILL)
     assert ran(socket, loader, 0, STEPS, 8) == ["FROM 9", *undisturbed[8:]]
+
+
+@TORCHDATA
+def test_a_loader_under_another_name_is_told(tmp_path: Path) -> None:
+    """Once, and not of a second loader beside loader=, nor where no generators are attached."""
+    loader = torchdata(0)
+    for rng, names, told in (
+        (True, ["data", "validation"], 1),
+        (True, ["loader", "validation"], 0),
+        (False, ["data"], 0),
+    ):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            PCcheckClient("loaders", socket=tmp_path / "none") as client,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                client.attach(rng=rng, **dict.fromkeys(names, loader))
+        assert sum("as loader=" in str(one.message) for one in caught) == told, names
 
 
 @TORCHDATA

@@ -279,6 +279,12 @@ def other_size(kit: Kit) -> None:
     client._recovery._left(opened, None)
 
 
+def loader_as_data(kit: Kit) -> None:
+    body = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
+    kind = type("StatefulDataLoader", (torch.optim.lr_scheduler.ConstantLR,), body)
+    kit.attached().attach(rng=True, data=kind(torch.optim.SGD(nn.Linear(2, 2).parameters())))
+
+
 def graph(kit: Kit) -> None:
     client = kit.connected()
     kit.patch.setattr("pccheck.state.devices.capturing", lambda: True)
@@ -315,6 +321,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "storage without a parent": lambda kit: PrivateDaemon(kit.path / "no" / "such").ensure(),
     # -- attach
     "DataLoader": lambda _: checked({"loader": torch.utils.data.DataLoader([1])}),  # type: ignore[arg-type]
+    "StatefulDataLoader": loader_as_data,
     "no state": lambda _: checked({"epoch": 3}),
     "rng": lambda _: checked({"rng": {"seed": 1}}),
     "state_dict() fails": lambda _: checked({"scaler": Broken()}),
@@ -465,6 +472,11 @@ WORDS: dict[str, str] = {
         "attach(loader=...): type DataLoader has no state_dict, load_state_dict (use "
         "torchdata's StatefulDataLoader (pip install torchdata): it takes the same arguments "
         "and saves its place in the data)"
+    ),
+    "StatefulDataLoader": (
+        "PCcheck: attach(data=...) is a StatefulDataLoader, and no loader= is attached: a restored "
+        "run gets other random numbers, because the loader draws some when its iterator is made. "
+        "Attach the loader that training draws from as loader="
     ),
     "no state": (
         "attach(epoch=...): type int has no state_dict, load_state_dict (attach a dict that "

@@ -18,24 +18,24 @@ def is_loader(thing: object) -> bool:
     return not own and hasattr(type(thing), "__iter__")
 
 
-def is_torchdata(thing: object) -> bool:
-    """Whether this is a StatefulDataLoader, or one of Accelerate's around it: that one shows the
-    inner loader's class as its `__class__`."""
+def is_torchdata(cls: type) -> bool:
+    """Whether this is the class StatefulDataLoader, or made of it. A loader of Accelerate has such
+    a class as its `__class__`, and another type."""
     return any(
-        cls.__name__ == "StatefulDataLoader" and cls.__module__.startswith("torchdata.")
-        for cls in thing.__class__.__mro__
+        base.__name__ == "StatefulDataLoader" and base.__module__.startswith("torchdata.")
+        for base in cls.__mro__
     )
 
 
 def has_position(name: str, thing: object) -> bool:
     """Whether the state of something attached counts what one rank has had of its data."""
-    return name == "loader" or is_torchdata(thing)
+    return name == "loader" or is_torchdata(thing.__class__)
 
 
 def begin_again(thing: Any) -> None:
     """attach() asks for the state, for which a StatefulDataLoader makes an iterator: it may have
     read ahead in the order of another epoch."""
-    if is_torchdata(thing):
+    if is_torchdata(thing.__class__):
         thing.load_state_dict({})
 
 
