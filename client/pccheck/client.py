@@ -35,6 +35,7 @@ from .job.steps import steps_of
 from .job.stop import Stop
 from .options import Options, check_flag, check_path, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
+from .restoring.loaders import is_torchdata
 from .restoring.reading import Found, RestoreResult
 from .saving.exposure import NoStagingError
 from .saving.in_flight import Checkpoint, Durable, InFlight
@@ -43,6 +44,7 @@ from .saving.planner import Planner
 from .saving.saver import Saver
 from .state.attaching import Stateful, is_replicated
 from .state.metadata import metadata_node
+from .state.plan import RNG
 from .warn import LOG, Warner
 
 #: How long `close()` and `flush()` wait for checkpoints in flight, if no signal asked to stop.
@@ -268,8 +270,9 @@ class PCcheckClient:
                 self._expose(connection, self._step)
 
     def _advise(self, things: Mapping[str, object]) -> None:
-        """Warns of copies. The client does not choose by itself: only the script knows whether the
-        other ranks save at all."""
+        """Warns of copies, and of a loader after which the generators are not set again. The client
+        does not choose by itself: only the script knows whether the other ranks save at all, and
+        which loader training draws from."""
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
                 "ddp",
@@ -277,6 +280,16 @@ class PCcheckClient:
                 "stores a copy of the model. To store one copy, pass "
                 "PCcheckClient(replicated=True) on every rank. If only rank 0 saves, pass "
                 "PCcheckClient(solo=True) there",
+            )
+        attached = self._planner.attached
+        # Accelerate's loaders have a type of their own: its integration sets the generators.
+        loaders = [name for name, thing in things.items() if is_torchdata(type(thing))]
+        if loaders and RNG in attached and "loader" not in attached:
+            self._warner.once(
+                "loader",
+                f"attach({loaders[0]}=...) is a StatefulDataLoader, and no loader= is attached: a "
+                "restored run gets other random numbers, because the loader draws some when its "
+                "iterator is made. Attach the loader that training draws from as loader=",
             )
 
     def gate(self) -> None:

@@ -43,6 +43,7 @@ def run(
         codes = forks.run(output, ranks=ranks, environment=environment, **options)
         told = printed(output)
         assert codes == [code] * ranks, "\n".join(told)
+        assert not any("as loader=" in line for line in told)  # its generators are set by attach()
         return [line for line in told if line.startswith(("FROM", "LOSS"))]
 
     return run

@@ -1,16 +1,23 @@
 """A training that is killed in the middle of an epoch goes on with the very same numbers, although
-its loader draws from the generators when it makes an iterator."""
+its loader draws from the generators when it makes an iterator. Ranks of another number begin the
+epoch again, all of them."""
 
 from __future__ import annotations
 
 import importlib.util
 import signal
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from torch.utils.data import DistributedSampler
 
+from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
+from tests.support.loadertraining import torchdata
 from tests.support.programs import Program
+from tests.support.torchrun import started
 
 STEPS = 20  # of 8 in an epoch
 
@@ -22,14 +29,8 @@ def ran(*arguments: object, code: int = 0) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(("FROM ", "LOSS "))]
 
 
-LOADERS = [
-    "plain",
-    "wrapped",
-    pytest.param(
-        "torchdata",
-        marks=pytest.mark.skipif(not importlib.util.find_spec("torchdata"), reason="not installed"),
-    ),
-]
+TORCHDATA = pytest.mark.skipif(not importlib.util.find_spec("torchdata"), reason="not installed")
+LOADERS = ["plain", "wrapped", pytest.param("torchdata", marks=TORCHDATA)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -54,3 +55,60 @@ def test_a_checkpoint_at_the_end_of_an_epoch(
     undisturbed = ran("", loader, 0, STEPS, 8)
     ran(socket, loader, 0, STEPS, 8, 9, code=-signal.SIGKILL)
     assert ran(socket, loader, 0, STEPS, 8) == ["FROM 9", *undisturbed[8:]]
+
+
+@TORCHDATA
+def test_a_loader_under_another_name_is_told(tmp_path: Path) -> None:
+    """Once, and not of a second loader beside loader=, nor where no generators are attached."""
+    loader = torchdata(0)
+    for rng, names, told in (
+        (True, ["data", "validation"], 1),
+        (True, ["loader", "validation"], 0),
+        (False, ["data"], 0),
+    ):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            PCcheckClient("loaders", socket=tmp_path / "none") as client,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                client.attach(rng=rng, **dict.fromkeys(names, loader))
+        assert sum("as loader=" in str(one.message) for one in caught) == told, names
+
+
+@TORCHDATA
+@pytest.mark.parametrize(
+    ("kind", "workers", "ranks", "again", "kill_after"),
+    [("ddp", 0, 1, 2, 8), ("ddp", 1, 2, 3, 8), ("ddp", 0, 2, 1, 2), ("fsdp", 0, 1, 2, 14)],
+)
+def test_another_number_of_ranks_begins_the_epoch_again(
+    start_daemon: Callable[..., Daemon],
+    kind: str, workers: int, ranks: int, again: int, kill_after: int,
+) -> None:  # fmt: skip
+    """A position counts the batches of one rank among so many. Every rank gets its part of the
+    epoch that was interrupted, from the start and in the order of that epoch. Rank 0, which has
+    saved, gets its generators back."""
+    daemon = start_daemon()
+    program = ("tests.support.loaderranks", kind, workers)
+    with started(daemon, "job", ranks, *program, kill_after) as launcher:
+        killed = launcher.finish()
+    with started(daemon, "job", again, *program) as launcher:
+        said = launcher.finish()
+    assert launcher.returncode == 0, said
+    epoch = (kill_after - 1) // (12 // ranks)
+    for rank in range(again):
+        first, _generators, *batches = words_of(said, rank)
+        assert first == ["FROM", str(epoch), str(kill_after)]
+        order = DistributedSampler(range(48), again, rank, seed=3)  # type: ignore[arg-type]
+        for number in range(epoch, 3):
+            order.set_epoch(number)
+            had = [int(i) for _, when, *items in batches if when == str(number) for i in items]
+            assert had == list(order), (rank, number, said)
+    assert said.count("epoch begins again on every rank") == again, said
+    assert said.count("keep the state of this process") == max(0, again - ranks), said
+    assert words_of(said, 0)[1] == words_of(killed, 0)[-1]
+
+
+def words_of(said: str, rank: int) -> list[list[str]]:
+    start = f"RANK {rank} "
+    return [line.split()[2:] for line in said.splitlines() if line.startswith(start)]

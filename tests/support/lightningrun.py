@@ -113,7 +113,8 @@ def trainer_of(options: Options, *callbacks: Callback, files: bool = False) -> T
 def loader_of(options: Options) -> Any:
     seed_everything(5, verbose=False)
     kind = DataLoader if options.get("plain") else StatefulDataLoader
-    if ranks := options.get("devices"):  # an order that depends on seed and epoch only
+    ranks = options.get("devices")
+    if ranks and not options.get("shuffle"):  # an order that depends on seed and epoch only
         sampler = DistributedSampler(Items(), ranks, int(os.environ["RANK"]), seed=5)
         return kind(Items(), BATCH, sampler=sampler)
     return kind(Items(), BATCH, shuffle=True)
@@ -121,7 +122,7 @@ def loader_of(options: Options) -> Any:
 
 def train(options: Options) -> None:
     """`every`, `kill` at a step when `saved` is durable, `epochs`, `accumulate`, `validate`,
-    `plain` loader, `devices`."""
+    `plain` loader, `devices`, `shuffle` with several of them."""
     callbacks: list[Callback] = []
     if job := options.get("job"):
         saver = PCcheckCallback(options["every"], job=job)

@@ -268,7 +268,21 @@ def other_rank(kit: Kit) -> None:
     client.attach(rng=True)
     client._recovery._session = SimpleNamespace(identity=JOB)  # type: ignore[assignment]
     opened: Any = SimpleNamespace(rank=1, step=40, world_size=2)
-    client._recovery._left(opened)
+    client._recovery._left(opened, None)
+
+
+def other_size(kit: Kit) -> None:
+    client = kit.attached()
+    client.attach(loader={"given": 3})
+    client._recovery._session = SimpleNamespace(identity=JOB)  # type: ignore[assignment]
+    opened: Any = SimpleNamespace(rank=0, step=40, world_size=2)
+    client._recovery._left(opened, None)
+
+
+def loader_as_data(kit: Kit) -> None:
+    body = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
+    kind = type("StatefulDataLoader", (torch.optim.lr_scheduler.ConstantLR,), body)
+    kit.attached().attach(rng=True, data=kind(torch.optim.SGD(nn.Linear(2, 2).parameters())))
 
 
 def graph(kit: Kit) -> None:
@@ -307,6 +321,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "storage without a parent": lambda kit: PrivateDaemon(kit.path / "no" / "such").ensure(),
     # -- attach
     "DataLoader": lambda _: checked({"loader": torch.utils.data.DataLoader([1])}),  # type: ignore[arg-type]
+    "StatefulDataLoader": loader_as_data,
     "no state": lambda _: checked({"epoch": 3}),
     "rng": lambda _: checked({"rng": {"seed": 1}}),
     "state_dict() fails": lambda _: checked({"scaler": Broken()}),
@@ -358,6 +373,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     ),
     "damaged checkpoint": skipped,
     "rank that did not save": other_rank,
+    "another number of ranks": other_size,
     # -- the daemon refuses, and the command line
     "two nodes": lambda _: hello(job="gpt", world_size=4, local_world_size=2),
     "name at the daemon": lambda _: hello(job="../x"),
@@ -456,6 +472,11 @@ WORDS: dict[str, str] = {
         "attach(loader=...): type DataLoader has no state_dict, load_state_dict (use "
         "torchdata's StatefulDataLoader (pip install torchdata): it takes the same arguments "
         "and saves its place in the data)"
+    ),
+    "StatefulDataLoader": (
+        "PCcheck: attach(data=...) is a StatefulDataLoader, and no loader= is attached: a restored "
+        "run gets other random numbers, because the loader draws some when its iterator is made. "
+        "Attach the loader that training draws from as loader="
     ),
     "no state": (
         "attach(epoch=...): type int has no state_dict, load_state_dict (attach a dict that "
@@ -649,8 +670,15 @@ WORDS: dict[str, str] = {
         "instead: training repeats the steps between. Check the disk: pccheckctl verify"
     ),
     "rank that did not save": (
-        "PCcheck: rank 0 did not save step 40 (world size 2), so these are not restored and "
-        "keep the state of this process: rng. Seed them on this rank if ranks must differ"
+        "PCcheck: step 40 was saved with world size 2, and not by rank 0: its generators (rng) "
+        "are not restored and keep the state of this process. Seed them on this rank if ranks must "
+        "differ"
+    ),
+    "another number of ranks": (
+        "PCcheck: step 40 was saved with world size 2, and this start has 4: each rank gets "
+        "another part of the data. So the position in the data (loader) is not restored. The "
+        "interrupted epoch begins again on every rank, and training gets its first batches a "
+        "second time"
     ),
     "two nodes": (
         "2 of the job's 4 ranks are on this node; this version can restore a job of several "

@@ -231,7 +231,7 @@ class PCcheckCallback(Callback):
                     f"{type(loader).__name__} has no state. Use torchdata's StatefulDataLoader "
                     "(pip install torchdata), which takes the same arguments"
                 )
-            elif isinstance(getattr(loader, "sampler", None), DistributedSamplerWrapper):
+            elif _draws_order(loader):
                 why = (
                     f"the order of {type(loader).__name__}(shuffle=True) on several ranks is not "
                     "saved. Make it with sampler=DistributedSampler(dataset, seed=...)"
@@ -243,6 +243,13 @@ class PCcheckCallback(Callback):
                 "a run that is resumed in the middle of an epoch does not get the batches that "
                 f"would have come: {why}. All else is resumed"
             )
+
+
+def _draws_order(loader: Any) -> bool:
+    """Whether Lightning divides an order among the ranks that the loader's own sampler draws. In a
+    StatefulDataLoader Lightning puts its sampler into a batch sampler."""
+    holders = (loader, getattr(loader, "batch_sampler", None))
+    return any(isinstance(getattr(h, "sampler", None), DistributedSamplerWrapper) for h in holders)
 
 
 def _require_whole(trainer: Trainer) -> None:

@@ -25,6 +25,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
+from .loaders import begin_again, has_position
 from .reading import Found, Payload, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
 
@@ -71,8 +72,9 @@ class Recovery:
             opened = payload.opened
             self._require(opened, described)
             attached = self._planner.attached
+            left = self._left(opened, only)
             placement = Placement(
-                described, attached, self._left(opened), payload.others,
+                described, attached, left, payload.others,
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
             before = self.torn
@@ -81,6 +83,8 @@ class Recovery:
                 "did not finish"
             )
             placement.load(payload.load)
+            for name in left - {RNG}:
+                begin_again(attached[name])
             self.torn = "" if only is None else before  # the rest may still be a mix
             return placement.on_gpu
 
@@ -174,21 +178,36 @@ class Recovery:
         if identity.guessed:
             origin.require_same(identity.job, opened.step, opened.wall_ns, origin.of(described))
 
-    def _left(self, opened: Opened) -> frozenset[str]:
-        """What is not restored on a rank that did not save: it would draw the same random numbers
-        and the same batches as the rank whose copy it gets."""
-        rank = self._session.identity.rank
-        if opened.rank in (None, rank):
+    def _left(self, opened: Opened, only: Collection[str] | None) -> frozenset[str]:
+        """What is not restored in a world of another size: a position in the data counts the
+        batches of one rank among so many. And on a rank that did not save, its generators: it would
+        draw the same random numbers as the rank whose copy it gets."""
+        identity = self._session.identity
+        if opened.world_size == identity.world_size:
             return frozenset()
-        left = frozenset((RNG, "loader")) & self._planner.attached.keys()
-        if left:
+        wanted = {
+            name: thing
+            for name, thing in self._planner.attached.items()
+            if only is None or name in only
+        }
+        saved = f"step {opened.step} was saved with world size {opened.world_size}"
+        places = frozenset(name for name, thing in wanted.items() if has_position(name, thing))
+        if places:
             self._warner.once(
-                "left",
-                f"rank {rank} did not save step {opened.step} (world size {opened.world_size}), so "
-                f"these are not restored and keep the state of this process: "
-                f"{', '.join(sorted(left))}. Seed them on this rank if ranks must differ",
+                "position",
+                f"{saved}, and this start has {identity.world_size}: each rank gets another part "
+                f"of the data. So the position in the data ({', '.join(sorted(places))}) is not "
+                "restored. The interrupted epoch begins again on every rank, and training gets its "
+                "first batches a second time",
             )
-        return left
+        if opened.rank in (None, identity.rank) or RNG not in wanted:
+            return places
+        self._warner.once(
+            "left",
+            f"{saved}, and not by rank {identity.rank}: its generators (rng) are not restored and "
+            "keep the state of this process. Seed them on this rank if ranks must differ",
+        )
+        return places | {RNG}
 
     def _took_over(
         self,

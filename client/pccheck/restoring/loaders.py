@@ -18,6 +18,27 @@ def is_loader(thing: object) -> bool:
     return not own and hasattr(type(thing), "__iter__")
 
 
+def is_torchdata(cls: type) -> bool:
+    """Whether this is the class StatefulDataLoader, or made of it. A loader of Accelerate has such
+    a class as its `__class__`, and another type."""
+    return any(
+        base.__name__ == "StatefulDataLoader" and base.__module__.startswith("torchdata.")
+        for base in cls.__mro__
+    )
+
+
+def has_position(name: str, thing: object) -> bool:
+    """Whether the state of something attached counts what one rank has had of its data."""
+    return name == "loader" or is_torchdata(thing.__class__)
+
+
+def begin_again(thing: Any) -> None:
+    """attach() asks for the state, for which a StatefulDataLoader makes an iterator: it may have
+    read ahead in the order of another epoch."""
+    if is_torchdata(thing.__class__):
+        thing.load_state_dict({})
+
+
 def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
     """Calls `set_generators` once: for torch's loaders right after their next iterator was made,
     for others when the first batch of their next iteration arrives."""
