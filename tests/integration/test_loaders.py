@@ -112,3 +112,21 @@ def test_another_number_of_ranks_begins_the_epoch_again(
 def words_of(said: str, rank: int) -> list[list[str]]:
     start = f"RANK {rank} "
     return [line.split()[2:] for line in said.splitlines() if line.startswith(start)]
+
+
+@TORCHDATA
+def test_one_rank_that_saves_for_all_keeps_its_position(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    socket = start_daemon().socket
+    seen = []
+    for step in (1, 2):
+        loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        batches = loader(list(range(12)), 2)
+        with PCcheckClient("job", 0, 4, solo=True, socket=socket) as client:
+            client.attach(loader=batches)
+            client.restore()
+            seen.append(next(iter(batches)).tolist())
+            client.checkpoint(step=step)
+            client.flush()
+    assert seen == [[0, 1], [2, 3]]

@@ -183,8 +183,9 @@ class Recovery:
         batches of one rank among so many. And on a rank that did not save, its generators: it would
         draw the same random numbers as the rank whose copy it gets."""
         identity = self._session.identity
-        if opened.world_size == identity.world_size:
-            return frozenset()
+        alone = self._session.saves_alone(identity.world_size)
+        if opened.world_size == (1 if alone else identity.world_size):
+            return frozenset()  # with solo=True the size of the world that saved is not known
         wanted = {
             name: thing
             for name, thing in self._planner.attached.items()
