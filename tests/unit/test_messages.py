@@ -266,7 +266,7 @@ def skipped(kit: Kit) -> None:
 def other_rank(kit: Kit) -> None:
     client = kit.attached()
     client.attach(rng=True)
-    client._session.identity = JOB
+    client._recovery._session.identity = JOB
     opened: Any = SimpleNamespace(rank=1, step=40, world_size=2)
     client._recovery._left(opened, None)
 
@@ -274,7 +274,7 @@ def other_rank(kit: Kit) -> None:
 def other_size(kit: Kit) -> None:
     client = kit.attached()
     client.attach(loader={"given": 3})
-    client._session.identity = JOB
+    client._recovery._session.identity = JOB
     opened: Any = SimpleNamespace(rank=0, step=40, world_size=2)
     client._recovery._left(opened, None)
 
