@@ -32,7 +32,7 @@ class Count:
 
 def run(
     socket: str = "", kill_at: int = 0, every: int = 2, stateful: bool = False,
-    seedable: bool = False,
+    seedable: bool = False, workers: int = 0,
 ) -> None:  # fmt: skip
     """Without a socket it trains undisturbed."""
     torch.manual_seed(5)
@@ -46,7 +46,7 @@ def run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     items = TensorDataset(torch.linspace(-1, 1, ITEMS * WIDTH).reshape(ITEMS, WIDTH) ** 3)
-    loader = DataLoader(items, batch_size=2, shuffle=True)
+    loader = DataLoader(items, batch_size=2, shuffle=True, num_workers=workers)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     count = Count()
     accelerator.register_for_checkpointing(count)

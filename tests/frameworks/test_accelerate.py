@@ -63,11 +63,30 @@ def test_a_killed_training_continues_with_the_same_numbers(
     assert run(every=2, stateful=stateful) == ["FROM 8", *plain[15:]]
 
 
-@EACH_WAY
-def test_a_checkpoint_at_the_end_of_an_epoch(run: Callable[..., list[str]], stateful: bool) -> None:
-    plain = run(with_daemon=False, stateful=stateful, seedable=True)
-    run(every=7, kill_at=7, stateful=stateful, seedable=True, code=-signal.SIGKILL)
-    assert run(every=7, stateful=stateful, seedable=True) == ["FROM 7", *plain[13:]]
+@pytest.mark.parametrize("seedable", [True, False])
+def test_the_first_epoch_of_a_loader_with_worker_processes(
+    run: Callable[..., list[str]], seedable: bool
+) -> None:
+    """Accelerate's prepare() starts them, and they read ahead in an order that only this process
+    has drawn."""
+    options = {"stateful": True, "workers": 1, "seedable": seedable}
+    plain = run(every=99, **options)[1:]
+    assert len(plain) == 39
+    killed = run(every=2, kill_at=5, code=-signal.SIGKILL, **options)
+    assert killed == ["FROM 0", *plain[:10]]
+    again = run(every=2, kill_at=9, code=-signal.SIGKILL, **options)
+    assert again == ["FROM 4", *plain[8:17]]
+    assert run(every=2, **options) == ["FROM 8", *plain[15:]]
+
+
+@pytest.mark.parametrize(("stateful", "workers"), [(True, 0), (True, 1), (False, 0)])
+def test_a_checkpoint_at_the_end_of_an_epoch(
+    run: Callable[..., list[str]], stateful: bool, workers: int
+) -> None:
+    options = {"stateful": stateful, "workers": workers, "seedable": True}
+    plain = run(every=99, **options)[1:]
+    run(every=7, kill_at=7, code=-signal.SIGKILL, **options)
+    assert run(every=7, **options) == ["FROM 7", *plain[13:]]
 
 
 def test_two_ranks_resume_one_step(run: Callable[..., list[str]]) -> None:
@@ -77,3 +96,21 @@ def test_two_ranks_resume_one_step(run: Callable[..., list[str]]) -> None:
     step = int(resumed[0].split()[1])
     assert step == 6
     assert resumed[1:] == [line for line in plain if int(line.split()[1]) > step]
+
+
+def test_another_number_of_ranks_begins_the_epoch_again(
+    run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """In one order on all of them: together they get each item once, before the first ones come
+    again to make the ranks' shares equal."""
+    run(every=2, kill_at=3, stateful=True, code=-signal.SIGKILL)
+    assert run(every=99, stateful=True, ranks=2)[0] == "FROM 2"
+    shares = [
+        [float(line.split()[5]) for line in printed(tmp_path / "printed", rank)
+         if line.startswith("LOSS") and line.split()[2] == "0"]
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [len(share) for share in shares] == [7, 7]
+    dealt = [one for turn in zip(*shares, strict=True) for one in turn]
+    assert len(set(dealt[:13])) == 13
+    assert sum(dealt[:13]) == pytest.approx(0, abs=1e-4)  # as the sum of all items

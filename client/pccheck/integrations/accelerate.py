@@ -56,6 +56,9 @@ def attach(
             "attach(client, accelerator, loader=...): the accelerator has not prepared this loader",
             hint="pass what accelerator.prepare() returned for it",
         )
+    if accelerator.use_stateful_dataloader:
+        for one in loaders:
+            _draw_again(one.base_dataloader)
     models = [accelerator.unwrap_model(model) for model in accelerator._models]
     things = {
         **_named("model", models),
@@ -99,6 +102,13 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
     rest.end = end_of_epoch
     rest._pccheck_epoch = epoch
     return rest
+
+
+def _draw_again(base: Any) -> None:
+    """prepare() has made an iterator, whose worker processes read ahead: in an order that was drawn
+    before the sampler had its seed, and that a resumed run could not draw again."""
+    if base.num_workers and base._initial_iter_for_state_dict:
+        base.load_state_dict({})
 
 
 class _Epoch:
@@ -165,13 +175,14 @@ class _Epoch:
 
     def begin_after(self, loader: Any) -> None:
         """A loader whose state is the end of an epoch makes an iterator only to find that end: the
-        generators are restored after it."""
+        generators are restored after it, and the epoch, which a seedable sampler counts there."""
         base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
         generators = self.generators or capture_rng()
 
         def once() -> Any:
             made = make(base)
             restore_rng(generators)
+            loader.set_epoch(loader.iteration)
             self._note_in(loader)
             return made
 
@@ -200,8 +211,13 @@ class _Counters:
             "began": self._epoch.began if self._epoch else {},
             "over": self._first is not None and self._is_over(self._first),
             "rng": capture_rng(),
-            "rank": self._accelerator.process_index,
+            "rank": self._rank,
         }
+
+    @property
+    def _rank(self) -> list[int]:
+        """Also of how many: a loader of one process draws its order in another way."""
+        return [self._accelerator.process_index, self._accelerator.num_processes]
 
     def _is_over(self, loader: Any) -> bool:
         """Whether this is the last batch of an epoch, which loaders count after the loop."""
@@ -216,7 +232,7 @@ class _Counters:
             loader.set_epoch(number)
         if self._epoch is None:
             return
-        same = state["rank"] == self._accelerator.process_index
+        same = state["rank"] == self._rank
         self._epoch.began = state["began"] if same else {}
         self._epoch.generators = state["rng"] if same else None
         if self._accelerator.use_stateful_dataloader and self._epoch.began:
