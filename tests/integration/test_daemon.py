@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -105,7 +106,7 @@ def test_damage_is_passed_over_flagged_and_told(start_daemon: Start) -> None:
         assert [item.step for item in again.skipped] == [2]
     assert "damaged" in str(document(daemon, Status())["warnings"])
     checked: Any = document(daemon, Verify("job"))["checkpoints"]
-    assert [one["valid"] for one in checked] == [True, False]
+    assert sorted(one["valid"] for one in checked) == [False, True]
 
 
 def test_a_reader_reads_while_the_trainer_saves(start_daemon: Start) -> None:
