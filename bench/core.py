@@ -93,6 +93,12 @@ class Writer:
         self._process.wait(60)
 
 
+def plain_kept(program: Path, file: Path) -> Writer:
+    """The plain program with memory as large as the file, which it overwrites on command."""
+    words = ("write", file, file.stat().st_size, KEPT.depth, KEPT.block_bytes, KEPT.memory)
+    return Writer(KEPT.name, program, *words)
+
+
 def measure(
     size_bytes: int, rounds: int, engines: list[str], directory: Path
 ) -> dict[str, list[float]]:
@@ -106,8 +112,7 @@ def measure(
     writers = [
         Writer(f"core, {engine}", core, directory, size_bytes, rounds, engine) for engine in engines
     ]
-    kept = ("write", file, size_bytes, KEPT.depth, KEPT.block_bytes, KEPT.memory)
-    writers.append(Writer(KEPT.name, plain, *kept))
+    writers.append(plain_kept(plain, file))
     runs: dict[str, list[float]] = {}
     for _ in range(rounds):
         for writer in writers:

@@ -10,7 +10,8 @@ count when their checkpoint is durable.
 The limit is a direct overwrite by fio or by a plain C program, whichever is faster in the round.
 Just before the sessions, the best settings write in turn, together for as many seconds as the
 sessions. A setting's rate is that of all its writes: the fastest of many short writes would be a
-peak, which nothing keeps up for seconds.
+peak, which nothing keeps up for seconds. The limit re-uses two small buffers; in turn with it
+writes the same program from memory as large as its file (see bench.core).
 
 Writes bench/results/sessions-DATE.{json,md}.
 """
@@ -33,6 +34,7 @@ import torch
 
 from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
+from bench.core import Writer, plain_kept
 from bench.fio import Limit, Setting, require_fio
 from pccheck import PCcheckClient
 from pccheck.saving.in_flight import Checkpoint
@@ -110,25 +112,32 @@ def one_round(board: memoryview, sessions: int, seconds: float) -> tuple[list[in
     return [b - a for a, b in zip(before, after, strict=True)], ended - began
 
 
-def best_rate(limit: Limit, settings: list[Setting], seconds: float) -> float:
-    """Bytes a second of the setting that was fastest in these seconds."""
-    took: dict[Setting, list[float]] = {setting: [] for setting in settings}
+def rates(
+    limit: Limit, settings: list[Setting], kept: Writer, seconds: float
+) -> tuple[float, float]:
+    """Bytes a second in these seconds: of the setting that was fastest, and of the plain program
+    with memory as large as the file."""
+    took: dict[object, list[float]] = {setting: [] for setting in (*settings, kept)}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for setting in settings:
             took[setting].append(limit.seconds(setting, write=True))
-    return limit.size_bytes / min(map(statistics.fmean, took.values()))
+        took[kept].append(kept.seconds())
+    kept_s = statistics.fmean(took.pop(kept))
+    return limit.size_bytes / min(map(statistics.fmean, took.values())), limit.size_bytes / kept_s
 
 
 def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict[str, list[float]]:
-    """Bytes a second together and of the limit, and the ratio of the fastest session to the
-    slowest, one of each per round."""
+    """Bytes a second together, of the limit, and of the plain program from memory as large as its
+    file; and the ratio of the fastest session to the slowest. One of each per round."""
     sessions = options.sessions
     file = scratch / "limit.bin"
     common.lay_out(file, GIB if size_bytes >= 32 * MIB else 64 * MIB)
-    limit = Limit(file, file.stat().st_size, common.build_rawwrite(scratch))
+    plain = common.build_rawwrite(scratch)
+    limit = Limit(file, file.stat().st_size, plain)
     settings, _ = limit.finalists(write=True)
-    found: dict[str, list[float]] = {"together": [], "limit": [], "ratio": []}
+    found: dict[str, list[float]] = {"together": [], "limit": [], "kept": [], "ratio": []}
+    kept = plain_kept(plain, file)
     dram = f"{max(256, 2 * sessions * size_bytes * 5 // 4 // MIB)}MiB"
     with (
         Daemon("--dram", dram, "--chunk", "4MiB", storage=scratch / "storage") as daemon,
@@ -137,11 +146,14 @@ def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict
         wait_all(board, sessions, WARM)
         for number in range(options.rounds):
             common.settle()
-            found["limit"].append(best_rate(limit, settings, options.seconds))
+            best, of_kept = rates(limit, settings, kept, options.seconds)
+            found["limit"].append(best)
+            found["kept"].append(of_kept)
             counts, seconds = one_round(board, sessions, options.seconds)
             found["together"].append(sum(counts) * size_bytes / seconds)
             found["ratio"].append(max(counts) / max(1, min(counts)))
             print(f"  round {number + 1}: {counts}", file=sys.stderr, flush=True)
+    kept.close()
     return found
 
 
@@ -159,14 +171,16 @@ def main() -> int:
     facts = common.facts_of(options.directory) | {"fio": fio}
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
         found = measure(options, size_bytes, Path(scratch).resolve())
-    together, limit, ratio = (Spread.of(found[name]) for name in ("together", "limit", "ratio"))
+    together, limit, kept, ratio = map(Spread.of, found.values())
     lines = common.heading("Sessions that save at the same time", facts)
     lines += [
         f"{options.sessions} sessions of {size_bytes // MIB} MiB, {options.rounds} rounds of "
         f"{options.seconds:g} s; median [min-max].", "",
         f"- durable, all sessions together: {_gib(found['together'])} GiB/s",
         f"- best direct write: {_gib(found['limit'])} GiB/s",
+        f"- the plain program, from memory as large as its file: {_gib(found['kept'])} GiB/s",
         f"- together / best direct write: **{together.median / limit.median:.2f}**",
+        f"- together / the plain program from such memory: **{together.median / kept.median:.2f}**",
         f"- fastest session / slowest session: **{ratio.text(2)}**",
     ]  # fmt: skip
     common.write_results("sessions", facts | {"rounds": found}, "\n".join(lines) + "\n")
