@@ -201,7 +201,7 @@ def _require_no_other(storage: Path, session: Session) -> None:
             f"{storage} has checkpoints of job {session.job_name!r}, but of uid {others[0]}, and "
             f"this process is uid {session.uid}",
             hint=f"run as uid {others[0]}; or export them (pccheckctl --storage {storage} export) "
-            "and import them; to begin anew use another job name, or fresh=True without restore()",
+            "and import them; for a new run use another job name, or fresh=True without restore()",
         )
 
 
