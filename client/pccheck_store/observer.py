@@ -42,12 +42,14 @@ def private_daemon(storage: Path) -> Observer | None:
     or moved has the note of another one's daemon. Raises why that one refuses."""
     from pccheck_native import layout  # most commands ask the daemon of the node
 
+    noted = layout.noted_socket(storage)
+    if noted is None:
+        return None
     with contextlib.suppress(DaemonUnreachableError, OSError):  # it has ended
-        if (noted := layout.noted_socket(storage)) is not None:
-            found = Observer(str(noted), storage="?")
-            if found.serves == layout.number(storage):
-                return found
-            found.close()
+        number, found = layout.number(storage), Observer(str(noted), storage="?")
+        if found.serves == number:
+            return found
+        found.close()
     return None
 
 

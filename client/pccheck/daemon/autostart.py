@@ -171,7 +171,8 @@ class PrivateDaemon:
         pid = self._holder()
         if pid is None:
             return
-        os.kill(pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):  # it ends by itself
+            os.kill(pid, signal.SIGTERM)
         if not _await_end(pid, _END_LIMIT_S):
             raise PccheckError(
                 f"a private pccheckd (pid {pid}) has {self.storage} for another training process, "
@@ -293,7 +294,7 @@ def _is_unused(seen: attach.Attachment) -> bool:
 def _await_end(pid: int, limit_s: float) -> bool:
     try:
         process = os.pidfd_open(pid)
-    except OSError:  # it has ended
+    except ProcessLookupError:
         return True
     try:
         return bool(select.select([process], [], [], limit_s)[0])
