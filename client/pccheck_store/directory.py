@@ -107,6 +107,7 @@ class Storage:
         volumes hold."""
         found = self.scan(uid=uid)
         warnings = [f"{item.file.path}: {reason_of(item)}" for item in found.unreadable]
+        warnings += [f"{file.path}: {catalog.RECORD_LOST}" for file in found.incomplete]
         warnings += [
             f"{one.volume_path}: the checkpoint of step {one.step} is damaged"
             for one in found.checkpoints

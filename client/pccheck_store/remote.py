@@ -38,12 +38,14 @@ class DaemonStore:
         """The list of the daemon, which has all sizes, without the infos of volumes."""
         with Observer(self.socket) as observer:
             document = observer.listing(job)
-        found = catalog.Catalog([], {}, [])
+        found = catalog.Catalog([], {}, [], [])
         for item in rows(document, "checkpoints"):
             if uid in (None, item.get("uid")) and rank in (None, item.get("rank")):
                 found.checkpoints.append(_checkpoint(item))
         for item in rows(document, "unreadable"):
-            found.unreadable.append(self._unreadable(item))
+            unreadable = self._file(item), text(item, "code"), text(item, "reason")
+            found.unreadable.append(catalog.Unreadable(*unreadable))
+        found.incomplete.extend(map(self._file, rows(document, "incomplete")))
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
@@ -67,13 +69,12 @@ class DaemonStore:
             cleared = cleared or item.get("cleared") is True
         return read, cleared
 
-    def _unreadable(self, item: Document) -> catalog.Unreadable:
+    def _file(self, item: Document) -> layout.VolumeFile:
         path = Path(text(item, "path"))
         try:
-            file = layout.parse_volume_path(self.path, path)
+            return layout.parse_volume_path(self.path, path)
         except ValueError:
-            file = layout.VolumeFile(0, "", 0, 0, path)
-        return catalog.Unreadable(file, text(item, "code"), text(item, "reason"))
+            return layout.VolumeFile(0, "", 0, 0, path)
 
 
 def _checkpoint(item: Document) -> catalog.Checkpoint:

@@ -255,7 +255,7 @@ class Described(Message):
 class Skipped(Message):
     """A checkpoint that recovery skipped, and why."""
 
-    sequence: int
+    sequence: int  #: 0: no known one, but a volume that may have held newer ones
     step: int
     reason: str
 

@@ -73,6 +73,7 @@ class VolumeInfo(NamedTuple):
     valid_replicas: int
     repaired_replicas: int
     damaged_records: int
+    record_lost: bool  # and perhaps a checkpoint with it, since the newest one
 
 def measure_engine(fd: int, engine: str, length: int, chunk_bytes: int, threads: int) -> float:
     """Seconds for which the engine overwrites that much of an allocated file and flushes it.

@@ -27,6 +27,10 @@ from pccheck_native._core import (
 from pccheck_native.group import Held, Rank, common, stale
 from pccheck_native.layout import LinkedError, VolumeFile, files_in_place, list_links
 
+RECORD_LOST = (
+    "both copies of a commit record are damaged, so that the newest checkpoint may be lost"
+)
+
 
 class Checkpoint(NamedTuple):
     """One durable checkpoint in one slot of one volume."""
@@ -78,6 +82,7 @@ class Catalog(NamedTuple):
     checkpoints: list[Checkpoint]
     volumes: dict[Path, VolumeInfo]
     unreadable: list[Unreadable]
+    incomplete: list[VolumeFile]  # readable, but RECORD_LOST
 
 
 def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
@@ -128,7 +133,7 @@ def scan(
     Checkpoints come ordered by (uid, job, rank), newest first within. One volume that cannot be
     read hides no other. Raises OSError when the directories cannot be listed.
     """
-    catalog = Catalog([], {}, [])
+    catalog = Catalog([], {}, [], [])
     for file in files_in_place(storage, uid=uid, job=job, rank=rank):
         try:
             with closing(Volume(file.path, writable=False, allow_buffered=True)) as volume:
@@ -151,6 +156,8 @@ def scan(
             catalog.unreadable.append(Unreadable(file, "MISPLACED", reason))
             continue
         catalog.volumes[file.path] = info
+        if info.record_lost:
+            catalog.incomplete.append(file)
         catalog.checkpoints.extend(found)
     for link in list_links(storage, uid=uid, job=job):
         catalog.unreadable.append(Unreadable(link, "LINK", LinkedError(link.path).message))
@@ -246,6 +253,9 @@ def document(
         "unreadable": [
             {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
             for item in found.unreadable
+        ],
+        "incomplete": [
+            {"path": str(file.path), "reason": RECORD_LOST} for file in found.incomplete
         ],
     }
 

@@ -11,7 +11,7 @@ static const struct {
                             "uuid job uid rank world_size slots keep block_bytes slot_bytes "
                             "payload_capacity volume_bytes record_number next_sequence "
                             "incarnation done stopped free_slots valid_replicas "
-                            "repaired_replicas damaged_records"},
+                            "repaired_replicas damaged_records record_lost"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times"},

@@ -64,14 +64,14 @@ static PyObject *info_values(struct pcc_volume *volume)
     PyObject *job = PyUnicode_DecodeUTF8(record.job, (Py_ssize_t)record.job_bytes, "replace");
     if (job == NULL)
         return NULL;
-    return Py_BuildValue("(y#NIIIIIIKKKKKKNNIIII)", (const char *)record.volume_uuid,
-                         (Py_ssize_t)sizeof(record.volume_uuid), job, record.uid, record.rank,
-                         record.world_size, record.slot_count, record.keep, record.block_bytes,
-                         geometry.slot_stride_bytes, payload_capacity(&geometry),
-                         geometry.volume_bytes, record.record_number, record.next_sequence,
-                         record.incarnation, PyBool_FromLong(record.done != 0),
-                         PyBool_FromLong(stopped), free_slots, health.valid_replicas,
-                         health.repaired_replicas, health.damaged_records);
+    return Py_BuildValue(
+        "(y#NIIIIIIKKKKKKNNIIIIN)", (const char *)record.volume_uuid,
+        (Py_ssize_t)sizeof(record.volume_uuid), job, record.uid, record.rank, record.world_size,
+        record.slot_count, record.keep, record.block_bytes, geometry.slot_stride_bytes,
+        payload_capacity(&geometry), geometry.volume_bytes, record.record_number,
+        record.next_sequence, record.incarnation, PyBool_FromLong(record.done != 0),
+        PyBool_FromLong(stopped), free_slots, health.valid_replicas, health.repaired_replicas,
+        health.damaged_records, PyBool_FromLong(record.record_lost != 0));
 }
 
 static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))

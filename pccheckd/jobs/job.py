@@ -457,7 +457,7 @@ class Job:
             for one, known in self.ranks().items()
         }
         found = group.choose(ranks, rank, world_size, step=step, any_world_size=any_world_size)
-        broken = self._unreadable()
+        broken = self._doubt()
         if isinstance(found, Held):
             if step is None:
                 self._require_no_newer(rank, found)
@@ -488,9 +488,9 @@ class Job:
                     hint="restart all ranks; they will restore the step before",
                 )
 
-    def _unreadable(self) -> PccheckError | None:
+    def _doubt(self) -> PccheckError | None:
         """Of any rank's volumes."""
-        every = (e for _, t in sorted(self.tenants.items()) for e in t.volumes.unreadable.values())
+        every = (e for _, tenant in sorted(self.tenants.items()) for e in tenant.volumes.doubts)
         return next(every, None)
 
     async def restored(self, rank: int, sequence: int) -> None:

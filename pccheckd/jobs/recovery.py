@@ -29,18 +29,17 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     another uid, in the directory of a private daemon.
     """
     job, tenant = _place(session)
-    skipped: list[Skipped] = []
     await job.look()
     if session.role is Role.TRAINER:
         if body.step is None:  # else it only reads, and does not count as restored
             session.follow()
         if (writing := await job.settled()) is not None:
             return writing
-        skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
+        skipped = _in_doubt(tenant)
         chosen = _of_job(session, job, tenant, body, skipped)
     else:
         await tenant.volumes.refresh()
-        skipped += [Skipped(0, 0, str(error)) for error in tenant.volumes.unreadable.values()]
+        skipped = _in_doubt(tenant)
         chosen = _newest(tenant, body, skipped, tenant.volumes.checkpoints())
         if chosen is not None:
             _lease(session, job, tenant, chosen)
@@ -56,6 +55,10 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
         source="dram" if await _in_dram(session, tenant, chosen) else "volume",
         wall_ns=chosen.wall_ns,
     )  # fmt: skip
+
+
+def _in_doubt(tenant: Tenant) -> list[Skipped]:
+    return [Skipped(0, 0, error.message) for error in tenant.volumes.doubts]
 
 
 def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:

@@ -344,6 +344,8 @@ def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
     if lost:
         which = f"checkpoints {lost} of {place} could not be read, and recovery skips them"
         yield f"{which} until they can be read; {_CHECK}"
+    if item.info.record_lost:
+        yield f"{place}: {catalog.RECORD_LOST}; {_CHECK}. The next checkpoint ends this warning"
     if item.info.valid_replicas == 1 and not item.info.repaired_replicas:
         only = f"{place} has only one good copy of its newest record; the next checkpoint writes"
         yield f"{only} two; {_CHECK}"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pccheck_native import _core, catalog, dropping, layout
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import plural, size_text
-from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
+from pccheck_wire.errors import DamagedError, PccheckError, RefusedError, StorageFullError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
@@ -245,6 +245,16 @@ class VolumeSet:
         self.gone.remove(item)
         with contextlib.suppress(OSError, _core.NativeError):
             await self._engine.call(self.key.uid, item.volume.close)
+
+    @property
+    def doubts(self) -> list[PccheckError]:
+        """Why checkpoints newer than those of the open files may exist, or be lost."""
+        lost = (item.path for item in self.open if item.info.record_lost)
+        hint = "check the disk; fresh=True starts without a checkpoint"
+        return [
+            *self.unreadable.values(),
+            *(DamagedError(f"{path}: {catalog.RECORD_LOST}", hint=hint) for path in lost),
+        ]
 
     @property
     def is_followed(self) -> bool:

@@ -51,6 +51,7 @@ struct position {
     const struct sim_entry *next;     /* in flight; NULL at the end of the log */
     const struct sim_entry *previous; /* completed last; NULL at its start */
     struct judge_rules rules;
+    bool record_failed; /* the write of one, earlier in the session */
 };
 
 static void judge_state(struct enumeration *e, const struct position *at,
@@ -69,7 +70,7 @@ static void judge_state(struct enumeration *e, const struct position *at,
     const char *broken = NULL;
     if (found.verdict == VERDICT_SOUND &&
         hash_set_add(&e->repaired, repair_hash(e->media->image, e->geometry)))
-        broken = repair_judge(e->media->image, e->media->size_bytes);
+        broken = repair_judge(e->media->image, e->media->size_bytes, at->record_failed);
     media_revert(e->media, choice);
     e->recovered_newer += found.sequence > at->rules.required;
     e->recovered_nothing += found.sequence == 0;
@@ -175,6 +176,9 @@ static void enumerate(struct enumeration *e, const struct workload *w, uint32_t 
             at.rules.required = at.next->sequence;
         if (at.next->kind == SIM_RETAIN)
             at.rules.flagged = at.next->sequence;
+        /* After a failed msync the page shows what the media may not hold: an opening sees nothing
+         * to repair, and a torn record then leaves the other generation without a replica. */
+        at.record_failed |= at.next->kind == SIM_DURABLE && at.next->failed;
         at.previous = at.next;
     }
 }

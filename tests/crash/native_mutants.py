@@ -35,6 +35,13 @@ NATIVE_MUTANTS = (
         ),
     ),
     Mutant(
+        "a lost record is forgotten",
+        "recovery goes back to an older checkpoint, and nothing says so",
+        program="test_volume",
+        source="disk/pcc_volume.c",
+        changes=(("volume->staged.record_lost |= found.record_lost;", ""),),
+    ),
+    Mutant(
         "damaged ones count as newest",
         "the only good one is thrown away for them",
         program="test_volume",

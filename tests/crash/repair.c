@@ -86,13 +86,15 @@ static bool open_record(struct overlay *overlay, bool writable, struct pcc_recor
     return true;
 }
 
-const char *repair_judge(const uint8_t *image, uint64_t size_bytes)
+const char *repair_judge(const uint8_t *image, uint64_t size_bytes, bool record_failed)
 {
     struct overlay overlay = {{&overlay_ops, size_bytes}, .image = image};
     struct pcc_record before, opened, after;
     struct pcc_volume_health health;
     if (!open_record(&overlay, false, &before, &health))
         return "a crashed volume cannot be read";
+    if (before.record_lost && !record_failed)
+        return "a crash looks like a lost record";
     if (!open_record(&overlay, true, &opened, &health))
         return "a crashed volume does not open for writing";
     if (opened.boot_epoch != before.boot_epoch + 1 || opened.next_sequence != before.next_sequence)

@@ -73,7 +73,7 @@ static const struct field record_fields[] = {
     FIELD(pcc_record, next_sequence),
     FIELD(pcc_record, incarnation),
     FIELD(pcc_record, done),
-    FIELD(pcc_record, reserved0),
+    FIELD(pcc_record, record_lost),
     FIELD(pcc_record, reserved),
     FIELD(pcc_record, slots),
     FIELD(pcc_record, reserved1),

@@ -53,6 +53,74 @@ static void test_every_stride_is_found_without_the_first_record(void)
     }
 }
 
+/* Both replicas, as two bad sectors or a stray write would leave them. */
+static void damage_generation(struct memory_io *media, struct pcc_volume *volume,
+                              uint32_t generation)
+{
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+
+    for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++)
+        memset(media->bytes + pcc_geometry_record_offset(&geometry, generation, replica), 0xee,
+               512);
+}
+
+static bool tells_of_a_lost_record(struct memory_io *media, bool writable, uint64_t *newest_out)
+{
+    struct pcc_volume *volume;
+    struct pcc_record record;
+
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, writable, &volume), 0);
+    pcc_volume_record(volume, &record);
+    *newest_out = pcc_volume_superseding(volume);
+    pcc_volume_close(volume);
+    return record.record_lost != 0;
+}
+
+static void test_a_lost_record_is_told_until_the_next_checkpoint(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    struct pcc_record record;
+    uint64_t first, second, newest;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK_EQUAL(publish_next(volume, &second), 0);
+    pcc_volume_record(volume, &record);
+    CHECK_EQUAL(record.record_lost, 0);
+    damage_generation(media, volume, record.generation);
+    pcc_volume_close(volume);
+    CHECK(tells_of_a_lost_record(media, false, &newest));
+    CHECK_EQUAL(newest, first);
+    CHECK(tells_of_a_lost_record(media, true, &newest));
+    CHECK(tells_of_a_lost_record(media, true, &newest)); /* its place was written since */
+    CHECK(tells_of_a_lost_record(media, false, &newest));
+    CHECK_EQUAL(newest, first);
+    volume = opened(media);
+    CHECK_EQUAL(publish_next(volume, &second), 0);
+    pcc_volume_record(volume, &record);
+    CHECK_EQUAL(record.record_lost, 0);
+    pcc_volume_close(volume);
+    CHECK(!tells_of_a_lost_record(media, true, &newest));
+    CHECK_EQUAL(newest, second);
+    memory_free(media);
+}
+
+static void test_a_first_opening_that_was_cut_off_lost_nothing(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume;
+    uint64_t newest;
+
+    CHECK(!tells_of_a_lost_record(media, false, &newest));
+    memset(media->bytes, 0xee, 512); /* a torn replica A of record 2 */
+    CHECK(!tells_of_a_lost_record(media, false, &newest));
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), 0);
+    damage_generation(media, volume, 0);
+    pcc_volume_close(volume);
+    CHECK(tells_of_a_lost_record(media, true, &newest));
+    memory_free(media);
+}
+
 static void test_what_is_no_volume_says_so(void)
 {
     struct memory_io *media = formatted(4, 2);
@@ -641,6 +709,8 @@ int main(void)
 {
     RUN(test_a_new_volume_is_empty_and_free);
     RUN(test_every_stride_is_found_without_the_first_record);
+    RUN(test_a_lost_record_is_told_until_the_next_checkpoint);
+    RUN(test_a_first_opening_that_was_cut_off_lost_nothing);
     RUN(test_what_is_no_volume_says_so);
     RUN(test_an_unreadable_newest_record_is_not_written_over);
     RUN(test_keep_newest_and_reuse_the_rest);

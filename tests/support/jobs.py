@@ -48,6 +48,10 @@ class Volumes:
         self.refreshed = 0
         self.open: list[Any] = []
 
+    @property
+    def doubts(self) -> list[PccheckError]:
+        return list(self.unreadable.values())
+
     def checkpoints(self) -> list[Any]:
         return sorted(self.held, key=lambda one: -int(one.sequence))
 

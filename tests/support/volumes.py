@@ -150,3 +150,20 @@ def bases(storage: Path) -> dict[tuple[int, int], int]:
     found = catalog.scan(storage).checkpoints
     steps = {(one.rank, one.sequence): one.step for one in found}
     return {(one.rank, one.step): steps[one.rank, one.base] for one in found if one.base}
+
+
+def lose_record(path: Path) -> None:
+    """Damages both replicas of the newest commit record of a volume, as two bad sectors would."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        (stride,) = struct.unpack("<Q", os.pread(descriptor, 8, 80))  # FORMAT.md
+        tail = os.fstat(descriptor).st_size - 2 * stride
+        numbers = {
+            head: struct.unpack("<Q", os.pread(descriptor, 8, head + 48))[0] for head in (0, stride)
+        }
+        newest = max(numbers, key=lambda head: numbers[head])
+        for place in (newest, tail + newest):
+            os.pwrite(descriptor, b"\xee" * 512, place)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -26,8 +26,10 @@ from tests.unit.test_messages import PRIVATE
 # -- warnings of a daemon: `pccheckctl status`, systemd's STATUS line, doctor -------------------
 
 
-def volume(*, damaged: bool = False, quarantined: int = 0, replicas: int = 2) -> SimpleNamespace:
-    info = SimpleNamespace(valid_replicas=replicas, repaired_replicas=0)
+def volume(
+    *, damaged: bool = False, quarantined: int = 0, replicas: int = 2, lost: bool = False
+) -> SimpleNamespace:
+    info = SimpleNamespace(valid_replicas=replicas, repaired_replicas=0, record_lost=lost)
     newest = SimpleNamespace(sequence=9, is_damaged=damaged)
     path = "/data/7/gpt/0.pcc"
     return SimpleNamespace(path=path, info=info, checkpoints=[newest], quarantined=quarantined)
@@ -114,6 +116,11 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: troubles(tenant(unreadable={9})),
         "gpt: checkpoints [9] of /data/7/gpt/0.pcc could not be read, and recovery skips them "
         "until they can be read; check the disk (dmesg)",
+    ),
+    "record lost": (
+        lambda: troubles(tenant(volume=volume(lost=True))),
+        "gpt: /data/7/gpt/0.pcc: both copies of a commit record are damaged, so that the newest "
+        "checkpoint may be lost; check the disk (dmesg). The next checkpoint ends this warning",
     ),
     "one replica": (
         lambda: troubles(tenant(volume=volume(replicas=1))),

@@ -224,13 +224,12 @@ class Recovery:
         self.newest = newest
         self._steps.restored()
         for item in skipped:
-            if item.sequence:
-                self._warner.once(
-                    f"damaged {item.sequence}",
-                    f"checkpoint of step {item.step} was skipped ({item.reason}), and step "
-                    f"{opened.step} was restored instead: training repeats the steps between. "
-                    "Check the disk: pccheckctl verify",
-                )
+            known = f"checkpoint of step {item.step} was skipped ({item.reason})"
+            self._warner.once(
+                f"skipped {item.sequence} {item.reason}",
+                f"{known if item.sequence else item.reason}, and step {opened.step} was restored "
+                "instead: training repeats the steps between. Check the disk: pccheckctl verify",
+            )
         identity = self._session.identity
         # A job that is named after its script may not be the one that the user means.
         log = LOG.warning if identity.guessed else LOG.info

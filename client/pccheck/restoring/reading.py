@@ -65,7 +65,8 @@ class RestoreResult:
     def __repr__(self) -> str:
         if not self:
             return f"<{type(self).__name__}: nothing to restore>"
-        skipped = f" skipped={[item.step for item in self.skipped]}" if self.skipped else ""
+        steps = [item.step for item in self.skipped if item.sequence]
+        skipped = f" skipped={steps}" if self.skipped else ""
         return f"<{type(self).__name__} step={self.step} source={self.source}{skipped}>"
 
 
@@ -78,6 +79,10 @@ class Found(RestoreResult):
 
 class _GoneError(NoCheckpointError):
     """Newer checkpoints became durable, and took its slot."""
+
+
+def _key(item: Skipped) -> tuple[int, str]:
+    return item.sequence, "" if item.sequence else item.reason
 
 
 def read_newest(
@@ -94,7 +99,7 @@ def read_newest(
     None when the volume holds nothing. Raises NoCheckpointError when there are some, but none is
     valid.
     """
-    skipped: dict[int, Skipped] = {}
+    skipped: dict[tuple[int, str], Skipped] = {}
     before: int | None = None
     attempts = _ATTEMPTS
     failed: DamagedError | UnreadableError | None = None
@@ -103,10 +108,13 @@ def read_newest(
             opened, refusal = _open(connection, Open(step, before, any_world_size))
         except PccheckError as error:
             if failed is not None:
-                reasons = "; ".join(f"step {i.step}: {i.reason}" for i in skipped.values())
+                reasons = "; ".join(
+                    f"step {i.step}: {i.reason}" if i.sequence else i.reason
+                    for i in skipped.values()
+                )
                 raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
             raise
-        skipped.update({item.sequence: item for item in opened.skipped})
+        skipped.update({_key(item): item for item in opened.skipped})
         if isinstance(opened, Empty):
             if step is not None or before is not None:
                 raise NoCheckpointError(
@@ -125,7 +133,8 @@ def read_newest(
                 raise
             continue
         except (DamagedError, UnreadableError) as error:
-            skipped[opened.sequence] = Skipped(opened.sequence, opened.step, error.message)
+            damaged = Skipped(opened.sequence, opened.step, error.message)
+            skipped[_key(damaged)] = damaged
             before, failed = opened.sequence, error
             continue
         return Found(

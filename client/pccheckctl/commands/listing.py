@@ -29,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     say(as_text(document))
     for item in rows(document, "unreadable"):
         note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
+    for item in rows(document, "incomplete"):
+        note(f"{text(item, 'path')}: {text(item, 'reason')}")
     return 0
 
 

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     for job in arguments.job or [""]:
         stored = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
         mine = directory.matching(stored.checkpoints, step=step, sequence=sequence)
-        if not mine and not stored.unreadable:
+        if not mine and not stored.unreadable and not stored.incomplete:
             asked = {"of job": repr(job) if job else None, "of rank": arguments.rank,
                      "of step": step, "with sequence": sequence}  # fmt: skip
             which = "".join(
@@ -40,6 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
         wanted += mine
         unreadable += stored.unreadable
+        unreadable += (
+            catalog.Unreadable(file, "RECORD_LOST", catalog.RECORD_LOST)
+            for file in stored.incomplete
+        )
     for item in unreadable:
         if item.code_name in ("EACCES", "EPERM"):
             raise directory.error_of(item)

@@ -262,6 +262,7 @@ struct search {
     bool looks_like; /* something with our magic was there */
     bool newer;      /* an intact record of a later format */
     int read_error;
+    bool valid[PCC_GENERATIONS];
     bool have_other; /* the acceptable record of the other generation, for the chain */
     struct pcc_record other;
 };
@@ -324,6 +325,7 @@ static void take_position(struct search *search, const struct pcc_geometry *geom
         }
         return;
     }
+    search->valid[generation] = true;
     if (search->any && search->buffer->record_number < found->record.record_number) {
         search->have_other = true;
         search->other = *search->buffer;
@@ -386,10 +388,13 @@ static int find_newest(struct search *search)
         return found->read_error != 0 ? found->read_error : -PCC_E_DAMAGED;
     if (chain_is_broken(search))
         found->damaged_records++;
+    found->record_lost = !search->valid[0] || !search->valid[1];
     if (found->record.record_number == 1)
         for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++)
-            if (found->damaged_records > 0 && is_blank(search, &geometry, 0, replica))
+            if (found->damaged_records > 0 && is_blank(search, &geometry, 0, replica)) {
                 found->damaged_records--;
+                found->record_lost = false;
+            }
     pcc_record_seal(&found->record, found->record.generation, 0);
     return 0;
 }

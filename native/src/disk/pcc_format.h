@@ -87,7 +87,7 @@ struct pcc_record {
     uint64_t next_sequence; /* no sequence at or above this one was ever published here */
     uint64_t incarnation;   /* the newest incarnation that opened this volume */
     uint32_t done;          /* the job said close(done=True) */
-    uint32_t reserved0;
+    uint32_t record_lost;   /* since the newest checkpoint: see struct pcc_commit_found */
     uint8_t reserved[728];
     struct pcc_slot_entry slots[PCC_SLOTS_MAX];
     uint32_t reserved1;

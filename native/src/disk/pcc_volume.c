@@ -42,6 +42,9 @@ int pcc_volume_open_io(struct pcc_io *io, bool writable, struct pcc_volume **out
         goto fail;
     volume->geometry = pcc_record_geometry(&found.record);
     volume->durable = volume->staged = found.record;
+    volume->staged.record_lost |= found.record_lost;
+    if (!writable) /* no record of this opening will say so */
+        volume->durable.record_lost = volume->staged.record_lost;
     volume->health.valid_replicas = (uint32_t)found.good[0] + (uint32_t)found.good[1];
     volume->health.damaged_records = found.damaged_records;
     atomic_init(&volume->next_sequence, found.record.next_sequence);
@@ -602,6 +605,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
         PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
         *place = *entry;
         place->wall_ns = pcc_wall_ns();
+        volume->staged.record_lost = 0;
         dropped = expendable(volume, volume->staged.keep, &volume->group);
         PCC_ASSERT((dropped >> slot & 1u) == 0);
         drop(volume, dropped);

@@ -25,10 +25,11 @@ struct pcc_volume {
 
     pthread_mutex_t lock;
     struct pcc_record durable; /* sealed as replica A */
-    struct pcc_record staged; /* slots, incarnation, world_size and done count; the rest is stale */
-    uint32_t free_slots;      /* bits */
-    uint32_t last_slot;       /* that was taken: the next one is the first free one behind it */
-    uint32_t spared;          /* bits: see pcc_volume_spare() */
+    struct pcc_record staged;  /* slots, incarnation, world_size, done and record_lost count; the
+                                * rest is stale */
+    uint32_t free_slots;       /* bits */
+    uint32_t last_slot;        /* that was taken: the next one is the first free one behind it */
+    uint32_t spared;           /* bits: see pcc_volume_spare() */
     uint32_t references[PCC_SLOTS_MAX]; /* of saves in flight, to their bases */
     uint32_t suspected;        /* bits: bases of damaged checkpoints that have left the table */
     struct {                   /* see pcc_volume_judge_base() */
@@ -57,6 +58,9 @@ struct pcc_commit_found {
     struct pcc_record record;
     bool good[PCC_REPLICAS];
     uint32_t damaged_records;
+    /* The other generation has no acceptable replica, as no crash leaves it: the newest record may
+     * have been there, and with it a checkpoint that was reported durable. */
+    bool record_lost;
     uint32_t unreadable[PCC_GENERATIONS]; /* replicas that a read error hides */
     int read_error;
 };
