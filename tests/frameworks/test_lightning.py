@@ -37,6 +37,8 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     # At its end: what the checkpoint has is the state after validation.
     ("killed-at-end", {"job": "end", "every": 6, "kill": 7, "saved": 6, "validate": True}),
     ("resumed-at-end", {"job": "end", "every": 6, "validate": True}),
+    ("stopped", {"job": "stop", "every": 4, "stop": 9, "validate": True}),
+    ("resumed-stopped", {"job": "stop", "every": 4, "validate": True}),
     # The training was complete, and gets another epoch.
     ("shorter", {"job": "longer", "every": 5, "epochs": 2, "validate": True}),
     ("again", {"job": "longer", "every": 5, "epochs": 2, "validate": True}),
@@ -96,6 +98,14 @@ def test_a_killed_training_goes_on_bit_for_bit(
     require_resumed(
         whole, alone(f"killed{suffix}", *STEPS, "CODE"), alone(f"resumed{suffix}"), first
     )
+
+
+def test_a_training_that_was_stopped_in_mid_epoch_goes_on_there(alone: Read) -> None:
+    """Lightning counts the epoch as complete when training ends."""
+    whole, resumed = alone("whole", *STEPS), alone("resumed-stopped", *STEPS)
+    assert alone("stopped", "STEP")[-1].split()[:2] == ["STEP", "8"]
+    assert resumed[0].split()[:2] == ["STEP", "9"]
+    assert resumed == whole[-len(resumed) :]
 
 
 def test_a_complete_training_may_get_more_epochs(alone: Read) -> None:

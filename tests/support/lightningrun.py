@@ -92,6 +92,16 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Stop(Callback):
+    """Ends training after step `at`, in the middle of an epoch."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_end(self, trainer: Trainer, *_more: object) -> None:
+        trainer.should_stop = trainer.global_step == self.at
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -121,12 +131,14 @@ def loader_of(options: Options) -> Any:
 
 
 def train(options: Options) -> None:
-    """`every`, `kill` at a step when `saved` is durable, `epochs`, `accumulate`, `validate`,
-    `plain` loader, `devices`, `shuffle` with several of them."""
+    """`every`, `kill` at a step when `saved` is durable, `stop` after a step, `epochs`,
+    `accumulate`, `validate`, `plain` loader, `devices`, `shuffle` with several of them."""
     callbacks: list[Callback] = []
     if job := options.get("job"):
         saver = PCcheckCallback(options["every"], job=job)
         callbacks = [saver]
+        if stop := options.get("stop"):
+            callbacks.insert(0, Stop(stop))
         if kill := options.get("kill"):
             callbacks.append(Kill(kill, options["saved"], saver))
     data = [loader_of(options)]

@@ -192,11 +192,16 @@ class PCcheckCallback(Callback):
     ) -> None:
         every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop
         self._due |= bool(every) and trainer.global_step // every > self._last // every
+        # The last chance: when training ends, Lightning counts the epoch as complete.
+        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+        self._due |= bool(every) and stops and trainer.global_step > self._last
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         # Gradients are not saved. And Lightning, when it resumes here, skips what follows the last
         # batch of an epoch, and a validation that is due.
-        later = loop.batch_progress.is_last_batch or loop._should_check_val_fx(fetcher)
+        # Before the end of training there is always one, which the resumed run does not owe.
+        validates = not stops and loop._should_check_val_fx(fetcher)
+        later = loop.batch_progress.is_last_batch or validates
         if not later and not loop._should_accumulate():
             self._save(trainer)
 
