@@ -383,8 +383,8 @@ class Tenant:
         """Maps the GPU memory that this session's trainer shares; "" or why it cannot be pulled
         from. Under the lock: the memory must never become the next trainer's."""
         async with self.lock:
-            owner, port = self._present()
-            if owner.session != session:
+            port = self._port_of(session)
+            if port is None:
                 raise RefusedError("the session has ended")
             refusal = self._pulling.take_refusal(session)
             if refusal:
@@ -442,8 +442,8 @@ class Tenant:
             await self.reopen()
         try:
             async with self._beginning:
-                port, owner = self.port, self.owner
-                if port is None or owner is None or owner.session != checkpoint.session:
+                port = self._port_of(checkpoint.session)
+                if port is None:
                     return 0
                 sequence = await self.engine.call(
                     self.key.uid, port.channel.begin, checkpoint.snapshot, map=checkpoint.map,
@@ -467,17 +467,16 @@ class Tenant:
             return
         self.ledger.refuse(checkpoint, end)
         self.group.decide_soon()
-        owner, port = self.owner, self.port
-        if port is not None and owner is not None and owner.session == checkpoint.session:
+        if (port := self._port_of(checkpoint.session)) is not None:
             port.channel.refuse(checkpoint.snapshot, int(end.to))
         self._chronicle.ended(self.key, checkpoint)
 
     def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
         """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
-        found, owner, port = self.ledger.find(session, snapshot), self.owner, self.port
+        found, port = self.ledger.find(session, snapshot), self._port_of(session)
         if found is not None:
             self.refuse(found, End(State.FAILED, why.message, why.hint))
-        elif owner is not None and owner.session == session and port is not None:
+        elif port is not None:
             self.ledger.lose(session, snapshot)
             port.channel.refuse(snapshot, int(State.FAILED))
 
@@ -532,8 +531,7 @@ class Tenant:
 
     def _tell(self, found: Checkpoint, outcome: int) -> None:
         """Writes to the page of its trainer, if that one is still here."""
-        owner, port = self.owner, self.port
-        if port is not None and owner is not None and owner.session == found.session:
+        if (port := self._port_of(found.session)) is not None:
             sequence = found.newer_sequence or found.sequence
             port.channel.set_outcome(found.snapshot, int(outcome), sequence)
 
@@ -587,6 +585,11 @@ class Tenant:
         if self.owner is None or self.port is None:
             raise RefusedError("the session has ended")
         return self.owner, self.port
+
+    def _port_of(self, session: int) -> Port | None:
+        """The port while that session is attached to it; else None."""
+        owner = self.owner
+        return self.port if owner is not None and owner.session == session else None
 
     async def _open_port(self) -> None:
         """The channel; its block size is that of the volume that is already there."""
