@@ -42,6 +42,11 @@ class Tenant:
     """Others call its methods and read its attributes; only its own methods change them."""
 
     def __init__(self, key: Key, engine: Engine, group: Group, chronicle: Chronicle) -> None:
+        # Locks, taken in this order; of the first two a task takes only one.
+        self._looking = asyncio.Lock()  # while the files are compared with their paths
+        self._reopening = asyncio.Lock()  # while a stopped volume is read again
+        self.lock = asyncio.Lock()  # while volumes and owners come and go
+        self._beginning = asyncio.Lock()  # while a sequence is taken
         self.key = key
         self.config = engine.config
         self.engine = engine
@@ -49,7 +54,6 @@ class Tenant:
         self.port: Port | None = None
         self.owner: Owner | None = None
         self.group = group
-        self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
         self.leases = Leases(self.volumes)
@@ -67,9 +71,6 @@ class Tenant:
         self._was_refused = False  # the present trainer was refused room
         self._room_bytes = 0  # the payload bytes that the trainer has registered
         self._away = False  # the storage directory was missing at the last look for volumes
-        self._looking = asyncio.Lock()
-        self._reopening = asyncio.Lock()
-        self._beginning = asyncio.Lock()  # held while a sequence is taken
         self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
