@@ -129,9 +129,9 @@ class Sessions:
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
-    def trainers(self) -> bool:
-        """Whether a trainer is connected."""
-        return any(session.role is Role.TRAINER for session in self._sessions.values())
+    def trainers(self) -> int:
+        """How many trainers are connected."""
+        return sum(session.role is Role.TRAINER for session in self._sessions.values())
 
     def room_bytes(self, session: Session) -> int:
         """The limit for a session's incomplete exposure: the sessions of a user share one limit."""
