@@ -214,9 +214,8 @@ class Sessions:
             if session.endpoint:
                 self.control.leave(session.uid)
         if session.role is not Role.OBSERVER and not self.draining:
-            self._work.spawn(
-                self.registry.trim()
-            )  # in the background: of other users, on other disks
+            # Not awaited: it closes jobs of other users, on other disks.
+            self._work.spawn(self.registry.trim())
 
     async def _detach(self, session: Session, tenant: Tenant) -> None:
         owner = tenant.owner
