@@ -235,7 +235,7 @@ class Job:
     def _decide_skip(self, sequence: int) -> None:
         """The first rank that asks decides for all. If each rank skipped by itself, a free rank
         would write a checkpoint that a busy rank skips, and be busy when that rank is free: unequal
-        ranks that save without a pause would have next to nothing in common."""
+        ranks that save without a pause would have almost no checkpoint in common."""
         busy = [
             rank
             for rank, tenant in sorted(self.tenants.items())

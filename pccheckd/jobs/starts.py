@@ -1,7 +1,7 @@
 """Who belongs to which start of a job. Pure: no I/O, no clock.
 
 A process has a random identity of its own, which its reconnects repeat. A new process is a new
-start of its rank, whatever launch id it carries: launch ids come twice (a loop in a batch script, a
+start of its rank, whatever its launch id is: launch ids repeat (a loop in a batch script, a
 launcher's restart counter that begins at 0 again). So a launch id only separates: ranks with
 different ones are never of one start.
 
