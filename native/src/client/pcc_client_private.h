@@ -51,7 +51,7 @@ struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for
     uint64_t end_bytes; /* push: its last range ends here in the payload; 0 = none */
 };
 
-struct pcc_job {
+struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     uint64_t snapshot;
     _Atomic uint32_t state; /* enum pcc_job_state; written under the lock */
     _Atomic bool stop;      /* looked at between two pieces */
