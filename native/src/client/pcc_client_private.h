@@ -254,9 +254,6 @@ static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_
 void pcc_client_job_end(struct pcc_job *job);
 /* With the lock held: the word to ABANDONED, `error` is why. True when this call did it. */
 bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int error);
-/* A forked child closes the sockets of all clients between these two. */
-void pcc_client_remember(struct pcc_client *client);
-void pcc_client_forget(struct pcc_client *client);
 
 /* -- pcc_client_run.c -- */
 void *pcc_client_run(void *client);
