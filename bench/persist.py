@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench import common
-from bench.common import GIB, MIB, BenchError, Spread
+from bench.common import GIB, MIB, Spread
 from bench.core import build, copy_seconds
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
@@ -194,32 +194,28 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)
-    try:
-        fio = require_fio()
-        # Our slots, two rivals' files at a time at most, and the limit's file.
-        common.require_room(options.directory, 8 * max(options.sizes))
-        facts = common.facts_of(options.directory) | {"fio": fio}
-        document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
-        lines = common.heading("Persist: PCcheck, its rivals and the limit", facts)
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            rawwrite = common.build_rawwrite(Path(scratch))
-            for size_bytes in options.sizes:
-                runs, sweep = measure(size_bytes, options.rounds, Path(scratch).resolve(), rawwrite)
-                lines += table(runs)
-                document[f"{size_bytes // MIB} MiB"] = {
-                    "payload_bytes": runs.payload_bytes,
-                    "contenders": runs.contenders,
-                    "limit_seconds": runs.limit,
-                    "limit_bytes": runs.limit_bytes,
-                    "verdict": verdict(runs),
-                    "limit_sweep": sweep,
-                }
-    except BenchError as error:
-        print(f"bench.persist: {error}", file=sys.stderr)
-        return 1
+    fio = require_fio()
+    # Our slots, two rivals' files at a time at most, and the limit's file.
+    common.require_room(options.directory, 8 * max(options.sizes))
+    facts = common.facts_of(options.directory) | {"fio": fio}
+    document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
+    lines = common.heading("Persist: PCcheck, its rivals and the limit", facts)
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+        rawwrite = common.build_rawwrite(Path(scratch))
+        for size_bytes in options.sizes:
+            runs, sweep = measure(size_bytes, options.rounds, Path(scratch).resolve(), rawwrite)
+            lines += table(runs)
+            document[f"{size_bytes // MIB} MiB"] = {
+                "payload_bytes": runs.payload_bytes,
+                "contenders": runs.contenders,
+                "limit_seconds": runs.limit,
+                "limit_bytes": runs.limit_bytes,
+                "verdict": verdict(runs),
+                "limit_sweep": sweep,
+            }
     common.write_results("persist", document, "\n".join(lines))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.exit_code(main))

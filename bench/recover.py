@@ -145,31 +145,25 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
-    try:
-        fio = require_fio()
-        common.require_room(options.directory, 9 * max(options.sizes))
-        facts = common.facts_of(options.directory) | {"fio": fio}
-        document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
-        lines = common.heading("Recover: PCcheck, the usual formats and the limits", facts)
-        for size_bytes in options.sizes:
-            with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-                directory = Path(scratch).resolve()
-                rawwrite = common.build_rawwrite(directory)
-                payload_bytes, speeds, sweep = measure(
-                    size_bytes, options.rounds, directory, rawwrite
-                )
-            lines += table(payload_bytes, speeds)
-            document[f"{size_bytes // MIB} MiB"] = {
-                "payload_bytes": payload_bytes,
-                "bytes_per_s": speeds,
-                "limit_sweep": sweep,
-            }
-    except BenchError as error:
-        print(f"bench.recover: {error}", file=sys.stderr)
-        return 1
+    fio = require_fio()
+    common.require_room(options.directory, 9 * max(options.sizes))
+    facts = common.facts_of(options.directory) | {"fio": fio}
+    document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
+    lines = common.heading("Recover: PCcheck, the usual formats and the limits", facts)
+    for size_bytes in options.sizes:
+        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+            directory = Path(scratch).resolve()
+            rawwrite = common.build_rawwrite(directory)
+            payload_bytes, speeds, sweep = measure(size_bytes, options.rounds, directory, rawwrite)
+        lines += table(payload_bytes, speeds)
+        document[f"{size_bytes // MIB} MiB"] = {
+            "payload_bytes": payload_bytes,
+            "bytes_per_s": speeds,
+            "limit_sweep": sweep,
+        }
     common.write_results("recover", document, "\n".join(lines))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.exit_code(main))

@@ -44,23 +44,22 @@ def checkpoints_of(
     scanned = store.scan(uid=uid, job=job)
     ranks = any_of_job(scanned, job)
     common = set(group.common(catalog.ranks_of(ranks)))
-    same: dict[tuple[int, ...], dict[int, catalog.Checkpoint]] = {}
+    same: dict[tuple[group.Held, int | None], dict[int, catalog.Checkpoint]] = {}
     for rank, checkpoints in ranks.items():
         for one in checkpoints:
             # A rank that saved alone counts alone: other ranks may have the same sequence.
-            alone = (rank,) if one.world_size == 1 else ()
-            key = (one.sequence, one.step, one.incarnation, one.world_size, *alone)
-            same.setdefault(key, {})[rank] = one
+            alone = rank if one.world_size == 1 else None
+            same.setdefault((one.held(), alone), {})[rank] = one
     found = []
-    for (sequence, step, incarnation, world_size, *_), parts in same.items():
-        held = group.Held(sequence, step, incarnation, world_size)
+    for (held, _), parts in same.items():
         complete = held in common and not any(one.is_damaged for one in parts.values())
         stored = {
             rank: StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
             for rank, one in sorted(parts.items())
         }
         first = parts[min(parts)]
-        found.append((Stored(step, sequence, world_size, incarnation, complete, stored), first))
+        about = held.step, held.sequence, held.world_size, held.incarnation
+        found.append((Stored(*about, complete, stored), first))
     return sorted(found, key=lambda item: -item[0].sequence)
 
 

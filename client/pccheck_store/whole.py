@@ -15,6 +15,7 @@ from pccheck_wire.blocks import Block, Blocks
 from pccheck_wire.errors import NoCheckpointError
 
 from .readers import Reader, RecycledError, Store
+from .selection import contiguous_strides
 
 SLICE_BYTES = 256 << 20
 #: How often a running job may replace a checkpoint before it is open.
@@ -167,7 +168,7 @@ class _WholeTensors:
 
     def _tensor(self, node: tree.Shard, path: str) -> tree.Tensor:
         local = node.local
-        strides = [math.prod(node.shape[at + 1 :]) for at in range(len(node.shape))]
+        strides = list(contiguous_strides(node.shape))
         made = tree.Tensor(node.shape, strides, local.dtype, local.flags)
         nbytes = math.prod(node.shape) * tree.ITEM_BYTES[local.dtype]
         if not nbytes:

@@ -216,18 +216,11 @@ def _tune(to: argparse.ArgumentParser) -> None:
     add("--bandwidth", type=_size, metavar="SIZE", help="bytes per second that the disk writes")
     add("--copy-bandwidth", type=_size, metavar="SIZE", help="bytes per second of a copy to DRAM")
     add(
-        "--mtbf",
-        type=_duration,
-        metavar="TIME",
+        "--mtbf", type=_duration, metavar="TIME",
         help="time between failures of all nodes together; gives the interval of best goodput",
-    )
-    add(
-        "--restart",
-        type=_duration,
-        default=60.0,
-        metavar="TIME",
-        help="time from a failure until training runs again (default 60s)",
-    )
+    )  # fmt: skip
+    add("--restart", type=_duration, default=60.0, metavar="TIME",
+        help="time from a failure until training runs again (default 60s)")  # fmt: skip
     add("--output", "-o", metavar="FILE", help="writes the daemon's options: pccheckd.toml")
     add("--force", action="store_true", help="overwrite FILE")
 

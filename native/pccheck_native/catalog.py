@@ -67,6 +67,10 @@ class Checkpoint(NamedTuple):
         """The user pinned it."""
         return bool(self.flags & SLOT_PINNED)
 
+    def held(self, *, usable: bool = True) -> Held:
+        """For `group.py`: equal for the parts that several ranks have of one checkpoint."""
+        return Held(self.sequence, self.step, self.incarnation, self.world_size, usable)
+
 
 class Unreadable(NamedTuple):
     """A volume that could not be opened, or is not what its name says, and why."""
@@ -176,12 +180,7 @@ def by_rank(checkpoints: Iterable[Checkpoint]) -> dict[int, list[Checkpoint]]:
 def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]]) -> dict[int, Rank]:
     """What one job's volumes hold, for `group.py`."""
     return {
-        rank: Rank(
-            frozenset(
-                Held(one.sequence, one.step, one.incarnation, one.world_size, not one.is_damaged)
-                for one in checkpoints
-            )
-        )
+        rank: Rank(frozenset(one.held(usable=not one.is_damaged) for one in checkpoints))
         for rank, checkpoints in checkpoints_by_rank.items()
     }
 

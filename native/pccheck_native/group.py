@@ -14,21 +14,21 @@ checkpoints, unless the group gives it up. So the death of any process at any ti
 common checkpoint: the record that drops a checkpoint is made after a newer one had become common,
 and what is common stays common until then.
 
-**Why slots = N + keep suffice in lockstep.** Ranks in lockstep ask for the same checkpoints in the
-same order. Let n be the lowest sequence that was asked for, is above the newest common one, and is
-neither common nor given up. A rank that was asked for n has at that moment nothing else above the
-newest common one, only its `keep` common ones: N of its slots are free for n and what follows. So n
-is durable or in flight on every rank, and ends by that rank's own disk. A rank that waits for a
-slot waits for n, never for a rank that itself waits; and n frees a slot everywhere when it ends.
+**Why slots = N + keep suffice in lockstep.** Ranks in lockstep request the same checkpoints in the
+same order. Let n be the lowest sequence that was requested, is above the newest common one, and is
+neither common nor given up. When a rank requests n, it has nothing else above the newest common
+one, only its `keep` common ones: N of its slots are free for n and what follows. So n is durable or
+in flight on every rank, and ends by that rank's own disk. A rank that waits for a slot waits for n,
+never for a rank that itself waits; and n frees a slot on every rank when it ends.
 
 **A start of one rank** decides by itself, unless several ranks have left checkpoints. Then the same
 rules hold for its volume: its own newest checkpoint of that time may be one that the others lack.
 
-**When ranks are not in lockstep** a rank may be out of slots while another one will never bring
-what fills them. What a live rank has passed over (skipped, failed, or asked for a later one) is
-given up at once on all ranks. What only a rank without a process could bring, or one whose own is
-damaged, is given up, oldest first, when a rank needs the slot. What a live rank has not been asked
-for yet is waited for (`lagging`), and the caller bounds that.
+**When ranks are not in lockstep** the slots of one rank may be full of checkpoints that another
+rank will never have. A checkpoint that a live rank has skipped, has failed to save, or has left out
+by requesting a later one, is given up on all ranks at once. A checkpoint that only a rank without a
+process lacks, or that is damaged on a rank, is given up when a rank needs the slot, oldest first. A
+checkpoint that a live rank has not requested yet is waited for (`lagging`); the caller bounds that.
 """
 
 from __future__ import annotations

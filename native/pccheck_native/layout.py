@@ -2,7 +2,7 @@
 
     <storage>/.pccheckd.lock                          the daemon's flock
     <storage>/.pccheckd.socket                        where a private daemon listens
-    <storage>/.pccheckd.starting                      its clients' flock: who finds or starts it
+    <storage>/.pccheckd.starting                      its clients' flock, to find or start it
     <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
     <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
 
@@ -274,7 +274,7 @@ def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
 
 
 def next_generation(storage: str | os.PathLike[str], uid: int, job: str, rank: int) -> int:
-    """The generation that no volume of this rank has had while its followers lie there."""
+    """One above the newest generation of this rank here; 0 without a volume."""
     files = list_volumes(storage, uid=uid, job=check_job(job), rank=rank)
     return files[-1].generation + 1 if files else 0
 

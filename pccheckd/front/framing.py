@@ -1,5 +1,5 @@
 """What passes between the daemon and a front: a length, an identity's length, the identity, the
-message. Imported by both sides, so it imports next to nothing."""
+message. Imported by both sides, so it imports almost nothing."""
 
 from __future__ import annotations
 

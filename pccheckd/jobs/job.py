@@ -235,7 +235,7 @@ class Job:
     def _decide_skip(self, sequence: int) -> None:
         """The first rank that asks decides for all. If each rank skipped by itself, a free rank
         would write a checkpoint that a busy rank skips, and be busy when that rank is free: unequal
-        ranks that save without a pause would have next to nothing in common."""
+        ranks that save without a pause would have almost no checkpoint in common."""
         busy = [
             rank
             for rank, tenant in sorted(self.tenants.items())
@@ -284,12 +284,9 @@ class Job:
         with its directory or its disk: the other ranks keep their parts, as if it were here."""
         lost = {rank: tenant.volumes.lost for rank, tenant in self.tenants.items()}
         return {
-            rank: known._replace(
-                held=frozenset(known.held) | {_held(one, usable=True) for one in lost[rank]}
-            )
-            if lost[rank] else known
+            rank: known._replace(held={*known.held, *(one.held() for one in lost[rank])})
             for rank, known in ranks.items()
-        }  # fmt: skip
+        }
 
     def _rank(self, tenant: Tenant) -> Rank:
         owner = tenant.owner
@@ -297,7 +294,7 @@ class Job:
         live = start is not None and start is self.starts.current and not tenant.leaving
         return Rank(
             held=frozenset(
-                _held(one, usable=tenant.is_usable(one)) for one in tenant.volumes.checkpoints()
+                one.held(usable=tenant.is_usable(one)) for one in tenant.volumes.checkpoints()
             ),
             pending=tenant.pending(),
             asked=self.asked(tenant.key.rank) if live else None,
@@ -508,7 +505,3 @@ class Job:
             return
         for tenant in members:
             await tenant.retention.release()
-
-
-def _held(one: catalog.Checkpoint, *, usable: bool) -> Held:
-    return Held(one.sequence, one.step, one.incarnation, one.world_size, usable)

@@ -201,8 +201,7 @@ class Memory(Background):
             LOG.warning(
                 "%s: session ended: the DRAM is too small for two chunks for each of %d sessions. "
                 "This user has the most sessions, or exceeds --max-dram-per-user. The client "
-                "reconnects "
-                "when memory is free; raise --dram or lower --chunk",
+                "reconnects when memory is free; raise --dram or lower --chunk",
                 claim.who, len(self._claims),
             )  # fmt: skip
             self._ending.add(port)

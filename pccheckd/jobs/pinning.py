@@ -66,8 +66,7 @@ def _holders(tenants: list[Tenant], own: Tenant, sequence: int) -> list[Tenant]:
     first, its = next(iter(ranks.items()))
     if its.world_size == 1:
         return [first]
-    same = (its.step, its.incarnation, its.world_size)
-    return [one for one, f in ranks.items() if (f.step, f.incarnation, f.world_size) == same]
+    return [one for one, part in ranks.items() if part.held() == its.held()]
 
 
 def _is_pinned(tenant: Tenant, sequence: int) -> bool:

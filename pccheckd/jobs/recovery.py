@@ -76,10 +76,9 @@ def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) 
     """A reader's checkpoint stays on every rank that has a part of it until the session ends.
     Raises NoCheckpointError when it was recycled meanwhile."""
     own.leases.take(chosen.sequence, session.number)
-    same = chosen.step, chosen.incarnation, chosen.world_size
     for tenant in job.tenants.values() if chosen.world_size > 1 else ():
         one = tenant.volumes.checkpoint(chosen.sequence)
-        if one is not None and (one.step, one.incarnation, one.world_size) == same:
+        if one is not None and one.held() == chosen.held():
             tenant.leases.take(one.sequence, session.number)
 
 

@@ -44,6 +44,10 @@ class Registry:
         for job in self.jobs.values():
             yield from job.tenants.values()
 
+    def in_flight(self) -> int:
+        """How many checkpoints of all ranks have not ended."""
+        return sum(len(tenant.ledger.live()) for tenant in self.tenants())
+
     def loaded(self, key: Key) -> Tenant | None:
         """The tenant, if it is loaded now."""
         job = self.jobs.get((key.uid, key.job))

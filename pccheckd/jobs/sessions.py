@@ -129,9 +129,9 @@ class Sessions:
     def all(self) -> list[Session]:
         return list(self._sessions.values())
 
-    def trainers(self) -> bool:
-        """Whether a trainer is connected."""
-        return any(session.role is Role.TRAINER for session in self._sessions.values())
+    def trainers(self) -> int:
+        """How many trainers are connected."""
+        return sum(session.role is Role.TRAINER for session in self._sessions.values())
 
     def room_bytes(self, session: Session) -> int:
         """The limit for a session's incomplete exposure: the sessions of a user share one limit."""
@@ -214,9 +214,8 @@ class Sessions:
             if session.endpoint:
                 self.control.leave(session.uid)
         if session.role is not Role.OBSERVER and not self.draining:
-            self._work.spawn(
-                self.registry.trim()
-            )  # in the background: of other users, on other disks
+            # Not awaited: it closes jobs of other users, on other disks.
+            self._work.spawn(self.registry.trim())
 
     async def _detach(self, session: Session, tenant: Tenant) -> None:
         owner = tenant.owner

@@ -1,7 +1,7 @@
 """Who belongs to which start of a job. Pure: no I/O, no clock.
 
 A process has a random identity of its own, which its reconnects repeat. A new process is a new
-start of its rank, whatever launch id it carries: launch ids come twice (a loop in a batch script, a
+start of its rank, whatever its launch id is: launch ids repeat (a loop in a batch script, a
 launcher's restart counter that begins at 0 again). So a launch id only separates: ranks with
 different ones are never of one start.
 
@@ -53,6 +53,11 @@ class Start:
     #: The number its members use, from an earlier daemon that did not see newer runs.
     known_as: int = 0
 
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Only processes with the same launch id and number of ranks can be of one start."""
+        return self.launch, self.world_size
+
     def begins_above(self, sequence: int) -> int:
         """Its `above`, which is `sequence` when it had none."""
         if self.above is None:
@@ -61,7 +66,7 @@ class Start:
 
     def has_place(self, rank: int, launch: str, world_size: int) -> bool:
         """Not every rank has joined it, and this one has no process that lives or has saved."""
-        if self.closed or (self.launch, self.world_size) != (launch, world_size):
+        if self.closed or self.kind != (launch, world_size):
             return False
         before = self.members.get(rank)
         return before is None or not (before.live or before.begun)
@@ -137,14 +142,12 @@ class Starts:
         if was > INCARNATION_MAX:  # no daemon gives out such a number
             was = 0
         if start is None or start.world_size != world_size:
-            start = (
-                self._rejoined(
-                    rank, was, launch, world_size, max(known, was + 1) if moved else known
-                )
-                if was
-                else self._open(rank, launch, world_size, found)
-                or self._begin(launch, world_size, known)
-            )
+            if was:
+                newest = max(known, was + 1) if moved else known
+                start = self._rejoined(rank, was, launch, world_size, newest)
+            else:
+                start = self._open(rank, launch, world_size, found)
+                start = start or self._begin(launch, world_size, known)
             start.members[rank] = Member(process, begun=bool(was), found=found)
         start.members[rank].live = True
         start.closed = start.closed or len(start.members) == world_size
@@ -179,7 +182,7 @@ class Starts:
             raise KeyError(process)
         if start is current:
             return start
-        if (start.launch, start.world_size) != (current.launch, current.world_size):
+        if start.kind != current.kind:
             if current.is_live:
                 return start
             current = self._begin(start.launch, start.world_size, 0)  # no process is left there
@@ -202,13 +205,10 @@ class Starts:
         """Moves processes that have requested nothing to the newest start of their launch."""
         current = self.current
         for start in list(self._starts):
+            if current is None or start.kind != current.kind:
+                continue
             for rank, member in list(start.members.items()):
-                if (
-                    current is not None
-                    and (start.launch, start.world_size) == (current.launch, current.world_size)
-                    and member.live
-                    and not member.begun
-                ):
+                if member.live and not member.begun:
                     self.follow(rank, member.process)
 
     def _open(self, rank: int, launch: str, world_size: int, found: int | None) -> Start | None:
@@ -231,7 +231,7 @@ class Starts:
         for start in reversed(self._starts):
             if was in (start.incarnation, start.known_as) and start.world_size == world_size:
                 return start
-        newer = [start for start in self._starts if start.incarnation > was and start.counts]
+        newer = any(start.incarnation > was and start.counts for start in self._starts)
         late = self.current
         if (
             late is not None

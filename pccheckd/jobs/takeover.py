@@ -31,7 +31,7 @@ _WHY = {
 
 async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
     """Takes over what is usable, and closes the rest. Never raises for what it finds."""
-    summary = Summary(descriptors=len(found))
+    summary = Summary()
     left, useless = inherited.sort(found)
     for key, one in left.items():
         try:

@@ -94,13 +94,13 @@ class Observing:
         failure: a restart would lose the checkpoints in memory, and not help the disk."""
         faults, stalled = self._ask(lambda: (list(self.health.faults), len(self.health.stalled())))
         if faults:
-            return _text(503, *faults)
-        return _text(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
+            return _lines(503, *faults)
+        return _lines(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
 
     def _readyz(self) -> Answer:
         """Accepts new sessions."""
         draining = self._ask(lambda: self._sessions.draining)
-        return _text(503, "stopping") if draining else _text(200, "ready")
+        return _lines(503, "stopping") if draining else _lines(200, "ready")
 
     def _ask(self, question: Callable[[], _T]) -> _T:
         """The answer from the daemon's loop. Raises TimeoutError when it does not come."""
@@ -145,7 +145,7 @@ class _File(Background):
                     await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
-def _text(status: int, *lines: str) -> Answer:
+def _lines(status: int, *lines: str) -> Answer:
     from .listener import Answer
 
     return Answer(status, "".join(f"{line}\n" for line in lines).encode())

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from pccheck_wire.basics import plural
-from pccheck_wire.messages import Role
 from pccheck_wire.units import GIB
 from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
@@ -68,8 +67,7 @@ class Supervisor(Background):
         ]
         if self._survey.unreadable or not self._survey.complete:
             warnings.append(f"at the start: {self._survey}")
-        trainers = sum(1 for one in self._sessions.all() if one.role is Role.TRAINER)
-        moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
+        trainers, moving = self._sessions.trainers(), self._registry.in_flight()
         durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
         budget, used = self._registry.engine.pool.usage()
         work = (
@@ -91,9 +89,8 @@ class Supervisor(Background):
 
     def _report_drain(self, left_s: float) -> None:
         self._notifier.extend(min(left_s, EXTENSION_S) + EXTENSION_S)
-        moving = sum(len(tenant.ledger.live()) for tenant in self._registry.tenants())
         self._notifier.status(
-            f"stopping: {plural(moving, 'checkpoint')} not durable yet, "
+            f"stopping: {plural(self._registry.in_flight(), 'checkpoint')} not durable yet, "
             f"at most {left_s:.0f} s more",
             *self._heartbeat(),
         )

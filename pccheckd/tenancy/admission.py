@@ -25,8 +25,8 @@ PENDING_MAX = 64  # PCC_SNAPSHOTS: no honest client has more outstanding
 #: A slot is freed a moment after the event that announces it, so waiting ones try again by time.
 RETRY_S = 0.004
 RETRY_MAX_S = 0.032  # many that wait long must not keep the threads busy
-#: How long a full volume of a group waits for a rank that has requested nothing: a request that is
-#: on its way takes milliseconds; one that never comes must not hold training up each time.
+#: How long a full volume of a group waits for a rank that has requested nothing. A request that is
+#: on its way takes milliseconds; a request that never comes must not delay training each time.
 LAG_LIMIT_S = 2.0
 
 #: Codes of the core that mean: not yet. The checkpoint waits and tries again.

@@ -63,7 +63,6 @@ class Left:
 class Summary:
     """For the status: what this daemon took over when it started."""
 
-    descriptors: int = 0
     segments: int = 0
     nbytes: int = 0
     checkpoints: int = 0

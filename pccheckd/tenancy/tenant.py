@@ -42,6 +42,11 @@ class Tenant:
     """Others call its methods and read its attributes; only its own methods change them."""
 
     def __init__(self, key: Key, engine: Engine, group: Group, chronicle: Chronicle) -> None:
+        # Locks, taken in this order; of the first two a task takes only one.
+        self._looking = asyncio.Lock()  # while the files are compared with their paths
+        self._reopening = asyncio.Lock()  # while a stopped volume is read again
+        self.lock = asyncio.Lock()  # while volumes and owners come and go
+        self._beginning = asyncio.Lock()  # while a sequence is taken
         self.key = key
         self.config = engine.config
         self.engine = engine
@@ -49,7 +54,6 @@ class Tenant:
         self.port: Port | None = None
         self.owner: Owner | None = None
         self.group = group
-        self.lock = asyncio.Lock()  # held while volumes and owners come and go
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
         self.leases = Leases(self.volumes)
@@ -67,9 +71,6 @@ class Tenant:
         self._was_refused = False  # the present trainer was refused room
         self._room_bytes = 0  # the payload bytes that the trainer has registered
         self._away = False  # the storage directory was missing at the last look for volumes
-        self._looking = asyncio.Lock()
-        self._reopening = asyncio.Lock()
-        self._beginning = asyncio.Lock()  # held while a sequence is taken
         self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
@@ -383,8 +384,8 @@ class Tenant:
         """Maps the GPU memory that this session's trainer shares; "" or why it cannot be pulled
         from. Under the lock: the memory must never become the next trainer's."""
         async with self.lock:
-            owner, port = self._present()
-            if owner.session != session:
+            port = self._port_of(session)
+            if port is None:
                 raise RefusedError("the session has ended")
             refusal = self._pulling.take_refusal(session)
             if refusal:
@@ -442,8 +443,8 @@ class Tenant:
             await self.reopen()
         try:
             async with self._beginning:
-                port, owner = self.port, self.owner
-                if port is None or owner is None or owner.session != checkpoint.session:
+                port = self._port_of(checkpoint.session)
+                if port is None:
                     return 0
                 sequence = await self.engine.call(
                     self.key.uid, port.channel.begin, checkpoint.snapshot, map=checkpoint.map,
@@ -467,17 +468,16 @@ class Tenant:
             return
         self.ledger.refuse(checkpoint, end)
         self.group.decide_soon()
-        owner, port = self.owner, self.port
-        if port is not None and owner is not None and owner.session == checkpoint.session:
+        if (port := self._port_of(checkpoint.session)) is not None:
             port.channel.refuse(checkpoint.snapshot, int(end.to))
         self._chronicle.ended(self.key, checkpoint)
 
     def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
         """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
-        found, owner, port = self.ledger.find(session, snapshot), self.owner, self.port
+        found, port = self.ledger.find(session, snapshot), self._port_of(session)
         if found is not None:
             self.refuse(found, End(State.FAILED, why.message, why.hint))
-        elif owner is not None and owner.session == session and port is not None:
+        elif port is not None:
             self.ledger.lose(session, snapshot)
             port.channel.refuse(snapshot, int(State.FAILED))
 
@@ -532,8 +532,7 @@ class Tenant:
 
     def _tell(self, found: Checkpoint, outcome: int) -> None:
         """Writes to the page of its trainer, if that one is still here."""
-        owner, port = self.owner, self.port
-        if port is not None and owner is not None and owner.session == found.session:
+        if (port := self._port_of(found.session)) is not None:
             sequence = found.newer_sequence or found.sequence
             port.channel.set_outcome(found.snapshot, int(outcome), sequence)
 
@@ -587,6 +586,11 @@ class Tenant:
         if self.owner is None or self.port is None:
             raise RefusedError("the session has ended")
         return self.owner, self.port
+
+    def _port_of(self, session: int) -> Port | None:
+        """The port while that session is attached to it; else None."""
+        owner = self.owner
+        return self.port if owner is not None and owner.session == session else None
 
     async def _open_port(self) -> None:
         """The channel; its block size is that of the volume that is already there."""

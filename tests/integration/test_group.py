@@ -119,7 +119,7 @@ def test_a_rank_without_checkpoints_is_refused_not_mixed(
 
 
 def test_the_same_launch_id_twice(start_daemon: Start, start_trainer: Connect) -> None:
-    """Launch ids come twice: in a loop of a batch script, for example."""
+    """Launch ids repeat: in a loop of a batch script, for example."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0")
     for step in (1, 2, 3):
@@ -192,7 +192,7 @@ def reconnect(group: list[Trainer]) -> None:
 
 
 def ask_until_connected(trainer: Trainer) -> int:
-    """The first checkpoint that the daemon's next process has heard of."""
+    """The first checkpoint that reaches the next daemon."""
     handles: list[int] = []
     until(lambda: (handles.append(trainer.checkpoint()), trainer.evaluate(_is_connected))[1])
     return handles[-1]
@@ -330,8 +330,8 @@ def test_one_rank_finds_the_storage_directory_away(
 def test_slots_that_could_not_be_recycled_do_not_skip_for_ever(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """With on_busy="skip" nobody begins a checkpoint that a full volume has no slot for: its record
-    failed while the directory was away, and the volume has to be opened again."""
+    """With on_busy="skip" no rank begins a checkpoint that has no slot. A volume is full, because
+    its record failed while the directory was away, and has to be opened again."""
     daemon = start_daemon("--slots", "3", "--keep", "1")
     group = ranks(start_trainer, daemon, "0", on_busy="skip")
     save(group, to=1)

@@ -211,7 +211,7 @@ def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect)
 
 
 def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
-    """What does not fit is let go of, and said; what fits goes on. The newest comes first."""
+    """What does not fit is dropped and reported; what fits continues. The newest comes first."""
     daemon = serve("--dram", "64MiB", "--max-bandwidth", "4MiB")
     trainer = start_trainer(daemon, [8 * MIB])
     trainer.step()
@@ -227,7 +227,7 @@ def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
     _recovers(start_trainer(daemon, [8 * MIB]), 1)
 
 
-def test_descriptors_of_others_are_let_go_of(serve: Serve, start_trainer: Connect) -> None:
+def test_descriptors_of_others_are_closed(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve(*SLOW)
     trainer = start_trainer(daemon, [6 * MIB])
     trainer.step()

@@ -1,4 +1,4 @@
-"""Flags and growth never use a volume up: what is kept for a reason is let go when that ends."""
+"""Flags and growth never use a volume up: what is kept is freed when its reason ends."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import Begin
@@ -31,11 +32,12 @@ def owner(rank: int, *, world: int = 2, solo: bool = False, start: int = 1) -> O
 
 def kept(
     sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
-) -> Any:
+) -> catalog.Checkpoint:
     """A durable checkpoint; the step is ten times the sequence."""
-    return SimpleNamespace(
-        sequence=sequence, step=10 * sequence, incarnation=run, world_size=world, rank=rank,
-        is_damaged=damaged, wall_ns=sequence, payload_bytes=100, tree_offset=90, tree_bytes=10,
+    return catalog.Checkpoint(
+        uid=7, job="j", sequence=sequence, step=10 * sequence, incarnation=run, world_size=world,
+        rank=rank, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
+        tree_offset=90, tree_bytes=10, slot=0, volume_path=Path("v"),
     )  # fmt: skip
 
 

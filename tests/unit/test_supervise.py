@@ -47,7 +47,7 @@ class Place:
         self.engine = Engine(config)
         self.registry = Registry(self.engine)
         self.notifier = Heard()
-        sessions = SimpleNamespace(all=list, registry=self.registry, config=config)
+        sessions = SimpleNamespace(trainers=int, registry=self.registry, config=config)
         self.supervisor = Supervisor(
             self.notifier, cast(Sessions, sessions), Survey(), faults=lambda: faults or []
         )

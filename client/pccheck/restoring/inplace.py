@@ -186,9 +186,7 @@ class Placement:
             state = state_of(memory, node)
             try:
                 thing.load_state_dict(state)
-            except (
-                Exception
-            ) as error:  # the user's code: whatever it raises, the state does not fit
+            except Exception as error:  # of the user's code: the state does not fit
                 reason = str(error) or type(error).__name__
                 raise StateMismatchError(
                     f"{name}: its load_state_dict() refused the checkpoint: {reason}",

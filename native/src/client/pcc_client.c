@@ -83,6 +83,64 @@ static bool arrays_make(struct pcc_client *client)
            client->free_chunks != NULL && client->flights != NULL;
 }
 
+/* -- forked children --
+ *
+ * A forked child (a data loader's worker) inherits the attach socket's descriptor, and while it has
+ * it open the daemon does not notice the trainer's death. So every open client is known here, and a
+ * child closes their sockets first thing; page and segments are not inherited. */
+
+static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t handlers_once = PTHREAD_ONCE_INIT;
+static struct pcc_client *known;
+
+static void before_fork(void)
+{
+    (void)pthread_mutex_lock(&known_lock);
+}
+
+static void after_fork_parent(void)
+{
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+static void after_fork_child(void)
+{
+    for (struct pcc_client *client = known; client != NULL; client = client->next)
+        (void)close(client->socket_fd);
+    known = NULL;
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+static void handlers_register(void)
+{
+    /* Without memory for it, children keep the socket: the daemon notices a death later, and
+     * nothing breaks. */
+    (void)pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+}
+
+static void remember(struct pcc_client *client)
+{
+    (void)pthread_once(&handlers_once, handlers_register);
+    (void)pthread_mutex_lock(&known_lock);
+    client->next = known;
+    known = client;
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+static void forget(struct pcc_client *client)
+{
+    (void)pthread_mutex_lock(&known_lock);
+    for (struct pcc_client **at = &known; *at != NULL; at = &(*at)->next) {
+        if (*at == client) {
+            *at = client->next;
+            break;
+        }
+    }
+    (void)pthread_mutex_unlock(&known_lock);
+}
+
+/* -- life -- */
+
 int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
 {
     struct pcc_client *client = calloc(1, sizeof(*client));
@@ -112,7 +170,7 @@ int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
         link_free(client);
         return error;
     }
-    pcc_client_remember(client);
+    remember(client);
     *out = client;
     return 0;
 }
@@ -121,7 +179,7 @@ void pcc_client_close(struct pcc_client *client)
 {
     if (client == NULL)
         return;
-    pcc_client_forget(client);
+    forget(client);
     atomic_store_explicit(&client->stop, true,
                           memory_order_release); /* pairs with pcc_client_run */
     pcc_bell_ring(&client->view.page->client_bell);
@@ -395,60 +453,4 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
     }
     (void)pthread_mutex_unlock(&client->lock);
     return error;
-}
-
-/* -- forked children --
- *
- * A forked child (a data loader's worker) inherits the attach socket's descriptor, and while it has
- * it open the daemon does not notice the trainer's death. So every open client is known here, and a
- * child closes their sockets first thing; page and segments are not inherited. */
-
-static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t handlers_once = PTHREAD_ONCE_INIT;
-static struct pcc_client *known;
-
-static void before_fork(void)
-{
-    (void)pthread_mutex_lock(&known_lock);
-}
-
-static void after_fork_parent(void)
-{
-    (void)pthread_mutex_unlock(&known_lock);
-}
-
-static void after_fork_child(void)
-{
-    for (struct pcc_client *client = known; client != NULL; client = client->next)
-        (void)close(client->socket_fd);
-    known = NULL;
-    (void)pthread_mutex_unlock(&known_lock);
-}
-
-static void handlers_register(void)
-{
-    /* Without memory for it, children keep the socket: the daemon notices a death later, and
-     * nothing breaks. */
-    (void)pthread_atfork(before_fork, after_fork_parent, after_fork_child);
-}
-
-void pcc_client_remember(struct pcc_client *client)
-{
-    (void)pthread_once(&handlers_once, handlers_register);
-    (void)pthread_mutex_lock(&known_lock);
-    client->next = known;
-    known = client;
-    (void)pthread_mutex_unlock(&known_lock);
-}
-
-void pcc_client_forget(struct pcc_client *client)
-{
-    (void)pthread_mutex_lock(&known_lock);
-    for (struct pcc_client **at = &known; *at != NULL; at = &(*at)->next) {
-        if (*at == client) {
-            *at = client->next;
-            break;
-        }
-    }
-    (void)pthread_mutex_unlock(&known_lock);
 }

@@ -51,7 +51,7 @@ struct pcc_job_device { /* one GPU's part of a snapshot; the events are kept for
     uint64_t end_bytes; /* push: its last range ends here in the payload; 0 = none */
 };
 
-struct pcc_job {
+struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     uint64_t snapshot;
     _Atomic uint32_t state; /* enum pcc_job_state; written under the lock */
     _Atomic bool stop;      /* looked at between two pieces */
@@ -254,9 +254,6 @@ static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_
 void pcc_client_job_end(struct pcc_job *job);
 /* With the lock held: the word to ABANDONED, `error` is why. True when this call did it. */
 bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int error);
-/* A forked child closes the sockets of all clients between these two. */
-void pcc_client_remember(struct pcc_client *client);
-void pcc_client_forget(struct pcc_client *client);
 
 /* -- pcc_client_run.c -- */
 void *pcc_client_run(void *client);

@@ -37,7 +37,7 @@ enum pcc_slot_state_on_disk { /* stored as uint32_t */
 #define PCC_SLOT_RESERVED 1u    /* early volumes may have it; nothing sets or reads it */
 #define PCC_SLOT_PROTECTED 2u   /* newest of an incarnation, and not restored yet (P7) */
 #define PCC_SLOT_QUARANTINED 4u /* a write or flush failed here: used last */
-#define PCC_SLOT_DAMAGED 8u     /* a reader found it damaged: passed over by recovery */
+#define PCC_SLOT_DAMAGED 8u     /* a reader found it damaged: recovery skips it */
 #define PCC_SLOT_PINNED 16u     /* the user pinned it */
 #define PCC_SLOT_LASTING (PCC_SLOT_PROTECTED | PCC_SLOT_PINNED) /* either: not recycled */
 
