@@ -228,6 +228,9 @@ class Begin(Message):
     #: their checksums, and copied only if these differ. `Link.submit` gets the same number.
     offered_bytes: int = 0
     interval: int = 0  # steps between checkpoints, as should_checkpoint() chose; 0: the script does
+    #: Of replicated state: a hash of the sizes of what is divided among the ranks. Ranks with
+    #: another one divide it in another way, and together store no whole. 0: nothing is divided.
+    division: int = 0
 
 
 @message("describe")

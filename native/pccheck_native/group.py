@@ -60,7 +60,7 @@ class Rank(NamedTuple):
     #: for them: a start of another size may have begun since.
     pending: Mapping[int, int] = MappingProxyType({})
     #: The newest sequence that its live process has passed: asked for, or there before it came.
-    #: None: it has no process.
+    #: None: it has no process, and may have one again; above every number: it is not waited for.
     asked: int | None = None
     #: Sequences that a run before its present process, which did not restore, had to leave alone.
     pinned: frozenset[int] = frozenset()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from typing import Any
 
 from pccheck_native import catalog, group
 from pccheck_native.group import Agreement, Held, Rank, Refused
@@ -24,6 +25,9 @@ from .starts import Starts
 #: How long a trainer that restores waits for checkpoints on their way before it gets an answer.
 SETTLE_LIMIT_S = 5.0
 SKIPS_KEPT = 256  # no honest rank asks for an older one
+#: How long the ranks wait for one that has no process. To reconnect takes seconds.
+ABSENT_LIMIT_S = 10.0
+NEVER = 2**63  # above every sequence
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 _LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})  # the rank does not have it
 
@@ -50,6 +54,10 @@ class Job:
         self._given_up = 0  # the newest sequence that ever was
         self._doubtful: frozenset[int] = frozenset()  # were given up at some time
         self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
+        #: By sequence: the rank that requested it first, and how that rank divides its state.
+        self._divisions: dict[int, tuple[int, int]] = {}
+        self._absent_s: dict[int, float] = {}  # ranks without a process, and since when
+        self._gone: frozenset[int] = frozenset()  # those that are no longer waited for
         self._short: set[int] = set()  # ranks without a slot for the next checkpoint
         self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
@@ -243,8 +251,20 @@ class Job:
         ]
         if busy:
             self._skips[sequence] = f"every slot of rank {busy[0]} was busy, so no rank saved it"
-            while len(self._skips) > SKIPS_KEPT:
-                del self._skips[next(iter(self._skips))]
+            _trim(self._skips)
+
+    def require_alike(self, rank: int, sequence: int, division: int) -> None:
+        """Raises RefusedError when another rank divides its replicated state in another way: then
+        the ranks together do not store the whole state, though each stores its part."""
+        first, its = self._divisions.setdefault(sequence, (rank, division))
+        _trim(self._divisions)
+        if its != division:
+            raise RefusedError(
+                f"ranks {first} and {rank} have attached different tensors with replicated=True",
+                hint="attach the same modules and optimizers on every rank. What only one rank has "
+                "(an averaged model on rank 0) needs a client and a job of its own: "
+                "PCcheckClient(job=..., solo=True)",
+            )
 
     def waits_s(self) -> float:
         """How long the oldest request above the newest common checkpoint has waited to become
@@ -269,6 +289,8 @@ class Job:
             for rank in range(self.world_size)
             if rank not in self.tenants or self.tenants[rank].ledger.of_sequence(sequence) is None
         ]
+        if lacking and lacking[0] in self._gone:
+            return f"rank {lacking[0]} ended without this checkpoint, so no rank keeps it"
         if lacking:
             return f"rank {lacking[0]} did not ask for this checkpoint, so no rank keeps it"
         return "not every rank has this checkpoint, so no rank keeps it"
@@ -297,7 +319,11 @@ class Job:
                 one.held(usable=tenant.is_usable(one)) for one in tenant.volumes.checkpoints()
             ),
             pending=tenant.pending(),
-            asked=self.asked(tenant.key.rank) if live else None,
+            asked=self.asked(tenant.key.rank)
+            if live
+            else NEVER
+            if tenant.key.rank in self._gone
+            else None,
             pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )
 
@@ -333,6 +359,19 @@ class Job:
         for tenant in self.tenants.values():
             tenant.obey(self.agreement)
             tenant.gave_up(why_never)
+
+    def note_absent(self, now_s: float) -> None:
+        """What a rank lacks that has had no process for ABSENT_LIMIT_S, while other ranks of its
+        start have, is given up: nobody waits for it any longer."""
+        start = self.starts.current
+        waits = start is not None and start.world_size > 1 and start.is_live
+        absent = start.lost() if start is not None and waits else []
+        self._absent_s = {rank: self._absent_s.get(rank, now_s) for rank in absent}
+        limit_s = now_s - ABSENT_LIMIT_S
+        gone = frozenset(rank for rank, since_s in self._absent_s.items() if since_s < limit_s)
+        if gone != self._gone:
+            self._gone = gone
+            self.settle()
 
     def _why_never(self, sequence: int) -> str:
         """Why a checkpoint that some rank has durable never becomes global; "" while it may: a rank
@@ -505,3 +544,8 @@ class Job:
             return
         for tenant in members:
             await tenant.retention.release()
+
+
+def _trim(by_sequence: dict[int, Any]) -> None:
+    while len(by_sequence) > SKIPS_KEPT:
+        del by_sequence[next(iter(by_sequence))]

@@ -97,6 +97,10 @@ class Start:
         absent = (rank for rank in range(self.world_size) if rank not in live)
         return list(islice(absent, MISSING_MAX))
 
+    def lost(self) -> list[int]:
+        """Those of `missing` that had one: not ranks that are late."""
+        return [rank for rank in self.missing() if self.rejoined or rank in self.members]
+
 
 class Starts:
     """The starts of one job that this daemon has seen, oldest first."""

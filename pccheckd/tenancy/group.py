@@ -17,6 +17,9 @@ class Group(Protocol):
     def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> tuple[int, int]:
         """Incarnation and sequence of a requested checkpoint. Raises RefusedError."""
 
+    def require_alike(self, rank: int, sequence: int, division: int) -> None:
+        """Raises RefusedError when another rank divides its replicated state in another way."""
+
     @property
     def newest_common(self) -> int:
         """The newest sequence that all ranks have; 0: there is none."""

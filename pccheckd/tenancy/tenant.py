@@ -427,6 +427,7 @@ class Tenant:
             try:
                 numbers = self.group.number(self.key.rank, checkpoint, body)
                 checkpoint.incarnation, checkpoint.sequence = numbers
+                self.group.require_alike(self.key.rank, checkpoint.sequence, body.division)
             except RefusedError as error:
                 refused, hint = error.message, error.hint
         if refused:

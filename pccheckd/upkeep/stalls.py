@@ -51,6 +51,7 @@ class Progress:
             del self._seen[key]
         for job in self._registry.jobs.values():
             found = group_state.of(job, limit_s)
+            job.note_absent(now_s)
             job.note_late(str(found) if found is not None and found.is_late else "")
         self._registry.engine.note_stall(limit_s)
 

@@ -655,6 +655,19 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     assert group[0].wait_global(alone) == "superseded"
 
 
+def test_nobody_waits_for_ever_for_a_rank_that_ended(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    group = ranks(start_trainer, start_daemon(), "0")
+    save(group)
+    group[1].kill()
+    group[0].step()
+    handle = group[0].checkpoint()
+    with pytest.raises(RemoteError, match="rank 1 ended without this checkpoint"):
+        group[0].wait_global(handle)
+    assert group[0].flushed() == 1
+
+
 def test_what_a_killed_rank_had_not_copied_ends_the_wait_for_all_ranks(
     start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:

@@ -47,6 +47,29 @@ def kill(group: list[Trainer]) -> None:
         trainer.kill()
 
 
+@pytest.mark.parametrize("more", [[7], [500_000]])
+def test_ranks_with_different_tensors_do_not_save_what_none_can_restore(
+    start_daemon: Start, start_trainer: Connect, more: list[int]
+) -> None:
+    """An averaged model that only rank 0 attaches: the ranks would divide the state each in its own
+    way, store its parts, and call that global."""
+    daemon = start_daemon()
+    group = [
+        start_trainer(
+            daemon, COUNTS + (more if rank == 0 else []), rank=rank, world_size=2,
+            replicated=True, environment={"LOCAL_WORLD_SIZE": "2"},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for trainer in group:
+        trainer.step()
+    handles = [trainer.checkpoint() for trainer in group]
+    why = "have attached different tensors with replicated=True"
+    for trainer, handle in zip(group, handles, strict=True):
+        with pytest.raises(RemoteError, match=why):
+            trainer.wait_global(handle)
+
+
 @pytest.mark.parametrize("again", [1, 2, 3])
 def test_any_number_of_ranks_restores_what_two_have_stored(
     start_daemon: Start, start_trainer: Connect, again: int

@@ -139,6 +139,11 @@ class Commands:
         self.handles[handle].wait_global(timeout)
         return self.state(handle)
 
+    def flushed(self) -> int | None:
+        """The step that flush() returns."""
+        found = self.client.flush()
+        return found.step if found is not None else None
+
     def state(self, handle: int) -> str:
         return str(self.handles[handle].state.name).lower()
 

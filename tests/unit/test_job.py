@@ -186,6 +186,40 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
     assert ranks.job.gives_up(number)
 
 
+def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
+    ranks = Ranks()
+    ranks.connect()
+    number = ranks.ask(0, 5)[1]
+    ranks.hold(number, ranks=(0,))
+    dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    assert dead is not None
+    ranks.job.left(1, dead.process)
+    ranks.job.note_absent(100.0)
+    ranks.job.note_absent(110.0)
+    assert not ranks.job.gives_up(number)  # it may reconnect
+    ranks.job.note_absent(110.1)
+    assert ranks.job.gives_up(number)
+    ranks.tenants[0].ledger.checkpoints[number] = ended("every rank gave it up", GIVEN_UP)
+    assert "rank 1 ended without this checkpoint" in ranks.job.why_given_up(number)
+
+
+def test_a_rank_that_reconnects_or_is_late_is_waited_for() -> None:
+    ranks = Ranks()
+    ranks.connect(ranks=range(1))  # rank 1 is still loading its data
+    number = ranks.ask(0, 5)[1]
+    ranks.hold(number, ranks=(0,))
+    for now_s in (100.0, 200.0):
+        ranks.job.note_absent(now_s)
+    ranks.connect(ranks=range(1, 2))
+    process = owner(1).process
+    ranks.job.left(1, process)
+    ranks.job.note_absent(300.0)
+    ranks.connect(ranks=range(1, 2))
+    for now_s in (305.0, 320.0):
+        ranks.job.note_absent(now_s)
+    assert not ranks.job.gives_up(number)
+
+
 def test_it_decides_once_in_a_turn_of_the_loop() -> None:
     ranks = Ranks()
 

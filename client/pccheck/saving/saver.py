@@ -122,6 +122,7 @@ class Saver:
             frozen_bytes=snapshot.worth_a_base,
             offered_bytes=snapshot.offered,
             interval=interval,
+            division=snapshot.division,
         )
         _request(connection, number)
         try:

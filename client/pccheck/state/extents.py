@@ -11,6 +11,7 @@ tensors that train it would share blocks with them, and be written again with ea
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ class Layout:
     device: DevicePart | None = None
     end: int = 0
     frozen: int = 0  # bytes of frozen extents
+    division: int = 0  # the same on ranks that divide the same among them; 0: nothing is divided
 
     @property
     def is_small(self) -> bool:
@@ -226,12 +228,15 @@ def _divide(
     shared = [group for some in groups.values() for group in some if group.is_shared]
     loads = [0] * shape.world_size
     elsewhere: set[int] = set()
+    told = hashlib.blake2b(digest_size=7)
     for group in sorted(shared, key=lambda group: (not group.trains, -group.nbytes, group.first)):
         owner = loads.index(min(loads))
         loads[owner] += group.nbytes
+        told.update(f"{group.nbytes} {[view.nbytes for view in group.views]} ".encode())
         if owner != shape.rank:
             elsewhere.add(group.first)
             _add_extent(layout, group, first_extent, tree.ELSEWHERE, owner)
+    layout.division = int.from_bytes(told.digest()) if shared else 0
     left = {
         device: [group for group in some if group.first not in elsewhere]
         for device, some in groups.items()

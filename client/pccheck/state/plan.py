@@ -52,6 +52,7 @@ class Snapshot:
     in_place: list[Tensors] = field(default_factory=list)
     reading: Reading | None = None
     frozen: int = 0  # bytes of parameters that do not train
+    division: int = 0  # see Layout
 
     @property
     def worth_a_base(self) -> int:
@@ -93,7 +94,7 @@ def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapsho
     return Snapshot(
         *layout.packed(inline=layout.inline), tree.encode(described), aligned(layout.end),
         layout.owners, layout.device, in_place=_in_place(views, host=not layout.inline),
-        frozen=layout.frozen,
+        frozen=layout.frozen, division=layout.division,
     )  # fmt: skip
 
 
@@ -221,6 +222,7 @@ class _FastPlan:
         self._device = layout.device
         self._owners: list[object] = layout.owners
         self._frozen = layout.frozen
+        self._division = layout.division
         self._end = layout.end
         self._extent_count = len(layout.extents)
         self._extents = b"".join(map(tree.Extent.packed, layout.extents))
@@ -273,7 +275,7 @@ class _FastPlan:
         )
         return Snapshot(
             gated, volatile, data, aligned(end), owners, self._device, in_place=in_place,
-            frozen=self._frozen,
+            frozen=self._frozen, division=self._division,
         )  # fmt: skip
 
     def _overlaps(self, view: View) -> bool:
