@@ -168,7 +168,7 @@ def test_failures_make_the_interval_that_loses_least(
 def test_slots_and_keep_are_those_of_a_volume(capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers beyond C's integers were a traceback, and 31 kept left the daemon too few slots."""
     assert arguments.SLOTS_MAX == options.SLOTS_MAX
-    words = "tune --checkpoint 1GiB --step-time 1s --bandwidth 1GiB --json".split()
+    words = ["tune", "--checkpoint=1GiB", "--step-time=1s", "--bandwidth=1GiB", "--json"]
     for option, most in (("slots", 32), ("keep", 31)):
         assert cli.main([*words, f"--{option}={most}"]) == 0
         assert json.loads(capsys.readouterr().out)["slots"] == 32
