@@ -156,8 +156,8 @@ def _import(to: argparse.ArgumentParser) -> None:
     )
     to.add_argument(
         "--as", dest="names", action="append", default=[], metavar="NAME[=KEY]",
-        help="what scripts attach: all of FILE, or the part KEY of it; may be repeated; default: "
-        "the parts of FILE under their own names, or model",
+        help="what scripts attach: all of FILE, or the part KEY of it; may be repeated, and then "
+        "NAME means NAME=NAME; default: the parts of FILE under their own names, or model",
     )  # fmt: skip
     to.add_argument("--step", type=_number, help="of the checkpoint; default: what FILE says, or 0")
     to.add_argument(
