@@ -8,6 +8,7 @@ from .errors import UsageError
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 DURATION_S_MAX = 1e9
+SIZE_BYTES_MAX = 2**63
 
 _SIZES = {"": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
 _SECONDS = {
@@ -21,7 +22,10 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:ib)?\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"{text!r} is not a size", hint="write it like 8GiB, 512MiB or 4096")
-    return int(float(found[1]) * _SIZES[found[2].lower()])
+    size_bytes = float(found[1]) * _SIZES[found[2].lower()]
+    if size_bytes >= SIZE_BYTES_MAX:
+        raise UsageError(f"{text!r} is more than a file can have")
+    return int(size_bytes)
 
 
 def parse_duration(text: str) -> float:

@@ -10,6 +10,8 @@ from pccheck_wire.errors import UsageError
 
 WATCH_DEFAULT_S = 2.0
 WRITERS_MAX = 64
+DIGITS_MAX = 19  # those of 2**63; Python refuses to convert thousands
+SLOTS_MIN, SLOTS_MAX = 2, 32  # of a volume; a test compares them with the daemon's
 _JOB = "its name, as status and list show it"
 
 
@@ -27,10 +29,13 @@ class Command:
         self.arguments = arguments
 
 
-def _writers(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= WRITERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WRITERS_MAX}")
-    return int(text)
+def _from(low: int, high: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or len(text) > DIGITS_MAX or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} to {high}")
+        return int(text)
+
+    return count
 
 
 def _size(text: str) -> int:
@@ -50,7 +55,7 @@ def _positive_size(text: str) -> int:
 
 def _number(text: str) -> int:
     """A step, a rank or a sequence number."""
-    if not text.isdecimal() or int(text) >= 2**63:
+    if not text.isdecimal() or len(text) > DIGITS_MAX or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
 
@@ -151,8 +156,8 @@ def _import(to: argparse.ArgumentParser) -> None:
     )
     to.add_argument(
         "--as", dest="names", action="append", default=[], metavar="NAME[=KEY]",
-        help="what scripts attach: all of FILE, or the part KEY of it; may be repeated; default: "
-        "the parts of FILE under their own names, or model",
+        help="what scripts attach: all of FILE, or the part KEY of it; may be repeated, and then "
+        "NAME means NAME=NAME; default: the parts of FILE under their own names, or model",
     )  # fmt: skip
     to.add_argument("--step", type=_number, help="of the checkpoint; default: what FILE says, or 0")
     to.add_argument(
@@ -200,7 +205,7 @@ def _bench(to: argparse.ArgumentParser) -> None:
     to.add_argument("--size", type=_size, metavar="SIZE",
                     help="size of the test file (default 2GiB, less on a small disk)")  # fmt: skip
     to.add_argument("--chunk", type=_size, metavar="SIZE", help="size of a write (default 16MiB)")
-    to.add_argument("--writers", type=_writers, metavar="P",
+    to.add_argument("--writers", type=_from(1, WRITERS_MAX), metavar="P",
                     help="only with this many threads (default 1, 2 and 4)")  # fmt: skip
 
 
@@ -211,8 +216,10 @@ def _tune(to: argparse.ArgumentParser) -> None:
     add("--step-time", type=_duration, metavar="TIME", help="time of a step (t), such as 350ms")
     add("--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)")
     add("--dram", type=_size, metavar="SIZE", help="DRAM of this rank (M; default 2m)")
-    add("--keep", type=int, default=2, metavar="N", help="durable checkpoints to keep (default 2)")
-    add("--slots", type=int, metavar="N", help="default: as many as are useful")
+    add("--keep", type=_from(1, SLOTS_MAX - 1), default=2, metavar="N",
+        help="durable checkpoints to keep (default 2)")  # fmt: skip
+    add("--slots", type=_from(SLOTS_MIN, SLOTS_MAX), metavar="N",
+        help="default: as many as are useful")  # fmt: skip
     add("--bandwidth", type=_size, metavar="SIZE", help="bytes per second that the disk writes")
     add("--copy-bandwidth", type=_size, metavar="SIZE", help="bytes per second of a copy to DRAM")
     add(

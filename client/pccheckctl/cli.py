@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+MESSAGE_MAX = 1000  # characters of an error, which may repeat an argument of any length
 
 EXIT_CODES = """exit codes:
   0 ok             1 error            2 usage          3 degraded
@@ -44,6 +44,12 @@ class _Parser(argparse.ArgumentParser):
         meant = did_you_mean(words, known) if "unrecognized" in message else ""
         raise UsageError(message, hint=f"{meant}see: {self.prog} --help")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
+        """For `--rank=--` argparse returns [] before Python 3.13, whatever the type is."""
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "-- is not a value")
+        return super()._get_values(action, arg_strings)
+
 
 def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Those of the parser, and those of its commands."""
@@ -56,14 +62,13 @@ def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code; --help and --version end in SystemExit(0)."""
+    """Runs one command and returns the exit code; --help and --version end in SystemExit(0), Ctrl-C
+    in KeyboardInterrupt."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     _prepare_streams()
     try:
         code = _run(given)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has ended
         _discard_output()
         return PccheckError.exit_code
@@ -106,12 +111,19 @@ def _run(given: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         failure = PccheckError(f"{where}{error.strerror or error}")
+    failure.message = _shortened(failure.message)
     if failure.hint:
         from pccheckctl.output.documents import pasteable
 
         failure.hint = pasteable(failure.hint, chosen)
     report(failure, as_json="--json" in given)
     return failure.exit_code
+
+
+def _shortened(message: str) -> str:
+    """Without its middle, which is that of an argument."""
+    kept = MESSAGE_MAX // 2
+    return message if len(message) <= MESSAGE_MAX else f"{message[:kept]} ... {message[-kept:]}"
 
 
 def _named(given: list[str]) -> str | None:

@@ -67,7 +67,7 @@ sys.exit(main())
     "usr/local/bin/pccheckctl": """\
 #!/opt/pccheck/bin/python
 import sys
-from pccheckctl.cli import main
+from pccheckctl.__main__ import main
 sys.exit(main())
 """,
 }

@@ -52,6 +52,19 @@ def test_doctor_finds_the_daemon_and_its_disk(ask: Ctl, daemon: Daemon) -> None:
     assert list(daemon.storage.rglob("*.tmp")) == []
 
 
+def test_doctor_asks_the_private_daemon_of_a_directory(
+    start_daemon: Callable[..., Daemon], ctl: Ctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")  # as autostart=True starts it
+    daemon = start_daemon("--allow-any-filesystem")
+    found = {one["check"]: one for one in ctl(daemon.storage, "doctor", "--json").json["findings"]}
+    assert f"pid {daemon.pid}" in found["daemon"]["found"]
+    assert str(daemon.socket.parent) in found["socket"]["found"]
+    daemon.stop()
+    found = {one["check"]: one for one in ctl(daemon.storage, "doctor", "--json").json["findings"]}
+    assert "not checked: no daemon listens" in found["daemon"]["found"]
+
+
 def test_doctor_and_the_log_name_misspelt_variables(
     start_daemon: Callable[..., Daemon], ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,31 @@ def test_files_of_scripts(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None
     assert step == 0 and found.keys() == {"", "model"}
     assert all(identical(tensor, found["model"][name]) for name, tensor in model.items())
 
+    imagenet = {
+        "epoch": 3, "arch": "resnet18", "state_dict": model, "optimizer": optimizer,
+        "best_acc1": torch.tensor(61.5), "scheduler": {"last_epoch": 3}, "iter_num": 7,
+        "phase": 1j,
+    }  # fmt: skip
+    step, found = imported("imagenet", imagenet)
+    assert step == 7 and found.keys() == {"", "state_dict", "optimizer", "scheduler"}
+    wanted = {"epoch": 3, "arch": "resnet18", "best_acc1": 61.5, "iter_num": 7}
+    assert found[""] == {"imported_from": "state.pt", **wanted}
+    step, found = imported("several", imagenet, "--as", "model=state_dict", "--as", "optimizer")
+    assert found.keys() == {"", "model", "optimizer"}
+    assert found["optimizer"]["param_groups"] == optimizer["param_groups"]
+    step, found = imported("extra", {**model, "0._extra_state": {"scale": 2}, "step": 9})
+    assert step == 9 and found["model"]["0._extra_state"] == {"scale": 2}
+    step, found = imported("count", {"model": model, "step": torch.tensor(4)})
+    assert step == 4 and found.keys() == {"", "model"}
+    torch.save({**imagenet, "history": torch.ones(9)}, file)
+    ran = online(ctl, daemon, "import", "refused", file)
+    assert ran.code == 2 and "has tensors beside its parts: history\nhint: name what" in ran.err
+    ran = online(ctl, daemon, "import", "refused", file, "--as", "model", "--as", "optimizer")
+    assert ran.code == 2 and "there is no 'model' in" in ran.err
+
+    torch.save({"model": model, "step": 0}, file)
+    assert "names none" not in online(ctl, daemon, "import", "zero", file).err
+
     nested = {"net": {"a.b": model}, "optimizers": [optimizer], "step": True}
     step, found = imported(
         "named", nested, "--as", "model=net.a.b", "--as", "optimizer=optimizers.0", "--step", 5
@@ -278,7 +303,8 @@ def test_without_a_daemon(ctl: Ctl, tmp_path: Path) -> None:
     assert "job 'job' has checkpoints already (step 4)" in ran.err and "drop job" in ran.err
     safetensors_torch.save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
     ran = ctl(tmp_path / "storage", "import", "other", tmp_path / "w.safetensors")
-    assert "job other: step 0 (the file has none: --step) from" in ran.out
+    assert "job other: step 0 from" in ran.out
+    assert "step 0, because the file names none; --step sets it" in ran.err
     ran = ctl(None, *words)
     assert ran.code == 12 and "--storage" in ran.err
     ran = ctl(tmp_path / "storage", "--uid", 12345, *words)

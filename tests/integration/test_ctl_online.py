@@ -214,6 +214,9 @@ def test_a_report_needs_a_trace(ctl: Ctl, tmp_path: Path) -> None:
         other.write_text(text)
         code, _, err = ctl("report", "--trace", other, "--output", target, "--force")
         assert code == 2 and "is not a trace of pccheckctl\nhint: make one" in err
+    for endless in ("/dev/zero", "/dev/urandom"):
+        code, _, err = ctl("report", "--trace", endless, "--output", target, "--force")
+        assert code == 2 and f"{endless} is not a trace of pccheckctl" in err
     code, _, err = ctl("report", "--trace", tmp_path / "none", "--output", target, "--force")
     assert code == 1 and "cannot read" in err
     assert target.exists()

@@ -174,15 +174,19 @@ def test_a_trace_shows_the_overlap(
     assert cli.main([*command, "--force"]) == 0
     target = tmp_path / "report.html"
     asked = [
-        ["--socket", str(daemon.socket), "report"], ["report", "job", "--trace", str(path)],
-        ["report", "other", "--trace", str(path)],
+        ["--socket", str(daemon.socket), "report"], ["report", "job", "--trace", str(path)]
     ]  # fmt: skip
     pages = []
     for words in asked:
         assert cli.main([*words, "-o", str(target), "--force"]) == 0
         pages.append(target.read_text())
     assert pages[0].count('title="step 4, durable') == pages[1].count('title="step 4, durable') > 0
-    assert "No checkpoint in this time" in pages[2]
+    for words in (asked[0], ["report", "--trace", str(path)]):
+        capsys.readouterr()
+        assert cli.main([*words, "other", "-o", str(target), "--force"]) == 13
+        assert "checkpoint of job 'other'" in capsys.readouterr().err
+    assert cli.main([*asked[0], "job", "--last=0", "-o", str(target), "--force"]) == 0
+    assert "No checkpoint in this time" in target.read_text()
     capsys.readouterr()
     assert cli.main(["--socket", str(daemon.socket), "tune", "--job", "job", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["interval_steps"] >= 1

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 #: No test runs `pccheckctl import` as another user, and torch takes two seconds.
-_LEFT_OUT = ("pccheckctl.importing.", "pccheckctl.__main__", "pccheckd.__main__")
+_LEFT_OUT = ("pccheckctl.importing.", "pccheckd.__main__")
 
 
 def _import_all(package: str) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pccheck_wire.errors import UsageError
 from pccheckctl import cli
 from pccheckctl.output.files import Output
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("zmq", "torch", "pccheck", "numpy", "rich", "dataclasses", "asyncio")
 
 
@@ -79,6 +81,35 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(
 ) -> None:
     assert cli.main(arguments) == 2
     assert f"did you mean {meant}? see: pccheckctl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "job", "-o", "x", "--rank=--"],
+        ["bench", "--size=--"],
+        ["tune", "--slowdown=--"],
+        ["report", "-o", "x", "--last=--"],
+        ["export", "job", "-o--"],
+        ["list", "--storage=--"],
+        ["--storage=--", "list"],
+    ],
+)
+def test_two_dashes_are_no_value(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    assert ": -- is not a value\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["z" * 100_000, "9" * 100_000])
+@pytest.mark.parametrize(
+    "before", ["", "status --", "list --rank=", "bench --size=", "wait j --timeout=", "completion "]
+)
+def test_a_long_argument_is_not_repeated_whole(
+    before: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(f"{before}{word}".split()) == 2
+    told = capsys.readouterr().err
+    assert len(told) < 1200 and f"{word[:100]}" in told and "hint: see: pccheckctl" in told
 
 
 def test_config_of_nobody_is_twelve(
@@ -163,12 +194,25 @@ def test_common_flags_stand_on_either_side(*, before: bool, tmp_path: Path) -> N
     assert chosen.json is True
 
 
-def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_name: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("importlib.import_module", interrupted)
-    assert cli.main(["status"]) == 130
+@pytest.mark.parametrize("imported", ["pccheckctl.cli", "argparse", "pccheckctl.commands.status"])
+def test_ctrl_c_is_130_also_while_modules_are_imported(imported: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entry, _, name = project["scripts"]["pccheckctl"].partition(":")
+    code = f"""if True:
+        import sys
+        class Interrupted:
+            def find_spec(self, name, *_):
+                if name == {imported!r}:
+                    raise KeyboardInterrupt
+        sys.modules.pop({imported!r}, None)
+        sys.meta_path.insert(0, Interrupted())
+        sys.argv = ["pccheckctl", "status"]
+        from {entry} import {name}
+        sys.exit({name}())"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert (ran.returncode, ran.stderr) == (130, "")
 
 
 @pytest.mark.parametrize(

@@ -74,13 +74,15 @@ def test_a_terminal_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pccheckctl import __main__
     from pccheckctl.commands import status
 
     def interrupted(*_: object) -> Document:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(status, "fetch", interrupted)
-    assert cli.main(["status", "--watch"]) == 130
+    monkeypatch.setattr("sys.argv", ["pccheckctl", "status", "--watch"])
+    assert __main__.main() == 130
 
 
 @pytest.mark.parametrize("words", ["list --watch job", "list --watch=0", "status --watch=-1"])

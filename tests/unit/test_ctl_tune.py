@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from pccheck_wire.units import GIB
-from pccheckctl import cli
+from pccheckctl import arguments, cli
 from pccheckctl.measure import tune
 from pccheckctl.measure.goodput import Costs, best_interval, goodput
 from pccheckctl.measure.tune import Given, Rates
+from pccheckd.config import options
 
 #: 2 GiB/s, one checkpoint alone as fast, flushes for nothing, copies at 10 GiB/s.
 PLAIN = Rates(2 * GIB, 2 * GIB, 0.0, 2, 10 * GIB, "a test")
@@ -97,6 +98,8 @@ def test_the_daemons_history_is_what_was_nearest_in_size() -> None:
     ["--checkpoint 0 --step-time 1s", "--checkpoint 1GiB --step-time 1s --slowdown 0.9",
      "--checkpoint 1GiB --step-time 1s --slowdown nan",
      "--checkpoint 1GiB --step-time 1s --slots 2", "--checkpoint 1GB --step-time 1s",
+     "--checkpoint 1GiB --step-time 1s --slots 33", "--checkpoint 1GiB --step-time 1s --keep 0",
+     "--checkpoint 1GiB --step-time 1s --keep 5000000000",
      "--checkpoint 1GiB --step-time fast", "--step-time 1s",
      "--checkpoint 1GiB --step-time 1s --mtbf 0s"],
 )  # fmt: skip
@@ -160,3 +163,16 @@ def test_failures_make_the_interval_that_loses_least(
     written = tomllib.loads(file.read_text())
     assert written == {"slots": 4, "keep": 2, "writers": 2, "dram": "20480MiB"}
     assert cli.main(command) == 2 and "exists" in capsys.readouterr().err
+
+
+def test_slots_and_keep_are_those_of_a_volume(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers beyond C's integers were a traceback, and 31 kept left the daemon too few slots."""
+    assert arguments.SLOTS_MAX == options.SLOTS_MAX
+    words = ["tune", "--checkpoint=1GiB", "--step-time=1s", "--bandwidth=1GiB", "--json"]
+    for option, most in (("slots", 32), ("keep", 31)):
+        assert cli.main([*words, f"--{option}={most}"]) == 0
+        assert json.loads(capsys.readouterr().out)["slots"] == 32
+        for value in (most + 1, 5_000_000_000, 2**63 - 1, "9" * 5000):
+            assert cli.main([*words, f"--{option}={value}"]) == 2
+            message = json.loads(capsys.readouterr().out)["error"]["message"]
+            assert f"argument --{option}: " in message and f"to {most}" in message

@@ -34,7 +34,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1GB", "-1", "1 2"])
+@pytest.mark.parametrize("text", ["", "GiB", "1GB", "-1", "1 2", "8388608TiB", "9" * 400])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError):
         parse_size(text)

@@ -63,7 +63,11 @@ def _head(document: Document, now_s: float) -> list[str]:
     if number(storage, "total_bytes") is not None:
         place += f", {_size(storage, 'free_bytes')} free of {_size(storage, 'total_bytes')}"
     if not daemon:
-        return ["daemon   not asked, or did not answer; these values are from the volumes", place]
+        return [
+            "daemon   no private daemon answers for this directory; these values are from the "
+            "volumes",
+            place,
+        ]
     pinned = f", {_size(pool, 'pinned_bytes')} pinned for GPUs" * bool(whole(pool, "pinned_bytes"))
     reason = text(daemon, "engine_reason")
     return [

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Finding]]:
     """The directory that was checked (the one given, the daemon's, or PCCHECK_STORAGE's), and all
     findings."""
-    asked = daemon.Answer(socket)
+    asked = daemon.Answer(socket, given)
     named = given or asked.storage or os.environ.get("PCCHECK_STORAGE", "")
     place = Path(named).absolute() if named else None
     pool, server = part(asked.status, "pool"), part(asked.status, "daemon")

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from pccheck_store.observer import Observer, private_daemon
 from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheckctl import VERSION
@@ -22,13 +23,14 @@ from .finding import Finding, ok, problem, warning
 class Answer:
     """The daemon's status, or the error that it, or the lack of it, gave."""
 
-    def __init__(self, socket: str | None) -> None:
+    def __init__(self, socket: str | None, storage: str | None) -> None:
         self.path = Path(socket_name(socket))
         self.status: Document = {}
         self.warnings: list[str] = []  # of its environment
         self.error: PccheckError | None = None
         try:
-            with observe(socket) as observer:
+            with _asked(socket, storage) as observer:
+                self.path = Path(observer.path)
                 self.status = observer.status()
                 with contextlib.suppress(PccheckError):
                     self.warnings = texts(observer.config(), "warnings")
@@ -46,6 +48,13 @@ class Answer:
     @property
     def storage(self) -> str:
         return text(part(self.status, "storage"), "path")
+
+
+def _asked(socket: str | None, storage: str | None) -> Observer:
+    """The private daemon that serves the directory, if there is one; else the daemon of the node.
+    Raises PccheckError."""
+    found = private_daemon(Path(storage).absolute()) if storage and not socket else None
+    return found or observe(socket)
 
 
 def reachable(answer: Answer) -> Iterator[Finding]:

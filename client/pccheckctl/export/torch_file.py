@@ -91,8 +91,8 @@ def _note_step(output: Output, step: int) -> None:
         archive.comment = note
 
 
-def noted_step(path: Path) -> int:
-    """What `write` noted; 0 for what other software wrote."""
+def noted_step(path: Path) -> int | None:
+    """What `write` noted; None for what other software wrote."""
     try:
         if path.is_dir():
             note = (path / NOTE).read_bytes()
@@ -101,8 +101,8 @@ def noted_step(path: Path) -> int:
                 note = archive.comment
         step = json.loads(note)["step"]
     except (OSError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
-        return 0
-    return step if type(step) is int and step >= 0 else 0
+        return None
+    return step if type(step) is int and step >= 0 else None
 
 
 def storages(sizes: Iterable[int], beside: Path) -> Callable[[int], torch.UntypedStorage]:

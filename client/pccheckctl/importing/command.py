@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     storage = _place(arguments)
     read = _reader(kind)(path)
     things, values = _parts(read, wanted, path)
-    step = read.step if arguments.step is None else arguments.step
+    said = read.step if arguments.step is None else arguments.step
+    step = 0 if said is None else said
     metadata: dict[str, object] = {"imported_from": path.name, **values}
     with signals_held():
         from pccheck import PCcheckClient
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     ) as client:  # fmt: skip
         notes = [*read.notes, *_attach(client, things)]
         client.checkpoint(step=step, metadata=metadata).wait_durable(SAVE_LIMIT_S)
+    if said is None and not arguments.json:
+        note("step 0, because the file names none; --step sets it")
     _report(arguments, kind, step, sorted(things), sorted(values), notes)
     return 0
 
@@ -130,9 +133,11 @@ def _wanted(names: list[str]) -> dict[str, str]:
         if not name or name in wanted or ("=" in text and not key):
             raise UsageError(
                 f"--as {text!r} does not name one thing that a script attaches",
-                hint="use --as model, or --as model=KEY for a part of the file",
+                hint="use --as model for all of the file, or --as model=KEY for a part of it",
             )
         wanted[name] = key
+    if len(wanted) > 1:  # all of the file is not one of several parts
+        return {name: key or name for name, key in wanted.items()}
     return wanted
 
 
@@ -156,10 +161,24 @@ def _parts(
         )
     if read.flat:
         return {"model": state}, {}
-    things: dict[str, object] = {
-        key: value for key, value in state.items() if isinstance(value, (dict, list, tuple))
-    }
-    values = {k: value for k, value in state.items() if k not in things and _is_plain(value)}
+    import torch
+
+    from .found import is_part, number
+
+    things: dict[str, object] = {k: value for k, value in state.items() if is_part(k, value)}
+    values = {key: number(value) for key, value in state.items() if key not in things}
+    if tensors := [key for key, value in values.items() if isinstance(value, torch.Tensor)]:
+        raise UsageError(
+            f"{path} has tensors beside its parts: {some(tensors)}",
+            hint="name what a script attaches: --as model for all of the file, or --as NAME=KEY "
+            "for each part",
+        )
+    read.notes += [
+        f"{key} is left out: it is a {type(value).__name__}"
+        for key, value in values.items()
+        if not _is_plain(value)
+    ]
+    values = {key: value for key, value in values.items() if _is_plain(value)}
     if not things:
         raise UsageError(
             f"{path} has no state of a model or an optimizer",
@@ -255,8 +274,7 @@ def _report(
         return
     for text in notes:
         note(text)
-    unknown = "" if step or arguments.step is not None else " (the file has none: --step)"
     say(
-        f"job {arguments.job}: step {step}{unknown} from {arguments.input} ({kind}); restore() "
+        f"job {arguments.job}: step {step} from {arguments.input} ({kind}); restore() "
         f"puts it into a script that attaches {', '.join(names)}"
     )

@@ -35,7 +35,7 @@ def read(path: Path) -> Found:
         if isinstance(kept, str) and kept in tensors:
             tensors.setdefault(name, tensors[kept])  # tied, and stored once
     steps = [str(metadata.get(key, "")) for key in ("pccheck.step", *STEP_NAMES)]
-    step = next((int(text) for text in steps if text.isdecimal()), 0)
+    step = next((int(text) for text in steps if text.isdecimal()), None)
     whole_of = "" if "pccheck.only" in metadata else str(metadata.get("pccheck.job", ""))
     notes = [f"{name} is left out: it is not a tensor" for name in _values(metadata)]
     return Found(tensors, step=step, flat=True, whole_of=whole_of, notes=notes)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from pccheck_native import _core, cgroups, layout
 from pccheck_wire.errors import PccheckError, UsageError
 from pccheck_wire.units import MIB
+from pccheckctl.arguments import SLOTS_MAX
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
 from pccheckctl.output.files import write_text
@@ -144,8 +145,8 @@ def check(given: Given) -> None:
         )
     if given.mtbf_s is not None and given.mtbf_s <= 0:
         raise UsageError("--mtbf must be more than 0", hint="--mtbf 6h: a failure every six hours")
-    if given.keep < 1 or (given.slots is not None and given.slots <= given.keep):
-        raise UsageError("--slots must be more than --keep, and --keep at least 1")
+    if given.slots is not None and given.slots <= given.keep:
+        raise UsageError(f"--slots must be more than --keep (got {given.slots} and {given.keep})")
 
 
 # -- the arithmetic ----------------------------------------------------------------------------
@@ -169,7 +170,9 @@ def best_in_flight(rates: Rates, checkpoint_bytes: int) -> int:
 
 def advise(rates: Rates, given: Given) -> Advice:
     m, t, q = given.checkpoint_bytes, given.step_s, given.slowdown
-    count = best_in_flight(rates, m) if given.slots is None else given.slots - given.keep
+    count = (given.slots or SLOTS_MAX) - given.keep
+    if given.slots is None:
+        count = min(count, best_in_flight(rates, m))
     dram = max(2 * m, DRAM_MIN) if given.dram_bytes is None else given.dram_bytes
     effective = min(float(count), 1 + dram / m)
     whole_s = persist_s(rates, m, effective)

@@ -6,19 +6,28 @@ import argparse
 import json
 from pathlib import Path
 
-from pccheck_wire.errors import PccheckError, UsageError
+from pccheck_store.directory import none_of
+from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
+from pccheck_wire.units import MIB
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, answer, part
+from pccheckctl.output.documents import Document, answer, part, rows, text
 from pccheckctl.output.files import write_text
 from pccheckctl.source import daemon
 
 from .page import page
 from .saves import saves_of
 
+#: A trace is far smaller. Devices and pipes may never end.
+TRACE_BYTES_MAX = 256 * MIB
+
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, also for a page without a checkpoint."""
-    document = _from_file(Path(arguments.trace)) if arguments.trace else _from_daemon(arguments)
+    """0, also for a page without a checkpoint; 13 for a job that does not exist."""
+    document = (
+        _from_file(Path(arguments.trace), arguments.job)
+        if arguments.trace
+        else _from_daemon(arguments)
+    )
     saves = saves_of(document, job=arguments.job, uid=arguments.uid)
     write_text(arguments.output, page(saves), force=arguments.force)
     path, count = arguments.output, len(saves.items)
@@ -32,12 +41,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _from_daemon(arguments: argparse.Namespace) -> Document:
     with daemon(arguments) as observer:
-        return observer.trace(arguments.last)
+        document = observer.trace(arguments.last)
+        if arguments.job and not _has(document, arguments.job):
+            known = observer.status()  # also what has no checkpoint yet
+            if all(text(rank, "job") != arguments.job for rank in rows(known, "ranks")):
+                raise none_of(arguments.job, text(part(known, "storage"), "path"))
+        return document
 
 
-def _from_file(path: Path) -> Document:
+def _has(document: Document, job: str) -> bool:
+    return any(text(one, "job") == job for one in rows(document, "checkpoints"))
+
+
+def _from_file(path: Path, job: str | None) -> Document:
     try:
-        found = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(TRACE_BYTES_MAX + 1)
+        found = json.loads(content) if len(content) <= TRACE_BYTES_MAX else None
     except OSError as error:
         raise PccheckError(f"cannot read {path}: {error.strerror}") from error
     except ValueError:
@@ -47,5 +67,10 @@ def _from_file(path: Path) -> Document:
         raise UsageError(
             f"{path} is not a trace of pccheckctl",
             hint="make one: pccheckctl trace --last 5min --output trace.json",
+        )
+    if job and not _has(kept, job):
+        raise NoCheckpointError(
+            f"{path} has no checkpoint of job {job!r}",
+            hint="make a trace of a longer time: pccheckctl trace --last 1h --output trace.json",
         )
     return kept
