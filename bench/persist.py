@@ -2,10 +2,11 @@
 
     python -m bench.persist [--sizes 1GiB,4GiB] [--rounds 5] [--directory DIR]
 
-In every round each contender saves the same state once, in an order that rotates; the limit (the
-best direct overwrite that fio or a plain C program reaches) is taken in the same rounds. Everything
-lies on one file system. Memory is touched just before each run: what is free by writing to it, what
-a contender keeps from save to save (PCcheck's pool, a kept stager's copy) by a save not measured.
+In every round each contender saves the same state once, in an order that rotates. In the same
+rounds run the limit, the best direct overwrite that fio or a plain C program reaches, and a plain C
+program that does the least of a checkpoint (bench/plainsave.c). Everything lies on one file system.
+Memory is touched just before each run: what is free by writing to it, what a contender keeps from
+save to save (PCcheck's pool, a kept stager's copy) by a save not measured.
 Writes bench/results/persist-DATE.{json,md}.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from bench import common
 from bench.common import GIB, MIB, Spread
-from bench.core import build, copy_seconds
+from bench.core import build, copy_seconds, plain_save
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
 from bench.rivals import KEPT, Rivals, State
@@ -41,6 +42,7 @@ class Runs:
         self.limit: dict[str, list[float]] = defaultdict(list)
         self.limit_bytes = 0
         self.copy_s: list[float] = []  # memcpy and a checksum pass, by one CPU
+        self.plain: list[tuple[float, float]] = []  # seconds and CPU of bench/plainsave.c
 
     def spread(self, name: str, key: str) -> Spread:
         return Spread.of([run[key] for run in self.contenders[name]])
@@ -97,7 +99,7 @@ def measure(size_bytes: int, rounds: int, directory: Path, rawwrite: Path) -> tu
     common.lay_out(file, runs.limit_bytes)
     limit = Limit(file, runs.limit_bytes, rawwrite)
     settings, sweep = limit.finalists(write=True)
-    copies = build(directory, "checkedcopy")
+    copies, plain = build(directory, "checkedcopy"), build(directory, "plainsave")
     with ExitStack() as stack:
         ours = stack.enter_context(Ours(state, directory / "storage", payload_bytes))
         for _ in range(2):  # its memory has grown, and each of four slots was written once
@@ -120,7 +122,10 @@ def measure(size_bytes: int, rounds: int, directory: Path, rawwrite: Path) -> tu
                 seconds = limit.seconds(setting, write=True)
                 if number:
                     runs.limit[setting.name].append(seconds)
+            common.settle()
+            saved = plain_save(plain, file)
             if number:
+                runs.plain.append(saved)
                 runs.copy_s.append(copy_seconds(copies, payload_bytes)[1])
     file.unlink()
     shutil.rmtree(directory / "storage")
@@ -135,7 +140,9 @@ def verdict(runs: Runs) -> dict[str, object]:
     rivals = {n: runs.spread(n, "durable_s").median for n in runs.contenders if n != OURS}
     fastest = min(rivals, key=rivals.__getitem__)
     persist = runs.payload_bytes / runs.spread(OURS, "persist_s").median
-    cpu = runs.spread(OURS, "cpu_s").median / Spread.of(runs.copy_s).median
+    copy = Spread.of(runs.copy_s).median
+    plain, plain_cpu = (Spread.of(list(column)).median for column in zip(*runs.plain, strict=True))
+    plain_speed = runs.limit_bytes / plain
     return {
         "persist / best direct write": persist / limit,
         "persist / best direct write from 4 KiB pages": persist / memfd,
@@ -144,7 +151,11 @@ def verdict(runs: Runs) -> dict[str, object]:
         / ours
         / memfd,
         f"times faster than the fastest rival ({fastest})": rivals[fastest] / ours,
-        "CPU / memcpy and a checksum pass": cpu,
+        "the plain program that copies, checksums and writes / best direct write": plain_speed
+        / limit,
+        "request to durable / that program": runs.payload_bytes / ours / plain_speed,
+        "CPU / memcpy and a checksum pass": runs.spread(OURS, "cpu_s").median / copy,
+        "CPU of that program / memcpy and a checksum pass": plain_cpu / copy,
     }
 
 
