@@ -10,8 +10,9 @@ count when their checkpoint is durable.
 The limit is a direct overwrite by fio or by a plain C program, whichever is faster in the round.
 Just before the sessions, the best settings write in turn, together for as many seconds as the
 sessions. A setting's rate is that of all its writes: the fastest of many short writes would be a
-peak, which nothing keeps up for seconds. The limit re-uses two small buffers; in turn with it
-writes the same program from memory as large as its file (see bench.core).
+peak, which nothing keeps up for seconds. The limit is one program that re-uses two small buffers.
+So then as many plain programs as there are sessions write at the same time, each from memory as
+large as its file (see bench.core): what the kernel and the disk make of so many writers.
 
 Writes bench/results/sessions-DATE.{json,md}.
 """
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,32 +114,52 @@ def one_round(board: memoryview, sessions: int, seconds: float) -> tuple[list[in
     return [b - a for a, b in zip(before, after, strict=True)], ended - began
 
 
-def rates(
-    limit: Limit, settings: list[Setting], kept: Writer, seconds: float
-) -> tuple[float, float]:
-    """Bytes a second in these seconds: of the setting that was fastest, and of the plain program
-    with memory as large as the file."""
-    took: dict[object, list[float]] = {setting: [] for setting in (*settings, kept)}
+def best_rate(limit: Limit, settings: list[Setting], seconds: float) -> float:
+    """Bytes a second in these seconds, of the setting that was fastest."""
+    took: dict[Setting, list[float]] = {setting: [] for setting in settings}
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for setting in settings:
             took[setting].append(limit.seconds(setting, write=True))
-        took[kept].append(kept.seconds())
-    kept_s = statistics.fmean(took.pop(kept))
-    return limit.size_bytes / min(map(statistics.fmean, took.values())), limit.size_bytes / kept_s
+    return limit.size_bytes / min(map(statistics.fmean, took.values()))
+
+
+def plain_round(writers: list[Writer], seconds: float) -> tuple[list[int], float]:
+    """Passes that each of the plain programs finished, and the seconds."""
+    began = time.monotonic()
+
+    def passes(writer: Writer) -> int:
+        count = 0
+        while time.monotonic() < began + seconds:
+            writer.seconds()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(len(writers)) as threads:
+        counts = list(threads.map(passes, writers))
+    return counts, time.monotonic() - began
+
+
+def fastest_to_slowest(counts: list[int]) -> float:
+    return max(counts) / max(1, min(counts))
 
 
 def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict[str, list[float]]:
-    """Bytes a second together, of the limit, and of the plain program from memory as large as its
-    file; and the ratio of the fastest session to the slowest. One of each per round."""
+    """Bytes a second of all sessions, of the limit, and of all plain programs; and the ratio of the
+    fastest to the slowest session, and program. One of each per round."""
     sessions = options.sessions
     file = scratch / "limit.bin"
     common.lay_out(file, GIB if size_bytes >= 32 * MIB else 64 * MIB)
     plain = common.build_rawwrite(scratch)
     limit = Limit(file, file.stat().st_size, plain)
     settings, _ = limit.finalists(write=True)
-    found: dict[str, list[float]] = {"together": [], "limit": [], "kept": [], "ratio": []}
-    kept = plain_kept(plain, file)
+    names = ("together", "limit", "plain", "ratio", "plain ratio")
+    found: dict[str, list[float]] = {name: [] for name in names}
+    writers = []
+    for number in range(sessions):
+        own = scratch / f"plain-{number}.bin"
+        common.lay_out(own, size_bytes)
+        writers.append(plain_kept(plain, own))
     dram = f"{max(256, 2 * sessions * size_bytes * 5 // 4 // MIB)}MiB"
     with (
         Daemon("--dram", dram, "--chunk", "4MiB", storage=scratch / "storage") as daemon,
@@ -146,14 +168,16 @@ def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict
         wait_all(board, sessions, WARM)
         for number in range(options.rounds):
             common.settle()
-            best, of_kept = rates(limit, settings, kept, options.seconds)
-            found["limit"].append(best)
-            found["kept"].append(of_kept)
+            found["limit"].append(best_rate(limit, settings, options.seconds))
+            passes, seconds = plain_round(writers, options.seconds)
+            found["plain"].append(sum(passes) * size_bytes / seconds)
+            found["plain ratio"].append(fastest_to_slowest(passes))
             counts, seconds = one_round(board, sessions, options.seconds)
             found["together"].append(sum(counts) * size_bytes / seconds)
-            found["ratio"].append(max(counts) / max(1, min(counts)))
-            print(f"  round {number + 1}: {counts}", file=sys.stderr, flush=True)
-    kept.close()
+            found["ratio"].append(fastest_to_slowest(counts))
+            print(f"  round {number + 1}: {counts}, plain {passes}", file=sys.stderr, flush=True)
+    for writer in writers:
+        writer.close()
     return found
 
 
@@ -167,21 +191,22 @@ def main() -> int:
     options = parser.parse_args()
     (size_bytes,) = options.size
     fio = require_fio()
-    common.require_room(options.directory, 5 * options.sessions * size_bytes + GIB)
+    common.require_room(options.directory, 6 * options.sessions * size_bytes + GIB)
     facts = common.facts_of(options.directory) | {"fio": fio}
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
         found = measure(options, size_bytes, Path(scratch).resolve())
-    together, limit, kept, ratio = map(Spread.of, found.values())
+    together, limit, plain, ratio, plain_ratio = map(Spread.of, found.values())
     lines = common.heading("Sessions that save at the same time", facts)
     lines += [
         f"{options.sessions} sessions of {size_bytes // MIB} MiB, {options.rounds} rounds of "
         f"{options.seconds:g} s; median [min-max].", "",
         f"- durable, all sessions together: {_gib(found['together'])} GiB/s",
         f"- best direct write: {_gib(found['limit'])} GiB/s",
-        f"- the plain program, from memory as large as its file: {_gib(found['kept'])} GiB/s",
+        f"- {options.sessions} plain programs together: {_gib(found['plain'])} GiB/s",
         f"- together / best direct write: **{together.median / limit.median:.2f}**",
-        f"- together / the plain program from such memory: **{together.median / kept.median:.2f}**",
+        f"- the plain programs together / it: **{plain.median / limit.median:.2f}**",
         f"- fastest session / slowest session: **{ratio.text(2)}**",
+        f"- fastest plain program / slowest: **{plain_ratio.text(2)}**",
     ]  # fmt: skip
     common.write_results("sessions", facts | {"rounds": found}, "\n".join(lines) + "\n")
     return 0
