@@ -50,7 +50,7 @@ async def take(engine: Engine) -> Survey:
         LOG.error("the volumes in %s cannot be listed: %s", storage, error)
         return Survey(complete=False)
     for item in found.unreadable[:NAMED_MAX]:
-        LOG.warning("the volume %s cannot be read: %s", item.file.path, item.reason)
+        LOG.warning("%s cannot be read: %s", item.file.path, item.reason)
     survey = Survey(len(found.volumes), len(found.checkpoints), len(found.unreadable))
     LOG.info("%s holds %s", storage, survey)
     return survey

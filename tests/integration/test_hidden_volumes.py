@@ -1,0 +1,130 @@
+"""Directories that cannot be read, and something else where a volume should be: the job is refused,
+and told in every place that a user looks at. Other jobs and users notice nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pccheck import PCcheckClient, PccheckError
+from tests.conftest import SMALL
+from tests.support.ctl import Ctl
+from tests.support.daemon import Daemon
+
+Start = Callable[..., Daemon]
+
+
+#: Files and directories can be closed to a process without these, also if it is root's.
+CONFINED = (
+    "setpriv", "--bounding-set=-dac_override,-dac_read_search",
+    "--inh-caps=-dac_override,-dac_read_search", "--",
+)  # fmt: skip
+
+
+class Confined(Daemon):
+    def command(self, *flags: str) -> list[str]:
+        return [*CONFINED, *super().command(*flags)]
+
+
+@pytest.fixture
+def confined() -> Iterator[Confined]:
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, and root")
+    with Confined(*SMALL) as daemon:
+        yield daemon
+
+
+def save(daemon: Daemon, job: str, *steps: int) -> None:
+    with PCcheckClient(job, socket=daemon.socket) as client:
+        for step in steps:
+            client.checkpoint({"step": step}, step=step).wait_durable(60)
+
+
+def restored(daemon: Daemon, job: str) -> int | None:
+    with PCcheckClient(job, socket=daemon.socket) as client:
+        return client.recover().step
+
+
+@pytest.mark.parametrize("whose", ["job", "user"])
+def test_a_directory_that_cannot_be_read_hides_no_other(
+    confined: Confined, whose: str
+) -> None:
+    daemon = confined.start()
+    for job in ("good", "bad"):
+        save(daemon, job, 1)
+    daemon.stop()
+    closed = daemon.storage / "0" / "bad"
+    if whose == "user":
+        closed = closed.parent.rename(daemon.storage / "1234")
+        (daemon.storage / "0").mkdir()
+        (closed / "good").rename(daemon.storage / "0" / "good")
+    (closed / "rank-0.7.pcc.x.tmp").touch()
+    closed.chmod(0)
+
+    def offline(command: str) -> tuple[int, str]:
+        words = "-m", "pccheckctl", "--storage", str(daemon.storage), *command.split()
+        ran = subprocess.run(
+            [*CONFINED, sys.executable, *words], capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in ran.stderr
+        return ran.returncode, ran.stdout + ran.stderr
+
+    for command, code in (("list", 0), ("status", 3)):
+        ended, told = offline(command)
+        assert (ended, "good" in told, str(closed) in told) == (code, True, True), told
+    codes = [offline(f"verify {job}")[0] for job in ("", "good", "bad")]
+    assert codes == [14, 0 if whose == "job" else 14, 1]  # that user may have a job "good", too
+    daemon.start()
+    daemon.logs(f"{closed} cannot be read: Permission denied")
+    assert restored(daemon, "good") == 1
+    if whose == "job":
+        with pytest.raises(PccheckError, match=f"{closed}: Permission denied.*chown 0"):
+            restored(daemon, "bad")
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "file": Path.touch,
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("0", "file"), ("0/job", "file"), ("0/job", "fifo"), ("0/job/rank-0.0.pcc", "directory"),
+     ("0/job/rank-0.0.pcc", "fifo"), ("0/job/rank-0.1.pcc", "fifo")],
+)  # fmt: skip
+def test_something_else_in_place_of_a_job_is_no_empty_job(
+    start_daemon: Start, ctl: Ctl, place: str, kind: str
+) -> None:
+    daemon = start_daemon()
+    save(daemon, "job", 1)
+    daemon.stop()
+    path = daemon.storage / place.replace("0", str(os.getuid()), 1)
+    away = daemon.root / "away"
+    if path.exists():
+        path.rename(away)
+    KINDS[kind](path)
+    what = f"{path} is not a {'regular file' if path.suffix else 'directory'}"
+    daemon.start()
+    daemon.logs(what)
+    for fresh in (False, True):
+        with (
+            pytest.raises(PccheckError, match=f"{what}.*move it away"),
+            PCcheckClient("job", socket=daemon.socket, fresh=fresh) as client,
+        ):
+            client.recover()
+    assert what in ctl(daemon.storage, "list").err
+    assert ctl(daemon.storage, "verify").code == 14
+    if away.exists():
+        path.rmdir() if kind == "directory" else path.unlink()
+        away.rename(path)
+    else:
+        path.unlink()
+    assert restored(daemon, "job") == 1
