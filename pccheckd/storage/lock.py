@@ -80,7 +80,9 @@ def lock(path: Path, purpose: str) -> int:
     except OSError as error:
         raise NoStoreError(
             f"{path} cannot be opened: {error.strerror}",
-            hint=_fix(error, "give the directory to the user that runs pccheckd"),
+            hint=f"remove {path}; pccheckd makes a new file"
+            if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO)
+            else _fix(error, "give the directory to the user that runs pccheckd"),
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,10 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from pccheck import PCcheckClient, PccheckError
+from pccheck import CheckpointFailedError, PCcheckClient, PccheckError
+from pccheck_native import layout
+from pccheck_wire.messages import Begin
 from tests.conftest import SMALL
+from tests.integration.test_refusals import refused
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
+from tests.support.rank import Rank
 
 Start = Callable[..., Daemon]
 
@@ -86,6 +90,37 @@ def test_a_directory_that_cannot_be_read_hides_no_other(
     if whose == "job":
         with pytest.raises(PccheckError, match=f"{closed}: Permission denied.*chown 0"):
             restored(daemon, "bad")
+
+
+def test_a_job_whose_directory_is_closed_while_it_saves_is_told_the_fix(
+    confined: Confined,
+) -> None:
+    daemon = confined.start()
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        client.checkpoint({"step": 1}, step=1).wait_durable(60)
+        closed = daemon.storage / "0" / "job"
+        closed.chmod(0)
+        for step in (2, 3):
+            fix = "chown 0"
+            with pytest.raises(CheckpointFailedError, match=fix):
+                client.checkpoint({"step": step}, step=step).wait_durable(60)
+        closed.chmod(0o700)
+        client.checkpoint({"step": 4}, step=4).wait_durable(60)
+
+
+def test_a_lock_file_that_is_none_is_to_be_removed() -> None:
+    with Daemon(*SMALL) as daemon:
+        layout.lock_path(daemon.storage).mkdir()
+        code, told = refused(daemon)
+        assert (code, f"remove {layout.lock_path(daemon.storage)}" in told) == (10, True), told
+
+
+def test_a_trainer_that_breaks_the_protocol_is_told_so(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(4096)
+        rank._send(0, Begin(1, 1, 4096, 4088, 8, "wait"))  # and its word is not REQUESTED
+        daemon.logs("failed: the trainer violated the protocol")
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
