@@ -16,10 +16,12 @@ from pccheck import CheckpointFailedError, PCcheckClient, PccheckError
 from pccheck_native import layout
 from pccheck_wire.messages import Begin
 from tests.conftest import SMALL
-from tests.integration.test_refusals import refused
-from tests.support.ctl import Ctl
+from tests.integration.test_refusals import NOBODY, as_user, refused
+from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank
+from tests.support.volumes import lose_record
+from tests.support.waiting import until
 
 Start = Callable[..., Daemon]
 
@@ -50,15 +52,17 @@ def save(daemon: Daemon, job: str, *steps: int) -> None:
             client.checkpoint({"step": step}, step=step).wait_durable(60)
 
 
+def status(daemon: Daemon, ctl: Ctl) -> Ran:
+    return ctl(None, "--socket", daemon.socket, "status")
+
+
 def restored(daemon: Daemon, job: str) -> int | None:
     with PCcheckClient(job, socket=daemon.socket) as client:
         return client.recover().step
 
 
 @pytest.mark.parametrize("whose", ["job", "user"])
-def test_a_directory_that_cannot_be_read_hides_no_other(
-    confined: Confined, whose: str
-) -> None:
+def test_a_directory_that_cannot_be_read_hides_no_other(confined: Confined, whose: str) -> None:
     daemon = confined.start()
     for job in ("good", "bad"):
         save(daemon, job, 1)
@@ -156,10 +160,41 @@ def test_something_else_in_place_of_a_job_is_no_empty_job(
         ):
             client.recover()
     assert what in ctl(daemon.storage, "list").err
+    told = status(daemon, ctl)
+    assert (told.code, what in told.out) == (3, True), told.out
     assert ctl(daemon.storage, "verify").code == 14
     if away.exists():
         path.rmdir() if kind == "directory" else path.unlink()
         away.rename(path)
     else:
         path.unlink()
+    until(lambda: status(daemon, ctl).code == 0)
     assert restored(daemon, "job") == 1
+
+
+@pytest.mark.parametrize("lost", ["volume", "record"])
+def test_what_was_found_at_the_start_is_told_until_it_is_mended(
+    start_daemon: Start, ctl: Ctl, lost: str
+) -> None:
+    """Before the job is back: nobody looks into the log until then."""
+    daemon = start_daemon()
+    save(daemon, "job", 1, 2)
+    daemon.stop()
+    (volume,) = daemon.storage.glob("*/*/*.pcc")
+    whole = volume.read_bytes()
+    if lost == "volume":
+        volume.write_bytes(bytes(4096))
+    else:
+        lose_record(volume)
+    daemon.start()
+    told = status(daemon, ctl)
+    assert (told.code, str(volume) in told.out) == (3, True), told.out
+    daemon.open_to_everybody()
+    ran = subprocess.run(
+        as_user(NOBODY, "pccheckctl.cli", "--socket", str(daemon.socket), "status"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, str(volume) in ran.stdout) == (0, False), ran.stdout + ran.stderr
+    volume.write_bytes(whole)
+    until(lambda: status(daemon, ctl).code == 0)
+    assert restored(daemon, "job") == 2
