@@ -105,7 +105,7 @@ async def _serve(
         engine.start()
         parts.callback(engine.stop)
         notifier.extend(survey.LIMIT_S + EXTENSION_S)
-        found = await survey.take(engine)
+        registry.survey = await survey.take(engine)
         registry.inherited = await takeover.inherit(left, registry)
         await parts.enter_async_context(observing)
         work = contextlib.AsyncExitStack()
@@ -122,7 +122,7 @@ async def _serve(
             FileWatch(registry),
         ):
             await work.enter_async_context(part)
-        supervisor = Supervisor(notifier, sessions, found, faults=lambda: observing.health.faults)
+        supervisor = Supervisor(notifier, sessions, faults=lambda: observing.health.faults)
         async with reloader:
             LOG.info("ready: %s", describe(config))
             # What the start has logged is written before READY.

@@ -38,6 +38,7 @@ _WHY = {
     "NEWER_FORMAT": "a newer version wrote it: upgrade pccheck",
     "EACCES": "permission denied",
 }
+_DENIED = ("EACCES", "EPERM")
 
 
 class Storage:
@@ -69,7 +70,11 @@ class Storage:
             if job:
                 layout.check_job(job)
             found = catalog.scan(self.path, uid=uid, job=job or None, rank=rank, sizes=sizes)
-            known = layout.lock_path(self.path).exists() or layout.list_volumes(self.path)
+            known = (
+                found.unreadable
+                or layout.lock_path(self.path).exists()
+                or layout.list_volumes(self.path)
+            )
         except ValueError as error:
             raise UsageError(str(error)) from error
         except PermissionError as error:
@@ -81,6 +86,10 @@ class Storage:
                 f"{self.path} has no volumes of pccheckd",
                 hint="use the directory that pccheckd was started with (--storage)",
             )
+        if not found.volumes:
+            for item in found.unreadable:
+                if item.code_name in _DENIED:
+                    raise error_of(item)
         return found
 
     def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
@@ -193,12 +202,10 @@ def reason_of(item: catalog.Unreadable) -> str:
 
 def error_of(item: catalog.Unreadable) -> PccheckError:
     """The error when a job has only this volume, which cannot be read."""
-    if item.code_name in ("EACCES", "EPERM"):
+    if item.code_name in _DENIED:
         return denied(item.file.path)
-    if item.code_name == "LINK":
-        return PccheckError(
-            item.reason, hint=f"{layout.LINKED_HINT}; its job gets no checkpoints until then"
-        )
+    if fix := layout.MISPLACED_HINTS.get(item.code_name):
+        return PccheckError(item.reason, hint=f"{fix}; its job gets no checkpoints until then")
     kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
     return (kind or PccheckError)(
         f"the volume {item.file.path} cannot be read: {reason_of(item)}",

@@ -25,7 +25,7 @@ from pccheck_native._core import (
     VolumeInfo,
 )
 from pccheck_native.group import Held, Rank, common, stale
-from pccheck_native.layout import LinkedError, VolumeFile, files_in_place, list_links
+from pccheck_native.layout import MisplacedError, VolumeFile, files_in_place, list_hidden
 
 RECORD_LOST = (
     "both copies of a commit record are damaged, so that the newest checkpoint may be lost"
@@ -73,7 +73,8 @@ class Checkpoint(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A volume that could not be opened, or is not what its name says, and why."""
+    """A volume that could not be opened, or is not what its name says, and why; or a directory that
+    may have volumes, with its place as `file`."""
 
     file: VolumeFile
     code_name: str  # "DAMAGED", "NEWER_FORMAT", "EACCES", "MISPLACED", "LINK", ...
@@ -134,8 +135,8 @@ def scan(
     """Reads the records of every volume that matches; None means any. With `sizes` also which part
     of a checkpoint is its own, from the manifests of those that have a base.
 
-    Checkpoints come ordered by (uid, job, rank), newest first within. One volume that cannot be
-    read hides no other. Raises OSError when the directories cannot be listed.
+    Checkpoints come ordered by (uid, job, rank), newest first within. One volume or directory that
+    cannot be read hides no other. Raises OSError when the storage directory cannot be listed.
     """
     catalog = Catalog([], {}, [], [])
     for file in files_in_place(storage, uid=uid, job=job, rank=rank):
@@ -163,10 +164,16 @@ def scan(
         if info.record_lost:
             catalog.incomplete.append(file)
         catalog.checkpoints.extend(found)
-    for link in list_links(storage, uid=uid, job=job):
-        catalog.unreadable.append(Unreadable(link, "LINK", LinkedError(link.path).message))
+    for file, why in list_hidden(storage, uid=uid, job=job):
+        catalog.unreadable.append(Unreadable(file, *_why_hidden(why)))
     catalog.checkpoints.sort(key=lambda c: (c.uid, c.job, c.rank, -c.sequence))
     return catalog
+
+
+def _why_hidden(error: OSError) -> tuple[str, str]:
+    if isinstance(error, MisplacedError):
+        return error.code_name, error.message
+    return errno_name(error), error.strerror or str(error)
 
 
 def by_rank(checkpoints: Iterable[Checkpoint]) -> dict[int, list[Checkpoint]]:

@@ -17,7 +17,6 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,76 +158,85 @@ def _parse(storage: Path, uid: str, job: str, name: str) -> VolumeFile | None:
     return VolumeFile(int(uid), job, rank, generation, storage / uid / job / name)
 
 
-def _entries(parent: Path, only: str | None) -> Iterator[os.DirEntry[str]]:
+#: What to do about a MisplacedError, by its code.
+MISPLACED_HINTS = {
+    "LINK": "move the files back, or mount their disk there: mount --bind",
+    "WRONG_TYPE": "move it away, and the directory or volume back, if there was one",
+}
+
+
+class MisplacedError(OSError):
+    """Something else where the directory of a user or of a job, or a volume, should be."""
+
+    def __init__(self, found: os.DirEntry[str], wanted: str) -> None:
+        linked = found.is_symlink()
+        self.code_name = "LINK" if linked else "WRONG_TYPE"
+        fault = "a symbolic link, and no such link is followed" if linked else f"not a {wanted}"
+        self.message = f"{found.path} is {fault}"
+        super().__init__(errno.ELOOP if linked else errno.EINVAL, self.message)
+
+
+class Hidden(NamedTuple):
+    """A place where volumes may be that nobody can list. Rank and generation are 0, and the job is
+    "", where the place says nothing of them."""
+
+    file: VolumeFile
+    error: OSError  # a MisplacedError, or what the disk answered; it names the place
+
+
+def _entries(parent: Path, only: str | None = None) -> list[os.DirEntry[str]]:
+    with os.scandir(parent) as entries:
+        return [entry for entry in entries if only in (None, entry.name)]
+
+
+def _below(
+    at: VolumeFile, found: os.DirEntry[str], hidden: list[Hidden], only: str | None = None
+) -> list[os.DirEntry[str]]:
+    """What is in the directory of a user or of a job; else why it cannot be listed is added to
+    `hidden`."""
     try:
-        entries = sorted(os.scandir(parent), key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
-        return  # a job that was dropped while we looked, or no job
-    for entry in entries:
-        if only in (None, entry.name):
-            yield entry
+        if not found.is_dir(follow_symlinks=False):
+            raise MisplacedError(found, "directory")
+        return _entries(at.path, only)
+    except FileNotFoundError:  # a job that was dropped while we looked
+        pass
+    except OSError as error:
+        hidden.append(Hidden(at, error))
+    return []
 
 
-def _directories(parent: Path, only: str | None) -> Iterator[os.DirEntry[str]]:
-    for entry in _entries(parent, only):
-        if entry.is_dir(follow_symlinks=False):
-            yield entry
-
-
-def _files(
+def _look(
     storage: str | os.PathLike[str], uid: int | None, job: str | None
-) -> Iterator[tuple[str, str, os.DirEntry[str]]]:
-    """Regular files two levels down, with the names of the levels."""
+) -> tuple[list[tuple[str, str, os.DirEntry[str]]], list[Hidden]]:
+    """Regular files two levels down, with the names of the levels, and what may hide others. One
+    user or job hides no other. Raises OSError when the storage directory cannot be listed."""
     root = Path(storage)
     if not root.is_dir():
         raise FileNotFoundError(f"no storage directory {root}")
-    for owner in _directories(root, None if uid is None else str(uid)):
-        if _UID.fullmatch(owner.name) is None:
-            continue
-        for run in _directories(Path(owner.path), job):
-            if _JOB.fullmatch(run.name) is None:
-                continue
-            with os.scandir(run.path) as entries:
-                for entry in entries:
-                    if entry.is_file(follow_symlinks=False):
-                        yield owner.name, run.name, entry
-
-
-#: What an administrator does instead of a link.
-LINKED_HINT = "move the files back, or mount their disk there: mount --bind"
-
-
-class LinkedError(OSError):
-    """A symbolic link where the directory of a user or of a job, or a volume, should be."""
-
-    def __init__(self, path: Path) -> None:
-        self.message = f"{path} is a symbolic link, and no such link is followed"
-        super().__init__(errno.ELOOP, self.message)
-
-
-def list_links(
-    storage: str | os.PathLike[str], *, uid: int | None = None, job: str | None = None
-) -> list[VolumeFile]:
-    """Symbolic links where `list_volumes` finds nothing: volumes were moved to another disk.
-    Rank and generation are 0, and the job is "", where the link says nothing of them."""
-    root, found = Path(storage), list[VolumeFile]()
+    files, hidden = list[tuple[str, str, os.DirEntry[str]]](), list[Hidden]()
     for owner in _entries(root, None if uid is None else str(uid)):
         if _UID.fullmatch(owner.name) is None:
             continue
-        if owner.is_symlink():
-            found.append(VolumeFile(int(owner.name), job or "", 0, 0, Path(owner.path)))
-            continue
-        for run in _entries(Path(owner.path), job):
+        of_user = VolumeFile(int(owner.name), job or "", 0, 0, Path(owner.path))
+        for run in _below(of_user, owner, hidden, job):
             if _JOB.fullmatch(run.name) is None:
                 continue
-            if run.is_symlink():
-                found.append(VolumeFile(int(owner.name), run.name, 0, 0, Path(run.path)))
-                continue
-            for entry in _entries(Path(run.path), None):
+            of_job = of_user._replace(job=run.name, path=Path(run.path))
+            for entry in _below(of_job, run, hidden):
                 file = _parse(root, owner.name, run.name, entry.name)
-                if file is not None and entry.is_symlink():
-                    found.append(file)
-    return sorted(found)
+                if entry.is_file(follow_symlinks=False):
+                    files.append((owner.name, run.name, entry))
+                elif file is not None:
+                    hidden.append(Hidden(file, MisplacedError(entry, "regular file")))
+    return files, sorted(hidden, key=lambda one: one.file)
+
+
+def list_hidden(
+    storage: str | os.PathLike[str], *, uid: int | None = None, job: str | None = None
+) -> list[Hidden]:
+    """Why `files_in_place` may lack volumes: one was moved to another disk, a directory cannot be
+    read."""
+    return _look(storage, uid, job)[1]
 
 
 def list_volumes(
@@ -241,11 +249,12 @@ def list_volumes(
     """Every volume by name, ordered by (uid, job, rank, generation); None means any.
 
     Raises FileNotFoundError without a storage directory, PermissionError for one of others. Of one
-    user's job also LinkedError: a job with a link in its place has checkpoints, and must not begin
-    at step 0.
+    user's job also why volumes may be hidden: the job may have checkpoints, and must not begin at
+    step 0.
     """
-    if None not in (uid, job) and (links := list_links(storage, uid=uid, job=job)):
-        raise LinkedError(links[0].path)
+    if None not in (uid, job):
+        for one in list_hidden(storage, uid=uid, job=job):
+            raise one.error
     return files_in_place(storage, uid=uid, job=job, rank=rank)
 
 
@@ -256,11 +265,9 @@ def files_in_place(
     job: str | None = None,
     rank: int | None = None,
 ) -> list[VolumeFile]:
-    """The same without LinkedError, for reports, in which one job hides no other."""
-    found = (
-        _parse(Path(storage), owner, run, entry.name)
-        for owner, run, entry in _files(storage, uid, job)
-    )
+    """The same without what is hidden, for reports, in which one job hides no other."""
+    files, _ = _look(storage, uid, job)
+    found = (_parse(Path(storage), owner, run, entry.name) for owner, run, entry in files)
     return sorted(file for file in found if file and (rank is None or file.rank == rank))
 
 
@@ -268,7 +275,7 @@ def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
     """Files of volumes whose making was interrupted, unless a daemon runs and makes them now."""
     return sorted(
         Path(entry.path)
-        for _, _, entry in _files(storage, None, None)
+        for _, _, entry in _look(storage, None, None)[0]
         if _TEMPORARY.fullmatch(entry.name)
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from pccheck_native import _core, layout
 from pccheck_wire.errors import (
@@ -25,6 +26,8 @@ _SHORT = {
     errno.EMFILE: "cannot open a file: descriptor limit reached",
     errno.ENFILE: "cannot open a file: descriptor limit reached",
 }
+CHECK_DISK = "check the disk and the kernel's log"
+_DISK = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # the last two: of a damaged file system
 _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "NOT_A_VOLUME": (
         DamagedError,
@@ -67,8 +70,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
     if isinstance(error, _core.NativeError):
         kind, text, hint = _NATIVE.get(error.code_name, (InternalError, error.code_name, ""))
         return kind(f"{what} {text}", hint=hint)
-    if isinstance(error, layout.LinkedError):
-        return RefusedError(error.message, hint=layout.LINKED_HINT)
+    if isinstance(error, layout.MisplacedError):
+        return RefusedError(error.message, hint=layout.MISPLACED_HINTS[error.code_name])
     if words := shortage(error):
         return CheckpointFailedError(f"{what}: {words}", hint=SHORTAGE_HINT)
     if isinstance(error, OSError):
@@ -76,8 +79,20 @@ def translated(error: BaseException, what: str) -> PccheckError:
             return StorageFullError(f"{what}: no space left on the disk")
         if error.errno == errno.ENOENT:
             return NoCheckpointError(f"{error.filename or what} does not exist")
-        return CheckpointFailedError(f"{what}: {error.strerror or error}")
+        place = f": {error.filename}" if error.filename and str(error.filename) not in what else ""
+        why = f"{what}{place}: {error.strerror or error}"
+        return CheckpointFailedError(why, hint=fix_of(error.errno or 0))
     return InternalError(f"{what}: {type(error).__name__}", hint="see the daemon's log")
+
+
+def fix_of(number: int) -> str:
+    """What to do about an error of the kernel that concerns a file; "" for an unknown one."""
+    if number in (errno.EACCES, errno.EPERM):
+        whom = f"the user that runs pccheckd: chown {os.geteuid()}, chmod u+rwX"
+        return f"give it and the directories above it to {whom}"
+    if number == errno.EROFS:
+        return "mount the file system read-write"
+    return CHECK_DISK if number in _DISK else ""
 
 
 def shortage(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
 from pccheck_wire.errors import DeviceError, RefusedError
-from pccheckd.base.errors import translated
+from pccheckd.base.errors import CHECK_DISK, translated
 from pccheckd.base.logs import LOG
 
 from .engine import Engine, Shape
@@ -274,7 +274,7 @@ class Port:
         except ValueError as error:  # a volume that could not be opened again after an error
             raise RefusedError(
                 f"checkpoint {sequence}: its volume could not be reopened after an I/O error",
-                hint="check the disk and the kernel's log",
+                hint=CHECK_DISK,
                 retryable=True,
             ) from error
         except (OSError, _core.NativeError) as error:

@@ -340,6 +340,8 @@ class Job:
             self._due = None
         if not self.is_shared:
             return
+        for tenant in self.tenants.values():  # a file may have appeared
+            self._numbers.passed(tenant.volumes.last_sequence())
         ranks, world_size = self.ranks(), self.world_size
         everything, before = self._with_lost(ranks), self.agreement
         agreed = group.agree(everything, world_size, self._keep(), self._short)

@@ -18,6 +18,7 @@ from pccheckd.tenancy.volumes import Key
 
 from .job import Job
 from .memory import Memory
+from .survey import Fault, Survey
 
 #: Tenants without a trainer that stay loaded, for recovery from DRAM.
 IDLE_MAX = 64
@@ -28,6 +29,7 @@ class Registry:
         self.chronicle = chronicle or Chronicle()
         self.engine, self.config = engine, engine.config
         self.inherited = Summary()  # from the daemon before
+        self.survey = Survey()  # of the start
         self.jobs: dict[tuple[int, str], Job] = {}
         self.memory = Memory(engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
@@ -52,6 +54,10 @@ class Registry:
         """The tenant, if it is loaded now."""
         job = self.jobs.get((key.uid, key.job))
         return job.tenants.get(key.rank) if job is not None else None
+
+    def faults(self) -> list[Fault]:
+        """What could not be read at the start, of tenants that are not loaded: others know more."""
+        return [fault for fault in self.survey.faults if self.loaded(fault.key) is None]
 
     async def job(self, uid: int, name: str) -> Job:
         """The job with a tenant for every rank that has a volume here."""

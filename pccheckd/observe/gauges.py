@@ -40,7 +40,7 @@ class Family(NamedTuple):
 def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]:
     registry, engine = sessions.registry, sessions.engine
     ranks = list(registry.tenants())
-    warnings = len(troubles(engine, ranks, registry.jobs.values()))
+    warnings = len(troubles(engine, ranks, registry.jobs.values(), registry.faults()))
     return [
         *_daemon(registry, health, warnings),
         *_gpus(engine.driver.info()),

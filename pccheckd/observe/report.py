@@ -25,6 +25,7 @@ from pccheckd.jobs.job import Job
 from pccheckd.jobs.memory import Memory
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
+from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
 from pccheckd.tenancy.checkpoint import Checkpoint
@@ -55,7 +56,8 @@ async def status(
     rank = functools.partial(_rank, memory=registry.memory)
     ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
     jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
-    warnings = troubles(engine, tenants, jobs)
+    faults = [one for one in registry.faults() if has_access(asker_uid, one.key.uid)]
+    warnings = troubles(engine, tenants, jobs, faults)
     stored, limit, refused = engine.pool.stored()
     left = registry.inherited
     dropped = [f"{key}: {why}" for key, why in left.dropped if has_access(asker_uid, key.uid)]
@@ -305,10 +307,14 @@ def _group(job: Job, found: Standing) -> Document:
     )  # fmt: skip
 
 
-def troubles(engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job]) -> list[str]:
-    """What makes this daemon `degraded`, as far as these tenants and jobs are concerned."""
+def troubles(
+    engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job], faults: Iterable[Fault]
+) -> list[str]:
+    """What makes this daemon `degraded`, as far as these tenants, jobs and faults of the start are
+    concerned."""
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
     found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
+    found += [fault.text for fault in faults]
     found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
     return [*filter(None, (engine.missing_storage, engine.stalled)), *found]
 

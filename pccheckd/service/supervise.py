@@ -17,7 +17,6 @@ from pccheckd.base.background import Background
 from pccheckd.base.logs import LOG
 from pccheckd.base.notify import Notifier
 from pccheckd.jobs.sessions import Sessions
-from pccheckd.jobs.survey import Survey
 from pccheckd.observe import report
 from pccheckd.upkeep.stalls import Progress
 
@@ -32,12 +31,10 @@ class Supervisor(Background):
         self,
         notifier: Notifier,
         sessions: Sessions,
-        survey: Survey,
         *,
         faults: Callable[[], list[str]] = list,
     ) -> None:
         """`faults` returns why the process itself fails: the watchdog then ends it."""
-        self._survey = survey
         self._faults = faults
         self._notifier = notifier
         self._config = sessions.config
@@ -62,11 +59,12 @@ class Supervisor(Background):
         warnings = [
             *self._faults(),
             *report.troubles(
-                self._registry.engine, self._registry.tenants(), self._registry.jobs.values()
+                self._registry.engine, self._registry.tenants(), self._registry.jobs.values(),
+                self._registry.faults(),
             ),
-        ]
-        if self._survey.unreadable or not self._survey.complete:
-            warnings.append(f"at the start: {self._survey}")
+        ]  # fmt: skip
+        if not self._registry.survey.complete:
+            warnings.append(f"at the start: {self._registry.survey}")
         trainers, moving = self._sessions.trainers(), self._registry.in_flight()
         durable = sum(t.ledger.counters["durable"] for t in self._registry.tenants())
         budget, used = self._registry.engine.pool.usage()

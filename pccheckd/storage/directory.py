@@ -100,7 +100,7 @@ class StorageDirectory:
         except PccheckError as error:
             return error.message
         with contextlib.suppress(OSError):
-            if not layout.list_volumes(self.directory):
+            if not (layout.list_volumes(self.directory) or layout.list_hidden(self.directory)):
                 layout.replace(self.directory, self._identity)
         self._identity = layout.identity(self.directory)
         self._number = layout.number(self.directory)

@@ -80,7 +80,9 @@ def lock(path: Path, purpose: str) -> int:
     except OSError as error:
         raise NoStoreError(
             f"{path} cannot be opened: {error.strerror}",
-            hint=_fix(error, "give the directory to the user that runs pccheckd"),
+            hint=f"remove {path}; pccheckd makes a new file"
+            if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO)
+            else _fix(error, "give the directory to the user that runs pccheckd"),
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,17 +102,25 @@ def lock(path: Path, purpose: str) -> int:
 
 def sweep(place: Path) -> int:
     """Removes the files of an interrupted creation; how many. Needs the lock. Raises NoStoreError
-    when the directory cannot be read."""
+    when the directory cannot be read. What cannot be read in it is one job's trouble: the survey of
+    the volumes reports it."""
     try:
         left = layout.list_temporary(place)
-        for path in left:
-            path.unlink(missing_ok=True)
     except OSError as error:
         raise NoStoreError(
             f"the files in the storage directory {place} cannot be listed: {error.strerror}",
             hint=_fix(error, "give all of them to the user that runs pccheckd"),
         ) from error
-    return len(left)
+    return sum(_removed(path) for path in left)
+
+
+def _removed(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        LOG.warning("a file that an interrupted start left behind cannot be removed: %s", error)
+        return False
+    return True
 
 
 def _fix(error: OSError, of_rights: str) -> str:

@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pccheck_native import _core
+from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import InternalError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.errors import translated
@@ -39,6 +40,7 @@ _REFUSED = {
         "the next checkpoint shares the memory again, or is pushed",
     ),
     "DEVICE_LOST": DEVICE_LOST,
+    "BAD_PEER": ("the trainer violated the protocol", SAME_VERSION_HINT),
 }
 
 

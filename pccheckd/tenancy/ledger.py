@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -10,6 +11,7 @@ from itertools import islice
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.errors import CHECK_DISK, fix_of
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
 
@@ -275,4 +277,5 @@ def failure_text(event: _core.Event) -> tuple[str, str]:
         return _FILE_GONE[event.error_name], _RESET_HINT
     if event.error_name == "ENOSPC":
         return f"{event.stage}: the disk is full", "free space on the disk"
-    return f"{event.stage}: {event.error_name}", "check the disk and the kernel's log"
+    fix = fix_of(getattr(errno, event.error_name, 0)) or CHECK_DISK
+    return f"{event.stage}: {event.error_name}", fix

@@ -310,6 +310,7 @@ class Tenant:
         except FileNotFoundError:  # the storage directory
             self._away = True
         if not lost and self.volumes.open == before:
+            self.group.decide_soon()  # a file that cannot be read may have appeared
             return
         current = self.volumes.current
         if self.port is not None and current is not None and current not in before:

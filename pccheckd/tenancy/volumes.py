@@ -162,8 +162,18 @@ class VolumeSet:
         return max((*(item.info.incarnation for item in self.open), *saved), default=0)
 
     def last_sequence(self) -> int:
-        """The next sequence is above it, in every file."""
-        return max([self._passed, *(item.info.next_sequence - 1 for item in self.open)])
+        """The next sequence is above it, in every file: also above what is in files that cannot be
+        read now, and may be readable later."""
+        unknown = (self._generation(path) for path in self.unreadable.keys() - self._known)
+        return max(
+            self._passed,
+            *(item.info.next_sequence - 1 for item in self.open),
+            *((generation + 1 << SEQUENCE_BITS) - 1 for generation in unknown),
+            0,
+        )
+
+    def _generation(self, path: Path) -> int:
+        return layout.parse_volume_path(self._config.storage, path).generation
 
     def obey(self, agreement: Agreement, pending: Collection[int]) -> None:
         """Applies the agreement of the job's ranks to every open file; `pending` is what this rank
@@ -262,8 +272,7 @@ class VolumeSet:
         would use its sequences again."""
         current = self.current
         return current is not None and any(
-            layout.parse_volume_path(self._config.storage, path).generation > current.generation
-            for path in self.unreadable
+            self._generation(path) > current.generation for path in self.unreadable
         )
 
     def require_readable(self, *, fresh: bool) -> None:
@@ -319,8 +328,6 @@ class VolumeSet:
         path = layout.volume_path(config.storage, *key, generation)
         await self.refresh()
         sequence = max(next_sequence, self.last_sequence() + 1)
-        if self.unreadable.keys() - self._known:  # they may be readable later: above what they hold
-            sequence = max(sequence, generation << SEQUENCE_BITS)
 
         def create() -> None:
             layout.make_directories(path)

@@ -24,6 +24,8 @@ class FileWatch(Background):
         while True:
             await asyncio.sleep(PERIOD_S)
             await self._registry.engine.lacks_storage(os.getuid())
+            if self._registry.survey.faults:
+                await self._registry.engine.call(os.getuid(), self._registry.survey.look)
             for tenant in list(self._registry.tenants()):
                 if tenant not in self._going and not tenant.closed:
                     self._going.add(tenant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,16 @@ from typing import Any
 
 import pytest
 
-from pccheck_native import Volume, dropping
-from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Restored
+from pccheck_native import Volume, dropping, layout
+from pccheck_wire.messages import (
+    CheckpointState,
+    Described,
+    ListVolumes,
+    Open,
+    Opened,
+    Report,
+    Restored,
+)
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -528,6 +537,65 @@ def test_what_two_ranks_had_in_flight_takes_nothing_from_them(
     assert found == [2, 1]
     daemon.start()
     assert steps_of_all(members(daemon)) == [1, 1]
+
+
+# -- files that cannot be read ------------------------------------------------------------------
+
+
+def divided(group: list[Rank], step: int) -> str:
+    """Every rank saves a step: "" when all of them have it, else what each rank was told."""
+    made = {rank: rank.begin(step, payload_of(step, SIZE)) for rank in group}
+    for rank, snapshot in made.items():
+        rank.wait(snapshot)
+
+    def over() -> list[Described]:
+        told = [rank.describe(snapshot) for rank, snapshot in made.items()]
+        done = all(one.state is CheckpointState.GLOBAL or one.reason for one in told)
+        return told if done else []
+
+    told = until(over)
+    one = {(each.state, each.sequence) for each in told}
+    return "" if len(one) == 1 else str(told)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_file_of_one_rank_that_cannot_be_read_does_not_divide_the_step(
+    start_daemon: Start, members: Members, readable: bool
+) -> None:
+    """The numbers of all ranks are above all that may be in the file from the first checkpoint on:
+    it may be the last one. `readable`: the rank has another file, which it restores."""
+    daemon = start_daemon()
+    for rank in (group := members(daemon)):
+        rank.save(1, payload_of(1, SIZE))
+    for rank in group:
+        rank.close()
+    daemon.stop()
+    generation = 1 if readable else 0
+    path = layout.volume_path(daemon.storage, os.getuid(), "job", 1, generation)
+    path.write_bytes(bytes(4096))
+    daemon.start()
+    group = members(daemon, fresh=not readable)
+    if readable:
+        assert [rank.restore()[0].step for rank in group] == [1, 1]
+    assert divided(group, 2) == ""
+    for rank in group:
+        rank.close()
+    daemon.stop()
+    daemon.start()
+    assert steps_of_all(members(daemon)) == [2, 2]
+
+
+@pytest.mark.parametrize("asks_first", [0, 1])
+def test_a_file_that_appears_while_ranks_save_does_not_divide_the_step(
+    start_daemon: Start, members: Members, asks_first: int
+) -> None:
+    daemon = start_daemon()
+    group = members(daemon)
+    assert divided(group, 1) == ""
+    path = layout.volume_path(daemon.storage, os.getuid(), "job", 1, 1)
+    path.write_bytes(bytes(4096))
+    group[1].register(SIZE_MAX)
+    assert divided([group[asks_first], group[1 - asks_first]], 2) == ""
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert layout.list_volumes(storage) == []
 
 
-def test_links_are_named(tmp_path: Path) -> None:
+def test_what_hides_volumes_is_named(tmp_path: Path) -> None:
     """As files of one user's job they are an error: the job is not empty, but elsewhere."""
     real = put(layout.volume_path(tmp_path / "disk", 5, "a", 0)).parent.parent
     storage = tmp_path / "storage"
@@ -131,11 +131,15 @@ def test_links_are_named(tmp_path: Path) -> None:
         (storage / path).parent.mkdir(parents=True, exist_ok=True)
         (storage / path).symlink_to(real)
     put(layout.volume_path(storage, 7, "c", 0))
-    assert [file.path.relative_to(storage) for file in layout.list_links(storage)] == [
-        Path("6"), Path("7/a/rank-0.0.pcc"), Path("7/b")
-    ]  # fmt: skip
-    for uid, job in ((7, "a"), (7, "b"), (6, "any")):
-        with pytest.raises(layout.LinkedError, match="is a symbolic link"):
+    put(storage / "7" / "d")
+    (storage / "7" / "e" / "rank-0.0.pcc").mkdir(parents=True)
+    hidden = [one.file.path.relative_to(storage) for one in layout.list_hidden(storage)]
+    assert hidden == [*map(Path, ("6", "7/a/rank-0.0.pcc", "7/b", "7/d", "7/e/rank-0.0.pcc"))]
+    for uid, job, what in (
+        (7, "a", "a symbolic link"), (7, "b", "a symbolic link"), (6, "any", "a symbolic link"),
+        (7, "d", "not a directory"), (7, "e", "not a regular file"),
+    ):  # fmt: skip
+        with pytest.raises(layout.MisplacedError, match=f"is {what}"):
             layout.list_volumes(storage, uid=uid, job=job)
         assert layout.files_in_place(storage, uid=uid, job=job) == []
     assert [file.job for file in layout.list_volumes(storage, uid=7, job="c")] == ["c"]

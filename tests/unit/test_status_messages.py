@@ -56,7 +56,7 @@ def troubles(*tenants: Any, job: Any = None, gpus: Iterable[Any] = (), **of_engi
     driver = SimpleNamespace(info=lambda: list(gpus))
     values = {"missing_storage": "", "stalled": ""} | of_engine
     engine: Any = SimpleNamespace(driver=driver, **values)
-    return "\n".join(report.troubles(engine, tenants, [job] if job else []))
+    return "\n".join(report.troubles(engine, tenants, [job] if job else [], []))
 
 
 def late_job() -> Any:

@@ -17,7 +17,6 @@ from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
-from pccheckd.jobs.survey import Survey
 from pccheckd.service.supervise import Supervisor
 from pccheckd.upkeep.stalls import Progress
 
@@ -49,7 +48,7 @@ class Place:
         self.notifier = Heard()
         sessions = SimpleNamespace(trainers=int, registry=self.registry, config=config)
         self.supervisor = Supervisor(
-            self.notifier, cast(Sessions, sessions), Survey(), faults=lambda: faults or []
+            self.notifier, cast(Sessions, sessions), faults=lambda: faults or []
         )
 
 

@@ -44,9 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
             catalog.Unreadable(file, "RECORD_LOST", catalog.RECORD_LOST)
             for file in stored.incomplete
         )
-    for item in unreadable:
-        if item.code_name in ("EACCES", "EPERM"):
-            raise directory.error_of(item)
     part = chosen(arguments)
     results = []
     payload = sum(one.payload_bytes for one in wanted)

@@ -1,0 +1,200 @@
+"""Directories that cannot be read, and something else where a volume should be: the job is refused,
+and told in every place that a user looks at. Other jobs and users notice nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pccheck import CheckpointFailedError, PCcheckClient, PccheckError
+from pccheck_native import layout
+from pccheck_wire.messages import Begin
+from tests.conftest import SMALL
+from tests.integration.test_refusals import NOBODY, as_user, refused
+from tests.support.ctl import Ctl, Ran
+from tests.support.daemon import Daemon
+from tests.support.rank import Rank
+from tests.support.volumes import lose_record
+from tests.support.waiting import until
+
+Start = Callable[..., Daemon]
+
+
+#: Files and directories can be closed to a process without these, also if it is root's.
+CONFINED = (
+    "setpriv", "--bounding-set=-dac_override,-dac_read_search",
+    "--inh-caps=-dac_override,-dac_read_search", "--",
+)  # fmt: skip
+
+
+class Confined(Daemon):
+    def command(self, *flags: str) -> list[str]:
+        return [*CONFINED, *super().command(*flags)]
+
+
+@pytest.fixture
+def confined() -> Iterator[Confined]:
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, and root")
+    with Confined(*SMALL) as daemon:
+        yield daemon
+
+
+def save(daemon: Daemon, job: str, *steps: int) -> None:
+    with PCcheckClient(job, socket=daemon.socket) as client:
+        for step in steps:
+            client.checkpoint({"step": step}, step=step).wait_durable(60)
+
+
+def status(daemon: Daemon, ctl: Ctl) -> Ran:
+    return ctl(None, "--socket", daemon.socket, "status")
+
+
+def restored(daemon: Daemon, job: str) -> int | None:
+    with PCcheckClient(job, socket=daemon.socket) as client:
+        return client.recover().step
+
+
+@pytest.mark.parametrize("whose", ["job", "user"])
+def test_a_directory_that_cannot_be_read_hides_no_other(confined: Confined, whose: str) -> None:
+    daemon = confined.start()
+    for job in ("good", "bad"):
+        save(daemon, job, 1)
+    daemon.stop()
+    closed = daemon.storage / "0" / "bad"
+    if whose == "user":
+        closed = closed.parent.rename(daemon.storage / "1234")
+        (daemon.storage / "0").mkdir()
+        (closed / "good").rename(daemon.storage / "0" / "good")
+    (closed / "rank-0.7.pcc.x.tmp").touch()
+    closed.chmod(0)
+
+    def offline(command: str) -> tuple[int, str]:
+        words = "-m", "pccheckctl", "--storage", str(daemon.storage), *command.split()
+        ran = subprocess.run(
+            [*CONFINED, sys.executable, *words], capture_output=True, text=True, check=False
+        )
+        assert "Traceback" not in ran.stderr
+        return ran.returncode, ran.stdout + ran.stderr
+
+    for command, code in (("list", 0), ("status", 3)):
+        ended, told = offline(command)
+        assert (ended, "good" in told, str(closed) in told) == (code, True, True), told
+    codes = [offline(f"verify {job}")[0] for job in ("", "good", "bad")]
+    assert codes == [14, 0 if whose == "job" else 14, 1]  # that user may have a job "good", too
+    daemon.start()
+    daemon.logs(f"{closed} cannot be read: Permission denied")
+    assert restored(daemon, "good") == 1
+    if whose == "job":
+        with pytest.raises(PccheckError, match=f"{closed}: Permission denied.*chown 0"):
+            restored(daemon, "bad")
+
+
+def test_a_job_whose_directory_is_closed_while_it_saves_is_told_the_fix(
+    confined: Confined,
+) -> None:
+    daemon = confined.start()
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        client.checkpoint({"step": 1}, step=1).wait_durable(60)
+        closed = daemon.storage / "0" / "job"
+        closed.chmod(0)
+        for step in (2, 3):
+            fix = "chown 0"
+            with pytest.raises(CheckpointFailedError, match=fix):
+                client.checkpoint({"step": step}, step=step).wait_durable(60)
+        closed.chmod(0o700)
+        client.checkpoint({"step": 4}, step=4).wait_durable(60)
+
+
+def test_a_lock_file_that_is_none_is_to_be_removed() -> None:
+    with Daemon(*SMALL) as daemon:
+        layout.lock_path(daemon.storage).mkdir()
+        code, told = refused(daemon)
+        assert (code, f"remove {layout.lock_path(daemon.storage)}" in told) == (10, True), told
+
+
+def test_a_trainer_that_breaks_the_protocol_is_told_so(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(4096)
+        rank._send(0, Begin(1, 1, 4096, 4088, 8, "wait"))  # and its word is not REQUESTED
+        daemon.logs("failed: the trainer violated the protocol")
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "file": Path.touch,
+    "directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("0", "file"), ("0/job", "file"), ("0/job", "fifo"), ("0/job/rank-0.0.pcc", "directory"),
+     ("0/job/rank-0.0.pcc", "fifo"), ("0/job/rank-0.1.pcc", "fifo")],
+)  # fmt: skip
+def test_something_else_in_place_of_a_job_is_no_empty_job(
+    start_daemon: Start, ctl: Ctl, place: str, kind: str
+) -> None:
+    daemon = start_daemon()
+    save(daemon, "job", 1)
+    daemon.stop()
+    path = daemon.storage / place.replace("0", str(os.getuid()), 1)
+    away = daemon.root / "away"
+    if path.exists():
+        path.rename(away)
+    KINDS[kind](path)
+    what = f"{path} is not a {'regular file' if path.suffix else 'directory'}"
+    daemon.start()
+    daemon.logs(what)
+    for fresh in (False, True):
+        with (
+            pytest.raises(PccheckError, match=f"{what}.*move it away"),
+            PCcheckClient("job", socket=daemon.socket, fresh=fresh) as client,
+        ):
+            client.recover()
+    assert what in ctl(daemon.storage, "list").err
+    told = status(daemon, ctl)
+    assert (told.code, what in told.out) == (3, True), told.out
+    assert ctl(daemon.storage, "verify").code == 14
+    if away.exists():
+        path.rmdir() if kind == "directory" else path.unlink()
+        away.rename(path)
+    else:
+        path.unlink()
+    until(lambda: status(daemon, ctl).code == 0)
+    assert restored(daemon, "job") == 1
+
+
+@pytest.mark.parametrize("lost", ["volume", "record"])
+def test_what_was_found_at_the_start_is_told_until_it_is_mended(
+    start_daemon: Start, ctl: Ctl, lost: str
+) -> None:
+    """Before the job is back: nobody looks into the log until then."""
+    daemon = start_daemon()
+    save(daemon, "job", 1, 2)
+    daemon.stop()
+    (volume,) = daemon.storage.glob("*/*/*.pcc")
+    whole = volume.read_bytes()
+    if lost == "volume":
+        volume.write_bytes(bytes(4096))
+    else:
+        lose_record(volume)
+    daemon.start()
+    told = status(daemon, ctl)
+    assert (told.code, str(volume) in told.out) == (3, True), told.out
+    daemon.open_to_everybody()
+    ran = subprocess.run(
+        as_user(NOBODY, "pccheckctl.cli", "--socket", str(daemon.socket), "status"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, str(volume) in ran.stdout) == (0, False), ran.stdout + ran.stderr
+    volume.write_bytes(whole)
+    until(lambda: status(daemon, ctl).code == 0)
+    assert restored(daemon, "job") == 2
