@@ -17,8 +17,8 @@ and what is shared appears in the state in the same order on every rank. Maps, e
 unknown tags, views outside of their extent, blocks outside of their tensor and too deep nesting
 are refused.
 
-`about` is what the client records beside the state: the process that made it, and the classes of
-attached optimizers.
+`about` is what the client records beside the state: the process and the client that made it, and
+the classes of attached optimizers.
 """
 
 from __future__ import annotations

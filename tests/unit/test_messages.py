@@ -22,6 +22,7 @@ from torch import nn
 from pccheck import PCcheckClient, PccheckError, PccheckWarning, capture_rng, restore_rng
 from pccheck.daemon.autostart import PrivateDaemon
 from pccheck.daemon.connection import Connection
+from pccheck.job import origin
 from pccheck.job.naming import Identity, identify
 from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
@@ -263,6 +264,15 @@ def skipped(kit: Kit) -> None:
     recovery._took_over(connection, opened, described, damaged, None)  # type: ignore[arg-type]
 
 
+def own(kit: Kit) -> None:
+    recovery = kit.client()._recovery
+    session: Any = SimpleNamespace(took_over=lambda *_: None, identity=JOB)
+    recovery._session = session
+    opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
+    described = tree.Tree(40, None, True, [], None, about=origin.node({}, origin.name_client()))
+    recovery._took_over(FakeConnection(), opened, described, [], None)  # type: ignore[arg-type]
+
+
 def other_rank(kit: Kit) -> None:
     client = kit.attached()
     client.attach(rng=True)
@@ -372,6 +382,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
         Registered(4, 2, 2, 1, 2.0, "/data/v", [1, 2])
     ),
     "damaged checkpoint": skipped,
+    "own checkpoint": own,
     "rank that did not save": other_rank,
     "another number of ranks": other_size,
     # -- the daemon refuses, and the command line
@@ -668,6 +679,11 @@ WORDS: dict[str, str] = {
     "damaged checkpoint": (
         "PCcheck: checkpoint of step 50 was skipped (bad checksum), and step 40 was restored "
         "instead: training repeats the steps between. Check the disk: pccheckctl verify"
+    ),
+    "own checkpoint": (
+        "PCcheck: job 'gpt' restores step 40, which this process saved itself, through another "
+        "client. If this is a new run (another fold, a second Trainer), give each run a job name "
+        "of its own: PCcheckClient(job=...), or in a framework PCcheckCallback(job=...)"
     ),
     "rank that did not save": (
         "PCcheck: step 40 was saved with world size 2, and not by rank 0: its generators (rng) "

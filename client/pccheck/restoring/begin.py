@@ -231,10 +231,19 @@ class Recovery:
                 "instead: training repeats the steps between. Check the disk: pccheckctl verify",
             )
         identity = self._session.identity
-        # A job that is named after its script may not be the one that the user means.
-        log = LOG.warning if identity.guessed else LOG.info
+        # One line shows whether a run was resumed. From every rank when the job is named after its
+        # script: that may not be the job that the user means.
+        log = LOG.warning if identity.guessed or identity.rank == 0 else LOG.info
         log(
             "PCcheck: job %r%s continues from step %d, saved %s by %s",
             identity.job, " (named after the script)" if identity.guessed else "",
             opened.step, origin.age(opened.wall_ns), origin.of(described),
         )  # fmt: skip
+        if identity.rank == 0 and origin.by_another_client(described, self._planner.client):
+            self._warner.once(
+                "own",
+                f"job {identity.job!r} restores step {opened.step}, which this process saved "
+                "itself, through another client. If this is a new run (another fold, a second "
+                "Trainer), give each run a job name of its own: PCcheckClient(job=...), or in a "
+                "framework PCcheckCallback(job=...)",
+            )
