@@ -425,6 +425,8 @@ class PCcheckClient:
                 f"the state of {paths[0]} is not saved: the state_dict() of the attached optimizer "
                 f"leaves it out, and a resumed run begins without it. Attach {paths[0]} itself",
             )
+        if state is None:
+            self._warn_if_idle(step)
         node = metadata_node(metadata)
         try:
             return self._submit(connection, state, step, node)
@@ -437,6 +439,18 @@ class PCcheckClient:
             )
             self._planner.stop_staging(for_good=not error.retryable)
             return self._submit(connection, state, step, node)
+
+    def _warn_if_idle(self, step: int) -> None:
+        """What trains may no longer be what is attached. Replays of a CUDA graph run no hooks."""
+        hooks = self._planner.hooks
+        since = hooks.progress.idle_since(step)
+        if since is not None and hooks.trusted:
+            self._warner.once(
+                "idle",
+                f"the attached optimizer has made no step since step {since}, and checkpoints hold "
+                "that state. If you made a new model or optimizer, attach it again: "
+                "client.attach(model=..., optimizer=...)",
+            )
 
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node

@@ -295,6 +295,12 @@ def loader_as_data(kit: Kit) -> None:
     kit.attached().attach(rng=True, data=kind(torch.optim.SGD(nn.Linear(2, 2).parameters())))
 
 
+def stale(kit: Kit) -> None:
+    client = kit.connected()
+    client._planner.hooks.progress.idle_since = lambda _: 5  # type: ignore[method-assign]
+    client._warn_if_idle(9)
+
+
 def graph(kit: Kit) -> None:
     client = kit.connected()
     kit.patch.setattr("pccheck.state.devices.capturing", lambda: True)
@@ -352,6 +358,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "signal handler": interrupted,
     "plain DDP": plain_ddp,
     "moved": moved,
+    "stale": stale,
     "CUDA graph": graph,
     "stalled": stalled,
     "failed": lambda kit: kit.client()._saver.failures.report(5, "no space left in /data"),
@@ -561,6 +568,11 @@ WORDS: dict[str, str] = {
         "outside of an attached optimizer's step. From now on checkpoint() returns only after "
         "reading the whole state. To keep training meanwhile, call gate() before such a change, "
         "or attach the optimizer that makes it"
+    ),
+    "stale": (
+        "PCcheck: the attached optimizer has made no step since step 5, and checkpoints hold that "
+        "state. If you made a new model or optimizer, attach it again: client.attach(model=..., "
+        "optimizer=...)"
     ),
     "CUDA graph": (
         "PCcheck: an attached optimizer made a step while a CUDA graph was recorded. A replay "
