@@ -506,7 +506,7 @@ class PCcheckClient:
                 options that the attached one does not have.
             only: names of attached things. The rest of the checkpoint is neither compared nor
                 read, and the other attached things stay as they are. This does not count as
-                restored: see `adopt`.
+                restored: call `adopt()` afterwards if this run continues the job.
 
         Returns what was restored; a falsy result only when the storage was read and holds nothing.
         Raises DaemonUnreachableError and the like when this is not known; UsageError with
@@ -567,9 +567,10 @@ class PCcheckClient:
             return found
 
     def adopt(self) -> None:
-        """Counts the job's checkpoints as restored: this run got its state by recover(step), an
-        export or another tool. Otherwise the newest checkpoint of the run before is protected (not
-        replaced) until restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
+        """Counts the job's checkpoints as restored: this run got its state by restore(only=...),
+        recover(step), an export or another tool. Otherwise the newest checkpoint of the run before
+        is protected (not replaced) until restore(), and takes a slot. Raises
+        DaemonUnreachableError and the like."""
         with self._calling():
             self._recovery.adopt(self._connection())
             self._saver.note_saved(self._recovery.newest)

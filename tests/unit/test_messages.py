@@ -155,6 +155,13 @@ def waits(what: str) -> Callable[[Kit], object]:
         connection.saves_alone = True
         connection.link.request(1)
         getattr(Checkpoint(InFlight(5, connection, 1)), what)(0.01)
+def in_part(kit: Kit) -> None:
+    session = kit.session()
+    session._protected_step = 40
+    session.restored_in_part(40, ["model"])
+    session.warn_if_unrestored()
+
+
 
     return wait
 
@@ -410,6 +417,7 @@ def words(kit: Kit, call: Callable[[Kit], object], capsys: pytest.CaptureFixture
             text = str(error)
     shown = [str(one.message) for one in caught if issubclass(one.category, PccheckWarning)]
     others = [one for one in shown if "stall_limit_s" not in one]  # a fake daemon copies nothing
+    "restored in part": in_part,
     text = text or "".join((others or shown)[:1]) or capsys.readouterr().err.strip()
     for pattern, name in ((re.escape(str(kit.path)), "DIR"), (r"\d+ days ago", "N days ago"),
                           (r"this process is .*?\)\.", "this process is ME.")):  # fmt: skip
@@ -670,11 +678,15 @@ WORDS: dict[str, str] = {
         "generators of Python, NumPy and the CPU are restored. For the same numbers use 2 GPUs"
     ),
     "unrestored": (
-        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. This "
-        "run saves its own checkpoints beside the old one, which keeps its space on the disk. "
-        "Call restore() before training, or in a framework what docs/frameworks.md names; or "
-        "adopt(), if this run got its state in another way; or begin with PCcheckClient(fresh=True"
-        "): then the old checkpoint may be overwritten."
+        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. It stays "
+        "on the disk, beside the checkpoints of this run. To continue from it, call restore() "
+        "before training (in a framework: see docs/frameworks.md). To start over, use "
+        "PCcheckClient(fresh=True). If this run got its state in another way, call adopt()."
+    ),
+    "restored in part": (
+        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was restored only in part "
+        "(model). It stays on the disk, beside the checkpoints of this run. If this run continues "
+        "that job, call adopt() after restore(only=...)."
     ),
     "plain DDP": (
         "PCcheck: the model is in DistributedDataParallel, and each of the 4 ranks stores a copy "

@@ -96,6 +96,8 @@ class Recovery:
             return RestoreResult(skipped=found.skipped), False, 0
         if only is None:
             self._took_over(connection, *source, found.skipped, newest)
+        else:
+            self._session.restored_in_part(found.step, only)
         result = RestoreResult(
             found.step, found.sequence, found.source, found.skipped, found.metadata
         )
