@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 
@@ -228,7 +228,7 @@ class PCcheckClient:
     def attach(
         self,
         /,
-        *,
+        *unnamed: Never,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Stateful | None = None,
@@ -254,6 +254,12 @@ class PCcheckClient:
         state, or whose state_dict() fails in the call made here; UnsupportedStateError by path for
         a value that cannot be stored.
         """
+        if unnamed:  # an old habit from torch.save(model)
+            kinds = ", ".join(kind.__name__ for kind in map(type, unnamed))
+            raise UsageError(
+                f"attach({kinds}): everything is attached under a name",
+                hint="call attach(model=model, optimizer=optimizer)",
+            )
         if not self._inert():
             self._require_open()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}

@@ -360,6 +360,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "step": lambda _: check_step(1.5),
     "closed": closed,
     "forked": forked,
+    "without a name": lambda kit: kit.connected().attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
     "torn": torn,
     "backwards": backwards,
     "signal handler": interrupted,
@@ -529,6 +530,10 @@ WORDS: dict[str, str] = {
     "metadata": (
         "metadata.model: type Linear cannot be metadata (use numbers, text, dicts and lists; "
         "attach the rest: attach(extra={...}))"
+    "without a name": (
+        "attach(Linear): everything is attached under a name (call attach(model=model, "
+        "optimizer=optimizer))"
+    ),
     ),
     "large metadata": (
         "metadata.curve has 70000 numbers, and the limit in metadata is 65536 (attach it "
