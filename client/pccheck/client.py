@@ -508,8 +508,9 @@ class PCcheckClient:
             step: one of `steps()`, to go back to. With several ranks all of them name it. Newer
                 checkpoints stay until they are replaced. Until this run has saved one, a restart
                 gets the newest.
-            strict_optimizer: False accepts the state of an optimizer of another class, or with
-                options that the attached one does not have.
+            strict_optimizer: False accepts options that the attached optimizer does not have, and
+                leaves them out. Of an optimizer of another class only `lr`, `weight_decay` and what
+                schedulers keep in the groups are taken; the attached one keeps its own state.
             only: names of attached things. The rest of the checkpoint is neither compared nor
                 read, and the other attached things stay as they are. This does not count as
                 restored: call `adopt()` afterwards if this run continues the job.
@@ -521,7 +522,8 @@ class PCcheckClient:
         DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid. Nothing is
         changed then, unless the load_state_dict() of an attached object refused: similar objects
         may have changed, tensors only if that state has some. Call restore() again, or restart.
-        Generators are set a second time after `loader` has made its next iterator, which draws.
+        Generators are set a second time after `loader` has made its next iterator, which draws. If
+        the checkpoint has none, attached generators stay as they are, with a warning.
         """
         if not self._planner.attached:
             raise UsageError(

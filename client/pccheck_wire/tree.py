@@ -207,6 +207,12 @@ class Tree:
     root: Node
     about: Node = None
 
+    def names(self) -> set[object]:
+        """What was attached is under these."""
+        if not self.attached or not isinstance(self.root, Mapping):
+            return set()
+        return {plain(key) for key, _ in self.root.items}
+
     def sharded(self) -> bool:
         """Whether some tensors are blocks of larger ones, of which other ranks have the rest."""
         return any(isinstance(node, Shard) for _, node in walk(self.root))

@@ -84,6 +84,12 @@ def placed(saved: dict[str, Any], now: dict[str, Any]) -> None:
     Placement(tree_of(AttachedPlan(saved, mode="sync", about=about).snapshot(1, None)), now)
 
 
+def other_options(_: Kit) -> None:
+    saved = optimizer(torch.optim.SGD)
+    saved["optimizer"].param_groups[0]["rho"] = 0.05
+    placed(saved, optimizer(torch.optim.SGD))
+
+
 def closed(kit: Kit) -> None:
     client = kit.connected()
     client.close()
@@ -149,12 +155,6 @@ def unrestored(kit: Kit) -> None:
     session.warn_if_unrestored()
 
 
-def waits(what: str) -> Callable[[Kit], object]:
-    def wait(_: Kit) -> None:
-        connection: Any = FakeConnection()
-        connection.saves_alone = True
-        connection.link.request(1)
-        getattr(Checkpoint(InFlight(5, connection, 1)), what)(0.01)
 def in_part(kit: Kit) -> None:
     session = kit.session()
     session._protected_step = 40
@@ -162,6 +162,12 @@ def in_part(kit: Kit) -> None:
     session.warn_if_unrestored()
 
 
+def waits(what: str) -> Callable[[Kit], object]:
+    def wait(_: Kit) -> None:
+        connection: Any = FakeConnection()
+        connection.saves_alone = True
+        connection.link.request(1)
+        getattr(Checkpoint(InFlight(5, connection, 1)), what)(0.01)
 
     return wait
 
@@ -285,7 +291,9 @@ def other_rank(kit: Kit) -> None:
     client.attach(rng=True)
     client._recovery._session.identity = JOB
     opened: Any = SimpleNamespace(rank=1, step=40, world_size=2)
-    client._recovery._left(opened, None)
+    client._recovery._left(
+        opened, tree_of(AttachedPlan({"rng": True}, mode="sync").snapshot(1, None)), None
+    )
 
 
 def other_size(kit: Kit) -> None:
@@ -293,7 +301,14 @@ def other_size(kit: Kit) -> None:
     client.attach(loader={"given": 3})
     client._recovery._session.identity = JOB
     opened: Any = SimpleNamespace(rank=0, step=40, world_size=2)
-    client._recovery._left(opened, None)
+    client._recovery._left(opened, tree.Tree(40, None, True, [], None), None)
+
+
+def no_generators(kit: Kit) -> None:
+    client = kit.attached()
+    client.attach(rng=True)
+    opened: Any = SimpleNamespace(rank=0, step=40, world_size=1)
+    client._recovery._left(opened, tree.Tree(40, None, True, [], None), None)
 
 
 def loader_as_data(kit: Kit) -> None:
@@ -345,6 +360,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     # -- attach
     "DataLoader": lambda _: checked({"loader": torch.utils.data.DataLoader([1])}),  # type: ignore[arg-type]
     "StatefulDataLoader": loader_as_data,
+    "without a name": lambda kit: kit.connected().attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
     "no state": lambda _: checked({"epoch": 3}),
     "rng": lambda _: checked({"rng": {"seed": 1}}),
     "state_dict() fails": lambda _: checked({"scaler": Broken()}),
@@ -360,7 +376,6 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "step": lambda _: check_step(1.5),
     "closed": closed,
     "forked": forked,
-    "without a name": lambda kit: kit.connected().attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
     "torn": torn,
     "backwards": backwards,
     "signal handler": interrupted,
@@ -386,13 +401,23 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "another command": lambda _: require_same(
         "train", 7, 0, Origin("node1", "/work", "train.py --lr 1", 12)
     ),
+    "more names": lambda _: placed(
+        {name: nn.Linear(2, 2) for name in ("model", "ema", "scheduler")},
+        {"model": nn.Linear(2, 2)},
+    ),
     "other names": lambda _: placed(optimizer(), {"adam": optimizer()["optimizer"]}),
     "other shape": lambda _: placed({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)}),
-    "other optimizer": lambda _: placed(optimizer(), optimizer(torch.optim.SGD)),
+    "other optimizer": lambda _: placed(
+        optimizer() | {"model": nn.Linear(2, 2)},
+        optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
+    ),
+    "other options": other_options,
     "given state": lambda _: Placement(tree.Tree(1, None, False, [], None), {}),
     "disk stands still": writing,
     "fewer GPUs": fewer_gpus,
+    "incomplete generators": lambda _: restore_rng({"numpy": capture_rng()["numpy"]}),
     "unrestored": unrestored,
+    "restored in part": in_part,
     "absent ranks": lambda kit: kit.session()._warn_if_ranks_are_absent(
         Registered(4, 2, 2, 1, 2.0, "/data/v", [1, 2])
     ),
@@ -400,6 +425,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "own checkpoint": own,
     "rank that did not save": other_rank,
     "another number of ranks": other_size,
+    "no generators": no_generators,
     # -- the daemon refuses, and the command line
     "two nodes": lambda _: hello(job="gpt", world_size=4, local_world_size=2),
     "name at the daemon": lambda _: hello(job="../x"),
@@ -418,7 +444,6 @@ def words(kit: Kit, call: Callable[[Kit], object], capsys: pytest.CaptureFixture
             text = str(error)
     shown = [str(one.message) for one in caught if issubclass(one.category, PccheckWarning)]
     others = [one for one in shown if "stall_limit_s" not in one]  # a fake daemon copies nothing
-    "restored in part": in_part,
     text = text or "".join((others or shown)[:1]) or capsys.readouterr().err.strip()
     for pattern, name in ((re.escape(str(kit.path)), "DIR"), (r"\d+ days ago", "N days ago"),
                           (r"this process is .*?\)\.", "this process is ME.")):  # fmt: skip
@@ -505,6 +530,10 @@ WORDS: dict[str, str] = {
         "run gets other random numbers, because the loader draws some when its iterator is made. "
         "Attach the loader that training draws from as loader="
     ),
+    "without a name": (
+        "attach(Linear): everything is attached under a name (call attach(model=model, "
+        "optimizer=optimizer))"
+    ),
     "no state": (
         "attach(epoch=...): type int has no state_dict, load_state_dict (attach a dict that "
         "has the value, or give the object these two methods)"
@@ -530,10 +559,6 @@ WORDS: dict[str, str] = {
     "metadata": (
         "metadata.model: type Linear cannot be metadata (use numbers, text, dicts and lists; "
         "attach the rest: attach(extra={...}))"
-    "without a name": (
-        "attach(Linear): everything is attached under a name (call attach(model=model, "
-        "optimizer=optimizer))"
-    ),
     ),
     "large metadata": (
         "metadata.curve has 70000 numbers, and the limit in metadata is 65536 (attach it "
@@ -655,17 +680,29 @@ WORDS: dict[str, str] = {
         "job='train'; to start a separate run, use another job name)"
     ),
     "other names": (
-        "what was attached: only in the checkpoint: optimizer; only attached: adam (attach "
-        "the same under the same names, or take what you need from recover())"
+        "the checkpoint has optimizer, which is not attached; adam is attached, and the checkpoint "
+        "does not have it (attach the same under the same names; or take what you need from "
+        "recover())"
+    ),
+    "more names": (
+        "the checkpoint has ema, scheduler, which are not attached (attach the same under the same "
+        'names; or restore what both have: restore(only=["model"]), then adopt() if this run '
+        "continues the job)"
     ),
     "other shape": (
         "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 3] is attached "
         "(build the model as it was, or take what you need from recover())"
     ),
     "other optimizer": (
-        "optimizer: the checkpoint has the state of AdamW, and SGD is attached (attach an "
-        "optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
-        "the attached one)"
+        "optimizer: the checkpoint has the state of AdamW, and SGD is attached (to continue with a "
+        'new optimizer: restore(only=["model"]), then adopt() if this run continues the job; '
+        "restore(strict_optimizer=False) takes the learning rate and the weight decay from the "
+        "checkpoint, too)"
+    ),
+    "other options": (
+        "optimizer.param_groups.0: the attached SGD has no rho (to continue with a new optimizer: "
+        "call adopt() instead of restore(); restore(strict_optimizer=False) takes the state "
+        "without these options)"
     ),
     "given state": (
         "the checkpoint was made by checkpoint(state), so it has no attached objects (get the "
@@ -725,6 +762,11 @@ WORDS: dict[str, str] = {
         "interrupted epoch begins again on every rank, and training gets its first batches a "
         "second time"
     ),
+    "no generators": (
+        "PCcheck: the checkpoint of step 40 has no generators (rng): random numbers continue from "
+        "this process's seeds"
+    ),
+    "incomplete generators": ("rng: there is no state of the generator of python, torch"),
     "two nodes": (
         "2 of the job's 4 ranks are on this node; this version can restore a job of several "
         "ranks only if all of them run on one node, so the client is refused (run the job on "

@@ -72,7 +72,7 @@ class Recovery:
             opened = payload.opened
             self._require(opened, described)
             attached = self._planner.attached
-            left = self._left(opened, only)
+            left = self._left(opened, described, only)
             placement = Placement(
                 described, attached, left, payload.others,
                 strict_optimizer=strict_optimizer, only=only,
@@ -180,19 +180,28 @@ class Recovery:
         if identity.guessed:
             origin.require_same(identity.job, opened.step, opened.wall_ns, origin.of(described))
 
-    def _left(self, opened: Opened, only: Collection[str] | None) -> frozenset[str]:
+    def _left(
+        self, opened: Opened, described: tree.Tree, only: Collection[str] | None
+    ) -> frozenset[str]:
         """What is not restored in a world of another size: a position in the data counts the
         batches of one rank among so many. And on a rank that did not save, its generators: it would
         draw the same random numbers as the rank whose copy it gets."""
         identity = self._session.identity
         alone = self._session.saves_alone(identity.world_size)
-        if opened.world_size == (1 if alone else identity.world_size):
-            return frozenset()  # with solo=True the size of the world that saved is not known
         wanted = {
             name: thing
             for name, thing in self._planner.attached.items()
             if only is None or name in only
         }
+        if RNG in wanted and described.attached and RNG not in described.names():
+            self._warner.once(
+                "no generators",
+                f"the checkpoint of step {opened.step} has no generators (rng): random numbers "
+                "continue from this process's seeds",
+            )
+            del wanted[RNG]
+        if opened.world_size == (1 if alone else identity.world_size):
+            return frozenset()  # with solo=True the size of the world that saved is not known
         saved = f"step {opened.step} was saved with world size {opened.world_size}"
         places = frozenset(name for name, thing in wanted.items() if has_position(name, thing))
         if places:
