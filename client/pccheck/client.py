@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 
@@ -228,7 +228,7 @@ class PCcheckClient:
     def attach(
         self,
         /,
-        *,
+        *unnamed: Never,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Stateful | None = None,
@@ -254,6 +254,12 @@ class PCcheckClient:
         state, or whose state_dict() fails in the call made here; UnsupportedStateError by path for
         a value that cannot be stored.
         """
+        if unnamed:  # an old habit from torch.save(model)
+            kinds = ", ".join(kind.__name__ for kind in map(type, unnamed))
+            raise UsageError(
+                f"attach({kinds}): everything is attached under a name",
+                hint="call attach(model=model, optimizer=optimizer)",
+            )
         if not self._inert():
             self._require_open()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
@@ -425,6 +431,8 @@ class PCcheckClient:
                 f"the state of {paths[0]} is not saved: the state_dict() of the attached optimizer "
                 f"leaves it out, and a resumed run begins without it. Attach {paths[0]} itself",
             )
+        if state is None:
+            self._warn_if_idle(step)
         node = metadata_node(metadata)
         try:
             return self._submit(connection, state, step, node)
@@ -437,6 +445,18 @@ class PCcheckClient:
             )
             self._planner.stop_staging(for_good=not error.retryable)
             return self._submit(connection, state, step, node)
+
+    def _warn_if_idle(self, step: int) -> None:
+        """What trains may no longer be what is attached. Replays of a CUDA graph run no hooks."""
+        hooks = self._planner.hooks
+        since = hooks.progress.idle_since(step)
+        if since is not None and hooks.trusted:
+            self._warner.once(
+                "idle",
+                f"the attached optimizer has made no step since step {since}, and checkpoints hold "
+                "that state. If you made a new model or optimizer, attach it again: "
+                "client.attach(model=..., optimizer=...)",
+            )
 
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node
@@ -488,11 +508,12 @@ class PCcheckClient:
             step: one of `steps()`, to go back to. With several ranks all of them name it. Newer
                 checkpoints stay until they are replaced. Until this run has saved one, a restart
                 gets the newest.
-            strict_optimizer: False accepts the state of an optimizer of another class, or with
-                options that the attached one does not have.
+            strict_optimizer: False accepts options that the attached optimizer does not have, and
+                leaves them out. Of an optimizer of another class only `lr`, `weight_decay` and what
+                schedulers keep in the groups are taken; the attached one keeps its own state.
             only: names of attached things. The rest of the checkpoint is neither compared nor
                 read, and the other attached things stay as they are. This does not count as
-                restored: see `adopt`.
+                restored: call `adopt()` afterwards if this run continues the job.
 
         Returns what was restored; a falsy result only when the storage was read and holds nothing.
         Raises DaemonUnreachableError and the like when this is not known; UsageError with
@@ -501,7 +522,8 @@ class PCcheckClient:
         DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid. Nothing is
         changed then, unless the load_state_dict() of an attached object refused: similar objects
         may have changed, tensors only if that state has some. Call restore() again, or restart.
-        Generators are set a second time after `loader` has made its next iterator, which draws.
+        Generators are set a second time after `loader` has made its next iterator, which draws. If
+        the checkpoint has none, attached generators stay as they are, with a warning.
         """
         if not self._planner.attached:
             raise UsageError(
@@ -553,9 +575,10 @@ class PCcheckClient:
             return found
 
     def adopt(self) -> None:
-        """Counts the job's checkpoints as restored: this run got its state by recover(step), an
-        export or another tool. Otherwise the newest checkpoint of the run before is protected (not
-        replaced) until restore(), and takes a slot. Raises DaemonUnreachableError and the like."""
+        """Counts the job's checkpoints as restored: this run got its state by restore(only=...),
+        recover(step), an export or another tool. Otherwise the newest checkpoint of the run before
+        is protected (not replaced) until restore(), and takes a slot. Raises
+        DaemonUnreachableError and the like."""
         with self._calling():
             self._recovery.adopt(self._connection())
             self._saver.note_saved(self._recovery.newest)

@@ -17,8 +17,8 @@ and what is shared appears in the state in the same order on every rank. Maps, e
 unknown tags, views outside of their extent, blocks outside of their tensor and too deep nesting
 are refused.
 
-`about` is what the client records beside the state: the process that made it, and the classes of
-attached optimizers.
+`about` is what the client records beside the state: the process and the client that made it, and
+the classes of attached optimizers.
 """
 
 from __future__ import annotations
@@ -206,6 +206,12 @@ class Tree:
     extents: list[Extent]
     root: Node
     about: Node = None
+
+    def names(self) -> set[object]:
+        """What was attached is under these."""
+        if not self.attached or not isinstance(self.root, Mapping):
+            return set()
+        return {plain(key) for key, _ in self.root.items}
 
     def sharded(self) -> bool:
         """Whether some tensors are blocks of larger ones, of which other ranks have the rest."""

@@ -281,10 +281,13 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
     what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     several = len(wanted) > 1
     that = f"that all {len(wanted)} ranks have" if several else f"of rank {wanted[0]} that is valid"
+    then = "fresh=True starts without a checkpoint"
+    if step is not None and common(ranks):
+        then = "choose a step that all ranks have, or leave step= out for the newest one"
     return Refused(
         f"there is {what} {that} (durable steps: {'; '.join(parts)}{more})",
         "pccheckctl list shows all checkpoints; if only one rank saves, solo=True restores the "
-        "newest checkpoint of that rank; fresh=True starts without a checkpoint",
+        f"newest checkpoint of that rank; {then}",
     )
 
 

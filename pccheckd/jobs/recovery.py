@@ -121,9 +121,12 @@ def _newest(
     wanted = "" if body.step is None else f" of step {body.step}"
     older = "" if body.before is None else f" older than sequence {body.before}"
     steps = ", ".join(f"{i.step}{' (damaged)' if i.is_damaged else ''}" for i in found) or "none"
+    then = "fresh=True starts without a checkpoint"
+    if body.step is not None and any(not item.is_damaged for item in found):
+        then = "choose one of these steps, or leave step= out for the newest one"
     raise NoCheckpointError(
         f"{tenant.key} has no valid checkpoint{wanted}{older}; durable steps: {steps}",
-        hint="see: pccheckctl list; fresh=True starts without a checkpoint",
+        hint=f"{then}; see: pccheckctl list",
     )
 
 

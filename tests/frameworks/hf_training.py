@@ -75,9 +75,11 @@ def run(
     clash: bool = False,
     patience: int = 0,
     ignored: bool = False,
+    runs: int = 1,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Without a socket it trains undisturbed."""
+    """Without a socket it trains undisturbed. `runs`: in this process, as the folds of a cross
+    validation."""
     args = TrainingArguments(
         output_dir, use_cpu=True, report_to=[], disable_tqdm=True, seed=7,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=3,
@@ -115,3 +117,5 @@ def run(
         assert not os.path.exists(path)  # noqa: PTH110
     if given is not None:
         given.close()
+    if runs > 1:
+        run(output_dir, socket, every=every, runs=runs - 1, settings=settings)

@@ -97,6 +97,17 @@ def test_a_finished_training_trains_no_further_and_an_earlier_step_can_be_named(
     assert numbers(back) == numbers(plain, first=19)
 
 
+def test_a_second_run_in_one_process_is_warned_of(run: Callable[..., list[str]]) -> None:
+    """A fold without a job name of its own gets the finished checkpoint of the fold before."""
+    told = run(every=6, runs=2)
+    assert [line for line in told if line.startswith("RESUME")] == [
+        "RESUME None", "RESUME checkpoint-21",
+    ]  # fmt: skip
+    assert sum("which this process saved itself" in line for line in told) == 1
+    assert sum("job 'hf' continues from step 21" in line for line in told) == 1
+    assert not any("saved itself" in line for line in run(every=6))
+
+
 def test_best_model_early_stopping_and_checkpoints_of_trainer_itself(
     run: Callable[..., list[str]], tmp_path: Path
 ) -> None:

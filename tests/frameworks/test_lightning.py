@@ -47,6 +47,7 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     ("killed-accumulated", {"job": "sum", "every": 1, "kill": 4, "saved": 3, "accumulate": 4}),
     ("resumed-accumulated", {"job": "sum", "every": 1, "accumulate": 4}),
     ("plain", {"job": "plain", "every": 6, "plain": True, "epochs": 1, "odd": [{"a": "b"}]}),
+    ("folds", {"job": "folds", "kind": "folds", "every": 5, "epochs": 1}),
     ("order", {"job": "order", "kind": "order", "epochs": 1}),
     ("paths", {"job": "paths", "kind": "paths"}),
     ("refused", {"job": "refused", "kind": "refused"}),
@@ -121,6 +122,21 @@ def test_a_plain_loader_and_odd_hyper_parameters_are_told(alone: Read) -> None:
     assert lines[-1] == "CODE 0"
     assert sum("StatefulDataLoader" in line for line in lines) == 1
     assert not any("StatefulDataLoader" in line for line in alone("whole") + alone("resumed"))
+
+
+def test_it_is_shown_whether_a_run_was_resumed(alone: Read) -> None:
+    """Lightning prints that it restores from the path, also when there is no checkpoint."""
+    assert sum("has no checkpoint yet, so training begins" in one for one in alone("killed")) == 1
+    assert not any("continues from step" in line for line in alone("killed"))
+    assert sum("job 'middle' continues from step 8" in one for one in alone("resumed")) == 1
+    assert not any("has no checkpoint yet" in line for line in alone("resumed"))
+    assert not any("which this process saved itself" in line for line in alone("resumed"))
+
+
+def test_a_second_run_in_one_process_is_warned_of(alone: Read) -> None:
+    lines = alone("folds")
+    assert sum("which this process saved itself" in line for line in lines) == 1
+    assert len([line for line in lines if line.startswith("STEP")]) == 6  # only the first trains
 
 
 def test_forward_and_backward_come_before_the_gate(alone: Read) -> None:

@@ -175,6 +175,12 @@ def order(options: Options) -> None:
     trainer_of(options, saver, Spy()).fit(Model(), loader_of(options))
 
 
+def folds(options: Options) -> None:
+    """Two runs under one job name, as in a cross validation."""
+    for _ in range(2):
+        train(options)
+
+
 def paths(options: Options) -> None:
     """ModelCheckpoint, save_checkpoint() with paths of PCcheck; the script has a client, too."""
     job, folder = options["job"], Path(options["folder"])
@@ -229,7 +235,7 @@ def refused(options: Options) -> None:
             say(f"ERROR {error}")
 
 
-KINDS = {"train": train, "order": order, "paths": paths, "refused": refused}
+KINDS = {"train": train, "folds": folds, "order": order, "paths": paths, "refused": refused}
 
 
 def meet(place: Path) -> None:

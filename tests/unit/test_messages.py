@@ -22,6 +22,7 @@ from torch import nn
 from pccheck import PCcheckClient, PccheckError, PccheckWarning, capture_rng, restore_rng
 from pccheck.daemon.autostart import PrivateDaemon
 from pccheck.daemon.connection import Connection
+from pccheck.job import origin
 from pccheck.job.naming import Identity, identify
 from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
@@ -81,6 +82,12 @@ def placed(saved: dict[str, Any], now: dict[str, Any]) -> None:
         (name, type(thing).__qualname__) for name, thing in saved.items()
     ]))])  # fmt: skip
     Placement(tree_of(AttachedPlan(saved, mode="sync", about=about).snapshot(1, None)), now)
+
+
+def other_options(_: Kit) -> None:
+    saved = optimizer(torch.optim.SGD)
+    saved["optimizer"].param_groups[0]["rho"] = 0.05
+    placed(saved, optimizer(torch.optim.SGD))
 
 
 def closed(kit: Kit) -> None:
@@ -145,6 +152,13 @@ def stalled(kit: Kit) -> None:
 def unrestored(kit: Kit) -> None:
     session = kit.session()
     session._protected_step = 40
+    session.warn_if_unrestored()
+
+
+def in_part(kit: Kit) -> None:
+    session = kit.session()
+    session._protected_step = 40
+    session.restored_in_part(40, ["model"])
     session.warn_if_unrestored()
 
 
@@ -263,12 +277,23 @@ def skipped(kit: Kit) -> None:
     recovery._took_over(connection, opened, described, damaged, None)  # type: ignore[arg-type]
 
 
+def own(kit: Kit) -> None:
+    recovery = kit.client()._recovery
+    session: Any = SimpleNamespace(took_over=lambda *_: None, identity=JOB)
+    recovery._session = session
+    opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
+    described = tree.Tree(40, None, True, [], None, about=origin.node({}, origin.name_client()))
+    recovery._took_over(FakeConnection(), opened, described, [], None)  # type: ignore[arg-type]
+
+
 def other_rank(kit: Kit) -> None:
     client = kit.attached()
     client.attach(rng=True)
     client._recovery._session.identity = JOB
     opened: Any = SimpleNamespace(rank=1, step=40, world_size=2)
-    client._recovery._left(opened, None)
+    client._recovery._left(
+        opened, tree_of(AttachedPlan({"rng": True}, mode="sync").snapshot(1, None)), None
+    )
 
 
 def other_size(kit: Kit) -> None:
@@ -276,13 +301,26 @@ def other_size(kit: Kit) -> None:
     client.attach(loader={"given": 3})
     client._recovery._session.identity = JOB
     opened: Any = SimpleNamespace(rank=0, step=40, world_size=2)
-    client._recovery._left(opened, None)
+    client._recovery._left(opened, tree.Tree(40, None, True, [], None), None)
+
+
+def no_generators(kit: Kit) -> None:
+    client = kit.attached()
+    client.attach(rng=True)
+    opened: Any = SimpleNamespace(rank=0, step=40, world_size=1)
+    client._recovery._left(opened, tree.Tree(40, None, True, [], None), None)
 
 
 def loader_as_data(kit: Kit) -> None:
     body = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
     kind = type("StatefulDataLoader", (torch.optim.lr_scheduler.ConstantLR,), body)
     kit.attached().attach(rng=True, data=kind(torch.optim.SGD(nn.Linear(2, 2).parameters())))
+
+
+def stale(kit: Kit) -> None:
+    client = kit.connected()
+    client._planner.hooks.progress.idle_since = lambda _: 5  # type: ignore[method-assign]
+    client._warn_if_idle(9)
 
 
 def graph(kit: Kit) -> None:
@@ -322,6 +360,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     # -- attach
     "DataLoader": lambda _: checked({"loader": torch.utils.data.DataLoader([1])}),  # type: ignore[arg-type]
     "StatefulDataLoader": loader_as_data,
+    "without a name": lambda kit: kit.connected().attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
     "no state": lambda _: checked({"epoch": 3}),
     "rng": lambda _: checked({"rng": {"seed": 1}}),
     "state_dict() fails": lambda _: checked({"scaler": Broken()}),
@@ -342,6 +381,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "signal handler": interrupted,
     "plain DDP": plain_ddp,
     "moved": moved,
+    "stale": stale,
     "CUDA graph": graph,
     "stalled": stalled,
     "failed": lambda kit: kit.client()._saver.failures.report(5, "no space left in /data"),
@@ -361,19 +401,31 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "another command": lambda _: require_same(
         "train", 7, 0, Origin("node1", "/work", "train.py --lr 1", 12)
     ),
+    "more names": lambda _: placed(
+        {name: nn.Linear(2, 2) for name in ("model", "ema", "scheduler")},
+        {"model": nn.Linear(2, 2)},
+    ),
     "other names": lambda _: placed(optimizer(), {"adam": optimizer()["optimizer"]}),
     "other shape": lambda _: placed({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)}),
-    "other optimizer": lambda _: placed(optimizer(), optimizer(torch.optim.SGD)),
+    "other optimizer": lambda _: placed(
+        optimizer() | {"model": nn.Linear(2, 2)},
+        optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
+    ),
+    "other options": other_options,
     "given state": lambda _: Placement(tree.Tree(1, None, False, [], None), {}),
     "disk stands still": writing,
     "fewer GPUs": fewer_gpus,
+    "incomplete generators": lambda _: restore_rng({"numpy": capture_rng()["numpy"]}),
     "unrestored": unrestored,
+    "restored in part": in_part,
     "absent ranks": lambda kit: kit.session()._warn_if_ranks_are_absent(
         Registered(4, 2, 2, 1, 2.0, "/data/v", [1, 2])
     ),
     "damaged checkpoint": skipped,
+    "own checkpoint": own,
     "rank that did not save": other_rank,
     "another number of ranks": other_size,
+    "no generators": no_generators,
     # -- the daemon refuses, and the command line
     "two nodes": lambda _: hello(job="gpt", world_size=4, local_world_size=2),
     "name at the daemon": lambda _: hello(job="../x"),
@@ -478,6 +530,10 @@ WORDS: dict[str, str] = {
         "run gets other random numbers, because the loader draws some when its iterator is made. "
         "Attach the loader that training draws from as loader="
     ),
+    "without a name": (
+        "attach(Linear): everything is attached under a name (call attach(model=model, "
+        "optimizer=optimizer))"
+    ),
     "no state": (
         "attach(epoch=...): type int has no state_dict, load_state_dict (attach a dict that "
         "has the value, or give the object these two methods)"
@@ -551,6 +607,11 @@ WORDS: dict[str, str] = {
         "reading the whole state. To keep training meanwhile, call gate() before such a change, "
         "or attach the optimizer that makes it"
     ),
+    "stale": (
+        "PCcheck: the attached optimizer has made no step since step 5, and checkpoints hold that "
+        "state. If you made a new model or optimizer, attach it again: client.attach(model=..., "
+        "optimizer=...)"
+    ),
     "CUDA graph": (
         "PCcheck: an attached optimizer made a step while a CUDA graph was recorded. A replay "
         "does not repeat the call: checkpoint() waits from now on; to keep training "
@@ -619,17 +680,29 @@ WORDS: dict[str, str] = {
         "job='train'; to start a separate run, use another job name)"
     ),
     "other names": (
-        "what was attached: only in the checkpoint: optimizer; only attached: adam (attach "
-        "the same under the same names, or take what you need from recover())"
+        "the checkpoint has optimizer, which is not attached; adam is attached, and the checkpoint "
+        "does not have it (attach the same under the same names; or take what you need from "
+        "recover())"
+    ),
+    "more names": (
+        "the checkpoint has ema, scheduler, which are not attached (attach the same under the same "
+        'names; or restore what both have: restore(only=["model"]), then adopt() if this run '
+        "continues the job)"
     ),
     "other shape": (
         "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 3] is attached "
         "(build the model as it was, or take what you need from recover())"
     ),
     "other optimizer": (
-        "optimizer: the checkpoint has the state of AdamW, and SGD is attached (attach an "
-        "optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
-        "the attached one)"
+        "optimizer: the checkpoint has the state of AdamW, and SGD is attached (to continue with a "
+        'new optimizer: restore(only=["model"]), then adopt() if this run continues the job; '
+        "restore(strict_optimizer=False) takes the learning rate and the weight decay from the "
+        "checkpoint, too)"
+    ),
+    "other options": (
+        "optimizer.param_groups.0: the attached SGD has no rho (to continue with a new optimizer: "
+        "call adopt() instead of restore(); restore(strict_optimizer=False) takes the state "
+        "without these options)"
     ),
     "given state": (
         "the checkpoint was made by checkpoint(state), so it has no attached objects (get the "
@@ -647,11 +720,15 @@ WORDS: dict[str, str] = {
         "generators of Python, NumPy and the CPU are restored. For the same numbers use 2 GPUs"
     ),
     "unrestored": (
-        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. This "
-        "run saves its own checkpoints beside the old one, which keeps its space on the disk. "
-        "Call restore() before training, or in a framework what docs/frameworks.md names; or "
-        "adopt(), if this run got its state in another way; or begin with PCcheckClient(fresh=True"
-        "): then the old checkpoint may be overwritten."
+        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was NOT restored. It stays "
+        "on the disk, beside the checkpoints of this run. To continue from it, call restore() "
+        "before training (in a framework: see docs/frameworks.md). To start over, use "
+        "PCcheckClient(fresh=True). If this run got its state in another way, call adopt()."
+    ),
+    "restored in part": (
+        "PCcheck: job 'gpt' (rank 0) has a checkpoint of step 40 that was restored only in part "
+        "(model). It stays on the disk, beside the checkpoints of this run. If this run continues "
+        "that job, call adopt() after restore(only=...)."
     ),
     "plain DDP": (
         "PCcheck: the model is in DistributedDataParallel, and each of the 4 ranks stores a copy "
@@ -669,6 +746,11 @@ WORDS: dict[str, str] = {
         "PCcheck: checkpoint of step 50 was skipped (bad checksum), and step 40 was restored "
         "instead: training repeats the steps between. Check the disk: pccheckctl verify"
     ),
+    "own checkpoint": (
+        "PCcheck: job 'gpt' restores step 40, which this process saved itself, through another "
+        "client. If this is a new run (another fold, a second Trainer), give each run a job name "
+        "of its own: PCcheckClient(job=...), or in a framework PCcheckCallback(job=...)"
+    ),
     "rank that did not save": (
         "PCcheck: step 40 was saved with world size 2, and not by rank 0: its generators (rng) "
         "are not restored and keep the state of this process. Seed them on this rank if ranks must "
@@ -680,6 +762,11 @@ WORDS: dict[str, str] = {
         "interrupted epoch begins again on every rank, and training gets its first batches a "
         "second time"
     ),
+    "no generators": (
+        "PCcheck: the checkpoint of step 40 has no generators (rng): random numbers continue from "
+        "this process's seeds"
+    ),
+    "incomplete generators": ("rng: there is no state of the generator of python, torch"),
     "two nodes": (
         "2 of the job's 4 ranks are on this node; this version can restore a job of several "
         "ranks only if all of them run on one node, so the client is refused (run the job on "

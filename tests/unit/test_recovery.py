@@ -55,10 +55,15 @@ def test_a_step_and_an_older_one_can_be_wanted(wanted: dict[str, int], sequence:
     assert opened(alone()[1], **wanted).sequence == sequence
 
 
-@pytest.mark.parametrize("wanted", [{"step": 99}, {"before": 1}])
-def test_none_that_fits_is_an_error_that_names_what_there_is(wanted: dict[str, int]) -> None:
-    with pytest.raises(NoCheckpointError, match=r"durable steps: 30 \(damaged\), 20, 10"):
+@pytest.mark.parametrize(
+    ("wanted", "hint"), [({"step": 99}, "choose one of these steps"), ({"before": 1}, "fresh=True")]
+)
+def test_none_that_fits_is_an_error_that_names_what_there_is(
+    wanted: dict[str, int], hint: str
+) -> None:
+    with pytest.raises(NoCheckpointError, match=r"durable steps: 30 \(damaged\), 20, 10") as told:
         opened(alone(3)[1], **wanted)
+    assert hint in told.value.hint and ("step" in wanted) != ("fresh" in told.value.hint)
 
 
 def test_empty_means_that_the_volume_was_read_and_holds_nothing() -> None:

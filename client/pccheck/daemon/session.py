@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 
@@ -73,6 +73,7 @@ class Session:
         self._has_connected = False
         self._process = _process_of(identity, solo=solo)
         self._protected_step: int | None = None  # of an earlier run, not restored
+        self._in_part: dict[int, set[str]] = {}  # by step, the names of restore(only=...)
 
     def current(self) -> Connection | None:
         """The connection, if it lives."""
@@ -190,19 +191,29 @@ class Session:
         self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None
 
+    def restored_in_part(self, step: int, names: Iterable[str]) -> None:
+        """That ends no protection: a run may take a model from another one."""
+        self._in_part.setdefault(step, set()).update(names)
+
     def warn_if_unrestored(self) -> None:
         """P7: this run saves although it did not read the checkpoints that the job has."""
-        if self._protected_step is not None:
-            identity = self.identity
-            self._warner.once(
-                "unrestored",
-                f"job {identity.job!r} (rank {identity.rank}) has a checkpoint of step "
-                f"{self._protected_step} that was NOT restored. This run saves its own checkpoints "
-                "beside the old one, which keeps its space on the disk. Call restore() before "
-                "training, or in a framework what docs/frameworks.md names; or adopt(), if this "
-                "run got its state in another way; or begin with PCcheckClient(fresh=True): then "
-                "the old checkpoint may be overwritten.",
-            )
+        if self._protected_step is None:
+            return
+        what = "NOT restored"
+        then = (
+            "To continue from it, call restore() before training (in a framework: see "
+            "docs/frameworks.md). To start over, use PCcheckClient(fresh=True). If this run got "
+            "its state in another way, call adopt()."
+        )
+        if names := self._in_part.get(self._protected_step):
+            what = f"restored only in part ({', '.join(sorted(names))})"
+            then = "If this run continues that job, call adopt() after restore(only=...)."
+        self._warner.once(
+            "unrestored",
+            f"job {self.identity.job!r} (rank {self.identity.rank}) has a checkpoint of step "
+            f"{self._protected_step} that was {what}. It stays on the disk, beside the checkpoints "
+            f"of this run. {then}",
+        )
 
     def say_goodbye(self, done: bool, left_s: float | None = None) -> bool:
         """Whether a daemon got it. Raises PccheckError when it does not answer; with `done` it

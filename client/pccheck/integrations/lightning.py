@@ -154,7 +154,11 @@ class PCcheckCallback(Callback):
                     "stay as they are, and its loader begins at the start of its data"
                 )
         elif found is not None:
-            LOG.info("PCcheck: job %r has no checkpoint yet: training begins", self.client.place[0])
+            if mine[0] == 0:  # Lightning has printed that it restores from the path
+                LOG.warning(
+                    "PCcheck: job %r has no checkpoint yet, so training begins at step 0",
+                    self.client.place[0],
+                )
             trainer.ckpt_path = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

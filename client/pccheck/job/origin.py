@@ -3,7 +3,9 @@ compared when the job has only the script's name."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import shlex
 import socket
 import sys
@@ -47,15 +49,26 @@ def this_process() -> Origin:
     return Origin(socket.gethostname(), _DIRECTORY, _COMMAND, os.getpid())
 
 
-def node(attached: Mapping[str, Any]) -> tree.Node:
-    """For the tree: this process, and what kinds of optimizers are attached."""
+#: With the process id a name of this process alone: a forked child inherits the token.
+_TOKEN = secrets.token_hex(8)
+_CLIENTS = itertools.count(1)
+
+
+def name_client() -> str:
+    """A name for a client of this process, which no other client has, anywhere."""
+    return f"{_TOKEN}.{os.getpid()}.{next(_CLIENTS)}"
+
+
+def node(attached: Mapping[str, Any], client: str) -> tree.Node:
+    """For the tree: this process, the name of its client, and what kinds of optimizers are
+    attached."""
     origin = this_process()
     kinds = {
         name: type(thing).__qualname__
         for name, thing in attached.items()
         if isinstance(thing, torch.optim.Optimizer)
     }
-    return _mapping({**origin._asdict(), "optimizers": _mapping(kinds)})
+    return _mapping({**origin._asdict(), "client": client, "optimizers": _mapping(kinds)})
 
 
 def _mapping(values: Mapping[str, Any]) -> tree.Node:
@@ -72,6 +85,12 @@ def of(described: tree.Tree) -> Origin:
     host, directory, command = (str(about.get(key, "?")) for key in Origin._fields[:3])
     pid = about.get("pid")
     return Origin(host, directory, command, pid if isinstance(pid, int) else 0)
+
+
+def by_another_client(described: tree.Tree, client: str) -> bool:
+    """Whether the process of `client` saved this itself, through another client."""
+    made_by = str(_about(described).get("client", ""))
+    return made_by != client and made_by.rpartition(".")[0] == client.rpartition(".")[0]
 
 
 def optimizer_kind(described: tree.Tree, name: str) -> str:

@@ -72,7 +72,7 @@ class Recovery:
             opened = payload.opened
             self._require(opened, described)
             attached = self._planner.attached
-            left = self._left(opened, only)
+            left = self._left(opened, described, only)
             placement = Placement(
                 described, attached, left, payload.others,
                 strict_optimizer=strict_optimizer, only=only,
@@ -96,6 +96,8 @@ class Recovery:
             return RestoreResult(skipped=found.skipped), False, 0
         if only is None:
             self._took_over(connection, *source, found.skipped, newest)
+        else:
+            self._session.restored_in_part(found.step, only)
         result = RestoreResult(
             found.step, found.sequence, found.source, found.skipped, found.metadata
         )
@@ -178,19 +180,28 @@ class Recovery:
         if identity.guessed:
             origin.require_same(identity.job, opened.step, opened.wall_ns, origin.of(described))
 
-    def _left(self, opened: Opened, only: Collection[str] | None) -> frozenset[str]:
+    def _left(
+        self, opened: Opened, described: tree.Tree, only: Collection[str] | None
+    ) -> frozenset[str]:
         """What is not restored in a world of another size: a position in the data counts the
         batches of one rank among so many. And on a rank that did not save, its generators: it would
         draw the same random numbers as the rank whose copy it gets."""
         identity = self._session.identity
         alone = self._session.saves_alone(identity.world_size)
-        if opened.world_size == (1 if alone else identity.world_size):
-            return frozenset()  # with solo=True the size of the world that saved is not known
         wanted = {
             name: thing
             for name, thing in self._planner.attached.items()
             if only is None or name in only
         }
+        if RNG in wanted and described.attached and RNG not in described.names():
+            self._warner.once(
+                "no generators",
+                f"the checkpoint of step {opened.step} has no generators (rng): random numbers "
+                "continue from this process's seeds",
+            )
+            del wanted[RNG]
+        if opened.world_size == (1 if alone else identity.world_size):
+            return frozenset()  # with solo=True the size of the world that saved is not known
         saved = f"step {opened.step} was saved with world size {opened.world_size}"
         places = frozenset(name for name, thing in wanted.items() if has_position(name, thing))
         if places:
@@ -231,10 +242,19 @@ class Recovery:
                 "instead: training repeats the steps between. Check the disk: pccheckctl verify",
             )
         identity = self._session.identity
-        # A job that is named after its script may not be the one that the user means.
-        log = LOG.warning if identity.guessed else LOG.info
+        # One line shows whether a run was resumed. From every rank when the job is named after its
+        # script: that may not be the job that the user means.
+        log = LOG.warning if identity.guessed or identity.rank == 0 else LOG.info
         log(
             "PCcheck: job %r%s continues from step %d, saved %s by %s",
             identity.job, " (named after the script)" if identity.guessed else "",
             opened.step, origin.age(opened.wall_ns), origin.of(described),
         )  # fmt: skip
+        if identity.rank == 0 and origin.by_another_client(described, self._planner.client):
+            self._warner.once(
+                "own",
+                f"job {identity.job!r} restores step {opened.step}, which this process saved "
+                "itself, through another client. If this is a new run (another fold, a second "
+                "Trainer), give each run a job name of its own: PCcheckClient(job=...), or in a "
+                "framework PCcheckCallback(job=...)",
+            )

@@ -20,7 +20,7 @@ from pccheck.state import devices, shards
 from pccheck.state.extents import Range, pack, pack_device
 from pccheck.state.flatten import DTYPE_NAMES
 from pccheck.state.plan import RNG
-from pccheck.state.rng import restore_rng
+from pccheck.state.rng import require_generators, restore_rng
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
 from pccheck_wire import tree
 from pccheck_wire.blocks import Block, Blocks, block_of
@@ -35,18 +35,13 @@ _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
     "or compile them in place with part.compile()"
 )
-_OTHER_OPTIMIZER = (
-    "attach an optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
-    "the attached one"
-)
-_OTHER_GROUPS = (
-    "make the same groups before restore() (add_param_group), or leave the optimizer out: "
-    'restore(only=["model"])'
-)
 #: What schedulers of torch write into the groups, and may not have written yet.
 _BY_SCHEDULERS = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
+#: What means the same to an optimizer of another class. All else there, and the state of each
+#: parameter, would make it another algorithm, or break its step().
+_OF_ANY_CLASS = _BY_SCHEDULERS | {"lr", "weight_decay"}
 
 
 class Placement:
@@ -78,13 +73,15 @@ class Placement:
         # Training draws from this one. Others (validation) may make their next iterator much later,
         # when the generators have moved on.
         self._loader = attached.get("loader") if "loader" not in leave else None
-        for name, node, thing in _named(described, attached, only):
+        named = _named(described, attached, only)
+        self._both = {name: thing for name, _, thing in named}
+        for name, node, thing in named:
             if name in leave:
                 continue
-            if strict_optimizer and isinstance(thing, torch.optim.Optimizer):
-                _same_kind(name, described, thing)
             if isinstance(thing, torch.nn.Module) and ModuleWatch.loads_plainly(thing):
                 self._module(name, node, thing)
+            elif isinstance(thing, torch.optim.Optimizer) and not self._same_kind(name, thing):
+                self._options(name, node, thing)
             elif isinstance(thing, torch.optim.Optimizer) and OptimizerWatch.loads_plainly(thing):
                 self._optimizer(name, node, thing)
             else:
@@ -173,6 +170,9 @@ class Placement:
 
     def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
         """Something with a load_state_dict of its own: gets the state as it was."""
+        if name == RNG and thing is True:
+            rest = _only(self._both.keys() - {RNG})
+            require_generators(_mapping(node, name), f"to leave the generators out: {rest}")
         has_shards = self._shards_of(name, node, thing)
         has_tensors = self._want(node) or has_shards
 
@@ -216,39 +216,73 @@ class Placement:
         self._rebuilt |= found
         return bool(found)
 
-    def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
-        parts = _mapping(node, name)
-        groups = parts.get("param_groups")
-        if not isinstance(groups, tree.Sequence) or "state" not in parts:
+    def _same_kind(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the state is of an optimizer of this class, as far as is known."""
+        kind, mine = origin.optimizer_kind(self._tree, name), type(optimizer).__qualname__
+        if kind not in ("", mine) and self._strict:
             raise StateMismatchError(
-                f"{name}: the checkpoint has no optimizer of this name",
-                hint="attach the same under the same names",
+                f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
+                hint=f"{self._new_optimizer(name)}; restore(strict_optimizer=False) takes the "
+                "learning rate and the weight decay from the checkpoint, too",
             )
-        saved_groups = [_mapping(item, f"{name}.param_groups") for item in groups.items]
-        parameters = _numbered(name, saved_groups, optimizer)
+        return kind in ("", mine)
+
+    def _new_optimizer(self, name: str) -> str:
+        """For a hint. Its scheduler begins with it."""
+        schedulers = {
+            other for other, thing in self._both.items()
+            if isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+        }  # fmt: skip
+        rest = self._both.keys() - {name} - schedulers
+        return f"to continue with a new optimizer: {_only(rest)}"
+
+    def _options(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
+        """Of an optimizer of another class."""
+        saved = _groups_of(name, node)
+        _numbered(name, saved, optimizer, self._new_optimizer(name))
+        self._groups(
+            [{key: group[key] for key in group.keys() & _OF_ANY_CLASS} for group in saved],
+            optimizer,
+        )
+
+    def _groups(self, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer) -> None:
+        """The options of the groups. Those that the attached optimizer does not have are left out:
+        without strict_optimizer=False there are none."""
+        known = [
+            {
+                key: value
+                for key, value in group.items()
+                if key != "params" and (key in live or key in _BY_SCHEDULERS)
+            }
+            for group, live in zip(saved, optimizer.param_groups, strict=True)
+        ]
+        for group in known:
+            for value in group.values():
+                self._want(value)
+        self._after.append(functools.partial(_set_groups, optimizer, known))
+
+    def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
+        saved_groups, new = _groups_of(name, node), self._new_optimizer(name)
+        parameters = _numbered(name, saved_groups, optimizer, new)
         if self._strict:
-            _same_options(name, saved_groups, optimizer)
+            _same_options(name, saved_groups, optimizer, new)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
         common: dict[Any, tree.Node] = {}  # under names of the optimizer's own
-        for number, entry in _mapping(parts["state"], f"{name}.state").items():
+        for number, entry in _mapping(_mapping(node, name)["state"], f"{name}.state").items():
             path = tree.join(f"{name}.state", number)
             if number not in parameters:
                 if isinstance(number, int):
                     raise StateMismatchError(
                         f"{path}: the attached optimizer has no such parameter",
-                        hint=_OTHER_OPTIMIZER,
+                        hint=f"attach an optimizer of the same parameters; or {new}",
                     )
                 common[number] = entry
                 self._want(entry)
                 continue
             entries[parameters[number]] = self._entry(path, entry, optimizer, parameters[number])
-        for group in saved_groups:
-            for key, value in group.items():
-                if key != "params":
-                    self._want(value)
+        self._groups(saved_groups, optimizer)
 
         def finish(memory: Memory) -> None:
-            _set_groups(optimizer, saved_groups, memory)
             made: defaultdict[Any, Any] = defaultdict(dict)
             made.update({key: state_of(memory, value) for key, value in common.items()})
             for parameter, entry in entries.items():
@@ -352,8 +386,51 @@ def _named(
     if only is not None:  # the checkpoint may have more
         attached = {name: attached[name] for name in only}
         saved = {name: node for name, node in saved.items() if name in attached}
-    _same_keys("what was attached", saved.keys(), attached.keys())
+    # Generators that the checkpoint does not have stay as they are; the caller warns.
+    attached = {name: thing for name, thing in attached.items() if name in saved or name != RNG}
+    _same_names(saved.keys(), attached.keys())
     return [(name, saved[name], thing) for name, thing in attached.items()]
+
+
+def _only(names: Collection[str]) -> str:
+    """For a hint: what restores these, and how the run then counts as their continuation."""
+    if not names:
+        return "call adopt() instead of restore()"
+    listed = ", ".join(f'"{name}"' for name in sorted(names))
+    return f"restore(only=[{listed}]), then adopt() if this run continues the job"
+
+
+def _same_names(saved: Collection[str], attached: Collection[str]) -> None:
+    parts = []
+    if missing := sorted(set(saved) - set(attached)):
+        are = "is" if len(missing) == 1 else "are"
+        parts.append(f"the checkpoint has {_some(missing)}, which {are} not attached")
+    if extra := sorted(set(attached) - set(saved)):
+        are, it = ("is", "it") if len(extra) == 1 else ("are", "them")
+        parts.append(f"{_some(extra)} {are} attached, and the checkpoint does not have {it}")
+    if parts:
+        both = set(saved) & set(attached)
+        raise StateMismatchError(
+            "; ".join(parts),
+            hint="attach the same under the same names; or "
+            + (
+                f"restore what both have: {_only(both)}"
+                if both
+                else "take what you need from recover()"
+            ),
+        )
+
+
+def _groups_of(name: str, node: tree.Node) -> list[dict[Any, tree.Node]]:
+    """Of an optimizer's state."""
+    parts = _mapping(node, name)
+    groups = parts.get("param_groups")
+    if not isinstance(groups, tree.Sequence) or "state" not in parts:
+        raise StateMismatchError(
+            f"{name}: the checkpoint has no optimizer of this name",
+            hint="attach the same under the same names",
+        )
+    return [_mapping(item, f"{name}.param_groups") for item in groups.items]
 
 
 def _mapping(node: tree.Node, path: str) -> dict[Any, tree.Node]:
@@ -451,15 +528,16 @@ def _write(live: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _numbered(
-    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
+    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer, new: str
 ) -> dict[Any, torch.Tensor]:
-    """The parameters by the numbers that they had in the checkpoint."""
+    """The parameters by the numbers that they had in the checkpoint. `new`: of the hint."""
+    hint = f"make the same groups before restore() (add_param_group); or {new}"
     numbers: dict[Any, torch.Tensor] = {}
     if len(saved) != len(optimizer.param_groups):
         raise StateMismatchError(
             f"{name}.param_groups: {len(saved)} in the checkpoint, "
             f"{len(optimizer.param_groups)} attached",
-            hint=_OTHER_GROUPS,
+            hint=hint,
         )
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         ids = group.get("params")
@@ -468,23 +546,14 @@ def _numbered(
             raise StateMismatchError(
                 f"{name}.param_groups.{index}.params: {count} in the checkpoint, "
                 f"{len(live['params'])} attached",
-                hint=_OTHER_GROUPS,
+                hint=hint,
             )
         numbers.update(zip(map(tree.plain, ids.items), live["params"], strict=True))
     return numbers
 
 
-def _same_kind(name: str, described: tree.Tree, optimizer: torch.optim.Optimizer) -> None:
-    kind, mine = origin.optimizer_kind(described, name), type(optimizer).__qualname__
-    if kind not in ("", mine):
-        raise StateMismatchError(
-            f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
-            hint=_OTHER_OPTIMIZER,
-        )
-
-
 def _same_options(
-    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
+    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer, new: str
 ) -> None:
     """What only the attached one has stays as it is: newer versions of torch add options."""
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
@@ -493,7 +562,8 @@ def _same_options(
             raise StateMismatchError(
                 f"{name}.param_groups.{index}: the attached {type(optimizer).__name__} has no "
                 f"{_some(lost)}",
-                hint=_OTHER_OPTIMIZER,
+                hint=f"{new}; restore(strict_optimizer=False) takes the state without these "
+                "options",
             )
 
 
@@ -503,8 +573,6 @@ def _set_groups(
     """Hyper-parameters from the checkpoint; what only this version of torch has stays."""
     for live, group in zip(optimizer.param_groups, saved, strict=True):
         for key, node in group.items():
-            if key == "params":
-                continue
             value = state_of(memory, node, like=next(iter(live["params"]), None))
             now = live.get(key)
             if (

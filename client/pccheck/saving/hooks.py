@@ -17,6 +17,39 @@ from pccheck.state import devices
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+#: So many checkpoints without a step of an optimizer in between are no accident.
+_IDLE_CHECKPOINTS = 3
+
+
+class Progress:
+    """Whether the attached optimizers still step, judged by the numbers of the checkpoints.
+
+    A run with gradient accumulation may number and save its micro-batches: then some checkpoints in
+    a row have no step of the optimizer in between. So the pause must also be more than twice as
+    long, in these numbers, as every earlier one between two steps.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0  #: that the attached optimizers have made
+        self._seen = 0  # of them at the checkpoint before
+        self._at = self._last = 0  # the checkpoint that saw the newest step; the one before
+        self._longest = 0  # from one that saw a step to the next; 0: not known yet
+        self._idle = 0  # checkpoints since `_at`
+
+    def idle_since(self, number: int) -> int | None:
+        """For each checkpoint: the number of the last one that saw a step, when no attached
+        optimizer steps any more."""
+        if self.steps != self._seen:
+            if self._seen:
+                self._longest = max(self._longest, number - self._at)
+            self._seen, self._at, self._idle = self.steps, number, 0
+        elif number > self._last:
+            self._idle += 1
+        self._last = number
+        paused = self._idle >= _IDLE_CHECKPOINTS and number - self._at > 2 * self._longest
+        return self._at if self._longest and paused else None
+
+
 class StepHooks:
     """Calls a method, whose object may be deleted, before any of the optimizers steps.
 
@@ -27,6 +60,7 @@ class StepHooks:
 
     def __init__(self) -> None:
         self.trusted = True
+        self.progress = Progress()
         self._handles: list[Any] = []
         self._unseen: set[int] = set()
         #: By optimizer: the thread and the call in which it steps, or did before it failed.
@@ -56,6 +90,7 @@ class StepHooks:
         """Hooks the optimizers among `things`; earlier hooks are removed."""
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
+        progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
 
         def pass_gate() -> None:
@@ -71,6 +106,7 @@ class StepHooks:
 
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
             steps.pop(id(optimizer), None)
+            progress.steps += 1
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
                 streams.update({gpu: devices.current_stream(gpu) for gpu in on})

@@ -32,6 +32,7 @@ class Planner:
         """`replicated`: what is attached is the same on all ranks, and each saves a part of it."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
+        self.client = origin.name_client()  #: recorded with every checkpoint
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
@@ -117,7 +118,7 @@ class Planner:
         shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)
         if state is not None:
             sorting = gating.Gating(self.attached, mode, self._loose)
-            about = origin.node({})
+            about = origin.node({}, self.client)
             made = plan_state(state, sorting, step, metadata, shape, about)
         else:
             made = self._of_attached(mode, shape, step, metadata)
@@ -134,7 +135,7 @@ class Planner:
             )
         wanted = mode, shape, self._loose
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
-            about = origin.node(self.attached)
+            about = origin.node(self.attached, self.client)
             self._plan = AttachedPlan(
                 self.attached, mode=mode, shape=shape, loose=self._loose, about=about,
                 ranks=self._ranks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from pccheck.warn import PccheckWarning
 from pccheck_wire import tree
+from pccheck_wire.errors import StateMismatchError
 
 
 def capture_rng() -> dict[str, Any]:
@@ -50,9 +52,20 @@ def _bytes(state: torch.Tensor) -> bytes:
     return bytes(state.numpy())
 
 
+def require_generators(names: Collection[Any], hint: str = "") -> None:
+    """Raises StateMismatchError when the names of a state are not those of capture_rng."""
+    missing = [name for name in ("python", "numpy", "torch") if name not in names]
+    if missing:
+        raise StateMismatchError(
+            f"rng: there is no state of the generator of {', '.join(missing)}", hint=hint
+        )
+
+
 def restore_rng(state: dict[str, Any]) -> None:
     """Puts back what capture_rng returned, or what a checkpoint has under "rng", where the numbers
-    are bytes; CUDA states only where as many devices are there, else with a PccheckWarning."""
+    are bytes; CUDA states only where as many devices are there, else with a PccheckWarning. Raises
+    StateMismatchError, and changes nothing, when one of the other generators has no state."""
+    require_generators(state)
     version, numbers, gauss = state["python"]
     if isinstance(numbers, bytes):
         numbers = struct.unpack(f"<{len(numbers) // 4}I", numbers)
