@@ -15,9 +15,10 @@ from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked, left_out
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
+from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
-from pccheck_wire.errors import UsageError
+from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
 from .exposure import Retry
 from .hooks import StepHooks
@@ -108,8 +109,16 @@ class Planner:
     def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError, and
         UsageError when nothing is attached."""
-        with no_collection():
-            return self._snapshot(chunk_bytes, state, step, metadata)
+        try:
+            with no_collection():
+                return self._snapshot(chunk_bytes, state, step, metadata)
+        except (PccheckError, OSError):
+            raise
+        except Exception as error:  # of an object that is unlike all that is known
+            raise UnsupportedStateError(
+                f"the state cannot be described: {in_words(error)}",
+                hint="attach objects of torch, or objects with state_dict and load_state_dict",
+            ) from error
 
     def _snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         wait = self.wait

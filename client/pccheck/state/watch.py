@@ -25,10 +25,11 @@ _Module = torch.nn.Module
 _Optimizer = torch.optim.Optimizer
 _DTYPE = operator.attrgetter("dtype")
 _IMAGINARY = (torch.complex32, torch.complex64, torch.complex128)
-_CHILDREN = operator.itemgetter("_parameters", "_buffers", "_modules")
+_DICT_KEYS = ("_parameters", "_buffers", "_modules")
+_CHILDREN = operator.itemgetter(*_DICT_KEYS)
 _HOOKS = operator.itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _SKIPPED = operator.itemgetter("_non_persistent_buffers_set")
-_PART_KEYS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_PART_KEYS = (*_DICT_KEYS, "_non_persistent_buffers_set")
 _PARTS = operator.itemgetter(*_PART_KEYS)
 _PARAMS = operator.itemgetter("params")
 
@@ -101,7 +102,8 @@ class ModuleWatch:
             and cls.get_extra_state is _Module.get_extra_state
             for cls in {type(m) for m in module.modules()}
         ) and not any(
-            "state_dict" in vars(m)
+            not all(isinstance(vars(m).get(key), dict) for key in _DICT_KEYS)  # torch.jit's
+            or "state_dict" in vars(m)
             or "_save_to_state_dict" in vars(m)
             or not _by_fsdp(*_HOOKS(vars(m)))
             for m in module.modules()
