@@ -533,8 +533,7 @@ class Tenant:
     def _tell(self, found: Checkpoint, outcome: int) -> None:
         """Writes to the page of its trainer, if that one is still here."""
         if (port := self._port_of(found.session)) is not None:
-            sequence = found.newer_sequence or found.sequence
-            port.channel.set_outcome(found.snapshot, int(outcome), sequence)
+            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()

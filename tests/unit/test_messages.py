@@ -164,6 +164,16 @@ def failed(state: CheckpointState) -> Callable[[Kit], object]:
     ).wait_durable()
 
 
+def superseded(_: Kit) -> None:
+    InFlight.ended(5, CheckpointState.SUPERSEDED, "").wait_durable()
+
+
+def unexpected(kit: Kit) -> None:
+    client = kit.attached()
+    kit.patch.setattr(AttachedPlan, "snapshot", lambda *_: {}["x"])
+    client.checkpoint(step=5)
+
+
 def writing(kit: Kit) -> None:
     kit.patch.setattr("pccheck.restoring.reading.STUCK_LIMIT_S", 0.0)
     answer = Writing(7, 2, 64 << 20, 32 << 20)
@@ -348,10 +358,12 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "last ones failed": lambda kit: last_ones(kit, 5, 6, durable=4),
     "all failed": lambda kit: last_ones(kit, 5, known=True),
     "none is known": lambda kit: last_ones(kit, 5),
+    "unexpected": unexpected,
     "too many": lambda _: raised(too_many()),
     "no GPU memory": staging,
     "not copied": waits("wait_copied"),
     "not durable": waits("wait_durable"),
+    "superseded": superseded,
     "handle failed": failed(CheckpointState.FAILED),
     "handle skipped": failed(CheckpointState.SKIPPED),
     "GPU copy": lambda _: raised(RuntimeError(abandoned_because("EIO"))),
@@ -582,6 +594,10 @@ WORDS: dict[str, str] = {
         "begins at the start of training. Remove the cause before the restart (see: pccheckctl "
         "status)"
     ),
+    "unexpected": (
+        "the state cannot be described: KeyError: 'x' (attach objects of torch, or objects with "
+        "state_dict and load_state_dict)"
+    ),
     "too many": (
         "64 checkpoints are in flight, and no more fit (save less often, or see what delays "
         "the oldest one: pccheckctl status)"
@@ -598,6 +614,10 @@ WORDS: dict[str, str] = {
     "not durable": (
         "checkpoint of step 5 is not durable yet (wait longer, or see what delays it: "
         "pccheckctl status)"
+    ),
+    "superseded": (
+        "checkpoint of step 5: a newer checkpoint became durable first, and pccheckd did not "
+        "report which (see: pccheckctl list)"
     ),
     "handle failed": ("checkpoint of step 5 failed: no space left in /data (raise --max-storage)"),
     "handle skipped": (
