@@ -12,6 +12,7 @@ from torch import nn
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 from tests.unit.test_flatten import same
+from tests.unit.test_inplace import Float32, Named, OwnBoth
 
 Start = Callable[..., Daemon]
 
@@ -36,3 +37,42 @@ def test_a_part_of_torch_jit_is_saved_and_restored(start_daemon: Start, part: An
                 optimizer.step()
                 client.checkpoint(step=step).wait_durable(30)
         saved = {key: value.clone() for key, value in model.state_dict().items()}
+
+
+class Sharing(torch.optim.Optimizer):
+    """Around another one, whose state and groups are its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.Adam(parameters)
+        super().__init__(self.inner.param_groups, {})
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("cls", [Named, OwnBoth, Sharing])
+def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
+    start_daemon: Start, cls: type[Float32]
+) -> None:
+    def kit() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, dtype=torch.bfloat16)
+        return model, cls(model.parameters())
+
+    def train(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    daemon, (straight, whole) = start_daemon(), kit()
+    for step in (1, 2):
+        train(straight, whole)
+        model, optimizer = kit()
+        with PCcheckClient("own", socket=daemon.socket) as client:
+            client.attach(model=model, optimizer=optimizer)
+            assert client.restore().step == step - 1
+            train(model, optimizer)
+            client.checkpoint(step=step).wait_durable(30)
+    assert same(dict(straight.state_dict()), dict(model.state_dict()))
+    assert same(whole.state_dict(), optimizer.state_dict())

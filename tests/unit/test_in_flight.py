@@ -160,7 +160,7 @@ def test_a_superseded_one_waits_for_the_name_of_the_newer_one_and_keeps_it() -> 
 
 def test_a_superseded_one_names_no_checkpoint_when_its_daemon_has_ended() -> None:
     made = handle(Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED))
-    with pytest.raises(DaemonUnreachableError, match="step 3: a newer .* did not report which"):
+    with pytest.raises(DaemonUnreachableError, match=r"step 3: a newer .* did not report which"):
         made.wait_durable(0)
 
 

@@ -40,6 +40,7 @@ from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices, tree_of
+from tests.unit.test_inplace import Copied, put, save, trained
 
 JOB = Identity("gpt", 0, 4, 4, "")
 
@@ -162,6 +163,10 @@ def failed(state: CheckpointState) -> Callable[[Kit], object]:
     return lambda _: Checkpoint(
         InFlight.ended(5, state, "no space left in /data (raise --max-storage)")
     ).wait_durable()
+
+
+def converted(_: Kit) -> None:
+    put(save({"optimizer": trained(Copied)}), {"optimizer": trained(Copied)})
 
 
 def superseded(_: Kit) -> None:
@@ -376,6 +381,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "other names": lambda _: placed(optimizer(), {"adam": optimizer()["optimizer"]}),
     "other shape": lambda _: placed({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)}),
     "other optimizer": lambda _: placed(optimizer(), optimizer(torch.optim.SGD)),
+    "converted state": converted,
     "given state": lambda _: Placement(tree.Tree(1, None, False, [], None), {}),
     "disk stands still": writing,
     "fewer GPUs": fewer_gpus,
@@ -650,6 +656,11 @@ WORDS: dict[str, str] = {
         "optimizer: the checkpoint has the state of AdamW, and SGD is attached (attach an "
         "optimizer as it was, or call restore(strict_optimizer=False) to put this state into "
         "the attached one)"
+    ),
+    "converted state": (
+        "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "
+        "torch.bfloat16, so training does not continue exactly. Let it keep the dtype, or let its "
+        "state_dict() return the entries of optimizer.state"
     ),
     "given state": (
         "the checkpoint was made by checkpoint(state), so it has no attached objects (get the "

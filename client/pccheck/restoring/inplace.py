@@ -9,7 +9,6 @@ on whichever device: an optimizer's fp32 moments stay fp32 (torch's own
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -22,6 +21,7 @@ from pccheck.state.flatten import DTYPE_NAMES
 from pccheck.state.plan import RNG
 from pccheck.state.rng import restore_rng
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
+from pccheck.warn import warn
 from pccheck_wire import tree
 from pccheck_wire.blocks import Block, Blocks, block_of
 from pccheck_wire.errors import StateMismatchError
@@ -185,7 +185,10 @@ class Placement:
         def finish(memory: Memory) -> None:
             state = state_of(memory, node)
             try:
-                thing.load_state_dict(state)
+                if isinstance(thing, torch.optim.Optimizer):
+                    _load_optimizer(thing, state)
+                else:
+                    thing.load_state_dict(state)
             except Exception as error:  # of the user's code: the state does not fit
                 reason = str(error) or type(error).__name__
                 raise StateMismatchError(
@@ -229,19 +232,21 @@ class Placement:
         if self._strict:
             _same_options(name, saved_groups, optimizer)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
-        common: dict[Any, tree.Node] = {}  # under names of the optimizer's own
+        others: dict[Any, tree.Node] = {}  # no dicts, or under names of the optimizer's own
+        first = next(iter(parameters.values()), None)
         for number, entry in _mapping(parts["state"], f"{name}.state").items():
             path = tree.join(f"{name}.state", number)
-            if number not in parameters:
-                if isinstance(number, int):
-                    raise StateMismatchError(
-                        f"{path}: the attached optimizer has no such parameter",
-                        hint=_OTHER_OPTIMIZER,
-                    )
-                common[number] = entry
+            key = parameters.get(number, number)
+            if isinstance(key, int):
+                raise StateMismatchError(
+                    f"{path}: the attached optimizer has no such parameter",
+                    hint=_OTHER_OPTIMIZER,
+                )
+            if isinstance(key, torch.Tensor) and isinstance(entry, tree.Mapping):
+                entries[key] = self._entry(path, entry, optimizer, key)
+            else:
+                others[key] = entry
                 self._want(entry)
-                continue
-            entries[parameters[number]] = self._entry(path, entry, optimizer, parameters[number])
         for group in saved_groups:
             for key, value in group.items():
                 if key != "params":
@@ -249,8 +254,7 @@ class Placement:
 
         def finish(memory: Memory) -> None:
             _set_groups(optimizer, saved_groups, memory)
-            made: defaultdict[Any, Any] = defaultdict(dict)
-            made.update({key: state_of(memory, value) for key, value in common.items()})
+            made = {key: state_of(memory, value, like=first) for key, value in others.items()}
             for parameter, entry in entries.items():
                 made[parameter] = {
                     key: value
@@ -258,7 +262,8 @@ class Placement:
                     else state_of(memory, value, like=parameter)
                     for key, value in entry.items()
                 }
-            optimizer.state = made
+            optimizer.state.clear()  # the same dict: a wrapper may share it
+            optimizer.state.update(made)
 
         self._after.append(finish)
 
@@ -495,6 +500,45 @@ def _same_options(
                 f"{_some(lost)}",
                 hint=_OTHER_OPTIMIZER,
             )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """By its own load_state_dict(). torch's, which that may call, casts to the dtype of the
+    parameter; what is only cast gets its saved dtype back."""
+    saved = {key: dict(entry) for key, entry in _entries_of(state).items()}
+    optimizer.load_state_dict(state)
+    if not saved:
+        return
+    live, lost = {id(entry) for entry in optimizer.state.values()}, ""
+    for number, entry in _entries_of(optimizer.state_dict()).items():
+        for key, now in entry.items():
+            old = saved.get(number, {}).get(key)
+            if not _is_cast(old, now):
+                continue
+            if id(entry) in live:
+                entry[key] = old.to(now.device)
+            else:
+                lost = lost or f"state.{number}.{key} from {old.dtype} to {now.dtype}"
+    if lost:
+        warn(
+            f"the load_state_dict() of {type(optimizer).__name__} has converted {lost}, so "
+            "training does not continue exactly. Let it keep the dtype, or let its state_dict() "
+            "return the entries of optimizer.state"
+        )
+
+
+def _entries_of(state: Any) -> dict[Any, dict[Any, Any]]:
+    """The dicts by parameter in what an optimizer's state_dict() returned."""
+    found = state.get("state") if isinstance(state, dict) else None
+    entries = found.items() if isinstance(found, dict) else ()
+    return {key: entry for key, entry in entries if isinstance(entry, dict)}
+
+
+def _is_cast(old: object, now: object) -> TypeGuard[torch.Tensor]:
+    """Whether `now` is the old tensor in another dtype, and not what an optimizer made of it."""
+    if not (isinstance(old, torch.Tensor) and isinstance(now, torch.Tensor)):
+        return False
+    return old.dtype != now.dtype and torch.equal(old.to(now.device, now.dtype), now)
 
 
 def _set_groups(
