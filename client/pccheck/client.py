@@ -64,7 +64,8 @@ class PCcheckClient:
         job: name of the training run; default PCCHECK_JOB, else the script's name. A job with the
             script's name continues only from what the same command saved in the same directory.
             Notebooks must give a name. The checkpoints are kept under (uid, job, rank).
-        rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
+        rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else those of
+            torch.distributed if init_process_group() was called before, else 0 and 1.
         socket: the daemon's socket; default PCCHECK_SOCKET, else where pccheckd listens by default.
         transfer: how GPU tensors reach the daemon. "pull": the daemon copies them out of this
             process's memory by CUDA IPC, or the checkpoint fails. "push": a thread of this process
@@ -127,8 +128,8 @@ class PCcheckClient:
         self._options = Options(
             transfer, snapshot, gate, on_busy, on_error, stall_limit_s, slowdown
         )
-        identity = identify(job, rank, world_size)
         fresh, solo = check_flag("fresh", fresh), check_flag("solo", solo)
+        identity = identify(job, rank, world_size, solo=solo)
         replicated = check_flag("replicated", replicated)
         autostart = check_flag("autostart", autostart)
         self._pid = os.getpid()

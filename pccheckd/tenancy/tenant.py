@@ -94,8 +94,10 @@ class Tenant:
                 raise RefusedError(
                     f"{self.key} is already served for pid {self.owner.pid}; this is pid "
                     f"{owner.pid}",
-                    hint="if that process is left over from an earlier start, end it; give this "
-                    "run its own name (PCCHECK_JOB, or job=) only if both are to train"
+                    hint="if that process is left over from an earlier start, end it; if both are "
+                    "ranks of one training, pass rank= and world_size=, or make the client after "
+                    "init_process_group(); if they are two trainings, give this one its own name "
+                    "(PCCHECK_JOB, or job=)"
                     if self.owner.pid != owner.pid
                     else "this process has an earlier client: close() it",
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -76,3 +78,22 @@ def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
             client.checkpoint(step=step).wait_durable(30)
     assert same(dict(straight.state_dict()), dict(model.state_dict()))
     assert same(whole.state_dict(), optimizer.state_dict())
+
+
+def spawned(daemon: Daemon, how: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.spawned", str(daemon.socket), how],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return sorted(ran.stdout.splitlines())
+
+
+def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    assert spawned(daemon, "late") == ["0: 0 0", "1: 0 1"]
+    assert spawned(daemon, "late") == ["0: 1 0", "1: 1 1"]
+
+
+def test_a_rank_that_connects_before_the_process_group_is_told_how(start_daemon: Start) -> None:
+    texts = spawned(start_daemon(), "early")
+    assert sum("rank= and world_size=, or make the client after init" in one for one in texts) == 1
