@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from multiprocessing import util
 from typing import Any, Literal, Self
 
 import torch
@@ -187,6 +189,9 @@ class PCcheckClient:
         # A process of multiprocessing may not run what its parent has registered.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
+        if multiprocessing.parent_process() is not None:
+            # One that was forked runs no atexit, and runs finalizers before it joins its children.
+            util.Finalize(None, _close_all, exitpriority=100)  # type: ignore[no-untyped-call]
         self._first_connect()
 
     def _first_connect(self) -> None:
