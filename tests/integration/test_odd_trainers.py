@@ -97,3 +97,9 @@ def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(start_daemon: 
 def test_a_rank_that_connects_before_the_process_group_is_told_how(start_daemon: Start) -> None:
     texts = spawned(start_daemon(), "early")
     assert sum("rank= and world_size=, or make the client after init" in one for one in texts) == 1
+
+
+def test_zero_of_torch_goes_on_bit_for_bit_with_its_scheduler(start_daemon: Start) -> None:
+    """Its own state_dict() gathers the state of all ranks, and the scheduler changes its groups,
+    not those of the optimizer inside."""
+    assert spawned(start_daemon(), "zero") == ["0: True", "1: True"]

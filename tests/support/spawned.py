@@ -3,13 +3,48 @@ a line."""
 
 import sys
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pccheck import PCcheckClient, PccheckError
 
 RANKS = 2
+
+
+def kit() -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(made: dict[str, Any]) -> None:
+    made["optimizer"].zero_grad()
+    made["model"](torch.ones(2, 4)).square().mean().backward()
+    made["optimizer"].step()
+    made["scheduler"].step()
+
+
+def zero(rank: int, socket: str) -> None:
+    """Half of the optimizer's state on each rank."""
+    straight = kit()
+    for step in range(4):
+        train(straight)
+        made = kit()
+        with PCcheckClient("zero", socket=socket, on_error="raise") as client:
+            client.attach(**made)
+            assert client.restore().step == step
+            train(made)
+            client.checkpoint(step=step + 1).wait_global(60)
+    one, other = (list(found["model"].parameters()) for found in (straight, made))
+    same = all(map(torch.equal, one, other))
+    rates = [found["optimizer"].param_groups[0]["lr"] for found in (straight, made)]
+    print(f"{rank}: {same and rates[0] == rates[1]}\n", end="", flush=True)
 
 
 def work(rank: int, socket: str, how: str, meeting: str) -> None:
@@ -18,6 +53,10 @@ def work(rank: int, socket: str, how: str, meeting: str) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS
     )
+    if how == "zero":
+        zero(rank, socket)
+        distributed.destroy_process_group()
+        return
     model = torch.nn.Linear(4, 4)
     torch.nn.init.constant_(model.weight, rank)
     with early or PCcheckClient("spawned", socket=socket) as client:

@@ -11,7 +11,7 @@ import torch
 from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
-from pccheck.state import devices, gating, shards
+from pccheck.state import devices, gating, shards, zero
 from pccheck.state.attaching import checked, left_out
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
@@ -33,6 +33,7 @@ class Planner:
         """`replicated`: what is attached is the same on all ranks, and each saves a part of it."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
+        self.zero_options = zero.Options()
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
@@ -46,6 +47,7 @@ class Planner:
     def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
         """Adds or replaces things by name. Raises UsageError, UnsupportedStateError."""
         self.attached.update(checked(things))
+        self.zero_options.attach(things)
         if rng:
             self.attached[RNG] = True
         self._left_out = left_out(self.attached)
@@ -141,6 +143,7 @@ class Planner:
                 "checkpoint() has nothing to save",
                 hint="call attach(model=..., optimizer=...) first, or pass a state",
             )
+        self.zero_options.inward()
         wanted = mode, shape, self._loose
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
             about = origin.node(self.attached)

@@ -10,6 +10,7 @@ import torch
 
 from pccheck_wire.errors import UsageError
 
+from . import zero
 from .flatten import Flattener
 from .foreign import in_words
 from .plan import RNG
@@ -163,7 +164,7 @@ def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
 
 def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper that is an Optimizer in name only (Accelerate's), and whose
-    step cannot wait."""
+    step cannot wait; and the one inside torch's ZeRO, whose own state_dict() gathers all ranks."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
@@ -173,7 +174,7 @@ def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim
                 hint="attach the optimizer that it wraps",
             )
         optimizer = inner
-    return optimizer
+    return zero.part_of(optimizer) or optimizer
 
 
 def _inner_scheduler(scheduler: object) -> object:
