@@ -31,6 +31,7 @@ from .loaders import is_loader, set_again
 from .rebuild import Loader, Memory, state_of
 
 _SHOWN = 5
+_DEVICES = frozenset(("cpu", "cuda"))
 _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
     "or compile them in place with part.compile()"
@@ -160,10 +161,14 @@ class Placement:
             )
         assert isinstance(node, (tree.Tensor, tree.Shard))
         if not _alike(node, live):
+            known = live.device.type in _DEVICES
             raise StateMismatchError(
                 f"{path}: the checkpoint has {node.dtype} {node.shape}, and "
-                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} is attached",
-                hint="build the model as it was, or take what you need from recover()",
+                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} "
+                f"{'' if known else f'on the device {live.device} '}is attached",
+                hint='give it memory before restore(): model.to_empty(device="cuda")'
+                if live.is_meta
+                else "build the model as it was, or take what you need from recover()",
             )
         offsets, part = shards.offsets_of(live, path), shards.local(live)
         if block[1] == offsets and block[0].shape == list(part.shape):
@@ -425,7 +430,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
 def _alike(node: tree.Tensor | tree.Shard, live: torch.Tensor) -> bool:
     return (
         live.layout is torch.strided
-        and live.device.type in ("cpu", "cuda")
+        and live.device.type in _DEVICES
         and DTYPE_NAMES.get(live.dtype) == node.dtype
         and list(live.shape) == node.shape
     )
