@@ -191,7 +191,7 @@ class PCcheckClient:
         atexit.register(_close_all)
         if multiprocessing.parent_process() is not None:
             # One that was forked runs no atexit, and runs finalizers before it joins its children.
-            util.Finalize(None, _close_all, exitpriority=100)  # type: ignore[no-untyped-call]
+            util.Finalize(None, _close_all, exitpriority=100)
         self._first_connect()
 
     def _first_connect(self) -> None:
@@ -425,12 +425,8 @@ class PCcheckClient:
         connection = self._saver.ready()
         self._planner.retry_staging()
         self._session.warn_if_unrestored()
-        if state is None and (paths := self._planner.left_out):
-            self._warner.once(
-                "left out",
-                f"the state of {paths[0]} is not saved: the state_dict() of the attached optimizer "
-                f"leaves it out, and a resumed run begins without it. Attach {paths[0]} itself",
-            )
+        if state is None:
+            self._warn_of_left_out()
         node = metadata_node(metadata)
         try:
             return self._submit(connection, state, step, node)
@@ -443,6 +439,22 @@ class PCcheckClient:
             )
             self._planner.stop_staging(for_good=not error.retryable)
             return self._submit(connection, state, step, node)
+
+    def _warn_of_left_out(self) -> None:
+        left_out = self._planner.left_out
+        for kind, path in (("inner", left_out.optimizer()), ("attribute", left_out.attribute())):
+            if path:
+                advice = (
+                    f"Attach {path} itself"
+                    if kind == "inner"
+                    else "Keep it in optimizer.state[parameter], or let the state_dict() and "
+                    "load_state_dict() of the optimizer include it"
+                )
+                self._warner.once(
+                    f"left out {kind}",
+                    f"the state of {path} is not saved: the state_dict() of the attached optimizer "
+                    f"leaves it out, and a resumed run begins without it. {advice}",
+                )
 
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node

@@ -165,6 +165,14 @@ def failed(state: CheckpointState) -> Callable[[Kit], object]:
     ).wait_durable()
 
 
+def left_out(kit: Kit) -> None:
+    client = kit.attached()
+    own: Any = optimizer(torch.optim.SGD)["optimizer"]
+    own.momentum = torch.zeros(2, 2)
+    client.attach(optimizer=own)
+    client.checkpoint(step=1)
+
+
 def converted(_: Kit) -> None:
     put(save({"optimizer": trained(Copied)}), {"optimizer": trained(Copied)})
 
@@ -356,6 +364,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "backwards": backwards,
     "signal handler": interrupted,
     "plain DDP": plain_ddp,
+    "left out": left_out,
     "moved": moved,
     "CUDA graph": graph,
     "stalled": stalled,
@@ -382,6 +391,9 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "other shape": lambda _: placed({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)}),
     "other optimizer": lambda _: placed(optimizer(), optimizer(torch.optim.SGD)),
     "converted state": converted,
+    "meta device": lambda _: placed(
+        {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, device="meta")}
+    ),
     "given state": lambda _: Placement(tree.Tree(1, None, False, [], None), {}),
     "disk stands still": writing,
     "fewer GPUs": fewer_gpus,
@@ -563,6 +575,12 @@ WORDS: dict[str, str] = {
         "is skipped: let the signal handler set a flag, and check it between two steps. "
         "Training continues"
     ),
+    "left out": (
+        "PCcheck: the state of optimizer.momentum is not saved: the state_dict() of the attached "
+        "optimizer leaves it out, and a resumed run begins without it. Keep it in "
+        "optimizer.state[parameter], or let the state_dict() and load_state_dict() of the "
+        "optimizer include it"
+    ),
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "
         "outside of an attached optimizer's step. From now on checkpoint() returns only after "
@@ -661,6 +679,10 @@ WORDS: dict[str, str] = {
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "
         "torch.bfloat16, so training does not continue exactly. Let it keep the dtype, or let its "
         "state_dict() return the entries of optimizer.state"
+    ),
+    "meta device": (
+        "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 2] on the device meta is "
+        'attached (give it memory before restore(): model.to_empty(device="cuda"))'
     ),
     "given state": (
         "the checkpoint was made by checkpoint(state), so it has no attached objects (get the "

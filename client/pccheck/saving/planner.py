@@ -12,10 +12,11 @@ from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards, zero
-from pccheck.state.attaching import checked, left_out
+from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.foreign import in_words
+from pccheck.state.leftout import LeftOut
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
@@ -42,7 +43,7 @@ class Planner:
         self._plan: AttachedPlan | None = None
         self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()
-        self._left_out: dict[str, torch.optim.Optimizer] = {}
+        self.left_out = LeftOut()
 
     def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
         """Adds or replaces things by name. Raises UsageError, UnsupportedStateError."""
@@ -50,14 +51,9 @@ class Planner:
         self.zero_options.attach(things)
         if rng:
             self.attached[RNG] = True
-        self._left_out = left_out(self.attached)
+        self.left_out.attach(self.attached)
         self._plan = None
         self._unstaged = False
-
-    @property
-    def left_out(self) -> list[str]:
-        """The optimizers inside attached ones that have a state, which is not saved."""
-        return [path for path, optimizer in self._left_out.items() if optimizer.state]
 
     @property
     def sharded(self) -> bool:

@@ -73,20 +73,6 @@ def is_replicated(things: Mapping[str, object]) -> bool:
     )
 
 
-def left_out(things: Mapping[str, object]) -> dict[str, torch.optim.Optimizer]:
-    """By path, the optimizers inside attached ones (SAM's base_optimizer) that are not attached and
-    not in torch's own `state_dict()` of the outer one."""
-    stock = torch.optim.Optimizer.state_dict
-    return {
-        f"{name}.{attribute}": inner
-        for name, outer in things.items()
-        if isinstance(outer, torch.optim.Optimizer) and type(outer).state_dict is stock
-        for attribute, inner in vars(outer).items()
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state
-        if not any(thing is inner for thing in things.values())
-    }
-
-
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
         raise UsageError(
