@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from pccheck.saving.leftout import LeftOut
 from pccheck.state.attaching import checked
-from pccheck.state.leftout import LeftOut
 
 OPTIMIZERS = [
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,

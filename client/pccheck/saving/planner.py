@@ -11,18 +11,19 @@ import torch
 from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
-from pccheck.state import devices, gating, shards, zero
+from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.foreign import in_words
-from pccheck.state.leftout import LeftOut
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
+from . import zero
 from .exposure import Retry
 from .hooks import StepHooks
+from .leftout import LeftOut
 
 
 class Planner:

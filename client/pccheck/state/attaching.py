@@ -10,7 +10,6 @@ import torch
 
 from pccheck_wire.errors import UsageError
 
-from . import zero
 from .flatten import Flattener
 from .foreign import in_words
 from .plan import RNG
@@ -160,7 +159,15 @@ def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim
                 hint="attach the optimizer that it wraps",
             )
         optimizer = inner
-    return zero.part_of(optimizer) or optimizer
+    return zero_part(optimizer) or optimizer
+
+
+def zero_part(optimizer: object) -> torch.optim.Optimizer | None:
+    """The optimizer inside torch's ZeroRedundancyOptimizer; None for other optimizers, and for the
+    functional one that overlap_with_ddp=True makes later."""
+    is_zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    part = getattr(optimizer, "optim", None) if is_zero else None
+    return part if isinstance(part, torch.optim.Optimizer) else None
 
 
 def _inner_scheduler(scheduler: object) -> object:

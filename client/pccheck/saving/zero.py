@@ -10,15 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
+from pccheck.state.attaching import zero_part
+
 _Optimizer = torch.optim.Optimizer
-
-
-def part_of(optimizer: object) -> torch.optim.Optimizer | None:
-    """The optimizer inside; None for other optimizers, and for the functional one that
-    overlap_with_ddp=True makes later."""
-    is_zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
-    part = getattr(optimizer, "optim", None) if is_zero else None
-    return part if isinstance(part, _Optimizer) else None
 
 
 class Options:
@@ -30,18 +24,18 @@ class Options:
     def attach(self, things: Mapping[str, object]) -> None:
         for name, thing in things.items():
             self._outer.pop(name, None)
-            if isinstance(thing, _Optimizer) and part_of(thing) is not None:
+            if isinstance(thing, _Optimizer) and zero_part(thing) is not None:
                 self._outer[name] = thing
 
     def inward(self) -> None:
         """Before the inner ones are saved or restored."""
         for outer in self._outer.values():
-            _copy(outer, part_of(outer))
+            _copy(outer, zero_part(outer))
 
     def outward(self) -> None:
         """After the inner ones were restored."""
         for outer in self._outer.values():
-            _copy(part_of(outer), outer)
+            _copy(zero_part(outer), outer)
 
 
 def _copy(source: _Optimizer | None, target: _Optimizer | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .attaching import Values
+from pccheck.state.attaching import Values
 
 _Optimizer = torch.optim.Optimizer
 _DEPTH = 4
