@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from multiprocessing import util
 from typing import Any, Literal, Never, Self
 
 import torch
@@ -64,7 +66,8 @@ class PCcheckClient:
         job: name of the training run; default PCCHECK_JOB, else the script's name. A job with the
             script's name continues only from what the same command saved in the same directory.
             Notebooks must give a name. The checkpoints are kept under (uid, job, rank).
-        rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else 0 and 1.
+        rank, world_size: default RANK and WORLD_SIZE, as torchrun sets them, else those of
+            torch.distributed if init_process_group() was called before, else 0 and 1.
         socket: the daemon's socket; default PCCHECK_SOCKET, else where pccheckd listens by default.
         transfer: how GPU tensors reach the daemon. "pull": the daemon copies them out of this
             process's memory by CUDA IPC, or the checkpoint fails. "push": a thread of this process
@@ -127,8 +130,8 @@ class PCcheckClient:
         self._options = Options(
             transfer, snapshot, gate, on_busy, on_error, stall_limit_s, slowdown
         )
-        identity = identify(job, rank, world_size)
         fresh, solo = check_flag("fresh", fresh), check_flag("solo", solo)
+        identity = identify(job, rank, world_size, solo=solo)
         replicated = check_flag("replicated", replicated)
         autostart = check_flag("autostart", autostart)
         self._pid = os.getpid()
@@ -186,6 +189,9 @@ class PCcheckClient:
         # A process of multiprocessing may not run what its parent has registered.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
+        if multiprocessing.parent_process() is not None:
+            # One that was forked runs no atexit, and runs finalizers before it joins its children.
+            util.Finalize(None, _close_all, exitpriority=100)
         self._first_connect()
 
     def _first_connect(self) -> None:
@@ -425,13 +431,8 @@ class PCcheckClient:
         connection = self._saver.ready()
         self._planner.retry_staging()
         self._session.warn_if_unrestored()
-        if state is None and (paths := self._planner.left_out):
-            self._warner.once(
-                "left out",
-                f"the state of {paths[0]} is not saved: the state_dict() of the attached optimizer "
-                f"leaves it out, and a resumed run begins without it. Attach {paths[0]} itself",
-            )
         if state is None:
+            self._warn_of_left_out()
             self._warn_if_idle(step)
         node = metadata_node(metadata)
         try:
@@ -457,6 +458,22 @@ class PCcheckClient:
                 "that state. If you made a new model or optimizer, attach it again: "
                 "client.attach(model=..., optimizer=...)",
             )
+
+    def _warn_of_left_out(self) -> None:
+        left_out = self._planner.left_out
+        for kind, path in (("inner", left_out.optimizer()), ("attribute", left_out.attribute())):
+            if path:
+                advice = (
+                    f"Attach {path} itself"
+                    if kind == "inner"
+                    else "Keep it in optimizer.state[parameter], or let the state_dict() and "
+                    "load_state_dict() of the optimizer include it"
+                )
+                self._warner.once(
+                    f"left out {kind}",
+                    f"the state of {path} is not saved: the state_dict() of the attached optimizer "
+                    f"leaves it out, and a resumed run begins without it. {advice}",
+                )
 
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pccheck_native import _core, subset
 from pccheck_wire import codec, packing
@@ -59,7 +60,7 @@ from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.ledger import ENDED_BEFORE
+from pccheckd.tenancy.ledger import ENDED_BEFORE, Ledger
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
 from pccheckd.upkeep import expiry
@@ -255,7 +256,7 @@ class Handlers:
             )
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
-        return _described(found)
+        return _described(found, ledger)
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
         tenant, job = session.tenant, session.job
@@ -311,19 +312,25 @@ class Handlers:
         return document
 
 
-def _described(found: Checkpoint) -> Described:
-    return Described(
+def _described(found: Checkpoint, ledger: Ledger) -> Described:
+    """Of a superseded one whose newer one is not known yet it is not said that it has ended: the
+    client asks again."""
+    described = Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
-        reason=found.reason, hint=found.hint, newer_sequence=found.newer_sequence,
-        newer_step=found.newer_step,
+        reason=found.reason, hint=found.hint,
     )  # fmt: skip
+    if found.state is not CheckpointState.SUPERSEDED:
+        return described
+    if (newer := ledger.newer_than(found)) is None:
+        return replace(described, state=CheckpointState.WRITING)
+    return replace(described, newer_sequence=newer[0], newer_step=newer[1])
 
 
 def _became(tenant: Tenant, body: Describe) -> Described:
     """What became of a checkpoint that an earlier daemon had copied. Raises NoCheckpointError when
     it is lost."""
     if (inherited := tenant.ledger.of_sequence(body.sequence)) is not None:
-        return _described(inherited)
+        return _described(inherited, tenant.ledger)
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
         return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")

@@ -124,8 +124,6 @@ class Checkpoint:
     hint: str = ""
     stage: str = ""
     error: str = ""
-    newer_sequence: int = 0
-    newer_step: int | None = None
     rehomed: int = 0
     first_write_ns: int = 0
     #: The native core's own times of the save, CLOCK_MONOTONIC; 0 = never reached.
@@ -182,10 +180,9 @@ class Checkpoint:
         self.move(to, now_ns)
         self.reason, self.hint = reason, hint
 
-    def replaced(self, now_ns: int, how: str, sequence: int, step: int | None) -> None:
+    def replaced(self, now_ns: int, how: str) -> None:
         """A newer checkpoint became durable, or global, first."""
         self.end(State.SUPERSEDED, now_ns, f"a newer checkpoint became {how} first")
-        self.newer_sequence, self.newer_step = sequence, step
 
     def note(self, event: _core.Event, now_ns: int) -> None:
         """What an event of the core says about its save, beside its state."""

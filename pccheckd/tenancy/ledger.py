@@ -61,6 +61,7 @@ class Ledger:
         self._alone: list[Checkpoint] = []  # durable here, and not global
         self.last_sequence = 0  # that this daemon has used
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
+        self._newest_global: tuple[int, int] | None = None  # ... and of the newest on all ranks
         self.failing = 0  # checkpoints that failed in a row, since one became durable ...
         self.last_failure = ""  # ... and why the last of them failed
         self._trainer = 0  # the session of the present trainer, or of the last one ...
@@ -224,7 +225,7 @@ class Ledger:
             self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)
-            checkpoint.replaced(now_ns, "durable", *(self.newest or (0, None)))
+            checkpoint.replaced(now_ns, "durable")
             self.counters["superseded"] += 1
         elif event.kind == "given_up":
             why = why_given_up(checkpoint.sequence)
@@ -239,6 +240,8 @@ class Ledger:
         """All ranks have the sequences in `common`, up to `newest`; the checkpoints that moved. One
         that this rank alone has durable is superseded."""
         now_ns = time.monotonic_ns()
+        if (newer := self.of_sequence(newest)) is not None:
+            self._newest_global = newest, newer.step
         moved = [found for found in self._alone if found.sequence <= newest]
         self._alone = [found for found in self._alone if found.sequence > newest]
         for found in moved:
@@ -246,9 +249,14 @@ class Ledger:
                 found.move(State.GLOBAL, now_ns)
                 found.reason = ""  # of one whose damage flag was removed
             else:
-                newer = self.of_sequence(newest)
-                found.replaced(now_ns, "global", newest, newer.step if newer else None)
+                found.replaced(now_ns, "global")
         return moved
+
+    def newer_than(self, found: Checkpoint) -> tuple[int, int] | None:
+        """Sequence and step of what superseded a checkpoint, on all ranks if there are several.
+        None until the event of that one, which may come later, has arrived."""
+        newest = self._newest_global if found.world_size > 1 else self.newest
+        return newest if newest is not None and newest[0] > found.sequence else None
 
     def gave_up(self, why_never: Callable[[int], str]) -> list[Checkpoint]:
         """Notes why checkpoints that are durable here will never be global, where `why_never` has

@@ -94,8 +94,10 @@ class Tenant:
                 raise RefusedError(
                     f"{self.key} is already served for pid {self.owner.pid}; this is pid "
                     f"{owner.pid}",
-                    hint="if that process is left over from an earlier start, end it; give this "
-                    "run its own name (PCCHECK_JOB, or job=) only if both are to train"
+                    hint="if that process is left over from an earlier start, end it; if both are "
+                    "ranks of one training, pass rank= and world_size=, or make the client after "
+                    "init_process_group(); if they are two trainings, give this one its own name "
+                    "(PCCHECK_JOB, or job=)"
                     if self.owner.pid != owner.pid
                     else "this process has an earlier client: close() it",
                 )
@@ -535,8 +537,7 @@ class Tenant:
     def _tell(self, found: Checkpoint, outcome: int) -> None:
         """Writes to the page of its trainer, if that one is still here."""
         if (port := self._port_of(found.session)) is not None:
-            sequence = found.newer_sequence or found.sequence
-            port.channel.set_outcome(found.snapshot, int(outcome), sequence)
+            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()

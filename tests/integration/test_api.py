@@ -183,6 +183,18 @@ def test_an_optimizer_whose_state_is_left_out_is_named(connect: Connect) -> None
     other.checkpoint(step=1)
 
 
+def test_state_in_attributes_of_an_optimizer_is_named(connect: Connect) -> None:
+    class Momentum(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self.momentum = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    client, model = connect(), torch.nn.Linear(2, 2)
+    client.attach(model=model, optimizer=Momentum(model.parameters()))
+    with pytest.warns(PccheckWarning, match=r"state of optimizer\.momentum is not saved: .* Keep"):
+        client.checkpoint(step=1)
+
+
 # -- values beside attached state --------------------------------------------------------------
 
 

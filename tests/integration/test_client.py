@@ -23,6 +23,7 @@ from pccheck import (
     WaitTimeoutError,
 )
 from pccheck.restoring import reading as restore
+from pccheck.state import plan
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
@@ -326,6 +327,38 @@ def test_a_value_that_raises_fails_its_checkpoint_and_not_training(
     assert "extra.lazy" in ends[1].reason
     del extra["lazy"]
     client.checkpoint(step=4).wait_durable(30)
+
+
+def test_an_error_that_nobody_has_thought_of_stays_out_of_the_loop(
+    daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, kit = connect(daemon), make(1)
+    client.attach(**kit)
+    client.checkpoint(step=1).wait_durable(30)
+
+    def breaks(*_: object) -> None:
+        raise TypeError("not a dict")
+
+    monkeypatch.setattr(plan.AttachedPlan, "snapshot", breaks)
+    with pytest.warns(PccheckWarning, match=r"step 2 failed: .* described: TypeError: not a dict"):
+        assert client.checkpoint(step=2).state is CheckpointState.FAILED
+
+
+def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
+    start_daemon: Callable[..., Daemon], connect: Connect
+) -> None:
+    client = connect(start_daemon("--slots", "6", "--max-bandwidth", "32MiB"))
+    client.checkpoint({"x": torch.zeros(10_000_000)}).wait_durable(60)
+    large = client.checkpoint({"x": torch.zeros(8_000_000)})
+    unasked = client.checkpoint({"x": torch.zeros(4_000_000)})
+    small = client.checkpoint({"x": torch.zeros(10)})
+    expected = small.wait_durable(60)
+    assert expected.step == 4
+    for _ in range(2):
+        assert large.wait_durable(60) == large.wait_global(60) == expected
+    assert (large.state, large.step) == (CheckpointState.SUPERSEDED, 2)
+    client.close()
+    assert unasked.wait_durable(0) == expected
 
 
 def _killed_with_copied(daemon: Daemon, start_trainer: Callable[..., Trainer]) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,32 @@ from pccheck_native import layout
 from tests.support.daemon import Daemon
 
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
+
+CHILD = """
+import multiprocessing, os, sys, torch
+
+def train(socket):
+    global client  # the end of the process is the only one that it has
+    from pccheck import PCcheckClient
+    model = torch.nn.Linear(2000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    client = PCcheckClient(job="child", socket=socket)
+    client.attach(model=model, optimizer=optimizer)
+    print(client.restore().step, flush=True)
+    for step in (1, 2):
+        model(torch.ones(1, 2000)).sum().backward()
+        optimizer.step()
+        client.checkpoint(step=step)
+    if not os.fork():  # this process has only inherited the client
+        sys.exit()
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[2])
+    for _ in range(2):
+        child = context.Process(target=train, args=(sys.argv[1],))
+        child.start()
+        child.join()
+"""
 
 DROPPED = """
 import gc, sys
@@ -57,6 +84,21 @@ def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
     train()
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as again:
         assert again.recover().step == 2
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, method: str
+) -> None:
+    """Where atexit does not run."""
+    script = tmp_path / "train.py"
+    script.write_text(CHILD)
+    daemon = start_daemon(*SLOW)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(script), str(daemon.socket), method],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert (ran.stdout.split(), ran.stderr) == (["0", "2"], "")
 
 
 def test_a_client_that_started_its_daemon_is_closed_when_it_goes_out_of_scope(

@@ -12,7 +12,12 @@ from pccheck import CheckpointState
 from pccheck.saving import in_flight as handles
 from pccheck.saving.in_flight import InFlight
 from pccheck_native import WORD_COPIED, WORD_COPYING, WORD_REFUSED
-from pccheck_wire.errors import CheckpointFailedError, InternalError, NoCheckpointError
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DaemonUnreachableError,
+    InternalError,
+    NoCheckpointError,
+)
 from pccheck_wire.messages import Describe, Described, Failure
 
 NOT_YET = Described(1, CheckpointState.COPYING, 7, 3)
@@ -141,6 +146,22 @@ def test_only_an_answer_says_that_it_is_not_durable(answer: object, known: bool)
     following.callbacks[0](answer)
     assert made.is_unknown is not known
     assert ("it is not durable" in made.reason) is known
+
+
+def test_a_superseded_one_waits_for_the_name_of_the_newer_one_and_keeps_it() -> None:
+    newer = Described(1, CheckpointState.SUPERSEDED, 7, 3, "newer", "", 8, 4)
+    daemon: Any = Daemon(NOT_YET, newer, WHY, word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED)
+    daemon.saves_alone = True
+    made = handle(daemon)
+    for _ in range(2):
+        assert made.wait_durable(0) == made.wait_global(0) == (8, 4)
+    assert made.sequence == 7
+
+
+def test_a_superseded_one_names_no_checkpoint_when_its_daemon_has_ended() -> None:
+    made = handle(Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED))
+    with pytest.raises(DaemonUnreachableError, match=r"step 3: a newer .* did not report which"):
+        made.wait_durable(0)
 
 
 def test_a_superseded_one_keeps_its_reason_without_the_daemon() -> None:

@@ -111,6 +111,99 @@ def test_float32_moments_of_bfloat16_parameters_stay_float32() -> None:
     assert after["optimizer"].state[after["model"].body.weight]["exp_avg"].dtype is torch.float32
 
 
+class Float32(torch.optim.Optimizer):
+    """Has float32 moments of bfloat16 parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, _closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("m", torch.zeros_like(p, dtype=torch.float32)).add_(1 / 3)
+
+
+class Named(Float32):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state["common"] = {"count": 0, "norm": torch.ones(2)}  # type: ignore[index]
+
+
+class OwnLoad(Float32):
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+
+
+class OwnBoth(OwnLoad):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return super().state_dict() | {"more": 1}
+
+
+class Plain(Float32):
+    """Its state of a parameter is no dict."""
+
+    @torch.no_grad()
+    def step(self, _closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = torch.full_like(p, 1 / 3, dtype=torch.float32)  # type: ignore[assignment]
+
+
+def trained(cls: type[Float32]) -> Float32:
+    made = cls([nn.Parameter(torch.ones(5, dtype=torch.bfloat16))])
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize("cls", [Named, OwnLoad, OwnBoth, Plain])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_no_state_is_cast_to_the_dtype_of_its_parameter(cls: type[Float32], steps: int) -> None:
+    before, after = trained(cls), cls([nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))])
+    if steps:
+        after.step()
+    put(save({"optimizer": before}), {"optimizer": after})
+    assert same(before.state_dict(), after.state_dict())
+
+
+class Halved(Float32):
+    """Saves its moments in another form than it keeps them."""
+
+    def state_dict(self) -> Any:  # type: ignore[override]
+        made = super().state_dict()
+        state = {number: {"m": entry["m"].bfloat16()} for number, entry in made["state"].items()}
+        return {**made, "state": state}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        for entry in self.state.values():
+            entry["m"] = entry["m"].float()
+
+
+class Copied(OwnLoad):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return copy.deepcopy(super().state_dict())
+
+
+def test_what_an_optimizer_makes_of_its_own_state_stays() -> None:
+    before, after = trained(Halved), trained(Halved)
+    put(save({"optimizer": before}), {"optimizer": after})
+    assert next(iter(after.state.values()))["m"].dtype is torch.float32
+    before, after = trained(Copied), trained(Copied)
+    with pytest.warns(
+        PccheckWarning, match=r"converted state\.0\.m from torch.float32 to torch.bfloat16"
+    ):
+        put(save({"optimizer": before}), {"optimizer": after})
+
+
+def test_a_wrapper_that_shares_the_state_goes_on_sharing_it() -> None:
+    before, after = make(1, steps=2), make(2)
+    wrapper = torch.optim.Optimizer(after["model"].parameters(), {})
+    inner = after["optimizer"]
+    wrapper.state, wrapper.param_groups = inner.state, inner.param_groups
+    put(save({"optimizer": before["optimizer"]}), {"optimizer": wrapper})
+    assert wrapper.state is inner.state
+    assert same(before["optimizer"].state_dict(), inner.state_dict())
+
+
 def test_other_strides_are_copied() -> None:
     before, after = make(1), make(2)
     after["model"].body.weight.data = torch.zeros(8, 8)[::2, ::2]

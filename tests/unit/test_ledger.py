@@ -50,6 +50,25 @@ def durable(ledger: Ledger, sequence: int) -> Checkpoint:
     return made
 
 
+def test_what_superseded_a_checkpoint_is_named_once_its_own_event_has_come() -> None:
+    """The two events come from two threads."""
+    ledger = Ledger()
+    first = durable(ledger, 5)
+    first.world_size = 1
+    assert ledger.newer_than(first) is None
+    durable(ledger, 7)
+    durable(ledger, 6)
+    assert ledger.newer_than(first) == (7, 7)
+
+
+def test_what_superseded_a_checkpoint_of_several_ranks_is_on_all_of_them() -> None:
+    ledger = Ledger()
+    first, _second, _alone = (durable(ledger, sequence) for sequence in (1, 2, 3))
+    assert ledger.newer_than(first) is None
+    ledger.became_global(2, {2})
+    assert ledger.newer_than(first) == (2, 2)
+
+
 def test_what_is_durable_and_will_not_be_global_is_noted_once_and_stays_durable() -> None:
     ledger = Ledger()
     first, second = durable(ledger, 1), durable(ledger, 2)
@@ -78,5 +97,5 @@ def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
     assert [item.state for item in items] == [
         State.GLOBAL, State.SUPERSEDED, State.GLOBAL, State.DURABLE,
     ]  # fmt: skip
-    assert (items[1].newer_sequence, items[1].newer_step) == (3, 3)
+    assert ledger.newer_than(items[1]) == (3, 3)
     assert ledger.became_global(3, {1, 3}) == []  # said once

@@ -41,6 +41,7 @@ from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices, tree_of
+from tests.unit.test_inplace import Copied, put, save, trained
 
 JOB = Identity("gpt", 0, 4, 4, "")
 
@@ -176,6 +177,28 @@ def failed(state: CheckpointState) -> Callable[[Kit], object]:
     return lambda _: Checkpoint(
         InFlight.ended(5, state, "no space left in /data (raise --max-storage)")
     ).wait_durable()
+
+
+def left_out(kit: Kit) -> None:
+    client = kit.attached()
+    own: Any = optimizer(torch.optim.SGD)["optimizer"]
+    own.momentum = torch.zeros(2, 2)
+    client.attach(optimizer=own)
+    client.checkpoint(step=1)
+
+
+def converted(_: Kit) -> None:
+    put(save({"optimizer": trained(Copied)}), {"optimizer": trained(Copied)})
+
+
+def superseded(_: Kit) -> None:
+    InFlight.ended(5, CheckpointState.SUPERSEDED, "").wait_durable()
+
+
+def unexpected(kit: Kit) -> None:
+    client = kit.attached()
+    kit.patch.setattr(AttachedPlan, "snapshot", lambda *_: {}["x"])
+    client.checkpoint(step=5)
 
 
 def writing(kit: Kit) -> None:
@@ -380,6 +403,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "backwards": backwards,
     "signal handler": interrupted,
     "plain DDP": plain_ddp,
+    "left out": left_out,
     "moved": moved,
     "stale": stale,
     "CUDA graph": graph,
@@ -388,10 +412,12 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "last ones failed": lambda kit: last_ones(kit, 5, 6, durable=4),
     "all failed": lambda kit: last_ones(kit, 5, known=True),
     "none is known": lambda kit: last_ones(kit, 5),
+    "unexpected": unexpected,
     "too many": lambda _: raised(too_many()),
     "no GPU memory": staging,
     "not copied": waits("wait_copied"),
     "not durable": waits("wait_durable"),
+    "superseded": superseded,
     "handle failed": failed(CheckpointState.FAILED),
     "handle skipped": failed(CheckpointState.SKIPPED),
     "GPU copy": lambda _: raised(RuntimeError(abandoned_because("EIO"))),
@@ -412,6 +438,10 @@ CALLS: dict[str, Callable[[Kit], object]] = {
         optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
     ),
     "other options": other_options,
+    "converted state": converted,
+    "meta device": lambda _: placed(
+        {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, device="meta")}
+    ),
     "given state": lambda _: Placement(tree.Tree(1, None, False, [], None), {}),
     "disk stands still": writing,
     "fewer GPUs": fewer_gpus,
@@ -601,6 +631,12 @@ WORDS: dict[str, str] = {
         "is skipped: let the signal handler set a flag, and check it between two steps. "
         "Training continues"
     ),
+    "left out": (
+        "PCcheck: the state of optimizer.momentum is not saved: the state_dict() of the attached "
+        "optimizer leaves it out, and a resumed run begins without it. Keep it in "
+        "optimizer.state[parameter], or let the state_dict() and load_state_dict() of the "
+        "optimizer include it"
+    ),
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "
         "outside of an attached optimizer's step. From now on checkpoint() returns only after "
@@ -643,6 +679,10 @@ WORDS: dict[str, str] = {
         "begins at the start of training. Remove the cause before the restart (see: pccheckctl "
         "status)"
     ),
+    "unexpected": (
+        "the state cannot be described: KeyError: 'x' (attach objects of torch, or objects with "
+        "state_dict and load_state_dict)"
+    ),
     "too many": (
         "64 checkpoints are in flight, and no more fit (save less often, or see what delays "
         "the oldest one: pccheckctl status)"
@@ -659,6 +699,10 @@ WORDS: dict[str, str] = {
     "not durable": (
         "checkpoint of step 5 is not durable yet (wait longer, or see what delays it: "
         "pccheckctl status)"
+    ),
+    "superseded": (
+        "checkpoint of step 5: a newer checkpoint became durable first, and pccheckd did not "
+        "report which (see: pccheckctl list)"
     ),
     "handle failed": ("checkpoint of step 5 failed: no space left in /data (raise --max-storage)"),
     "handle skipped": (
@@ -703,6 +747,15 @@ WORDS: dict[str, str] = {
         "optimizer.param_groups.0: the attached SGD has no rho (to continue with a new optimizer: "
         "call adopt() instead of restore(); restore(strict_optimizer=False) takes the state "
         "without these options)"
+    ),
+    "converted state": (
+        "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "
+        "torch.bfloat16, so training does not continue exactly. Let it keep the dtype, or let its "
+        "state_dict() return the entries of optimizer.state"
+    ),
+    "meta device": (
+        "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 2] on the device meta is "
+        'attached (give it memory before restore(): model.to_empty(device="cuda"))'
     ),
     "given state": (
         "the checkpoint was made by checkpoint(state), so it has no attached objects (get the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,26 @@ def test_without_a_script_the_job_must_be_named(
 def test_an_empty_name_is_refused() -> None:
     with pytest.raises(UsageError, match='job=""'):
         identify("", None, None, {"PCCHECK_JOB": "x"})
+
+
+def test_the_process_group_gives_the_rank_that_nothing_else_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = {"is_available": True, "is_initialized": True, "get_rank": 2, "get_world_size": 4}
+    fake = SimpleNamespace(**{name: lambda value=value: value for name, value in group.items()})
+    monkeypatch.setitem(sys.modules, "torch.distributed", fake)
+    made = identify("x", None, None, {})
+    assert (made.rank, made.world_size, made.local_world_size) == (2, 4, 4)
+    assert identify("x", None, None, {"LOCAL_WORLD_SIZE": "3"}).local_world_size == 3
+    for rank, world_size, environ, solo in (
+        (0, 1, {}, False), (0, None, {}, False), (None, 1, {}, False), (None, None, {}, True),
+        (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, False),
+    ):  # fmt: skip
+        assert identify("x", rank, world_size, environ, solo=solo).world_size == 1
+    fake.is_initialized = lambda: False
+    assert identify("x", None, None, {}).world_size == 1
+    monkeypatch.delitem(sys.modules, "torch.distributed")
+    assert identify("x", None, None, {}).world_size == 1
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [("0", 1), (0, "1"), (0.0, 1), (0, None)])

@@ -1,4 +1,5 @@
-"""Who this process is: job, rank and launch, from arguments, PCCHECK_JOB, torchrun or Slurm."""
+"""Who this process is: job, rank and launch, from arguments, PCCHECK_JOB, torchrun, Slurm or
+torch.distributed."""
 
 from __future__ import annotations
 
@@ -35,8 +36,11 @@ def identify(
     rank: int | None,
     world_size: int | None,
     environ: Mapping[str, str] = os.environ,
+    *,
+    solo: bool = False,
 ) -> Identity:
-    """Arguments first, then the environment. Raises UsageError."""
+    """Arguments first, then the environment, then torch.distributed unless `solo`. Raises
+    UsageError."""
     if job == "":
         raise UsageError(
             'job="" is not a name', hint="leave job= out to use PCCHECK_JOB or the script's name"
@@ -46,6 +50,12 @@ def identify(
     given = job or environ.get("PCCHECK_JOB")
     name = given or _script_name()
     require_job_name(name)
+    if (
+        rank is None
+        and world_size is None
+        and not (solo or environ.get("RANK") or environ.get("WORLD_SIZE"))
+    ):
+        rank, world_size = _in_process_group()
     size = _number("WORLD_SIZE", 1, environ) if world_size is None else world_size
     mine = _number("RANK", 0, environ) if rank is None else rank
     for argument, value in (("rank", mine), ("world_size", size)):
@@ -60,6 +70,14 @@ def identify(
         )
     local = min(max(1, _number("LOCAL_WORLD_SIZE", size, environ)), size)
     return Identity(name, mine, size, local, _launch(environ), guessed=not given)
+
+
+def _in_process_group() -> tuple[int, int]:
+    """Rank and size of torch's default group, which mp.spawn's processes make from arguments."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _script_name() -> str:

@@ -73,6 +73,7 @@ class Recovery:
             self._require(opened, described)
             attached = self._planner.attached
             left = self._left(opened, described, only)
+            self._planner.zero_options.inward()
             placement = Placement(
                 described, attached, left, payload.others,
                 strict_optimizer=strict_optimizer, only=only,
@@ -83,6 +84,7 @@ class Recovery:
                 "did not finish"
             )
             placement.load(payload.load)
+            self._planner.zero_options.outward()
             for name in left - {RNG}:
                 begin_again(attached[name])
             self.torn = "" if only is None else before  # the rest may still be a mix

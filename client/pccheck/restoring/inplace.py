@@ -9,7 +9,6 @@ on whichever device: an optimizer's fp32 moments stay fp32 (torch's own
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
@@ -22,6 +21,7 @@ from pccheck.state.flatten import DTYPE_NAMES
 from pccheck.state.plan import RNG
 from pccheck.state.rng import require_generators, restore_rng
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
+from pccheck.warn import warn
 from pccheck_wire import tree
 from pccheck_wire.blocks import Block, Blocks, block_of
 from pccheck_wire.errors import StateMismatchError
@@ -31,6 +31,7 @@ from .loaders import is_loader, set_again
 from .rebuild import Loader, Memory, state_of
 
 _SHOWN = 5
+_DEVICES = frozenset(("cpu", "cuda"))
 _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
     "or compile them in place with part.compile()"
@@ -157,10 +158,14 @@ class Placement:
             )
         assert isinstance(node, (tree.Tensor, tree.Shard))
         if not _alike(node, live):
+            known = live.device.type in _DEVICES
             raise StateMismatchError(
                 f"{path}: the checkpoint has {node.dtype} {node.shape}, and "
-                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} is attached",
-                hint="build the model as it was, or take what you need from recover()",
+                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} "
+                f"{'' if known else f'on the device {live.device} '}is attached",
+                hint='give it memory before restore(): model.to_empty(device="cuda")'
+                if live.is_meta
+                else "build the model as it was, or take what you need from recover()",
             )
         offsets, part = shards.offsets_of(live, path), shards.local(live)
         if block[1] == offsets and block[0].shape == list(part.shape):
@@ -185,7 +190,10 @@ class Placement:
         def finish(memory: Memory) -> None:
             state = state_of(memory, node)
             try:
-                thing.load_state_dict(state)
+                if isinstance(thing, torch.optim.Optimizer):
+                    _load_optimizer(thing, state)
+                else:
+                    thing.load_state_dict(state)
             except Exception as error:  # of the user's code: the state does not fit
                 reason = str(error) or type(error).__name__
                 raise StateMismatchError(
@@ -267,24 +275,25 @@ class Placement:
         if self._strict:
             _same_options(name, saved_groups, optimizer, new)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
-        common: dict[Any, tree.Node] = {}  # under names of the optimizer's own
+        others: dict[Any, tree.Node] = {}  # no dicts, or under names of the optimizer's own
+        first = next(iter(parameters.values()), None)
         for number, entry in _mapping(_mapping(node, name)["state"], f"{name}.state").items():
             path = tree.join(f"{name}.state", number)
-            if number not in parameters:
-                if isinstance(number, int):
-                    raise StateMismatchError(
-                        f"{path}: the attached optimizer has no such parameter",
-                        hint=f"attach an optimizer of the same parameters; or {new}",
-                    )
-                common[number] = entry
+            key = parameters.get(number, number)
+            if isinstance(key, int):
+                raise StateMismatchError(
+                    f"{path}: the attached optimizer has no such parameter",
+                    hint=f"attach an optimizer of the same parameters; or {new}",
+                )
+            if isinstance(key, torch.Tensor) and isinstance(entry, tree.Mapping):
+                entries[key] = self._entry(path, entry, optimizer, key)
+            else:
+                others[key] = entry
                 self._want(entry)
-                continue
-            entries[parameters[number]] = self._entry(path, entry, optimizer, parameters[number])
         self._groups(saved_groups, optimizer)
 
         def finish(memory: Memory) -> None:
-            made: defaultdict[Any, Any] = defaultdict(dict)
-            made.update({key: state_of(memory, value) for key, value in common.items()})
+            made = {key: state_of(memory, value, like=first) for key, value in others.items()}
             for parameter, entry in entries.items():
                 made[parameter] = {
                     key: value
@@ -292,7 +301,8 @@ class Placement:
                     else state_of(memory, value, like=parameter)
                     for key, value in entry.items()
                 }
-            optimizer.state = made
+            optimizer.state.clear()  # the same dict: a wrapper may share it
+            optimizer.state.update(made)
 
         self._after.append(finish)
 
@@ -497,7 +507,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
 def _alike(node: tree.Tensor | tree.Shard, live: torch.Tensor) -> bool:
     return (
         live.layout is torch.strided
-        and live.device.type in ("cpu", "cuda")
+        and live.device.type in _DEVICES
         and DTYPE_NAMES.get(live.dtype) == node.dtype
         and list(live.shape) == node.shape
     )
@@ -565,6 +575,45 @@ def _same_options(
                 hint=f"{new}; restore(strict_optimizer=False) takes the state without these "
                 "options",
             )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """By its own load_state_dict(). torch's, which that may call, casts to the dtype of the
+    parameter; what is only cast gets its saved dtype back."""
+    saved = {key: dict(entry) for key, entry in _entries_of(state).items()}
+    optimizer.load_state_dict(state)
+    if not saved:
+        return
+    live, lost = {id(entry) for entry in optimizer.state.values()}, ""
+    for number, entry in _entries_of(optimizer.state_dict()).items():
+        for key, now in entry.items():
+            old = saved.get(number, {}).get(key)
+            if not _is_cast(old, now):
+                continue
+            if id(entry) in live:
+                entry[key] = old.to(now.device)
+            else:
+                lost = lost or f"state.{number}.{key} from {old.dtype} to {now.dtype}"
+    if lost:
+        warn(
+            f"the load_state_dict() of {type(optimizer).__name__} has converted {lost}, so "
+            "training does not continue exactly. Let it keep the dtype, or let its state_dict() "
+            "return the entries of optimizer.state"
+        )
+
+
+def _entries_of(state: Any) -> dict[Any, dict[Any, Any]]:
+    """The dicts by parameter in what an optimizer's state_dict() returned."""
+    found = state.get("state") if isinstance(state, dict) else None
+    entries = found.items() if isinstance(found, dict) else ()
+    return {key: entry for key, entry in entries if isinstance(entry, dict)}
+
+
+def _is_cast(old: object, now: object) -> TypeGuard[torch.Tensor]:
+    """Whether `now` is the old tensor in another dtype, and not what an optimizer made of it."""
+    if not (isinstance(old, torch.Tensor) and isinstance(now, torch.Tensor)):
+        return False
+    return old.dtype != now.dtype and torch.equal(old.to(now.device, now.dtype), now)
 
 
 def _set_groups(

@@ -21,6 +21,7 @@ from pccheck_native import (
 )
 from pccheck_wire.errors import (
     CheckpointFailedError,
+    DaemonUnreachableError,
     NoCheckpointError,
     PccheckError,
     WaitTimeoutError,
@@ -52,7 +53,7 @@ class Durable(NamedTuple):
     """What is durable: the checkpoint itself, or the newer one that superseded it."""
 
     sequence: int
-    step: int | None
+    step: int
 
 
 def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
@@ -89,7 +90,7 @@ class InFlight:
         self._lock = threading.RLock()
         self._state = CheckpointState.REQUESTED
         self._sequence = 0
-        self._newer = Durable(0, None)
+        self._newer: Durable | None = None  # what superseded it, once that is known
         self._reason = ""
         self._described = False  # the reason is known
         self._given_up = False  # it is durable here, and never will be on all ranks
@@ -196,6 +197,12 @@ class InFlight:
         self._wait("durable", timeout)
         if self._state is CheckpointState.SUPERSEDED:
             self._describe()
+            if self._newer is None:
+                raise DaemonUnreachableError(
+                    f"checkpoint of step {self.step}: {_REPLACED}, and pccheckd did not report "
+                    "which",
+                    hint="see: pccheckctl list",
+                )
             return self._newer
         if self._state in _SAFE:
             return Durable(self._sequence, self.step)
@@ -255,7 +262,7 @@ class InFlight:
             return
         if self.state not in FINAL:
             self._lose()
-        elif self._state in NOT_SAVED:
+        elif self._state in NOT_SAVED or self._state is CheckpointState.SUPERSEDED:
             self.describe_later()
         self._settled = True
 
@@ -279,9 +286,7 @@ class InFlight:
             if now.word == WORD_ABANDONED and now.error_name and alive:
                 self._reason, self._described = abandoned_because(now.error_name), True
                 self.reported |= now.error_name == TIMED_OUT
-            if state is CheckpointState.SUPERSEDED:
-                self._newer = Durable(now.sequence, None)
-            elif now.sequence:
+            if now.sequence:
                 self._sequence = now.sequence
         if (now is None or not alive) and self._state not in FINAL:
             self._lose()
@@ -367,7 +372,7 @@ class InFlight:
             if self._settled and answer.state in _SAFE:
                 self._state = answer.state  # it may have become global since
                 self._given_up = answer.state is CheckpointState.DURABLE and bool(reason)
-            if answer.state is CheckpointState.SUPERSEDED:
+            if answer.newer_step is not None:
                 self._newer = Durable(answer.newer_sequence, answer.newer_step)
             self._sequence = self._sequence or answer.sequence
         self._described = True
@@ -496,7 +501,8 @@ class Checkpoint:
         which. With several ranks this is about the part of this rank only: see `wait_global`.
 
         Raises CheckpointFailedError when the checkpoint was skipped or failed, WaitTimeoutError
-        after `timeout` seconds.
+        after `timeout` seconds, DaemonUnreachableError when a newer one became durable and the
+        daemon ended before it reported which.
         """
         return self._in_flight.wait_durable(timeout)
 

@@ -12,15 +12,18 @@ from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards
-from pccheck.state.attaching import checked, left_out
+from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
+from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import tree
-from pccheck_wire.errors import UsageError
+from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
+from . import zero
 from .exposure import Retry
 from .hooks import StepHooks
+from .leftout import LeftOut
 
 
 class Planner:
@@ -33,6 +36,7 @@ class Planner:
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self.client = origin.name_client()  #: recorded with every checkpoint
+        self.zero_options = zero.Options()
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
@@ -41,21 +45,17 @@ class Planner:
         self._plan: AttachedPlan | None = None
         self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()
-        self._left_out: dict[str, torch.optim.Optimizer] = {}
+        self.left_out = LeftOut()
 
     def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
         """Adds or replaces things by name. Raises UsageError, UnsupportedStateError."""
         self.attached.update(checked(things))
+        self.zero_options.attach(things)
         if rng:
             self.attached[RNG] = True
-        self._left_out = left_out(self.attached)
+        self.left_out.attach(self.attached)
         self._plan = None
         self._unstaged = False
-
-    @property
-    def left_out(self) -> list[str]:
-        """The optimizers inside attached ones that have a state, which is not saved."""
-        return [path for path, optimizer in self._left_out.items() if optimizer.state]
 
     @property
     def sharded(self) -> bool:
@@ -109,8 +109,16 @@ class Planner:
     def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError, and
         UsageError when nothing is attached."""
-        with no_collection():
-            return self._snapshot(chunk_bytes, state, step, metadata)
+        try:
+            with no_collection():
+                return self._snapshot(chunk_bytes, state, step, metadata)
+        except (PccheckError, OSError):
+            raise
+        except Exception as error:  # of an object that is unlike all that is known
+            raise UnsupportedStateError(
+                f"the state cannot be described: {in_words(error)}",
+                hint="attach objects of torch, or objects with state_dict and load_state_dict",
+            ) from error
 
     def _snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         wait = self.wait
@@ -133,6 +141,7 @@ class Planner:
                 "checkpoint() has nothing to save",
                 hint="call attach(model=..., optimizer=...) first, or pass a state",
             )
+        self.zero_options.inward()
         wanted = mode, shape, self._loose
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
             about = origin.node(self.attached, self.client)

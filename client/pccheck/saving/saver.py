@@ -281,6 +281,8 @@ class Saver:
             self.failures.failed(checkpoint)
             checkpoint.describe_later()
             self._unexplained.append(checkpoint)
+        elif state is CheckpointState.SUPERSEDED:
+            checkpoint.describe_later()  # by which one: nobody can ask a daemon that has ended
 
     def _explain(self) -> None:
         """Reports failures whose reason has arrived; the user knows what was abandoned."""
@@ -365,9 +367,9 @@ class Saver:
         self._warn_of_late([item for item in late if item not in copied], copied)
         for item in copied:
             item.hand_over()
-        if self._session.current() is not None and self._unexplained:
-            for checkpoint in self._unexplained:
-                _ = checkpoint.reason
+        if self._session.current() is not None:
+            for checkpoint in (*self._unexplained, *self._recent.values()):
+                _ = checkpoint.reason  # the last time that the daemon can be asked
             self._explain()
         return not late
 

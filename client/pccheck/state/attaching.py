@@ -72,20 +72,6 @@ def is_replicated(things: Mapping[str, object]) -> bool:
     )
 
 
-def left_out(things: Mapping[str, object]) -> dict[str, torch.optim.Optimizer]:
-    """By path, the optimizers inside attached ones (SAM's base_optimizer) that are not attached and
-    not in torch's own `state_dict()` of the outer one."""
-    stock = torch.optim.Optimizer.state_dict
-    return {
-        f"{name}.{attribute}": inner
-        for name, outer in things.items()
-        if isinstance(outer, torch.optim.Optimizer) and type(outer).state_dict is stock
-        for attribute, inner in vars(outer).items()
-        if isinstance(inner, torch.optim.Optimizer) and inner.state is not outer.state
-        if not any(thing is inner for thing in things.values())
-    }
-
-
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
         raise UsageError(
@@ -163,7 +149,7 @@ def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
 
 def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper that is an Optimizer in name only (Accelerate's), and whose
-    step cannot wait."""
+    step cannot wait; and the one inside torch's ZeRO, whose own state_dict() gathers all ranks."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
@@ -173,7 +159,15 @@ def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim
                 hint="attach the optimizer that it wraps",
             )
         optimizer = inner
-    return optimizer
+    return zero_part(optimizer) or optimizer
+
+
+def zero_part(optimizer: object) -> torch.optim.Optimizer | None:
+    """The optimizer inside torch's ZeroRedundancyOptimizer; None for other optimizers, and for the
+    functional one that overlap_with_ddp=True makes later."""
+    is_zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    part = getattr(optimizer, "optim", None) if is_zero else None
+    return part if isinstance(part, torch.optim.Optimizer) else None
 
 
 def _inner_scheduler(scheduler: object) -> object:

@@ -25,10 +25,11 @@ _Module = torch.nn.Module
 _Optimizer = torch.optim.Optimizer
 _DTYPE = operator.attrgetter("dtype")
 _IMAGINARY = (torch.complex32, torch.complex64, torch.complex128)
-_CHILDREN = operator.itemgetter("_parameters", "_buffers", "_modules")
+_DICT_KEYS = ("_parameters", "_buffers", "_modules")
+_CHILDREN = operator.itemgetter(*_DICT_KEYS)
 _HOOKS = operator.itemgetter("_state_dict_hooks", "_state_dict_pre_hooks")
 _SKIPPED = operator.itemgetter("_non_persistent_buffers_set")
-_PART_KEYS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_PART_KEYS = (*_DICT_KEYS, "_non_persistent_buffers_set")
 _PARTS = operator.itemgetter(*_PART_KEYS)
 _PARAMS = operator.itemgetter("params")
 
@@ -101,7 +102,8 @@ class ModuleWatch:
             and cls.get_extra_state is _Module.get_extra_state
             for cls in {type(m) for m in module.modules()}
         ) and not any(
-            "state_dict" in vars(m)
+            not all(isinstance(vars(m).get(key), dict) for key in _DICT_KEYS)  # torch.jit's
+            or "state_dict" in vars(m)
             or "_save_to_state_dict" in vars(m)
             or not _by_fsdp(*_HOOKS(vars(m)))
             for m in module.modules()
@@ -168,17 +170,11 @@ class OptimizerWatch:
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
         """Whether nothing customises the state dict, and every entry is a dict of leaves."""
-        return (
-            type(optimizer).state_dict is _Optimizer.state_dict
-            and "state_dict" not in vars(optimizer)
-            and not optimizer._optimizer_state_dict_pre_hooks
-            and not optimizer._optimizer_state_dict_post_hooks
-            and all(
-                isinstance(key, Tensor)
-                and type(entry) is dict
-                and all(type(value) in _LEAVES or is_sharded(value) for value in entry.values())
-                for key, entry in optimizer.state.items()
-            )
+        return _has_stock_state_dict(optimizer) and all(
+            isinstance(key, Tensor)
+            and type(entry) is dict
+            and all(type(value) in _LEAVES or is_sharded(value) for value in entry.values())
+            for key, entry in optimizer.state.items()
         )
 
     @staticmethod
@@ -186,7 +182,7 @@ class OptimizerWatch:
         """Whether its state can be put in place without load_state_dict()."""
         cls = type(optimizer)
         return (
-            OptimizerWatch.suits(optimizer)
+            _has_stock_state_dict(optimizer)
             and cls.load_state_dict is _Optimizer.load_state_dict
             and "load_state_dict" not in vars(optimizer)
             and not optimizer._optimizer_load_state_dict_pre_hooks
@@ -227,6 +223,15 @@ class OptimizerWatch:
             groups = tree.encode_node(self._groups_node)
             self._encoded = tree.encode_dict([("state", self._state), ("param_groups", groups)])
         return self._encoded
+
+
+def _has_stock_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    return (
+        type(optimizer).state_dict is _Optimizer.state_dict
+        and "state_dict" not in vars(optimizer)
+        and not optimizer._optimizer_state_dict_pre_hooks
+        and not optimizer._optimizer_state_dict_post_hooks
+    )
 
 
 _CONSTANTS = (int, float, bool, str, type(None))

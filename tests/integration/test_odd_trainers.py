@@ -1,0 +1,105 @@
+"""Models, optimizers and processes unlike the usual ones: saved, restored, and named if not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pccheck import PCcheckClient
+from tests.support.daemon import Daemon
+from tests.unit.test_flatten import same
+from tests.unit.test_inplace import Float32, Named, OwnBoth
+
+Start = Callable[..., Daemon]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize(
+    "part", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 4))]
+)
+def test_a_part_of_torch_jit_is_saved_and_restored(start_daemon: Start, part: Any) -> None:
+    """The parts of such a module are no dicts."""
+    daemon, saved = start_daemon(), dict[str, Any]()
+    for restores in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), part(nn.Linear(4, 4)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with PCcheckClient("jit", socket=daemon.socket) as client:
+            client.attach(model=model, optimizer=optimizer)
+            assert client.restore().step == 2 * restores
+            if restores:
+                assert same(dict(model.state_dict()), saved)
+            for step in (1, 2):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                client.checkpoint(step=step).wait_durable(30)
+        saved = {key: value.clone() for key, value in model.state_dict().items()}
+
+
+class Sharing(torch.optim.Optimizer):
+    """Around another one, whose state and groups are its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.Adam(parameters)
+        super().__init__(self.inner.param_groups, {})
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("cls", [Named, OwnBoth, Sharing])
+def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
+    start_daemon: Start, cls: type[Float32]
+) -> None:
+    def kit() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4, dtype=torch.bfloat16)
+        return model, cls(model.parameters())
+
+    def train(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    daemon, (straight, whole) = start_daemon(), kit()
+    for step in (1, 2):
+        train(straight, whole)
+        model, optimizer = kit()
+        with PCcheckClient("own", socket=daemon.socket) as client:
+            client.attach(model=model, optimizer=optimizer)
+            assert client.restore().step == step - 1
+            train(model, optimizer)
+            client.checkpoint(step=step).wait_durable(30)
+    assert same(dict(straight.state_dict()), dict(model.state_dict()))
+    assert same(whole.state_dict(), optimizer.state_dict())
+
+
+def spawned(daemon: Daemon, how: str) -> list[str]:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.support.spawned", str(daemon.socket), how],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return sorted(ran.stdout.splitlines())
+
+
+def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    assert spawned(daemon, "late") == ["0: 0 0", "1: 0 1"]
+    assert spawned(daemon, "late") == ["0: 1 0", "1: 1 1"]
+
+
+def test_a_rank_that_connects_before_the_process_group_is_told_how(start_daemon: Start) -> None:
+    texts = spawned(start_daemon(), "early")
+    assert sum("rank= and world_size=, or make the client after init" in one for one in texts) == 1
+
+
+def test_zero_of_torch_goes_on_bit_for_bit_with_its_scheduler(start_daemon: Start) -> None:
+    """Its own state_dict() gathers the state of all ranks, and the scheduler changes its groups,
+    not those of the optimizer inside."""
+    assert spawned(start_daemon(), "zero") == ["0: True", "1: True"]
