@@ -11,7 +11,7 @@
 #include "base/pcc_copy.h"
 #include "base/pcc_crew.h"
 #include "base/pcc_hash.h"
-#include "base/pcc_map.h"
+#include "hugememory.h"
 
 #define PIECE_BYTES (1u << 20)
 
@@ -56,24 +56,10 @@ static double shortest_s(void (*work)(struct pcc_crew *, struct copy *, uint64_t
     return (double)best_ns * 1e-9;
 }
 
-/* In huge pages where the kernel has some, as the daemon's memory is. */
-static void *source_make(uint64_t length_bytes)
-{
-    const int fd = memfd_create("checkedcopy", MFD_CLOEXEC);
-    void *bytes = NULL;
-
-    if (fd < 0 || ftruncate(fd, (off_t)length_bytes) != 0 ||
-        pcc_map_shared(fd, length_bytes, &bytes) != 0)
-        return NULL;
-    memset(bytes, 1, length_bytes);
-    (void)madvise(bytes, length_bytes, MADV_COLLAPSE);
-    return bytes;
-}
-
 int main(int argc, char **argv)
 {
     const uint64_t pieces = argc == 2 ? strtoull(argv[1], NULL, 10) / PIECE_BYTES : 0;
-    struct copy copy = {.from = source_make(pieces * PIECE_BYTES),
+    struct copy copy = {.from = huge_memory(pieces * PIECE_BYTES),
                         .to = malloc(pieces * PIECE_BYTES)};
     struct pcc_crew crew;
 

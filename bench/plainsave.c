@@ -15,7 +15,7 @@
 
 #include "base/pcc_copy.h"
 #include "base/pcc_hash.h"
-#include "base/pcc_map.h"
+#include "hugememory.h"
 
 enum { WRITERS = 2, BLOCK_BYTES = 1 << 20, BUFFER_BYTES = 4 << 20 };
 #define SOURCE_BYTES_MAX (1ull << 30)
@@ -98,20 +98,6 @@ static bool pass(void)
     return true;
 }
 
-/* In huge pages where the kernel has some, as the daemon's memory is. */
-static uint8_t *pool_make(uint64_t length_bytes)
-{
-    const int fd = memfd_create("plainsave", MFD_CLOEXEC);
-    void *bytes = NULL;
-
-    if (fd < 0 || ftruncate(fd, (off_t)length_bytes) != 0 ||
-        pcc_map_shared(fd, length_bytes, &bytes) != 0)
-        return NULL;
-    memset(bytes, 1, length_bytes);
-    (void)madvise(bytes, length_bytes, MADV_COLLAPSE);
-    return bytes;
-}
-
 int main(int argc, char **argv)
 {
     job.bytes = argc == 3 ? strtoull(argv[2], NULL, 10) : 0;
@@ -122,7 +108,7 @@ int main(int argc, char **argv)
     job.source_bytes = job.bytes < SOURCE_BYTES_MAX ? job.bytes : SOURCE_BYTES_MAX;
     job.fd = open(argv[1], O_RDWR | O_DIRECT);
     uint8_t *source = aligned_alloc(2 << 20, job.source_bytes);
-    job.pool = pool_make(job.bytes);
+    job.pool = huge_memory(job.bytes);
     job.checksums = calloc(job.bytes / BLOCK_BYTES, sizeof *job.checksums);
     if (job.fd < 0 || source == NULL || job.pool == NULL || job.checksums == NULL) {
         perror("plainsave");

@@ -461,14 +461,14 @@ class PCcheckClient:
 
     def _warn_of_left_out(self) -> None:
         left_out = self._planner.left_out
-        for kind, path in (("inner", left_out.optimizer()), ("attribute", left_out.attribute())):
+        inside = "Keep it in optimizer.state[parameter], or let the state_dict() and "
+        inside += "load_state_dict() of the optimizer include it"
+        inner, attribute = left_out.optimizer(), left_out.attribute()
+        for kind, path, advice in (
+            ("optimizer", inner, f"Attach {inner} itself"),
+            ("attribute", attribute, inside),
+        ):
             if path:
-                advice = (
-                    f"Attach {path} itself"
-                    if kind == "inner"
-                    else "Keep it in optimizer.state[parameter], or let the state_dict() and "
-                    "load_state_dict() of the optimizer include it"
-                )
                 self._warner.once(
                     f"left out {kind}",
                     f"the state of {path} is not saved: the state_dict() of the attached optimizer "

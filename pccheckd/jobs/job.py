@@ -319,13 +319,15 @@ class Job:
                 one.held(usable=tenant.is_usable(one)) for one in tenant.volumes.checkpoints()
             ),
             pending=tenant.pending(),
-            asked=self.asked(tenant.key.rank)
-            if live
-            else NEVER
-            if tenant.key.rank in self._gone
-            else None,
+            asked=self._passed(tenant.key.rank, live=live),
             pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )
+
+    def _passed(self, rank: int, *, live: bool) -> int | None:
+        """As `Rank.asked`."""
+        if live:
+            return self.asked(rank)
+        return NEVER if rank in self._gone else None
 
     def decide_soon(self) -> None:
         """Call it when the ranks may have to decide again. Decides once per turn of the loop; a

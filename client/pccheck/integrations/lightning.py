@@ -202,8 +202,8 @@ class PCcheckCallback(Callback):
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
         # Gradients are not saved. And Lightning, when it resumes here, skips what follows the last
-        # batch of an epoch, and a validation that is due.
-        # Before the end of training there is always one, which the resumed run does not owe.
+        # batch of an epoch, and a validation that is due. A validation that runs only because
+        # training stops is not due in the resumed run.
         validates = not stops and loop._should_check_val_fx(fetcher)
         later = loop.batch_progress.is_last_batch or validates
         if not later and not loop._should_accumulate():

@@ -79,7 +79,7 @@ class LeftOut:
         )
 
     def _held(self, owner: _Optimizer, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Saved anyway, or computed anew in each step."""
+        """Tensors that are saved anyway, or that each step computes again."""
         yield from parameters
         yield from (p.grad for p in parameters if p.grad is not None)
         yield from _tensors(owner.state)

@@ -228,15 +228,15 @@ def _divide(
     shared = [group for some in groups.values() for group in some if group.is_shared]
     loads = [0] * shape.world_size
     elsewhere: set[int] = set()
-    told = hashlib.blake2b(digest_size=7)
+    digest = hashlib.blake2b(digest_size=7)
     for group in sorted(shared, key=lambda group: (not group.trains, -group.nbytes, group.first)):
         owner = loads.index(min(loads))
         loads[owner] += group.nbytes
-        told.update(f"{group.nbytes} {[view.nbytes for view in group.views]} ".encode())
+        digest.update(f"{group.nbytes} {[view.nbytes for view in group.views]} ".encode())
         if owner != shape.rank:
             elsewhere.add(group.first)
             _add_extent(layout, group, first_extent, tree.ELSEWHERE, owner)
-    layout.division = int.from_bytes(told.digest()) if shared else 0
+    layout.division = int.from_bytes(digest.digest()) if shared else 0
     left = {
         device: [group for group in some if group.first not in elsewhere]
         for device, some in groups.items()
