@@ -32,7 +32,7 @@ static void piece_copy(void *context, uint64_t piece)
 
 static void all_at_once(struct pcc_crew *crew, struct copy *copy, uint64_t pieces)
 {
-    pcc_crew_run(crew, pieces, piece_copy, copy);
+    pcc_crew_run(crew, PCC_CREW_HELPERS, pieces, piece_copy, copy);
 }
 
 static void one_after_the_other(struct pcc_crew *crew, struct copy *copy, uint64_t pieces)

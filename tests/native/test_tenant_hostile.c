@@ -4,7 +4,7 @@
 #include <fcntl.h>
 #include <signal.h>
 
-#include "base/pcc_hash.h"
+#include "base/pcc_copy.h"
 #include "handmade_client.h"
 
 static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 8 * CHUNK};
@@ -540,17 +540,17 @@ static struct { /* where the client's thread stands still in the middle of a chu
     _Atomic bool there, go;
 } barrier;
 
-void __real_pcc_hash_add(struct pcc_hash *hash, const void *bytes, uint64_t length_bytes);
-void __wrap_pcc_hash_add(struct pcc_hash *hash, const void *bytes, uint64_t length_bytes);
+void __real_pcc_copy_hashed(void *to, const void *from, size_t length_bytes, struct pcc_hash *hash);
+void __wrap_pcc_copy_hashed(void *to, const void *from, size_t length_bytes, struct pcc_hash *hash);
 
-void __wrap_pcc_hash_add(struct pcc_hash *hash, const void *bytes, uint64_t length_bytes)
+void __wrap_pcc_copy_hashed(void *to, const void *from, size_t length_bytes, struct pcc_hash *hash)
 {
     if (atomic_load(&barrier.pieces) > 0 && atomic_fetch_sub(&barrier.pieces, 1) == 1) {
         atomic_store(&barrier.there, true);
         while (!atomic_load(&barrier.go))
             (void)usleep(200);
     }
-    __real_pcc_hash_add(hash, bytes, length_bytes);
+    __real_pcc_copy_hashed(to, from, length_bytes, hash);
 }
 
 /* A thread that is in the middle of a chunk when the session ends stops there. */

@@ -5,8 +5,11 @@
 #define PCC_COPY_H
 
 #include "base/pcc_base.h"
+#include "base/pcc_hash.h"
 
 /* As memcpy; what was written is seen by whoever sees a later store of this thread. */
 void pcc_copy_past_cache(void *to, const void *from, size_t length_bytes);
+/* The same, and *hash goes over what was stored, also when `from` changes meanwhile. */
+void pcc_copy_hashed(void *to, const void *from, size_t length_bytes, struct pcc_hash *hash);
 
 #endif

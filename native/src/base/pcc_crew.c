@@ -21,12 +21,14 @@ static void *help(void *argument)
 
     (void)pthread_mutex_lock(&crew->lock);
     while (!crew->closing) {
+        if (crew->next >= crew->count || crew->busy >= crew->wanted) {
+            (void)pthread_cond_wait(&crew->called, &crew->lock);
+            continue;
+        }
         crew->busy++;
         pieces_do(crew);
         if (--crew->busy == 0)
             (void)pthread_cond_signal(&crew->done);
-        while (!crew->closing && crew->next >= crew->count)
-            (void)pthread_cond_wait(&crew->called, &crew->lock);
     }
     (void)pthread_mutex_unlock(&crew->lock);
     return NULL;
@@ -34,18 +36,19 @@ static void *help(void *argument)
 
 static void start(struct pcc_crew *crew)
 {
-    cpu_set_t cpus;
-    const int count = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 1;
-
     crew->started = true;
-    while (crew->helper_count < PCC_CREW_HELPERS && (int)crew->helper_count + 1 < count &&
+    while (crew->helper_count < PCC_CREW_HELPERS && crew->helper_count + 1 < crew->cpus &&
            pcc_thread_start(&crew->helpers[crew->helper_count], help, crew, "pcc-crew") == 0)
         crew->helper_count++;
 }
 
 void pcc_crew_open(struct pcc_crew *crew)
 {
-    *crew = (struct pcc_crew){0};
+    cpu_set_t cpus;
+
+    *crew = (struct pcc_crew){.cpus = 1};
+    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0)
+        crew->cpus = (uint32_t)CPU_COUNT(&cpus);
     (void)pthread_mutex_init(&crew->lock, NULL); /* cannot fail with default attributes */
     (void)pthread_cond_init(&crew->called, NULL);
     (void)pthread_cond_init(&crew->done, NULL);
@@ -64,18 +67,24 @@ void pcc_crew_close(struct pcc_crew *crew)
     (void)pthread_mutex_destroy(&crew->lock);
 }
 
-void pcc_crew_run(struct pcc_crew *crew, uint64_t count, void (*work)(void *, uint64_t),
-                  void *context)
+uint32_t pcc_crew_half(const struct pcc_crew *crew)
 {
-    if (count > 1 && !crew->started)
+    return crew->cpus < 4 ? 0 : crew->cpus / 2 - 1;
+}
+
+void pcc_crew_run(struct pcc_crew *crew, uint32_t helpers, uint64_t count,
+                  void (*work)(void *, uint64_t), void *context)
+{
+    if (helpers > 0 && count > 1 && !crew->started)
         start(crew);
     (void)pthread_mutex_lock(&crew->lock);
     crew->work = work;
     crew->context = context;
     crew->next = 0;
     crew->count = count;
-    if (count > 1)
-        (void)pthread_cond_broadcast(&crew->called);
+    crew->wanted = helpers;
+    for (uint32_t i = 0; i < crew->helper_count && i < helpers && i + 1 < count; i++)
+        (void)pthread_cond_signal(&crew->called);
     pieces_do(crew);
     while (crew->busy > 0)
         (void)pthread_cond_wait(&crew->done, &crew->lock);

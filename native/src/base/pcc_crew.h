@@ -1,8 +1,8 @@
 /* A crew: helper threads that share the pieces of one job with the thread that calls.
  *
- * Its threads start at the first run, as many as there are CPUs to run on besides the caller's, and
- * at most PCC_CREW_HELPERS; a thread that cannot be started is one less. One thread at a time runs
- * jobs, and closes the crew. run blocks until the job is done. */
+ * Its threads start when a run first needs them, as many as there are CPUs to run on besides the
+ * caller's, and at most PCC_CREW_HELPERS; a thread that cannot be started is one less. One thread
+ * at a time runs jobs, and closes the crew. run blocks until the job is done. */
 #ifndef PCC_CREW_H
 #define PCC_CREW_H
 
@@ -22,17 +22,21 @@ struct pcc_crew {
     void *context;
     uint64_t next;
     uint64_t count;
-    uint32_t busy; /* helpers with a piece */
+    uint32_t wanted; /* helpers that may work on it */
+    uint32_t busy;   /* helpers that do */
     uint32_t helper_count;
+    uint32_t cpus; /* that the opening thread may run on */
     pthread_t helpers[PCC_CREW_HELPERS];
 };
 
 void pcc_crew_open(struct pcc_crew *crew);
 /* Joins its threads. */
 void pcc_crew_close(struct pcc_crew *crew);
-/* Calls work once for each piece below `count`, in any order, several at once; returns when all
- * calls have. What they wrote is seen by the caller. */
-void pcc_crew_run(struct pcc_crew *crew, uint64_t count, void (*work)(void *, uint64_t),
-                  void *context);
+/* Helpers for a job beside which others work: with them the caller uses half of the CPUs. */
+uint32_t pcc_crew_half(const struct pcc_crew *crew);
+/* Calls work once for each piece below `count`, in any order, several at once: the caller and at
+ * most `helpers` others. Returns when all calls have. What they wrote is seen by the caller. */
+void pcc_crew_run(struct pcc_crew *crew, uint32_t helpers, uint64_t count,
+                  void (*work)(void *, uint64_t), void *context);
 
 #endif

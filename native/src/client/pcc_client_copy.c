@@ -1,13 +1,14 @@
-/* Filling chunks and handing them over. Host memory is copied and checksummed in one pass over the
- * cache, block by block, or only checksummed where it is (pcc_client_offer.c); a chunk that a GPU
+/* Filling chunks and handing them over. Host memory is copied and checksummed in one pass, block by
+ * block, or only checksummed where it is (pcc_client_offer.c); a chunk that a GPU
  * fills (pcc_client_push.c) is checksummed when it has landed. */
 #include <string.h>
 
+#include "base/pcc_copy.h"
 #include "base/pcc_futex.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
 
-#define PIECE_BYTES 65536u /* copied, then hashed while it is in the second-level cache */
+#define PIECE_BYTES 65536u /* between two looks at whether to stop */
 
 bool pcc_client_copying(const struct pcc_client *client)
 {
@@ -99,8 +100,8 @@ struct filling { /* of one chunk, perhaps by several threads */
     _Atomic bool stopped;
 };
 
-/* As pcc_client_gather, of host memory, which is read where it is. */
-static void digest(const struct pcc_job *job, uint64_t *cursor, struct pcc_hash *hash,
+/* As pcc_client_gather, of host memory, with a checksum. Without `out` it is only read. */
+static void digest(const struct pcc_job *job, uint64_t *cursor, struct pcc_hash *hash, uint8_t *out,
                    uint64_t offset_bytes, uint64_t length_bytes)
 {
     static const uint8_t zeros[4096];
@@ -113,7 +114,12 @@ static void digest(const struct pcc_job *job, uint64_t *cursor, struct pcc_hash 
             from = (const void *)(uintptr_t)address_at(source, offset_bytes);
         else if (count > sizeof zeros)
             count = sizeof zeros;
-        pcc_hash_add(hash, from, count);
+        if (out == NULL) {
+            pcc_hash_add(hash, from, count);
+        } else {
+            pcc_copy_hashed(out, from, count, hash);
+            out += count;
+        }
         offset_bytes += count;
         length_bytes -= count;
     }
@@ -146,28 +152,22 @@ static void fill_block(void *context, uint64_t block)
             atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
             return;
         }
-        if (out == NULL) {
-            digest(job, &cursor, &hash, filling->offset_bytes + at, count);
-        } else {
-            (void)pcc_client_gather(job, &cursor, out + at, filling->offset_bytes + at, count,
-                                    NULL);
-            pcc_hash_add(&hash, out + at, count);
-        }
+        digest(job, &cursor, &hash, out != NULL ? out + at : NULL, filling->offset_bytes + at,
+               count);
     }
     filling->checksums[block] = pcc_hash_end(&hash);
 }
 
 /* A piece of the payload, of host memory. False when it was stopped half-way. With `helped` the
  * crew shares the work: a thread of the trainer waits, so its CPU is free. Beside training the
- * helpers would take CPUs that training uses. */
+ * helpers would take CPUs that training uses, and never all: other trainers, loaders and the
+ * daemon's writers have work, too. */
 static bool fill(struct pcc_client *client, struct filling *filling, bool helped)
 {
     const uint64_t blocks = pcc_ceil_div(filling->length_bytes, client->view.geometry.block_bytes);
 
-    if (helped)
-        pcc_crew_run(&client->crew, blocks, fill_block, filling);
-    for (uint64_t block = 0; !helped && block < blocks; block++)
-        fill_block(filling, block);
+    pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, blocks, fill_block,
+                 filling);
     if (atomic_load_explicit(&filling->stopped, memory_order_relaxed))
         return false;
     if (filling->bytes != NULL)

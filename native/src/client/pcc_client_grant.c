@@ -33,7 +33,8 @@ static void page_table_make(struct pcc_client *client, void *bytes, uint64_t len
 {
     struct mapping mapping = {bytes, length_bytes};
 
-    pcc_crew_run(&client->crew, pcc_ceil_div(length_bytes, PIECE_BYTES), piece_populate, &mapping);
+    pcc_crew_run(&client->crew, PCC_CREW_HELPERS, pcc_ceil_div(length_bytes, PIECE_BYTES),
+                 piece_populate, &mapping);
 }
 
 /* Takes fd. False when the grant does not fit what we know. */

@@ -233,7 +233,7 @@ static bool scatter_to_host(struct pcc_client *client, const struct pcc_message 
 {
     struct scattering scattering = {.client = client, .message = message};
 
-    pcc_crew_run(&client->crew,
+    pcc_crew_run(&client->crew, PCC_CREW_HELPERS,
                  pcc_ceil_div(message->length_bytes, client->view.geometry.block_bytes),
                  scatter_block, &scattering);
     return !atomic_load_explicit(&scattering.damaged, memory_order_relaxed);
