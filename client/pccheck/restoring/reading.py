@@ -65,8 +65,8 @@ class RestoreResult:
     def __repr__(self) -> str:
         if not self:
             return f"<{type(self).__name__}: nothing to restore>"
-        steps = [item.step for item in self.skipped if item.sequence]
-        skipped = f" skipped={steps}" if self.skipped else ""
+        steps = ", ".join(str(item.step) if item.sequence else "unknown" for item in self.skipped)
+        skipped = f" skipped=[{steps}]" if steps else ""
         return f"<{type(self).__name__} step={self.step} source={self.source}{skipped}>"
 
 
