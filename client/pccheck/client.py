@@ -106,6 +106,7 @@ class PCcheckClient:
     """
 
     _closed = True  # until it is made
+    _has_left = False  # the daemon
 
     def __init__(
         self,
@@ -794,6 +795,8 @@ class PCcheckClient:
         if self._closed:
             if done and not self._done:
                 self._finish()
+            elif not self._has_left:  # Ctrl-C came in an earlier call
+                self._leave()
             return
         saved: tuple[int | None, bool] = None, False
         with self._calling():
@@ -842,11 +845,13 @@ class PCcheckClient:
                 self._leave()
 
     def _leave(self) -> None:
-        self._stop.off()
-        self._saver.leave()
-        self._session.close()
-        if self._private is not None:
-            self._private.release()
+        with contextlib.ExitStack() as ends:  # the last one comes first, and Ctrl-C skips none
+            if self._private is not None:
+                ends.callback(self._private.release)
+            ends.callback(self._session.close)
+            ends.callback(self._saver.leave)
+            self._stop.off()
+        self._has_left = True
 
     def _inert(self) -> bool:
         return os.getpid() != self._pid

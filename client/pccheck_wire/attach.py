@@ -60,10 +60,10 @@ class Attachment:
 
     def close(self) -> None:
         self._connection.close()
-        for descriptor in (self.page_fd, self.link_fd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.page_fd = self.link_fd = -1
+        open_fds = {self.page_fd, self.link_fd} - {-1}
+        self.page_fd = self.link_fd = -1  # before: Ctrl-C must not close a number twice
+        for descriptor in open_fds:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self

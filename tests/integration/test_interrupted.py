@@ -4,15 +4,20 @@ durable is one step, and nothing is raised into the training loop."""
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning
+from pccheck.daemon.connection import Connection
+from pccheck.daemon.session import Session
+from pccheck_wire.attach import Attachment
 from tests.support.daemon import Daemon
 from tests.support.trainer import Stamped, expected, mismatch
 
@@ -213,3 +218,66 @@ def test_a_thread_that_saves_beside_training_saves_whole_steps(client: PCcheckCl
     found = client.recover()
     tensors = [found.state["model"][f"parts.{index}"] for index in range(len(COUNTS))]
     assert mismatch(tensors, int(tensors[0][0].item()) // 3) == ""
+
+
+def interrupting(codes: set[CodeType], at: int) -> Callable[..., Any]:
+    """For sys.settrace: Ctrl-C before line number `at` of those that run in `codes`."""
+    left = at
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if frame.f_code not in codes:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Callable[..., Daemon]) -> None:
+    """A notebook's cell is interrupted and run again: its session ends wherever Ctrl-C arrived, or
+    at the next close(), as the refusal says."""
+    socket = start_daemon().socket
+    ends = (PCcheckClient._leave, Session.close, Connection.close, Attachment.close)
+    codes = {end.__code__ for end in ends}
+    at, interrupted = 0, True
+    while interrupted:
+        at += 1
+        client = PCcheckClient(job="job", rank=0, world_size=1, socket=socket, fresh=True)
+        kept = client.checkpoint([torch.ones(10)])
+        sys.settrace(interrupting(codes, at))
+        try:
+            client.close()
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        client.close()
+        with PCcheckClient(job="job", rank=0, world_size=1, socket=socket) as later:
+            assert later.recover().step == kept.step, at
+    assert at > len(ends)
+
+
+def test_ctrl_c_at_the_start_of_a_thread_costs_no_later_verdict(
+    client: PCcheckClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that makes no call after checkpoint() has it saved, also after an earlier one was
+    interrupted where a thread starts."""
+    kit = Kit(client)
+    kit.optimizer.step()
+    with monkeypatch.context() as context, suppress(KeyboardInterrupt):
+        context.setattr(threading.Thread, "start", _raise_interrupt)
+        client.checkpoint(step=1)
+    handle = client.checkpoint(step=2)
+    watched = threading.Thread(target=handle.wait_durable, args=(30,))
+    watched.start()  # the training thread is the one that gives verdicts, and does not call
+    watched.join()
+    assert handle.state is CheckpointState.DURABLE
+
+
+def _raise_interrupt(_thread: threading.Thread) -> None:
+    raise KeyboardInterrupt

@@ -193,14 +193,18 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Ends the session. What the link had not handed over is lost."""
-        with self._lock:
-            self.link.close()
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.disable_monitor()
-            self._breaks.close(0)
-            self._socket.close(0)
-            self._attachment.close()
+        """Ends the session, also when Ctrl-C comes meanwhile; may be called again. What the link had
+        not handed over is lost."""
+        with self._lock, contextlib.ExitStack() as ends:  # the last one comes first
+            ends.callback(self._attachment.close)
+            ends.callback(self._socket.close, 0)
+            ends.callback(self._breaks.close, 0)
+            ends.callback(self._stop_monitor)
+            ends.callback(self.link.close)
+
+    def _stop_monitor(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
 
     def forget_in_child(self) -> None:
         """In a forked child: closes the sockets, so that the daemon notices the parent's end."""

@@ -232,12 +232,17 @@ class Session:
             self._connection.forget_in_child()
 
     def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
+        """Ctrl-C does not keep the session open; what is left then, a second call ends."""
+        connection = self._connection
+        if connection is None:
+            return
+        try:
             self.error = connection.gone()
             with contextlib.suppress(PccheckError):
                 connection.pump()  # answers that the next daemon will need may have arrived
+        finally:
             connection.close()
+            self._connection = None
 
     def _greet(self, connection: Connection) -> None:
         self._registered_bytes = 0

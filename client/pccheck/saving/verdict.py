@@ -126,8 +126,10 @@ class LateVerdicts:
             self._runs = True
         try:
             threading.Thread(target=self._run, name="pccheck-verdicts", daemon=True).start()
-        except RuntimeError:  # thread limit: the gate and calls of the client give it
-            self._runs = False
+        except BaseException as error:
+            self._runs = False  # after Ctrl-C two threads may run, which does no harm
+            if not isinstance(error, RuntimeError):  # thread limit: others give it
+                raise
 
     def _run(self) -> None:
         while True:
