@@ -526,9 +526,10 @@ class PCcheckClient:
             step: one of `steps()`, to go back to. With several ranks all of them name it. Newer
                 checkpoints stay until they are replaced. Until this run has saved one, a restart
                 gets the newest.
-            strict_optimizer: False accepts options that the attached optimizer does not have, and
-                leaves them out. Of an optimizer of another class only `lr`, `weight_decay` and what
-                schedulers keep in the groups are taken; the attached one keeps its own state.
+            strict_optimizer: False accepts an optimizer of another class: only its `lr`,
+                `weight_decay` and what schedulers keep in the groups are taken, and the attached
+                one keeps its own state. If the class is not known (an import), False also takes
+                options that the attached optimizer does not have.
             only: names of attached things. The rest of the checkpoint is neither compared nor
                 read, and the other attached things stay as they are. This does not count as
                 restored: call `adopt()` afterwards if this run continues the job.

@@ -330,16 +330,6 @@ def test_the_state_dict_of_an_optimizer_is_refused(connect: Connect) -> None:
             client.attach(**given)
 
 
-def test_options_that_the_optimizer_does_not_have_are_refused(connect: Connect) -> None:
-    client, things = connect(), kit()
-    things["optimizer"].param_groups[0]["scale"] = 3
-    client.attach(**things)
-    client.checkpoint(step=1).wait_durable(30)
-    client.attach(**kit(2))
-    with pytest.raises(StateMismatchError, match="AdamW has no scale"):
-        client.restore()
-
-
 @pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, AssertionError])
 def test_a_restore_that_broke_off_is_told_by_a_class_of_error(
     connect: Connect, kind: type[Exception]

@@ -88,7 +88,8 @@ def placed(saved: dict[str, Any], now: dict[str, Any]) -> None:
 def other_options(_: Kit) -> None:
     saved = optimizer(torch.optim.SGD)
     saved["optimizer"].param_groups[0]["rho"] = 0.05
-    placed(saved, optimizer(torch.optim.SGD))
+    made = tree_of(AttachedPlan(saved, mode="sync").snapshot(1, None))  # as imports are
+    Placement(made, optimizer(torch.optim.SGD))
 
 
 def closed(kit: Kit) -> None:
@@ -744,9 +745,9 @@ WORDS: dict[str, str] = {
         "checkpoint, too)"
     ),
     "other options": (
-        "optimizer.param_groups.0: the attached SGD has no rho (to continue with a new optimizer: "
-        "call adopt() instead of restore(); restore(strict_optimizer=False) takes the state "
-        "without these options)"
+        "optimizer.param_groups.0: the attached SGD has no rho, and the checkpoint does not tell "
+        "of which class its optimizer is (if it is of this class: restore(strict_optimizer=False); "
+        "to continue with a new optimizer: call adopt() instead of restore())"
     ),
     "converted state": (
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "

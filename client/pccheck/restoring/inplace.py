@@ -248,31 +248,29 @@ class Placement:
         """Of an optimizer of another class."""
         saved = _groups_of(name, node)
         _numbered(name, saved, optimizer, self._new_optimizer(name))
+        groups = zip(saved, optimizer.param_groups, strict=True)
+        known = [
+            group.keys() & (_BY_SCHEDULERS | (live.keys() & _OF_ANY_CLASS))
+            for group, live in groups
+        ]
         self._groups(
-            [{key: group[key] for key in group.keys() & _OF_ANY_CLASS} for group in saved],
+            [{key: group[key] for key in keys} for group, keys in zip(saved, known, strict=True)],
             optimizer,
         )
 
     def _groups(self, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer) -> None:
-        """The options of the groups. Those that the attached optimizer does not have are left out:
-        without strict_optimizer=False there are none."""
-        known = [
-            {
-                key: value
-                for key, value in group.items()
-                if key != "params" and (key in live or key in _BY_SCHEDULERS)
-            }
-            for group, live in zip(saved, optimizer.param_groups, strict=True)
-        ]
-        for group in known:
+        """All options of the groups, as torch does: some classes make options in their first
+        step."""
+        options = [{key: group[key] for key in group if key != "params"} for group in saved]
+        for group in options:
             for value in group.values():
                 self._want(value)
-        self._after.append(functools.partial(_set_groups, optimizer, known))
+        self._after.append(functools.partial(_set_groups, optimizer, options))
 
     def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         saved_groups, new = _groups_of(name, node), self._new_optimizer(name)
         parameters = _numbered(name, saved_groups, optimizer, new)
-        if self._strict:
+        if self._strict and not origin.optimizer_kind(self._tree, name):
             _same_options(name, saved_groups, optimizer, new)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
         others: dict[Any, tree.Node] = {}  # no dicts, or under names of the optimizer's own
@@ -565,15 +563,15 @@ def _numbered(
 def _same_options(
     name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer, new: str
 ) -> None:
-    """What only the attached one has stays as it is: newer versions of torch add options."""
+    """Of optimizers whose class is not known (an import). What only the attached one has stays as
+    it is: newer versions of torch add options."""
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         lost = sorted(map(str, group.keys() - live.keys() - _BY_SCHEDULERS))
         if lost:
             raise StateMismatchError(
                 f"{name}.param_groups.{index}: the attached {type(optimizer).__name__} has no "
-                f"{_some(lost)}",
-                hint=f"{new}; restore(strict_optimizer=False) takes the state without these "
-                "options",
+                f"{_some(lost)}, and the checkpoint does not tell of which class its optimizer is",
+                hint=f"if it is of this class: restore(strict_optimizer=False); {new}",
             )
 
 
