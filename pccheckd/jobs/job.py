@@ -273,6 +273,7 @@ class Job:
         return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
 
     def gives_up(self, sequence: int) -> bool:
+        """Whether some rank will never have it."""
         return sequence in self.agreement.given_up or sequence in self._skips
 
     def why_given_up(self, sequence: int) -> str:
@@ -412,6 +413,7 @@ class Job:
 
     @property
     def newest_common(self) -> int:
+        """The newest sequence that all ranks have; 0: there is none."""
         return self.agreement.newest
 
     def note_late(self, why: str) -> None:
