@@ -235,7 +235,7 @@ class Memory(Background):
                 break
             if not tenant.quiet:  # as its checkpoints are written
                 short -= port.aim_bytes - _least(tenant, port)
-                port.resize(_least(tenant, port), self._moved, _no_trainer)
+                port.resize(_least(tenant, port), self._moved, stuck=lambda: None)  # no trainer
             elif urgent or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
                 short -= port.granted_bytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
@@ -370,7 +370,3 @@ class Memory(Background):
 def _least(tenant: Tenant, port: Port) -> int:
     """What a tenant without a trainer keeps: nothing once its checkpoints are written."""
     return 0 if tenant.quiet else max(port.least_bytes, port.floor_bytes)
-
-
-def _no_trainer() -> None:
-    """There is no trainer that could be stuck."""

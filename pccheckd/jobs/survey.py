@@ -56,7 +56,7 @@ async def take(engine: Engine) -> Survey:
     scan = asyncio.create_task(engine.look(os.getuid(), _read, storage))
     done, _ = await asyncio.wait({scan}, timeout=LIMIT_S)
     if not done:
-        scan.add_done_callback(_looked_at)
+        scan.add_done_callback(lambda late: late.cancelled() or late.exception())  # dropped
         LOG.error(
             "the volumes in %s could not be listed within %g s: check the disk (dmesg)",
             storage, LIMIT_S,
@@ -90,9 +90,3 @@ def _mark(path: Path) -> tuple[int, ...]:
         found = path.lstat()
         return found.st_dev, found.st_ino, found.st_ctime_ns
     return ()
-
-
-def _looked_at(task: asyncio.Task[Survey]) -> None:
-    """It came too late: its result is dropped."""
-    if not task.cancelled():
-        task.exception()
