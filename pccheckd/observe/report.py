@@ -187,13 +187,6 @@ def gpu_uuid(raw: bytes) -> str:
     return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
 
-def _lost(gpu: _core.GpuInfo) -> str:
-    return (
-        f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
-        "pccheckd is restarted"
-    )
-
-
 def _session(session: Session) -> Document:
     usage = session.port.usage() if session.port is not None else None
     tenant = session.tenant
@@ -315,7 +308,12 @@ def troubles(
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
     found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
     found += [fault.text for fault in faults]
-    found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
+    found += [
+        f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
+        "pccheckd is restarted"
+        for gpu in engine.driver.info()
+        if gpu.lost
+    ]
     return [*filter(None, (engine.missing_storage, engine.stalled)), *found]
 
 
