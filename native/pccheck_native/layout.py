@@ -207,13 +207,13 @@ def _below(
 
 def _look(
     storage: str | os.PathLike[str], uid: int | None, job: str | None
-) -> tuple[list[tuple[str, str, os.DirEntry[str]]], list[Hidden]]:
-    """Regular files two levels down, with the names of the levels, and what may hide others. One
-    user or job hides no other. Raises OSError when the storage directory cannot be listed."""
+) -> tuple[list[VolumeFile], list[Path], list[Hidden]]:
+    """Volumes, temporary files, and what may hide others; all in order. One user or job hides no
+    other. Raises OSError when the storage directory cannot be listed."""
     root = Path(storage)
     if not root.is_dir():
         raise FileNotFoundError(f"no storage directory {root}")
-    files, hidden = list[tuple[str, str, os.DirEntry[str]]](), list[Hidden]()
+    files, temporary, hidden = list[VolumeFile](), list[Path](), list[Hidden]()
     for owner in _entries(root, None if uid is None else str(uid)):
         if _UID.fullmatch(owner.name) is None:
             continue
@@ -224,11 +224,14 @@ def _look(
             of_job = of_user._replace(job=run.name, path=Path(run.path))
             for entry in _below(of_job, run, hidden):
                 file = _parse(root, owner.name, run.name, entry.name)
-                if entry.is_file(follow_symlinks=False):
-                    files.append((owner.name, run.name, entry))
+                regular = entry.is_file(follow_symlinks=False)
+                if file is not None and regular:
+                    files.append(file)
                 elif file is not None:
                     hidden.append(Hidden(file, MisplacedError(entry, "regular file")))
-    return files, sorted(hidden, key=lambda one: one.file)
+                elif regular and _TEMPORARY.fullmatch(entry.name):
+                    temporary.append(Path(entry.path))
+    return sorted(files), sorted(temporary), sorted(hidden, key=lambda one: one.file)
 
 
 def list_hidden(
@@ -236,7 +239,7 @@ def list_hidden(
 ) -> list[Hidden]:
     """Why `files_in_place` may lack volumes: one was moved to another disk, a directory cannot be
     read."""
-    return _look(storage, uid, job)[1]
+    return _look(storage, uid, job)[2]
 
 
 def list_volumes(
@@ -266,18 +269,12 @@ def files_in_place(
     rank: int | None = None,
 ) -> list[VolumeFile]:
     """The same without what is hidden, for reports, in which one job hides no other."""
-    files, _ = _look(storage, uid, job)
-    found = (_parse(Path(storage), owner, run, entry.name) for owner, run, entry in files)
-    return sorted(file for file in found if file and (rank is None or file.rank == rank))
+    return [file for file in _look(storage, uid, job)[0] if rank in (None, file.rank)]
 
 
 def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
     """Files of volumes whose making was interrupted, unless a daemon runs and makes them now."""
-    return sorted(
-        Path(entry.path)
-        for _, _, entry in _look(storage, None, None)[0]
-        if _TEMPORARY.fullmatch(entry.name)
-    )
+    return _look(storage, None, None)[1]
 
 
 def next_generation(storage: str | os.PathLike[str], uid: int, job: str, rank: int) -> int:
