@@ -701,10 +701,8 @@ def shown(value: object) -> str:
     """repr() of a value or key, with ints that are too long for it in hexadecimal."""
     if isinstance(value, int) and is_long(value):
         return hex(value)
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return f"{type(value).__name__}({', '.join(map(shown, value))})" if _has_long(value) else (
-            repr(value)
-        )  # fmt: skip
+    if isinstance(value, (tuple, list, set, frozenset)) and _has_long(value):
+        return f"{type(value).__name__}({', '.join(map(shown, value))})"
     return repr(value)
 
 
