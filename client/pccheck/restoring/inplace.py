@@ -624,7 +624,10 @@ def _set_groups(
         for key, node in group.items():
             value = state_of(memory, node, like=next(iter(live["params"]), None))
             now = live.get(key)
-            if isinstance(value, torch.Tensor) and _holds(node, now):
+            if (
+                isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+                and isinstance(node, tree.Tensor) and _alike(node, now)
+            ):  # fmt: skip
                 with torch.no_grad():
                     now.copy_(value)  # schedulers and captured graphs hold this tensor
             else:
