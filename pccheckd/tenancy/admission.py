@@ -17,7 +17,7 @@ from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
-from .ledger import DEVICE_LOST, ENDED_BEFORE
+from .ledger import BAD_HANDLE, DEVICE_LOST, ENDED_BEFORE
 
 if TYPE_CHECKING:
     from .tenant import Tenant
@@ -35,10 +35,7 @@ BUSY = frozenset({"NO_LANE", "NO_SLOT"})
 #: Reason and hint, by the code, of refusals that are not the volume's fault.
 _REFUSED = {
     "ABORTED": ("the trainer abandoned the checkpoint before it began", ""),
-    "BAD_HANDLE": (
-        "the trainer no longer shares the GPU memory that it names",
-        "the next checkpoint shares the memory again, or is pushed",
-    ),
+    "BAD_HANDLE": BAD_HANDLE,
     "DEVICE_LOST": DEVICE_LOST,
     "BAD_PEER": ("the trainer violated the protocol", SAME_VERSION_HINT),
 }

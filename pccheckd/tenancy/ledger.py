@@ -21,6 +21,10 @@ REQUESTS = 16  # that the interval is averaged over
 ENDED_BEFORE = "the trainer ended before the checkpoint began"
 _NOT_COMPLETE = ("the trainer ended, or abandoned it, before its copy was complete", "")
 DEVICE_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
+BAD_HANDLE = (
+    "the trainer no longer shares the GPU memory of this checkpoint",
+    "the next checkpoint shares the memory again, or is pushed",
+)
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {
     "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
@@ -29,10 +33,7 @@ _COPY_FAILED = {
         "its copy in memory changed before a new pccheckd had written it",
         "look for a process that writes into pccheckd's memory",
     ),
-    "BAD_HANDLE": (
-        "the trainer no longer shares the GPU memory of this checkpoint",
-        "the next checkpoint shares the memory again",
-    ),
+    "BAD_HANDLE": BAD_HANDLE,
 }  # fmt: skip
 _BASE_LOST = (
     "the earlier checkpoint that holds its unchanged tensors is damaged or cannot be read",

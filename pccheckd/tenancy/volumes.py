@@ -321,8 +321,8 @@ class VolumeSet:
             needed = _core.volume_bytes_for(capacity, config.slots, blocks)
         except OSError as error:
             raise RefusedError(
-                f"{config.slots} slots for checkpoints of {payload_bytes} bytes in blocks of "
-                f"{blocks} are more than a volume can have"
+                f"a volume cannot have {config.slots} slots for checkpoints of {payload_bytes} "
+                f"bytes in blocks of {blocks} bytes"
             ) from error
         generation = await self._engine.call(key.uid, layout.next_generation, config.storage, *key)
         path = layout.volume_path(config.storage, *key, generation)
