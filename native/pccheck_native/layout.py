@@ -264,6 +264,14 @@ def list_temporary(storage: Path) -> list[Path]:
     return _look(storage, None, None)[1]
 
 
+def mark(path: Path) -> tuple[int, ...]:
+    """Differs when the file, its permissions or its content have changed; () without a file."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino, found.st_ctime_ns
+    return ()
+
+
 def next_generation(storage: Path, uid: int, job: str, rank: int) -> int:
     """One above the newest generation of this rank here; 0 without a volume."""
     files = list_volumes(storage, uid=uid, job=check_job(job), rank=rank)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from pccheck_wire.basics import size_text, some
 from pccheck_wire.errors import RefusedError
-from pccheckd.base.background import Background
+from pccheckd.base.background import Background, happened
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
@@ -114,10 +114,7 @@ class Memory(Background):
             self._require_room(claim)
             if time.monotonic() > deadline:  # the claim stays, so that the next try finds room
                 raise self._too_late(claim)
-            try:
-                await asyncio.wait_for(self._changed.wait(), _RETRY_S)
-            except TimeoutError:
-                continue
+            await happened(self._changed, _RETRY_S)
 
     def enter(self, by: Session, wanted_bytes: int) -> Claim:
         """The claim of a session; a new one claims `wanted_bytes`. Raises RefusedError."""

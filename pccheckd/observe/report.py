@@ -91,7 +91,9 @@ async def status(
         "warnings": warnings,
         "notices": [
             *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
-            *([_store_full(limit, refused)] if refused else []),
+            *([f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
+               "restarts, copied checkpoints that are not durable are lost; raise "
+               "FileDescriptorStoreMax="] if refused else []),
             *(f"not recovered from the previous pccheckd: {text}" for text in dropped),
         ],
     }  # fmt: skip
@@ -156,13 +158,6 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
     uid = None if asker_uid == 0 else asker_uid
     found = catalog.scan(config.storage, uid=uid, job=job or None, sizes=True)
     return catalog.document(config.storage, found, lambda item: item.reason)
-
-
-def _store_full(limit: int, refused: int) -> str:
-    return (
-        f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
-        "restarts, copied checkpoints that are not durable are lost; raise FileDescriptorStoreMax="
-    )
 
 
 def _worth_showing(tenant: Tenant) -> bool:

@@ -11,6 +11,7 @@ from itertools import islice
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.background import happened
 from pccheckd.base.errors import CHECK_DISK, fix_of
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
@@ -181,10 +182,7 @@ class Ledger:
                 if time.monotonic() > deadline:
                     return False
                 moved.clear()
-                try:
-                    await asyncio.wait_for(moved.wait(), _WAIT_STEP_S)
-                except TimeoutError:
-                    continue
+                await happened(moved, _WAIT_STEP_S)
             return True
         finally:
             self._waiters.discard(moved)

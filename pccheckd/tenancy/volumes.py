@@ -94,16 +94,6 @@ def _close(volume: _core.Volume) -> bool:
     return True
 
 
-def _marks(paths: list[Path]) -> dict[Path, tuple[int, ...]]:
-    """Each changes when its file changes; () when there is none."""
-    marks: dict[Path, tuple[int, ...]] = dict.fromkeys(paths, ())
-    for path in paths:
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            marks[path] = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    return marks
-
-
 def _size(path: Path) -> int:
     """0 for a file that was dropped meanwhile."""
     with contextlib.suppress(FileNotFoundError):
@@ -198,7 +188,9 @@ class VolumeSet:
             self.key.uid, layout.list_volumes, self._config.storage, **self.key._asdict()
         )
         held = {item.path for item in (*self.open, *self.gone)}
-        marks = await self._engine.call(self.key.uid, _marks, [file.path for file in files])
+        marks = await self._engine.call(
+            self.key.uid, lambda: {file.path: layout.mark(file.path) for file in files}
+        )
         self.unreadable = {
             path: why for path, why in self.unreadable.items()
             if marks.get(path) == self._tried[path]
