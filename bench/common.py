@@ -17,8 +17,10 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,29 @@ def exit_code(main: Callable[[], int]) -> int:
 
 def program() -> str:
     """The bench that runs, as `python -m` takes it."""
-    path = Path(sys.argv[0])
-    return f"bench.{path.parent.name if path.stem == '__main__' else path.stem}"
+    path = Path(sys.argv[0]).resolve().with_suffix("")
+    inside = path.relative_to(_HERE) if path.is_relative_to(_HERE) else Path(path.name)
+    return ".".join(["bench", *(part for part in inside.parts if part != "__main__")])
+
+
+def arguments(
+    description: str | None, *, sizes: Sequence[int] = (), rounds: int = 0
+) -> argparse.ArgumentParser:
+    """Takes --directory; --sizes and --rounds too if they have a default here."""
+    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    if sizes:
+        made.add_argument("--sizes", type=parse_sizes, default=sizes)
+    if rounds:
+        made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
+    return made
+
+
+@contextmanager
+def scratch(directory: Path) -> Iterator[Path]:
+    """A new directory in it, with its whole path; it is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=directory) as made:
+        yield Path(made).resolve()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,9 @@ checkpoint is written faster than that program writes. Writes bench/results/core
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 from bench import common
@@ -153,11 +151,8 @@ def table(size_bytes: int, runs: dict[str, list[float]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=common.parse_sizes, default=[1 * GIB, 4 * GIB])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = common.arguments(__doc__, sizes=[1 * GIB, 4 * GIB], rounds=7)
     parser.add_argument("--engine", default=",".join(ENGINES), help="those to compare")
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the disk to measure")
     options = parser.parse_args()
     engines = options.engine.split(",")
     require_fio()
@@ -166,8 +161,8 @@ def main() -> int:
     document: dict[str, object] = dict(facts)
     for size_bytes in options.sizes:
         common.require_room(options.directory, size_bytes * (2 + 3 * len(engines)))
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            runs = measure(size_bytes, options.rounds, engines, Path(scratch))
+        with common.scratch(options.directory) as scratch:
+            runs = measure(size_bytes, options.rounds, engines, scratch)
         document[f"{size_bytes // MIB} MiB"] = runs
         lines += table(size_bytes, runs)
     common.write_results("core", document, "\n".join(lines) + "\n")

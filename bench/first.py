@@ -11,12 +11,10 @@ Writes bench/results/first-DATE.{json,md}.
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -136,19 +134,15 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--sizes", type=common.parse_sizes, default=[256 * MIB, GIB])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
-    options = parser.parse_args()
+    options = common.arguments(__doc__, sizes=[256 * MIB, GIB], rounds=5).parse_args()
     common.require_room(options.directory, (SLOTS + 3) * max(options.sizes))
     facts = common.facts_of(options.directory)
     lines = common.heading("The first checkpoint of a job, and later ones", facts)
     lines += [f"{options.rounds} rounds; seconds from request to durable, median [min-max].", ""]
     document: dict[str, Any] = {"facts": facts, "rounds": options.rounds}
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+    with common.scratch(options.directory) as scratch:
         for size_bytes in options.sizes:
-            found = measure(size_bytes, options.rounds, Path(scratch).resolve())
+            found = measure(size_bytes, options.rounds, scratch)
             lines += table(found)
             document[f"{size_bytes // MIB} MiB"] = found
     common.write_results("first", document, "\n".join(lines))

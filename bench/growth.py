@@ -12,7 +12,6 @@ the quantity. Writes bench/results/growth-DATE.{json,md}.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -109,14 +108,6 @@ def saves(directory: Path, tensors: int, state_bytes: int) -> Costs:
     return medians | {"restore(), ms": restored_ms}
 
 
-def with_tensors(directory: Path, tensors: int) -> Costs:
-    return saves(directory, tensors, STATE_BYTES)
-
-
-def with_bytes(directory: Path, mebibytes: int) -> Costs:
-    return saves(directory, 64, mebibytes * MIB)
-
-
 def with_in_flight(directory: Path, in_flight: int) -> Costs:
     """As many checkpoints at a time as the daemon has slots for, on a slow disk."""
     attached = Attached(64, IN_FLIGHT_BYTES)
@@ -165,11 +156,16 @@ def with_sessions(directory: Path, sessions: int) -> Costs:
 
 #: What grows, its measurement and its points.
 QUESTIONS: dict[str, tuple[str, Callable[[Path, int], Costs], list[int]]] = {
-    "tensors": ("tensors of 16 MiB in all", with_tensors, [250 << n for n in range(7)]),
-    "bytes": ("MiB", with_bytes, [1 << n for n in range(11)]),
+    "tensors": (
+        "tensors of 16 MiB in all", lambda directory, count: saves(directory, count, STATE_BYTES),
+        [250 << n for n in range(7)],
+    ),
+    "bytes": (
+        "MiB", lambda directory, size: saves(directory, 64, size * MIB), [1 << n for n in range(11)]
+    ),
     "in-flight": ("checkpoints in flight (N)", with_in_flight, [1, 2, 4, 8, 16]),
     "sessions": ("sessions", with_sessions, [1, 2, 4, 8, 16, 32]),
-}
+}  # fmt: skip
 
 
 def exponent(points: list[tuple[float, float]]) -> float:
@@ -208,20 +204,18 @@ def table(name: str, found: dict[int, list[Costs]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = common.arguments(__doc__, rounds=5)
     parser.add_argument("--points", type=int, default=16, help="at most so many points a question")
     parser.add_argument("--only", choices=QUESTIONS, nargs="*", default=list(QUESTIONS))
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
     facts = common.facts_of(options.directory)
     common.require_room(options.directory, 8 * MIB * QUESTIONS["bytes"][2][: options.points][-1])
     document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
     lines = common.heading("How the costs of a checkpoint grow", facts)
     lines += ["Median [min-max] of the rounds.", ""]
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+    with common.scratch(options.directory) as scratch:
         for name in options.only:
-            found = measure(name, options.rounds, options.points, Path(scratch).resolve())
+            found = measure(name, options.rounds, options.points, scratch)
             document[name] = found
             lines += table(name, found)
     common.write_results("growth", document, "\n".join(lines))

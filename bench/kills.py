@@ -24,7 +24,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -198,9 +197,9 @@ class Victim:
 
 @contextmanager
 def victim(options: argparse.Namespace, in_flight: int, every: int) -> Iterator[Victim]:
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-        (Path(scratch) / "storage").mkdir()
-        made = Victim(options, in_flight, every, Path(scratch).resolve())
+    with common.scratch(options.directory) as scratch:
+        (scratch / "storage").mkdir()
+        made = Victim(options, in_flight, every, scratch)
         try:
             made.daemon.start()
             made.begin()
@@ -259,14 +258,13 @@ def table(found: list[Measured]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--kills", type=int, default=8, help="of each kind, for each N and f")
     parser.add_argument("--settings", default=SETTINGS, help="N,f: in flight and interval")
     parser.add_argument("--mib", type=int, default=64, help="of the state")
     parser.add_argument("--mib-per-s", type=int, default=128, help="of the disk")
     parser.add_argument("--step-ms", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, help=argparse.SUPPRESS)

@@ -12,13 +12,11 @@ with its 95 % confidence interval. Writes bench/results/observability-DATE.{json
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -148,18 +146,17 @@ def table(payload: int, runs: dict[str, list[Saved]], scrapes: int) -> list[str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = common.arguments(__doc__)
     parser.add_argument("--size", type=common.parse_sizes, default=[512 * MIB])
     parser.add_argument("--pairs", type=int, default=400)
-    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="on the disk to measure")
     options = parser.parse_args()
     facts = common.facts_of(options.directory)
     lines = common.heading("Metrics, trace and log: what they cost", facts)
     document: dict[str, object] = dict(facts)
     for size_bytes in options.size:
         common.require_room(options.directory, size_bytes * 5)
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            payload, runs, scrapes = measure(size_bytes, options.pairs, Path(scratch))
+        with common.scratch(options.directory) as scratch:
+            payload, runs, scrapes = measure(size_bytes, options.pairs, scratch)
         lines += table(payload, runs, scrapes)
         document[f"{size_bytes // MIB} MiB"] = {
             name: [{key: getattr(one, key) for key in KEYS} for one in saved]

@@ -12,7 +12,6 @@ Writes bench/results/persist-DATE.{json,md}.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -199,11 +198,7 @@ def table(runs: Runs) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=common.parse_sizes, default=[1 * GIB, 4 * GIB])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
-    options = parser.parse_args()
+    options = common.arguments(__doc__, sizes=[1 * GIB, 4 * GIB], rounds=5).parse_args()
     warnings.simplefilter("ignore", FutureWarning)
     fio = require_fio()
     # Our slots, two rivals' files at a time at most, and the limit's file.
@@ -211,10 +206,10 @@ def main() -> int:
     facts = common.facts_of(options.directory) | {"fio": fio}
     document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
     lines = common.heading("Persist: PCcheck, its rivals and the limit", facts)
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-        rawwrite = common.build_rawwrite(Path(scratch))
+    with common.scratch(options.directory) as scratch:
+        rawwrite = common.build_rawwrite(scratch)
         for size_bytes in options.sizes:
-            runs, sweep = measure(size_bytes, options.rounds, Path(scratch).resolve(), rawwrite)
+            runs, sweep = measure(size_bytes, options.rounds, scratch, rawwrite)
             lines += table(runs)
             document[f"{size_bytes // MIB} MiB"] = {
                 "payload_bytes": runs.payload_bytes,

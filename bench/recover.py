@@ -11,11 +11,9 @@ Writes bench/results/recover-DATE.{json,md}.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -140,19 +138,14 @@ def table(payload_bytes: int, speeds: dict[str, list[float]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=common.parse_sizes, default=[1 * GIB])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
-    options = parser.parse_args()
+    options = common.arguments(__doc__, sizes=[1 * GIB], rounds=5).parse_args()
     fio = require_fio()
     common.require_room(options.directory, 9 * max(options.sizes))
     facts = common.facts_of(options.directory) | {"fio": fio}
     document: dict[str, object] = {"facts": facts, "rounds": options.rounds}
     lines = common.heading("Recover: PCcheck, the usual formats and the limits", facts)
     for size_bytes in options.sizes:
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            directory = Path(scratch).resolve()
+        with common.scratch(options.directory) as directory:
             rawwrite = common.build_rawwrite(directory)
             payload_bytes, speeds, sweep = measure(size_bytes, options.rounds, directory, rawwrite)
         lines += table(payload_bytes, speeds)

@@ -239,7 +239,7 @@ def report(made: list[Check], facts: dict[str, object]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = common.arguments(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
@@ -249,7 +249,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of the measurement")
     parser.add_argument("--width", type=int, default=384, help="of the model that is measured")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
     if options.small:
         vars(options).update(SMALL)

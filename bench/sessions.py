@@ -24,7 +24,6 @@ import mmap
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -182,19 +181,17 @@ def measure(options: argparse.Namespace, size_bytes: int, scratch: Path) -> dict
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = common.arguments(__doc__, rounds=5)
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--size", type=common.parse_sizes, default=[128 * MIB])
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     options = parser.parse_args()
     (size_bytes,) = options.size
     fio = require_fio()
     common.require_room(options.directory, 6 * options.sessions * size_bytes + GIB)
     facts = common.facts_of(options.directory) | {"fio": fio}
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-        found = measure(options, size_bytes, Path(scratch).resolve())
+    with common.scratch(options.directory) as scratch:
+        found = measure(options, size_bytes, scratch)
     together, limit, plain, ratio, plain_ratio = map(Spread.of, found.values())
     lines = common.heading("Sessions that save at the same time", facts)
     lines += [

@@ -14,7 +14,6 @@ import argparse
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -93,11 +92,11 @@ def main() -> None:
     flags.add_argument("--sessions", type=int, default=64)
     options = flags.parse_args()
     facts = common.facts_of(Path.cwd())
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path.cwd()) as place:
+    with common.scratch(Path()) as place:
         for name in ("answers", "ready", "memory"):
-            (Path(place) / name).mkdir()
-        took = starts(options.runs, Path(place))
-        used = memory(options.sessions, Path(place) / "memory")
+            (place / name).mkdir()
+        took = starts(options.runs, place)
+        used = memory(options.sessions, place / "memory")
     lines = common.heading("Starts, and the memory of a daemon that does nothing", facts)
     lines += [f"{options.runs} runs.", "", "| | ms, median [min-max] |", "|---|---|"]
     lines += [f"| {name} | {spread.text(0)} |" for name, spread in took.items()]

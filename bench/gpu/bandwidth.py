@@ -89,9 +89,6 @@ class Bench:
         free, total = torch.cuda.mem_get_info()
         return (total - free - torch.cuda.memory_reserved()) / common.MIB
 
-    def watch_memory(self, mode: str, before_mib: float) -> None:
-        self.memory_mib[mode] = round(self.taken_mib() - before_mib, 1)
-
     # -- saving ----------------------------------------------------------------------------------
 
     def save(self) -> dict[str, float]:
@@ -124,7 +121,7 @@ class Bench:
         self.node.connect(mode)
         self.node.save()  # registers, and makes the volume
         self.chosen[name] = self.node.chosen()
-        self.watch_memory(name, before_mib)
+        self.memory_mib[name] = round(self.taken_mib() - before_mib, 1)
         rows = self.saves.setdefault(name, [])
         for _ in range(self.rounds):
             if not self.report.has_time():
@@ -248,16 +245,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = contender.begin(parser)
     report = Report("bandwidth", options)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            bench = Bench(options, Path(scratch).resolve(), report)
-            bench.run()
-    except BenchError as error:
-        print(f"bench.gpu.bandwidth: {error}", file=sys.stderr)
-        return 1
+    with common.scratch(options.directory) as scratch:
+        bench = Bench(options, scratch, report)
+        bench.run()
     report.finish(table(bench))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.exit_code(main))

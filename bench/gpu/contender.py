@@ -155,14 +155,13 @@ class GpuRivals(Rivals):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    made = common.arguments(description)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     made.add_argument("--tiny", action="store_true", help="a small model, to try the bench")
     made.add_argument("--layers", type=int, default=0, help="default 24, with --tiny 2")
     made.add_argument("--batch", type=int, default=0, help="default 16, with --tiny 2")
     made.add_argument("--budget-s", type=float, default=120, help="nothing is begun after that")
-    made.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     made.add_argument("--json", type=Path, help="write there, not into bench/results")
     made.add_argument("--daemon-flags", default="", help="in one word: '--writers 4'")
     return made
@@ -176,7 +175,6 @@ class Report:
         self.name = name
         self.path: Path | None = options.json
         self.document: Document = common.facts_of(options.directory)
-        self.document["command"] = " ".join(["python -m", f"bench.gpu.{name}", *sys.argv[1:]])
         if options.device == "cuda":
             self.document["gpu"] = torch.cuda.get_device_name()
         self.start_s = time.monotonic()

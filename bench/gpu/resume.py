@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 
+from bench import common
 from bench.common import BenchError
 from bench.gpu import contender
 from bench.gpu.contender import LIMIT_S, Node, Report, recorded
@@ -147,9 +147,9 @@ def main() -> int:
     report = Report("resume", options)
     rows: list[dict[str, object]] = []
     failures: list[str] = []
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
+    with common.scratch(options.directory) as scratch:
         for dtype in options.dtypes.split(","):
-            directory = Path(scratch).resolve() / dtype
+            directory = scratch / dtype
             directory.mkdir()
             with recorded(failures, dtype):
                 if report.has_time():

@@ -21,14 +21,13 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import common
-from bench.common import BenchError, Spread
+from bench.common import Spread
 from bench.gpu import contender
 from bench.gpu.contender import DCP, GpuRivals, Report, recorded
 from bench.gpu.model import Training
@@ -211,15 +210,11 @@ def main() -> int:
     parser.add_argument("--no-rivals", action="store_true")
     options = contender.begin(parser)
     report = Report("train", options)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as scratch:
-            lines = measure(options, report, Path(scratch).resolve())
-    except BenchError as error:
-        print(f"bench.gpu.train: {error}", file=sys.stderr)
-        return 1
+    with common.scratch(options.directory) as scratch:
+        lines = measure(options, report, scratch)
     report.finish(lines)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(common.exit_code(main))

@@ -205,11 +205,11 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
     if item.code_name in _DENIED:
         return denied(item.file.path)
     if fix := layout.MISPLACED_HINTS.get(item.code_name):
-        return PccheckError(item.reason, hint=f"{fix}; its job gets no checkpoints until then")
+        return PccheckError(item.reason, hint=f"{fix}; until then its job saves no checkpoints")
     kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
     return (kind or PccheckError)(
         f"the volume {item.file.path} cannot be read: {reason_of(item)}",
-        hint="its job gets no checkpoints until this is solved, or until it starts with fresh=True",
+        hint="until it can be read, its job saves no checkpoints, unless it starts with fresh=True",
     )
 
 

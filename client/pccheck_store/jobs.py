@@ -11,7 +11,6 @@ from pccheck_native import catalog, group
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .directory import Storage, any_of_job
-from .documents import part, text
 from .observer import Observer, private_daemon
 from .readers import Store
 from .remote import DaemonStore
@@ -73,8 +72,7 @@ def find_store(
         where = None if socket is None else os.fspath(socket)
         try:
             with Observer(where) as observer:
-                path = text(part(observer.status(), "storage"), "path")
-            return DaemonStore(where, Path(path))
+                return DaemonStore(where, Path(observer.storage()))
         except DaemonUnreachableError as error:
             storage = os.environ.get("PCCHECK_STORAGE")
             if socket is not None or not storage:

@@ -357,8 +357,8 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
         raise _bad(f"{len(data)} bytes, the limit is {TREE_BYTES_MAX}")
     try:
         top = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, object_pairs_hook=_no_map,
-            ext_hook=_no_extension, timestamp=0,
+            data, raw=False, strict_map_key=True, object_pairs_hook=_foreign,
+            ext_hook=_foreign, timestamp=0,
         )  # fmt: skip
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise _bad(f"not msgpack: {str(error)[:120] or type(error).__name__}") from error
@@ -514,12 +514,8 @@ def _bad(reason: str) -> DamagedError:
     return DamagedError(f"the checkpoint's tree cannot be read: {reason}")
 
 
-def _no_map(_pairs: object) -> object:
-    raise _bad("it holds a map")
-
-
-def _no_extension(code: int, _data: bytes) -> object:
-    raise _bad(f"it holds extension type {code}")
+def _foreign(*_value: object) -> object:
+    raise _bad("it holds a map or an extension type")
 
 
 def _key(node: Node) -> object:
@@ -701,10 +697,8 @@ def shown(value: object) -> str:
     """repr() of a value or key, with ints that are too long for it in hexadecimal."""
     if isinstance(value, int) and is_long(value):
         return hex(value)
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return f"{type(value).__name__}({', '.join(map(shown, value))})" if _has_long(value) else (
-            repr(value)
-        )  # fmt: skip
+    if isinstance(value, (tuple, list, set, frozenset)) and _has_long(value):
+        return f"{type(value).__name__}({', '.join(map(shown, value))})"
     return repr(value)
 
 

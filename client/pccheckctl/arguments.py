@@ -135,8 +135,8 @@ def _export(to: argparse.ArgumentParser) -> None:
     _which(to, "the newest valid one")
     to.add_argument(
         "--only", default="", metavar="NAME",
-        help="a part, as show names it, such as model or model.layers.0; the names in the file "
-        "begin after it",
+        help="only this part, named as in show: model, or model.layers.0; the names in the file "
+        "leave that beginning out",
     )  # fmt: skip
     to.add_argument(
         "--format", choices=("torch", "safetensors", "huggingface", "dcp"),
@@ -145,7 +145,7 @@ def _export(to: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     to.add_argument(
         "--max-shard-size", type=_positive_size, metavar="SIZE",
-        help="with --format huggingface: the tensors of one file (default 5 GB, 10^9 bytes each)",
+        help="with --format huggingface: most bytes of tensors in a file (default 5 GB = 5*10^9)",
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def _bench(to: argparse.ArgumentParser) -> None:
 
 def _tune(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
-    add("--job", help="takes m and t from what the daemon has saved of this job")
+    add("--job", help="read m and t from this job's latest checkpoints")
     add("--checkpoint", type=_size, metavar="SIZE", help="state of one rank (m)")
     add("--step-time", type=_duration, metavar="TIME", help="time of a step (t), such as 350ms")
     add("--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)")
@@ -242,7 +242,7 @@ def _trace(to: argparse.ArgumentParser) -> None:
 def _report(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", nargs="?", help="only this job")
     to.add_argument("--output", "-o", required=True, metavar="FILE", help="the page: report.html")
-    to.add_argument("--trace", metavar="FILE", help="of a file that `trace` wrote, not the daemon")
+    to.add_argument("--trace", metavar="FILE", help="what `trace` wrote to FILE; asks no daemon")
     to.add_argument("--last", type=_duration, default=600.0, metavar="AGE",
                     help="how far back (default 10min)")  # fmt: skip
     to.add_argument("--force", action="store_true", help="overwrite FILE")

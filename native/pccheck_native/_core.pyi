@@ -148,7 +148,7 @@ class Volume:
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
     ) -> None:
         """Verified, parallel read into memory; ranges as for Link.submit."""
-    def verify(self, sequence: int, threads: int = 2) -> None: ...  # DAMAGED, UNREADABLE
+    def verify(self, sequence: int, /) -> None: ...  # DAMAGED, UNREADABLE
     def close(self) -> None: ...
 
 @final

@@ -9,7 +9,6 @@ Named tuples and no dataclasses: those would double the time in which the comman
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -110,12 +109,11 @@ def bases(checkpoints: Collection[Checkpoint], sequences: Collection[int]) -> se
     return {one.base for one in checkpoints if one.sequence in sequences and one.base}
 
 
-def checkpoints_of(volume: Volume, path: str | os.PathLike[str]) -> list[Checkpoint]:
+def checkpoints_of(volume: Volume, path: Path) -> list[Checkpoint]:
     """The durable checkpoints of an open volume, newest first, damaged ones included."""
     info = volume.info()
-    where = Path(path)
     return newest_first(
-        _checkpoint(info, entry, where) for entry in volume.table() if entry.sequence
+        _checkpoint(info, entry, path) for entry in volume.table() if entry.sequence
     )
 
 
@@ -125,7 +123,7 @@ def newest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 
 def scan(
-    storage: str | os.PathLike[str],
+    storage: Path,
     *,
     uid: int | None = None,
     job: str | None = None,

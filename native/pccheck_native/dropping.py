@@ -40,11 +40,7 @@ class Victim(NamedTuple):
 
 
 def victims(
-    storage: str | os.PathLike[str],
-    *,
-    uid: int | None = None,
-    job: str | None = None,
-    rank: int | None = None,
+    storage: Path, *, uid: int | None = None, job: str | None = None, rank: int | None = None
 ) -> list[Victim]:
     """Every volume file that matches (None means any), also those that cannot be read, ordered by
     (uid, job, rank, generation). Reads records only."""
@@ -82,7 +78,7 @@ class JobUse(NamedTuple):
     done: bool  # every rank has reported that it has finished
 
 
-def jobs(storage: str | os.PathLike[str], *, uid: int | None = None) -> list[JobUse]:
+def jobs(storage: Path, *, uid: int | None = None) -> list[JobUse]:
     """All jobs with a volume here. One with a volume that cannot be read is not `done`."""
     grouped: dict[tuple[int, str], list[Victim]] = {}
     for victim in victims(storage, uid=uid):
@@ -96,14 +92,12 @@ def jobs(storage: str | os.PathLike[str], *, uid: int | None = None) -> list[Job
     return made
 
 
-def document(
-    storage: str | os.PathLike[str], files: Iterable[Victim], *, dropped: bool
-) -> dict[str, object]:
+def document(storage: Path, files: Iterable[Victim], *, dropped: bool) -> dict[str, object]:
     """What `pccheckctl drop --json` prints, with and without a daemon."""
     names = ("bytes", "done", "checkpoints", "newest_step", "problem")
     return {
         "schema": 1,
-        "storage": os.fspath(storage),
+        "storage": str(storage),
         "dropped": dropped,
         "files": [
             {
@@ -145,7 +139,7 @@ def drop(paths: Sequence[Path]) -> None:
             directory.rmdir()
 
 
-def clear(storage: str | os.PathLike[str]) -> int:
+def clear(storage: Path) -> int:
     """Removes what was dropped and could not be removed then; how many files. During a
     drop it removes files that the drop would remove next. Raises OSError when one is still left."""
     left = [path for path in layout.list_temporary(storage) if path.name.endswith(_DROPPED)]

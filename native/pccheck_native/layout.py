@@ -95,7 +95,7 @@ def noted_socket(storage: Path) -> Path | None:
     return named if ours and named.is_absolute() else None
 
 
-def identity(storage: str | os.PathLike[str]) -> str:
+def identity(storage: Path) -> str:
     """Differs for another directory that is mounted in its place. Stable until the next boot, which
     ends every training process. An empty directory that a running daemon began to use in the place
     of another one has the identity of that one, since its processes went on with it. Raises
@@ -108,41 +108,39 @@ def identity(storage: str | os.PathLike[str]) -> str:
     return own
 
 
-def replace(storage: str | os.PathLike[str], replaced: str) -> None:
+def replace(storage: Path, replaced: str) -> None:
     """Gives the directory the identity of another one."""
     with contextlib.suppress(OSError):  # a file system without attributes
         os.setxattr(storage, _REPLACES, f"{number(storage)} {replaced}".encode())
 
 
-def number(storage: str | os.PathLike[str]) -> str:
+def number(storage: Path) -> str:
     """Which directory it is, whatever its name. Raises OSError."""
     found = os.stat(storage)  # noqa: PTH116
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def lock_path(storage: str | os.PathLike[str]) -> Path:
+def lock_path(storage: Path) -> Path:
     """The file whose flock makes a daemon the only one on this storage."""
-    return Path(storage) / LOCK_NAME
+    return storage / LOCK_NAME
 
 
-def volume_path(
-    storage: str | os.PathLike[str], uid: int, job: str, rank: int, generation: int = 0
-) -> Path:
+def volume_path(storage: Path, uid: int, job: str, rank: int, generation: int = 0) -> Path:
     """The file of one (uid, job, rank) and generation."""
     _check_number("rank", rank, RANK_MAX)
     _check_number("generation", generation, GENERATION_MAX)
     owner = str(_check_number("uid", uid, UID_MAX))
-    return Path(storage) / owner / check_job(job) / f"rank-{rank}.{generation}.pcc"
+    return storage / owner / check_job(job) / f"rank-{rank}.{generation}.pcc"
 
 
-def parse_volume_path(storage: str | os.PathLike[str], path: str | os.PathLike[str]) -> VolumeFile:
+def parse_volume_path(storage: Path, path: Path) -> VolumeFile:
     """The inverse of `volume_path`; ValueError for any other path, also one that is not under
     `storage` or takes a detour."""
     try:
-        parts = Path(path).relative_to(storage).parts
+        parts = path.relative_to(storage).parts
     except ValueError:
         parts = ()
-    found = _parse(Path(storage), *parts) if len(parts) == 3 else None
+    found = _parse(storage, *parts) if len(parts) == 3 else None
     if found is None:
         raise ValueError(f"{os.fspath(path)!r} is not the path of a volume in {storage}")
     return found
@@ -161,7 +159,7 @@ def _parse(storage: Path, uid: str, job: str, name: str) -> VolumeFile | None:
 #: What to do about a MisplacedError, by its code.
 MISPLACED_HINTS = {
     "LINK": "move the files back, or mount their disk there: mount --bind",
-    "WRONG_TYPE": "move it away, and the directory or volume back, if there was one",
+    "WRONG_TYPE": "move it away; if it took the place of a directory or a volume, put that back",
 }
 
 
@@ -206,15 +204,14 @@ def _below(
 
 
 def _look(
-    storage: str | os.PathLike[str], uid: int | None, job: str | None
-) -> tuple[list[tuple[str, str, os.DirEntry[str]]], list[Hidden]]:
-    """Regular files two levels down, with the names of the levels, and what may hide others. One
-    user or job hides no other. Raises OSError when the storage directory cannot be listed."""
-    root = Path(storage)
-    if not root.is_dir():
-        raise FileNotFoundError(f"no storage directory {root}")
-    files, hidden = list[tuple[str, str, os.DirEntry[str]]](), list[Hidden]()
-    for owner in _entries(root, None if uid is None else str(uid)):
+    storage: Path, uid: int | None, job: str | None
+) -> tuple[list[VolumeFile], list[Path], list[Hidden]]:
+    """Volumes, temporary files, and what may hide others; all in order. One user or job hides no
+    other. Raises OSError when the storage directory cannot be listed."""
+    if not storage.is_dir():
+        raise FileNotFoundError(f"no storage directory {storage}")
+    files, temporary, hidden = list[VolumeFile](), list[Path](), list[Hidden]()
+    for owner in _entries(storage, None if uid is None else str(uid)):
         if _UID.fullmatch(owner.name) is None:
             continue
         of_user = VolumeFile(int(owner.name), job or "", 0, 0, Path(owner.path))
@@ -223,28 +220,25 @@ def _look(
                 continue
             of_job = of_user._replace(job=run.name, path=Path(run.path))
             for entry in _below(of_job, run, hidden):
-                file = _parse(root, owner.name, run.name, entry.name)
-                if entry.is_file(follow_symlinks=False):
-                    files.append((owner.name, run.name, entry))
+                file = _parse(storage, owner.name, run.name, entry.name)
+                regular = entry.is_file(follow_symlinks=False)
+                if file is not None and regular:
+                    files.append(file)
                 elif file is not None:
                     hidden.append(Hidden(file, MisplacedError(entry, "regular file")))
-    return files, sorted(hidden, key=lambda one: one.file)
+                elif regular and _TEMPORARY.fullmatch(entry.name):
+                    temporary.append(Path(entry.path))
+    return sorted(files), sorted(temporary), sorted(hidden, key=lambda one: one.file)
 
 
-def list_hidden(
-    storage: str | os.PathLike[str], *, uid: int | None = None, job: str | None = None
-) -> list[Hidden]:
+def list_hidden(storage: Path, *, uid: int | None = None, job: str | None = None) -> list[Hidden]:
     """Why `files_in_place` may lack volumes: one was moved to another disk, a directory cannot be
     read."""
-    return _look(storage, uid, job)[1]
+    return _look(storage, uid, job)[2]
 
 
 def list_volumes(
-    storage: str | os.PathLike[str],
-    *,
-    uid: int | None = None,
-    job: str | None = None,
-    rank: int | None = None,
+    storage: Path, *, uid: int | None = None, job: str | None = None, rank: int | None = None
 ) -> list[VolumeFile]:
     """Every volume by name, ordered by (uid, job, rank, generation); None means any.
 
@@ -259,28 +253,26 @@ def list_volumes(
 
 
 def files_in_place(
-    storage: str | os.PathLike[str],
-    *,
-    uid: int | None = None,
-    job: str | None = None,
-    rank: int | None = None,
+    storage: Path, *, uid: int | None = None, job: str | None = None, rank: int | None = None
 ) -> list[VolumeFile]:
     """The same without what is hidden, for reports, in which one job hides no other."""
-    files, _ = _look(storage, uid, job)
-    found = (_parse(Path(storage), owner, run, entry.name) for owner, run, entry in files)
-    return sorted(file for file in found if file and (rank is None or file.rank == rank))
+    return [file for file in _look(storage, uid, job)[0] if rank in (None, file.rank)]
 
 
-def list_temporary(storage: str | os.PathLike[str]) -> list[Path]:
+def list_temporary(storage: Path) -> list[Path]:
     """Files of volumes whose making was interrupted, unless a daemon runs and makes them now."""
-    return sorted(
-        Path(entry.path)
-        for _, _, entry in _look(storage, None, None)[0]
-        if _TEMPORARY.fullmatch(entry.name)
-    )
+    return _look(storage, None, None)[1]
 
 
-def next_generation(storage: str | os.PathLike[str], uid: int, job: str, rank: int) -> int:
+def mark(path: Path) -> tuple[int, ...]:
+    """Differs when the file, its permissions or its content have changed; () without a file."""
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino, found.st_ctime_ns
+    return ()
+
+
+def next_generation(storage: Path, uid: int, job: str, rank: int) -> int:
     """One above the newest generation of this rank here; 0 without a volume."""
     files = list_volumes(storage, uid=uid, job=check_job(job), rank=rank)
     return files[-1].generation + 1 if files else 0

@@ -23,10 +23,7 @@ static struct py_channel *channel_of(PyObject *self)
     return (struct py_channel *)self;
 }
 
-static void channel_close(void *handle)
-{
-    pcc_tenant_close(handle);
-}
+PCC_PY_CLOSES(channel_close, pcc_tenant_close)
 
 /* One more user of `object`, with a reference. False with ValueError when it is closed. */
 static bool borrow(PyObject *object)

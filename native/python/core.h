@@ -65,6 +65,12 @@ static inline struct pcc_py_lease *pcc_py_lease(PyObject *self)
 
 /* borrows; our types have no subclasses */
 struct pcc_py_state *pcc_py_state_of(PyTypeObject *type);
+/* Defines `name`, which closes a handle that a lease knows as void *. */
+#define PCC_PY_CLOSES(name, close_handle)                                                          \
+    static void name(void *handle)                                                                 \
+    {                                                                                              \
+        close_handle(handle);                                                                      \
+    }
 /* A new object of `type` that takes `handle`; closes it and returns NULL when memory is out. */
 PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
                             void (*close)(void *handle));

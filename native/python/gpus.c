@@ -44,10 +44,7 @@ PyObject *pcc_py_cuda_driver(PyObject *module, PyObject *Py_UNUSED(unused))
 
 /* -- Gpus -------------------------------------------------------------------------------------- */
 
-static void gpus_close(void *handle)
-{
-    pcc_gpus_close(handle);
-}
+PCC_PY_CLOSES(gpus_close, pcc_gpus_close)
 
 static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {

@@ -10,10 +10,7 @@
 /* Waits return to Python this often, for signals and for close() by another thread. */
 #define SLICE_NS 50000000ull
 
-static void link_close(void *handle)
-{
-    pcc_client_close(handle);
-}
+PCC_PY_CLOSES(link_close, pcc_client_close)
 
 static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {

@@ -3,20 +3,7 @@
 
 /* -- Pool -------------------------------------------------------------------------------------- */
 
-static void pool_close(void *handle)
-{
-    pcc_pool_close(handle);
-}
-
-/* Takes `pool`; gives it a descriptor store. */
-static int pool_keep(struct pcc_pool *pool, const char *address, uint32_t limit, uint32_t stored)
-{
-    struct pcc_store *store = NULL;
-    int result = pcc_store_open(address, limit, stored, &store);
-    if (result == 0)
-        pcc_pool_keep(pool, store);
-    return result;
-}
+PCC_PY_CLOSES(pool_close, pcc_pool_close)
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -30,8 +17,12 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     struct pcc_pool *pool = NULL;
     int result = pcc_pool_open(budget_bytes, &pool);
-    if (result == 0 && store[0] != '\0' && limit > 0)
-        result = pool_keep(pool, store, limit, stored);
+    if (result == 0 && store[0] != '\0' && limit > 0) {
+        struct pcc_store *kept = NULL;
+        result = pcc_store_open(store, limit, stored, &kept);
+        if (result == 0)
+            pcc_pool_keep(pool, kept);
+    }
     if (result < 0) {
         pcc_pool_close(pool);
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
@@ -82,10 +73,7 @@ const struct pcc_py_type pcc_py_pool = {
 #define EVENTS_CAPACITY 4096u
 #define EVENTS_PER_TAKE 64u
 
-static void events_close(void *handle)
-{
-    pcc_events_close(handle);
-}
+PCC_PY_CLOSES(events_close, pcc_events_close)
 
 static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {

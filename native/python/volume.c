@@ -7,10 +7,7 @@
 #define THREADS_DEFAULT 2u
 #define THREADS_MAX 64u
 
-static void volume_close(void *handle)
-{
-    pcc_volume_close(handle);
-}
+PCC_PY_CLOSES(volume_close, pcc_volume_close)
 
 static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -235,15 +232,6 @@ static bool within_payload(const struct pcc_load *load, uint64_t offset_bytes,
     return false;
 }
 
-static bool threads_fit(uint32_t threads)
-{
-    if (threads > THREADS_MAX) {
-        PyErr_Format(PyExc_ValueError, "threads must be at most %u", THREADS_MAX);
-        return false;
-    }
-    return true;
-}
-
 /* NULL with an exception. */
 static struct pcc_load *load_open(PyObject *self, struct pcc_volume *volume, uint64_t sequence)
 {
@@ -308,9 +296,10 @@ static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwar
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&:read_into", names, pcc_py_u64,
                                      &sequence, pcc_py_ranges, &ranges, pcc_py_u32, &threads,
-                                     pcc_py_u32, &chunk_bytes) ||
-        !threads_fit(threads))
+                                     pcc_py_u32, &chunk_bytes))
         return NULL;
+    if (threads > THREADS_MAX)
+        return PyErr_Format(PyExc_ValueError, "threads must be at most %u", THREADS_MAX);
     LOAD_OPEN(load, sequence);
     uint64_t end_bytes = ranges.count ? pcc_range_end(&ranges.items[ranges.count - 1]) : 0;
     if (!within_payload(load, end_bytes, 0))
@@ -322,21 +311,15 @@ static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwar
     return pcc_py_done(self, result);
 }
 
-static PyObject *volume_verify(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *volume_verify(PyObject *self, PyObject *number)
 {
-    static char *names[] = {"sequence", "threads", NULL};
-    uint64_t sequence;
-    uint32_t threads = THREADS_DEFAULT;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&:verify", names, pcc_py_u64, &sequence,
-                                     pcc_py_u32, &threads) ||
-        !threads_fit(threads))
-        return NULL;
+    PCC_PY_NUMBER(sequence, number);
     LOAD_OPEN(load, sequence);
     uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
     uint32_t chunk_bytes = pcc_load_chunk_bytes(load, CHUNK_BYTES_DEFAULT);
     int result;
-    PCC_PY_UNLOCKED(result =
-                        pcc_load_stream(load, 0, payload_bytes, chunk_bytes, threads, NULL, NULL));
+    PCC_PY_UNLOCKED(
+        result = pcc_load_stream(load, 0, payload_bytes, chunk_bytes, THREADS_DEFAULT, NULL, NULL));
     return pcc_py_done(self, result);
 }
 
@@ -361,7 +344,7 @@ static PyMethodDef methods[] = {
     {"own_bytes", volume_own_bytes, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
-    PCC_PY_METHOD("verify", volume_verify),
+    {"verify", volume_verify, METH_O, NULL},
     {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -4,6 +4,7 @@ if it must go on."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Self
 
@@ -11,6 +12,13 @@ from .logs import LOG
 
 #: Before a failed task restarts: a lasting fault must not keep the loop busy.
 RESTART_S = 1.0
+
+
+async def happened(event: asyncio.Event, limit_s: float | None) -> bool:
+    """Waits until it is set, no longer than the limit; whether it was."""
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(event.wait(), limit_s)
+    return False
 
 
 class Background:

@@ -53,11 +53,11 @@ _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     ),
     "STOPPED": (CheckpointFailedError, "could not write a commit record", "check the disk"),
     "NO_MEMORY": (RefusedError, "got no DRAM: the budget is in use", "raise --dram"),
-    "NO_DRIVER": (RefusedError, "has no CUDA driver here", "GPU tensors are pushed"),
+    "NO_DRIVER": (RefusedError, "found no CUDA driver", "trainers push GPU tensors"),
     "DEVICE": (CheckpointFailedError, "failed at the GPU driver", "see the kernel's log: dmesg"),
     "UNSUPPORTED": (
         NoStoreError,
-        "lies on a file system or kernel that lacks direct I/O",
+        "cannot use direct I/O: its file system or the kernel has none",
         "use a local ext4 or xfs disk; --allow-any-filesystem overrides this for tests",
     ),
 }
@@ -88,8 +88,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
 def fix_of(number: int) -> str:
     """What to do about an error of the kernel that concerns a file; "" for an unknown one."""
     if number in (errno.EACCES, errno.EPERM):
-        whom = f"the user that runs pccheckd: chown {os.geteuid()}, chmod u+rwX"
-        return f"give it and the directories above it to {whom}"
+        to = f"pccheckd's user: chown {os.geteuid()}, chmod u+rwX"
+        return f"give it, and the directories above it, to {to}"
     if number == errno.EROFS:
         return "mount the file system read-write"
     return CHECK_DISK if number in _DISK else ""

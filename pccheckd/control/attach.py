@@ -75,8 +75,8 @@ def _require_ours(directory: Path, found: os.stat_result) -> None:
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
         raise NoStoreError(
-            f"the socket's directory {directory} is writable for others without the sticky bit, "
-            "so they could replace the socket",
+            f"the socket's directory {directory} lets other users write and has no sticky bit, so "
+            "they could replace the socket",
             hint=f"chmod go-w {directory}, or choose another place with --socket PATH",
         )
 

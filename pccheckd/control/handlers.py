@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pccheck_native import _core, subset
+from pccheck_native import subset
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
@@ -292,9 +292,7 @@ class Handlers:
         except ValueError as error:
             raise UsageError(f"$.body.subset: {error}") from error
         _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
-        volumes: list[tuple[str, _core.Volume]] = [
-            (str(item.path), item.volume) for item in tenant.volumes.open
-        ]
+        volumes = [(item.path, item.volume) for item in tenant.volumes.open]
         gone = threading.Event()
         reports = tenant.retention.reports
         with tenant.read():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from pccheck_native import _core, catalog
 from pccheck_native.subset import Subset, verify_part
@@ -11,7 +12,7 @@ from pccheckd.observe.report import SCHEMA, Document
 
 
 def verify(
-    volumes: Iterable[tuple[str, _core.Volume]],
+    volumes: Iterable[tuple[Path, _core.Volume]],
     sequence: int,
     part: Subset | None,
     *,

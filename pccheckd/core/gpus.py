@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from pccheck_native import _core
 from pccheck_wire.basics import plural
+from pccheckd.base.background import happened
 from pccheckd.base.logs import LOG
 
 from .exposing import REASON_CHARACTERS_MAX
@@ -82,8 +83,7 @@ class Driver:
         driver has answered once, but only soon after the start."""
         left_s = self._until_s - time.monotonic()
         if not self._tried.is_set() and left_s > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._tried.wait(), left_s)
+            await happened(self._tried, left_s)
         if not self._tried.is_set() and self.offer != _SILENT:
             self.offer = _SILENT
             LOG.warning("the CUDA driver does not answer: GPU tensors are pushed until it does")

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
 from pccheck_wire.errors import DeviceError, RefusedError
+from pccheckd.base.background import happened
 from pccheckd.base.errors import CHECK_DISK, translated
 from pccheckd.base.logs import LOG
 
@@ -114,8 +115,7 @@ class Port:
         if not self.attached:
             return
         await self._engine.drive(self._uid, self.channel.detach)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._drained.wait(), DETACH_LIMIT_S)
+        await happened(self._drained, DETACH_LIMIT_S)
         self.attached = False
         self._look()
 

@@ -140,18 +140,13 @@ class Job:
             known=known, moved=moved,
             found=None if volumes.unreadable else volumes.newest_incarnation(),
         )  # fmt: skip
-        if start is not before:
-            self._read_again()
+        if start is not before and not self.common_checkpoints():
+            # All that the ranks had could not be read: perhaps the disk was away. Tried again.
+            for tenant in self.tenants.values():
+                tenant.retention.unreadable.clear()
         self._asked[rank] = self.asked(rank), 0  # no rank waited for it if it was here before
         self._catch_up(rank, owner.process)
         return start.incarnation
-
-    def _read_again(self) -> None:
-        """A start begins. When all that the ranks had in common could not be read, the disk may
-        have been away: it is tried again."""
-        if not self.common_checkpoints():
-            for tenant in self.tenants.values():
-                tenant.retention.unreadable.clear()
 
     def incarnation(self, rank: int, owner: Owner) -> int:
         """Of the newest start that a process is a member of; it may have moved along since it
@@ -273,6 +268,7 @@ class Job:
         return (time.monotonic_ns() - oldest_ns) / 1e9 if oldest_ns else 0.0
 
     def gives_up(self, sequence: int) -> bool:
+        """Whether some rank will never have it."""
         return sequence in self.agreement.given_up or sequence in self._skips
 
     def why_given_up(self, sequence: int) -> str:
@@ -412,6 +408,7 @@ class Job:
 
     @property
     def newest_common(self) -> int:
+        """The newest sequence that all ranks have; 0: there is none."""
         return self.agreement.newest
 
     def note_late(self, why: str) -> None:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from pccheck_wire.basics import size_text, some
 from pccheck_wire.errors import RefusedError
-from pccheckd.base.background import Background
+from pccheckd.base.background import Background, happened
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
@@ -114,10 +114,7 @@ class Memory(Background):
             self._require_room(claim)
             if time.monotonic() > deadline:  # the claim stays, so that the next try finds room
                 raise self._too_late(claim)
-            try:
-                await asyncio.wait_for(self._changed.wait(), _RETRY_S)
-            except TimeoutError:
-                continue
+            await happened(self._changed, _RETRY_S)
 
     def enter(self, by: Session, wanted_bytes: int) -> Claim:
         """The claim of a session; a new one claims `wanted_bytes`. Raises RefusedError."""
@@ -235,7 +232,7 @@ class Memory(Background):
                 break
             if not tenant.quiet:  # as its checkpoints are written
                 short -= port.aim_bytes - _least(tenant, port)
-                port.resize(_least(tenant, port), self._moved, _no_trainer)
+                port.resize(_least(tenant, port), self._moved, stuck=lambda: None)  # no trainer
             elif urgent or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
                 short -= port.granted_bytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
@@ -370,7 +367,3 @@ class Memory(Background):
 def _least(tenant: Tenant, port: Port) -> int:
     """What a tenant without a trainer keeps: nothing once its checkpoints are written."""
     return 0 if tenant.quiet else max(port.least_bytes, port.floor_bytes)
-
-
-def _no_trainer() -> None:
-    """There is no trainer that could be stuck."""

@@ -90,18 +90,18 @@ def _of_job(
     if session.solo:
         return _newest(tenant, body, skipped, found)
     if session.world_size == 1:
-
-        def fits(one: catalog.Checkpoint | Held) -> bool:
-            older = one.sequence < (body.before or MAX_SEQUENCE)
-            return older and body.step in (None, one.step)
-
         alone = [one for one in found if one.world_size == 1]
-        best = (one.sequence for one in alone if fits(one) and tenant.is_usable(one))
-        shared = (one for one in job.common_checkpoints() if one.world_size > 1 and fits(one))
+        best = (one.sequence for one in alone if _fits(one, body) and tenant.is_usable(one))
+        shared = (o for o in job.common_checkpoints() if o.world_size > 1 and _fits(o, body))
         newest = max((one.sequence for one in shared), default=0)
         if alone and newest <= max(best, default=0):
             return _newest(tenant, body, skipped, alone)
     return _of_group(session, job, tenant, body)
+
+
+def _fits(one: catalog.Checkpoint | Held, body: Open) -> bool:
+    older = body.before is None or one.sequence < body.before
+    return older and body.step in (None, one.step)
 
 
 def _newest(
@@ -109,9 +109,7 @@ def _newest(
 ) -> catalog.Checkpoint | None:
     """Newest first; damaged ones are skipped, and named in `skipped`."""
     for item in found:
-        if body.before is not None and item.sequence >= body.before:
-            continue
-        if body.step is not None and item.step != body.step:
+        if not _fits(item, body):
             continue
         if not item.is_damaged:
             return item

@@ -4,13 +4,12 @@ volume is reported at the start, and not when a job resumes."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pccheck_native import catalog
+from pccheck_native import catalog, layout
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.tenancy.volumes import Key
@@ -47,7 +46,7 @@ class Survey:
     def look(self) -> None:
         """Forgets the faults of files that have changed since: a daemon reads them again when
         their job is loaded. Blocks."""
-        self.faults = [fault for fault in self.faults if _mark(fault.path) == fault.mark]
+        self.faults = [fault for fault in self.faults if layout.mark(fault.path) == fault.mark]
 
 
 async def take(engine: Engine) -> Survey:
@@ -56,7 +55,7 @@ async def take(engine: Engine) -> Survey:
     scan = asyncio.create_task(engine.look(os.getuid(), _read, storage))
     done, _ = await asyncio.wait({scan}, timeout=LIMIT_S)
     if not done:
-        scan.add_done_callback(_looked_at)
+        scan.add_done_callback(lambda late: late.cancelled() or late.exception())  # dropped
         LOG.error(
             "the volumes in %s could not be listed within %g s: check the disk (dmesg)",
             storage, LIMIT_S,
@@ -78,21 +77,7 @@ def _read(storage: Path) -> Survey:
     told = [(one.file, f"{one.file.path} cannot be read: {one.reason}") for one in found.unreadable]
     told += [(file, f"{file.path}: {catalog.RECORD_LOST}") for file in found.incomplete]
     faults = [
-        Fault(Key(file.uid, file.job, file.rank), file.path, text, _mark(file.path))
+        Fault(Key(file.uid, file.job, file.rank), file.path, text, layout.mark(file.path))
         for file, text in told
     ]
     return Survey(len(found.volumes), len(found.checkpoints), faults=faults)
-
-
-def _mark(path: Path) -> tuple[int, ...]:
-    """Differs when the file, its permissions or its content have changed; () without a file."""
-    with contextlib.suppress(OSError):
-        found = path.lstat()
-        return found.st_dev, found.st_ino, found.st_ctime_ns
-    return ()
-
-
-def _looked_at(task: asyncio.Task[Survey]) -> None:
-    """It came too late: its result is dropped."""
-    if not task.cancelled():
-        task.exception()

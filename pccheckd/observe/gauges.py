@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pccheck_native import _core
@@ -141,17 +141,16 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     def family(name: str, text: str, samples: Iterable[Sample], *more: str) -> Family:
         return Family(name, text, list(samples), (*RANK, *more))
 
-    yield family("connected", "1 with a trainer", ((k, t.owner is not None) for k, t in rows))
-    yield family(
-        "refused", "1 while its trainer gets no room to save (quota, full disk, no DRAM)",
-        ((k, t.owner is not None and t.refused is not None) for k, t in rows),
-    )  # fmt: skip
-    yield family(
-        "failing", "Checkpoints in a row that failed since one became durable",
-        ((k, t.ledger.failing if t.owner else 0) for k, t in rows),
-    )  # fmt: skip
-    yield family("in_flight", "On their way", ((k, len(t.ledger.live())) for k, t in rows))
-    yield family("waiting", "Waiting for a lane or slot", ((k, len(t.queue)) for k, t in rows))
+    def each(name: str, text: str, value: Callable[[Tenant], float]) -> Family:
+        return family(name, text, ((k, value(t)) for k, t in rows))
+
+    yield each("connected", "1 with a trainer", lambda t: t.owner is not None)
+    text = "1 while its trainer gets no room to save (quota, full disk, no DRAM)"
+    yield each("refused", text, lambda t: t.owner is not None and t.refused is not None)
+    text = "Checkpoints in a row that failed since one became durable"
+    yield each("failing", text, lambda t: t.ledger.failing if t.owner else 0)
+    yield each("in_flight", "On their way", lambda t: len(t.ledger.live()))
+    yield each("waiting", "Waiting for a lane or slot", lambda t: len(t.queue))
     yield family(
         "last_durable_step", "Step of the newest durable one", ((k, f.step) for k, f in newest)
     )
@@ -169,18 +168,17 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
         ((k, now_s - (now_ns - last_ns) / 1e9) for k, t in rows
          if t.owner and (last_ns := t.ledger.last_request_ns)),
     )  # fmt: skip
-    yield family(
+    yield each(
         "volume_bytes", "Size of its volumes",
-        ((k, sum(item.info.volume_bytes for item in t.volumes.open)) for k, t in rows),
+        lambda t: sum(item.info.volume_bytes for item in t.volumes.open),
     )  # fmt: skip
-    yield family(
+    yield each(
         "damaged_checkpoints", "Kept ones that a reader found damaged",
-        ((k, sum(found.is_damaged for found in t.volumes.checkpoints())) for k, t in rows),
+        lambda t: sum(found.is_damaged for found in t.volumes.checkpoints()),
     )  # fmt: skip
-    yield family(
+    yield each(
         "unreadable_checkpoints", "Kept ones that the disk could not read at the last try",
-        ((k, sum(found.sequence in t.retention.unreadable for found in t.volumes.checkpoints()))
-         for k, t in rows),
+        lambda t: len(t.retention.unreadable & t.volumes.sequences()),
     )  # fmt: skip
     states = ((key, state, count) for key, t in rows for state, count in _slots(t).items())
     yield family("slots", "Of its volumes, by state", (((*k, s), n) for k, s, n in states), "state")

@@ -31,6 +31,17 @@ JOB = RANK[:2]
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
 )  # fmt: skip
+#: By the name behind "pccheck_": the text, and labels besides those of a rank.
+COUNTERS = {
+    "requests": ("Checkpoints that trainers asked for",),
+    "checkpoints": ("Checkpoints that ended, by result", "result"),
+    "failures": ("Failed checkpoints by stage and error", "stage", "error"),
+    "durable_bytes": ("Payload that became durable",),
+    "copied_bytes": ("Copied into DRAM for checkpoints; less if tensors are unchanged",),
+    "written_bytes": ("Written to volumes for checkpoints; unchanged tensors once",),
+    "rehomed": ("Moves of checkpoints to another slot after a write error",),
+    "stall_seconds": ("Time for which the gate held trainers, as they report",),
+}
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series each, rarely read
 
@@ -47,27 +58,10 @@ class Metrics:
         self._families: tuple[Family, ...] = ()
         self._rendering = threading.Lock()
         self._known: OrderedDict[_Rank, None] = OrderedDict()
-        self._counters: list[Counter] = []  # all of these have series by rank
-        self._requests = self._counter("requests", "Checkpoints that trainers asked for", RANK)
-        self._checkpoints = self._counter(
-            "checkpoints", "Checkpoints that ended, by result", (*RANK, "result")
-        )
-        self._failures = self._counter(
-            "failures", "Failed checkpoints by stage and error", (*RANK, "stage", "error")
-        )
-        self._bytes = self._counter("durable_bytes", "Payload that became durable", RANK)
-        self._copied = self._counter(
-            "copied_bytes", "Copied into DRAM for checkpoints; less if tensors are unchanged", RANK
-        )
-        self._written = self._counter(
-            "written_bytes", "Written to volumes for checkpoints; unchanged tensors once", RANK
-        )
-        self._rehomed = self._counter(
-            "rehomed", "Moves of checkpoints to another slot after a write error", RANK
-        )
-        self._stall = self._counter(
-            "stall_seconds", "Time for which the gate held trainers, as they report", RANK
-        )
+        self._counters = {
+            name: Counter(f"pccheck_{name}", text, (*RANK, *more), registry=self.registry)
+            for name, (text, *more) in COUNTERS.items()
+        }
         self._histograms = {
             "waited": self._histogram("admission_wait", "From request to a free lane and slot"),
             "copied": self._histogram("copy", "From there to a complete copy in the pool"),
@@ -81,23 +75,19 @@ class Metrics:
 
     def requested(self, item: Record) -> None:
         rank = self._admit(item)
-        self._requests.labels(*rank).inc()
-        if item.held:
-            self._stall.labels(*rank).inc(item.held / 1e9)
+        self._count("requests", rank, 1)
+        self._count("stall_seconds", rank, item.held / 1e9)
 
     def ended(self, item: Record) -> None:
         rank = self._admit(item)
-        self._checkpoints.labels(*rank, item.state).inc()
+        self._count("checkpoints", (*rank, item.state), 1)
         if item.state == "failed":
-            self._failures.labels(*rank, item.stage or "admission", item.error or "OTHER").inc()
-        if item.copied_bytes:
-            self._copied.labels(*rank).inc(item.copied_bytes)
-        if item.written_bytes:
-            self._written.labels(*rank).inc(item.written_bytes)
-        if item.rehomed:
-            self._rehomed.labels(*rank).inc(item.rehomed)
+            self._count("failures", (*rank, item.stage or "admission", item.error or "OTHER"), 1)
+        self._count("copied_bytes", rank, item.copied_bytes)
+        self._count("written_bytes", rank, item.written_bytes)
+        self._count("rehomed", rank, item.rehomed)
         if item.state == "durable":
-            self._bytes.labels(*rank).inc(item.payload_bytes)
+            self._count("durable_bytes", rank, item.payload_bytes)
             for name, seconds in item.seconds().items():
                 self._histograms[name].labels(*rank[:2]).observe(seconds)
 
@@ -124,10 +114,9 @@ class Metrics:
 
     # -- small ---------------------------------------------------------------------------------
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
-        made = Counter(f"pccheck_{name}", text, labels, registry=self.registry)
-        self._counters.append(made)
-        return made
+    def _count(self, name: str, labels: tuple[str, ...], more: float) -> None:
+        if more:  # a series appears with its first event
+            self._counters[name].labels(*labels).inc(more)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(
@@ -149,7 +138,7 @@ class Metrics:
     def _remove(self, gone: _Rank) -> None:
         del self._known[gone]
         named = dict(zip(RANK, gone, strict=True))
-        for counter in self._counters:
+        for counter in self._counters.values():
             counter.remove_by_labels(named)
         if all(known[:2] != gone[:2] for known in self._known):
             for histogram in self._histograms.values():

@@ -91,7 +91,9 @@ async def status(
         "warnings": warnings,
         "notices": [
             *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
-            *([_store_full(limit, refused)] if refused else []),
+            *([f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
+               "restarts, copied checkpoints that are not durable are lost; raise "
+               "FileDescriptorStoreMax="] if refused else []),
             *(f"not recovered from the previous pccheckd: {text}" for text in dropped),
         ],
     }  # fmt: skip
@@ -158,13 +160,6 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
     return catalog.document(config.storage, found, lambda item: item.reason)
 
 
-def _store_full(limit: int, refused: int) -> str:
-    return (
-        f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
-        "restarts, copied checkpoints that are not durable are lost; raise FileDescriptorStoreMax="
-    )
-
-
 def _worth_showing(tenant: Tenant) -> bool:
     if tenant.owner is not None or tenant.refused is not None:
         return True
@@ -185,13 +180,6 @@ def gpu_uuid(raw: bytes) -> str:
     """In the format of nvidia-smi."""
     text = raw.hex()
     return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
-
-
-def _lost(gpu: _core.GpuInfo) -> str:
-    return (
-        f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
-        "pccheckd is restarted"
-    )
 
 
 def _session(session: Session) -> Document:
@@ -315,7 +303,12 @@ def troubles(
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
     found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
     found += [fault.text for fault in faults]
-    found += [_lost(gpu) for gpu in engine.driver.info() if gpu.lost]
+    found += [
+        f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
+        "pccheckd is restarted"
+        for gpu in engine.driver.info()
+        if gpu.lost
+    ]
     return [*filter(None, (engine.missing_storage, engine.stalled)), *found]
 
 

@@ -17,7 +17,7 @@ from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
-from .ledger import DEVICE_LOST, ENDED_BEFORE
+from .ledger import BAD_HANDLE, DEVICE_LOST, ENDED_BEFORE
 
 if TYPE_CHECKING:
     from .tenant import Tenant
@@ -35,10 +35,7 @@ BUSY = frozenset({"NO_LANE", "NO_SLOT"})
 #: Reason and hint, by the code, of refusals that are not the volume's fault.
 _REFUSED = {
     "ABORTED": ("the trainer abandoned the checkpoint before it began", ""),
-    "BAD_HANDLE": (
-        "the trainer no longer shares the GPU memory that it names",
-        "the next checkpoint shares the memory again, or is pushed",
-    ),
+    "BAD_HANDLE": BAD_HANDLE,
     "DEVICE_LOST": DEVICE_LOST,
     "BAD_PEER": ("the trainer violated the protocol", SAME_VERSION_HINT),
 }
@@ -127,22 +124,17 @@ class Admission:
             reason = self._tenant.group.why_given_up(checkpoint.sequence)
             self._tenant.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
             return ""
-        what = f"the volume of {self._tenant.key}"
         try:
             sequence = await self._tenant.begin_save(checkpoint)
-        except _core.NativeError as error:
-            code = error.code_name
+        except Exception as error:  # the edge of this checkpoint: it fails, the others go on
+            code = error.code_name if isinstance(error, _core.NativeError) else ""
             if code == "NO_SLOT" and await self._recycled(checkpoint):
                 return await self.attempt(checkpoint)
             if code in BUSY:
                 return code
-            why = translated(error, what)
+            why = translated(error, f"the volume of {self._tenant.key}")
             reason, hint = _REFUSED.get(code, (why.message, why.hint))
-            self._tenant.refuse(checkpoint, End(State.FAILED, reason, hint, code))
-            return ""
-        except Exception as error:  # the edge of this checkpoint: it fails, the others go on
-            why = translated(error, what)
-            self._tenant.refuse(checkpoint, End(State.FAILED, why.message, why.hint, why.code))
+            self._tenant.refuse(checkpoint, End(State.FAILED, reason, hint, code or why.code))
             if isinstance(why, InternalError):
                 LOG.warning("%s: cannot begin", self._tenant.key, exc_info=error)
             return ""

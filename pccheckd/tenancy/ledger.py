@@ -11,6 +11,7 @@ from itertools import islice
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.background import happened
 from pccheckd.base.errors import CHECK_DISK, fix_of
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
@@ -21,6 +22,10 @@ REQUESTS = 16  # that the interval is averaged over
 ENDED_BEFORE = "the trainer ended before the checkpoint began"
 _NOT_COMPLETE = ("the trainer ended, or abandoned it, before its copy was complete", "")
 DEVICE_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
+BAD_HANDLE = (
+    "the trainer no longer shares the GPU memory of this checkpoint",
+    "the next checkpoint shares the memory again, or is pushed",
+)
 #: Reason and hint, by the error, of copies that did not fail by the trainer's end.
 _COPY_FAILED = {
     "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
@@ -29,10 +34,7 @@ _COPY_FAILED = {
         "its copy in memory changed before a new pccheckd had written it",
         "look for a process that writes into pccheckd's memory",
     ),
-    "BAD_HANDLE": (
-        "the trainer no longer shares the GPU memory of this checkpoint",
-        "the next checkpoint shares the memory again",
-    ),
+    "BAD_HANDLE": BAD_HANDLE,
 }  # fmt: skip
 _BASE_LOST = (
     "the earlier checkpoint that holds its unchanged tensors is damaged or cannot be read",
@@ -180,10 +182,7 @@ class Ledger:
                 if time.monotonic() > deadline:
                     return False
                 moved.clear()
-                try:
-                    await asyncio.wait_for(moved.wait(), _WAIT_STEP_S)
-                except TimeoutError:
-                    continue
+                await happened(moved, _WAIT_STEP_S)
             return True
         finally:
             self._waiters.discard(moved)

@@ -94,16 +94,6 @@ def _close(volume: _core.Volume) -> bool:
     return True
 
 
-def _marks(paths: list[Path]) -> dict[Path, tuple[int, ...]]:
-    """Each changes when its file changes; () when there is none."""
-    marks: dict[Path, tuple[int, ...]] = dict.fromkeys(paths, ())
-    for path in paths:
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            marks[path] = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-    return marks
-
-
 def _size(path: Path) -> int:
     """0 for a file that was dropped meanwhile."""
     with contextlib.suppress(FileNotFoundError):
@@ -198,7 +188,9 @@ class VolumeSet:
             self.key.uid, layout.list_volumes, self._config.storage, **self.key._asdict()
         )
         held = {item.path for item in (*self.open, *self.gone)}
-        marks = await self._engine.call(self.key.uid, _marks, [file.path for file in files])
+        marks = await self._engine.call(
+            self.key.uid, lambda: {file.path: layout.mark(file.path) for file in files}
+        )
         self.unreadable = {
             path: why for path, why in self.unreadable.items()
             if marks.get(path) == self._tried[path]
@@ -321,8 +313,8 @@ class VolumeSet:
             needed = _core.volume_bytes_for(capacity, config.slots, blocks)
         except OSError as error:
             raise RefusedError(
-                f"{config.slots} slots for checkpoints of {payload_bytes} bytes in blocks of "
-                f"{blocks} are more than a volume can have"
+                f"a volume cannot have {config.slots} slots for checkpoints of {payload_bytes} "
+                f"bytes in blocks of {blocks} bytes"
             ) from error
         generation = await self._engine.call(key.uid, layout.next_generation, config.storage, *key)
         path = layout.volume_path(config.storage, *key, generation)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pccheck_native import _core, dropping
 from pccheck_wire.errors import PccheckError, RefusedError, owner_of
 from pccheck_wire.messages import Drop, require_job_name
 from pccheckd.base.access import require_access
-from pccheckd.base.background import Background
+from pccheckd.base.background import Background, happened
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
@@ -164,10 +163,7 @@ class Expiry(Background):
                     LOG.warning("cannot check for finished jobs: %s", error)
             else:
                 self._looked_s = None  # this time does not count
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait(), self._pause_s(age_s) if age_s > 0 else None
-                )
+            await happened(self._changed, self._pause_s(age_s) if age_s > 0 else None)
 
     @staticmethod
     def _pause_s(age_s: float) -> float:

@@ -23,7 +23,7 @@ from pccheck_wire.basics import size_text
 from pccheck_wire.errors import NoCheckpointError, PccheckError
 from pccheck_wire.units import MIB
 from pccheckd.base import state_file
-from pccheckd.base.background import Background
+from pccheckd.base.background import Background, happened
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
 from pccheckd.jobs.registry import Registry
@@ -179,8 +179,7 @@ class Scrubber(Background):
 
     async def _pause(self, limit_s: float) -> None:
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), limit_s)
+        await happened(self._changed, limit_s)
 
     async def _pass(self) -> None:
         """Reads every volume, or continues behind the one that was finished before a restart."""

@@ -109,7 +109,7 @@ def test_the_daemon_takes_no_directory_of_a_stranger(stack: ExitStack) -> None:
     os.chown(daemon.socket.parent, 0, 0)
     daemon.socket.parent.chmod(0o777)
     code, said = refused(daemon)
-    assert code == 10 and "writable for others" in said and "chmod go-w" in said, said
+    assert code == 10 and "lets other users write" in said and "chmod go-w" in said, said
     daemon.socket.parent.chmod(0o1777)
     daemon.start()
     assert daemon.socket.stat().st_mode & 0o777 == 0o660

@@ -262,6 +262,27 @@ def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Callable[..., D
     assert at > len(ends)
 
 
+def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
+    start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    client = PCcheckClient(job="job", socket=start_daemon().socket)
+    kit = Kit(client)
+    kit.optimizer.step()
+    client.checkpoint(step=1).wait_durable(30)
+    kit.optimizer.step()
+    with monkeypatch.context() as context, suppress(KeyboardInterrupt):
+        context.setattr(Connection, "post", interrupted)
+        client.checkpoint(step=2)
+    with pytest.warns(PccheckWarning, match="1 checkpoint failed") as told:
+        client.close()
+    text = str(told[0].message)
+    assert "up to step 2: abandoned: this process was interrupted before it was copied. The" in text
+    assert text.endswith("step 1: a restart resumes there, and repeats the steps after it")
+
+
 def test_ctrl_c_at_the_start_of_a_thread_costs_no_later_verdict(
     client: PCcheckClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,9 +164,7 @@ def test_a_trace_shows_the_overlap(
         trainer.checkpoint()
     trainer.wait_durable(4)
     with Observer(str(daemon.socket)) as observer:  # its loop hears of the end after the client
-        until(
-            lambda: rows(observer.trace(0), "checkpoints") == []
-        )  # those in flight are shown always
+        until(lambda: rows(observer.trace(0), "checkpoints") == [])  # all those in flight are shown
         found = rows(observer.trace(3600), "checkpoints")
         assert len(found) == 5
     path = tmp_path / "trace.json"

@@ -43,9 +43,7 @@ def serve(stack: ExitStack) -> Serve:
 def test_copied_survives_the_daemon(serve: Serve, start_trainer: Connect) -> None:
     """The trainer is dead by then: only the descriptor store has the bytes."""
     daemon = serve(*SLOW)
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     trainer.kill()
     assert any("-segment-" in name for name in daemon.manager.names())
@@ -57,9 +55,7 @@ def test_copied_survives_the_daemon(serve: Serve, start_trainer: Connect) -> Non
 def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None:
     """It reconnects at a later checkpoint; its old one is durable, and the newer one wins."""
     daemon = serve(*SLOW)
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     daemon.start()
     durable = ""
@@ -134,9 +130,7 @@ def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect
 def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) -> None:
     """m > M: most of it was re-used after it had been written, and lies in its slot only."""
     daemon = serve("--dram", "4MiB", "--max-bandwidth", "12MiB")
-    trainer = start_trainer(daemon, [8 * MIB])
-    trainer.step()
-    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    trainer = _copied(start_trainer, daemon, 8)
     daemon.kill()
     trainer.kill()
     daemon.start()
@@ -145,9 +139,7 @@ def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) 
 
 def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve("--max-bandwidth", "4MiB")
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    trainer.wait_copied(trainer.checkpoint())
+    trainer = _copied(start_trainer, daemon, 6)
     trainer.kill()
     for _ in range(3):
         daemon.kill()
@@ -172,9 +164,7 @@ def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) ->
 
 def test_a_drained_daemon_leaves_nothing(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve(*SLOW)
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    trainer.wait_copied(trainer.checkpoint())
+    _copied(start_trainer, daemon, 6)
     assert len(daemon.manager.names()) >= 2
     assert daemon.stop() == 0
     assert daemon.manager.names() == []
@@ -182,9 +172,7 @@ def test_a_drained_daemon_leaves_nothing(serve: Serve, start_trainer: Connect) -
 
 def test_a_daemon_that_goes_on_drains_too(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve(*SLOW)
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    trainer.wait_copied(trainer.checkpoint())
+    trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     trainer.kill()
     daemon.start()
@@ -229,9 +217,7 @@ def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
 
 def test_descriptors_of_others_are_closed(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve(*SLOW)
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    trainer.wait_copied(trainer.checkpoint())
+    trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     trainer.kill()
     for name, fd in _garbage(daemon):
@@ -262,9 +248,7 @@ def test_a_full_store(serve: Serve, start_trainer: Connect) -> None:
 def test_the_volume_was_used_in_between(serve: Serve, start_trainer: Connect) -> None:
     """A daemon without the store has had the volume: what it made durable is newer."""
     daemon = serve(*SLOW)
-    trainer = start_trainer(daemon, [6 * MIB])
-    trainer.step()
-    trainer.wait_copied(trainer.checkpoint())
+    trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     trainer.kill()
     plain = daemon.without_store()
@@ -277,6 +261,14 @@ def test_the_volume_was_used_in_between(serve: Serve, start_trainer: Connect) ->
     assert _durable(daemon).keys() == {7}
     again = start_trainer(daemon, [6 * MIB])
     assert again.restore()["step"] == 7
+
+
+def _copied(start_trainer: Connect, daemon: ServedDaemon, size: int) -> Trainer:
+    """A trainer of `size` MIB, with a checkpoint that is copied and most likely not written yet."""
+    trainer = start_trainer(daemon, [size * MIB])
+    trainer.step()
+    assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
+    return trainer
 
 
 def _recovers(trainer: Trainer, step: int) -> None:
@@ -349,9 +341,7 @@ def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer
     """P7: the next run connects and does not restore, while the checkpoint of the run before is
     still being written by a new daemon."""
     daemon = serve("--slots", "4", "--keep", "1", "--max-bandwidth", "4MiB")
-    trainer = start_trainer(daemon, [4 * MIB])
-    trainer.step()
-    trainer.wait_copied(trainer.checkpoint())
+    trainer = _copied(start_trainer, daemon, 4)
     daemon.kill()
     trainer.kill()
     daemon.start()

@@ -48,6 +48,15 @@ class Unread(Daemon):
         return super().environment() | more
 
 
+def small_pipe(stack: ExitStack) -> tuple[int, int]:
+    """Its ends, to read and to write; a page is all that it holds."""
+    reads, writes = os.pipe()
+    stack.callback(os.close, reads)
+    stack.callback(os.close, writes)
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    return reads, writes
+
+
 def fill(daemon: Daemon) -> None:
     """Hundreds of checkpoints, each of which the log has lines about."""
     data = payload_of(1, SIZE)
@@ -73,10 +82,7 @@ def read_until(source: int, wanted: bytes) -> bytes:
 
 @pytest.mark.timeout(120)
 def test_a_pipe_that_nobody_reads_costs_log_lines_and_no_checkpoint(stack: ExitStack) -> None:
-    reads, writes = os.pipe()
-    stack.callback(os.close, reads)
-    stack.callback(os.close, writes)
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    reads, writes = small_pipe(stack)
     daemon = stack.enter_context(Unread(*LOUD, stderr=writes)).start()
     fill(daemon)
     another_is_served(daemon)
@@ -90,10 +96,7 @@ def test_a_pipe_that_nobody_reads_costs_log_lines_and_no_checkpoint(stack: ExitS
 
 @pytest.mark.timeout(120)
 def test_a_stop_does_not_wait_for_a_pipe_that_nobody_reads(stack: ExitStack) -> None:
-    reads, writes = os.pipe()
-    stack.callback(os.close, reads)
-    stack.callback(os.close, writes)
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    _, writes = small_pipe(stack)
     daemon = stack.enter_context(Unread(*LOUD, stderr=writes)).start()
     fill(daemon)
     assert daemon.stop() == 0
@@ -101,10 +104,7 @@ def test_a_stop_does_not_wait_for_a_pipe_that_nobody_reads(stack: ExitStack) -> 
 
 @pytest.mark.timeout(120)
 def test_a_journal_that_nobody_reads_costs_log_lines_and_no_checkpoint(stack: ExitStack) -> None:
-    reads, writes = os.pipe()
-    stack.callback(os.close, reads)
-    stack.callback(os.close, writes)
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    _, writes = small_pipe(stack)
     daemon = stack.enter_context(Unread(*LOUD, stderr=writes))
     daemon.journal = daemon.root / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:

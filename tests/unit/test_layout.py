@@ -37,7 +37,7 @@ def test_jobs_that_can_be_directories(job: str) -> None:
 )
 def test_jobs_that_cannot(job: str) -> None:
     with pytest.raises(ValueError, match="job name"):
-        layout.volume_path("/nowhere", 0, job, 0)
+        layout.volume_path(Path("/nowhere"), 0, job, 0)
 
 
 def test_the_wire_and_the_core_agree_on_job_names() -> None:
@@ -59,7 +59,7 @@ def test_the_wire_and_the_core_agree_on_job_names() -> None:
 )
 def test_numbers_out_of_range(uid: int, rank: int, generation: int) -> None:
     with pytest.raises(ValueError, match="is not within"):
-        layout.volume_path("/nowhere", uid, "job", rank, generation)
+        layout.volume_path(Path("/nowhere"), uid, "job", rank, generation)
 
 
 @pytest.mark.parametrize(

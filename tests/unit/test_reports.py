@@ -166,7 +166,7 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
         return {"sequence": item.sequence}
 
     monkeypatch.setattr(verification, "_verified", verified)
-    volumes = [("path", cast(Volume, None))]
+    volumes = [(Path(), cast(Volume, None))]
     document = verification.verify(volumes, 0, None, gone=gone.is_set)
     assert [row["sequence"] for row in rows(document, "checkpoints")] == [1, 2]
 
@@ -182,7 +182,7 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
             if sequence == 1:
                 raise FileNotFoundError(2, "there is no such checkpoint")
 
-    volumes = [("path", cast(Volume, Replacing()))]
+    volumes = [(Path(), cast(Volume, Replacing()))]
     document = verification.verify(volumes, 0, None, gone=lambda: False)
     assert [(row["sequence"], row["valid"]) for row in rows(document, "checkpoints")] == [(2, True)]
 

@@ -185,7 +185,7 @@ def test_the_lines_of_status() -> None:
 def test_the_line_of_status_without_a_daemon() -> None:
     document: Document = {"daemon": None, "storage": {"path": "/data"}, "ranks": []}
     assert status.as_text(document, now_s=0.0) == (
-        "daemon   no private daemon answers for this directory; these values are from the volumes\n"
+        "daemon   this directory has no private daemon now; all below is read from its volumes\n"
         "storage  /data\n\nno jobs"
     )
 

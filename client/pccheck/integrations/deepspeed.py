@@ -232,7 +232,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         dist.broadcast_object_list(found)
         if isinstance(found[0], str):
             raise NoCheckpointError(
-                f"the checkpoint with the tag {tag!r} cannot be looked for: {found[0]}",
+                f"cannot look for the checkpoint with the tag {tag!r}: {found[0]}",
                 hint="load without a tag to continue from the newest checkpoint",
             )
         if found[0] < 0:

@@ -9,6 +9,8 @@ from pccheck_wire.basics import plural
 
 from .in_flight import InFlight
 
+#: The reason when Ctrl-C has ended a call. There is no cause to remove.
+INTERRUPTED = "abandoned: this process was interrupted before it was copied"
 #: Different reasons that are reported until a checkpoint is durable. More would say no more.
 REASONS_MAX = 3
 
@@ -77,9 +79,11 @@ class Failures:
                 "No checkpoint of this run is known to be durable: a restart resumes from the "
                 "newest one of an earlier run, or begins at the start of training"
             )
+        reason = self._last.known_reason or "the reason is not known"
+        if reason != INTERRUPTED:
+            then += ". Remove the cause before the restart (see: pccheckctl status)"
         self._warner.once(
             "last",
             f"{plural(self.count, 'checkpoint')} failed{since}, up to step {self._last.step}: "
-            f"{self._last.known_reason or 'the reason is not known'}. {then}. Remove the cause "
-            "before the restart (see: pccheckctl status)",
+            f"{reason}. {then}",
         )

@@ -13,6 +13,7 @@ from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
 
+from .failures import INTERRUPTED
 from .in_flight import TIMED_OUT, InFlight, abandoned_because, is_read
 
 _BACKOFF_DOUBLINGS_MAX = 6
@@ -161,7 +162,7 @@ class Gate:
                 waiting.pop(0)
         except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
             for item in waiting:
-                abandon(item.checkpoint, item.connection, self._stall_limit_s)
+                abandon(item.checkpoint, item.connection, INTERRUPTED)
             raise
         finally:
             self.held.add(since_ns)
@@ -171,7 +172,7 @@ class Gate:
         """Abandons what was not read yet, and waits for copies under way, which end soon then."""
         for item in self._pending:
             why = "abandoned: the run ended before it was copied"
-            abandon(item.checkpoint, item.connection, self._stall_limit_s, why)
+            abandon(item.checkpoint, item.connection, why)
         deadline_ns = time.monotonic_ns() + _LAST_COPIES_NS
         for item in self._pending:
             item.wait(deadline_ns)
@@ -220,26 +221,25 @@ class Gate:
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:
-        if abandon(item.checkpoint, item.connection, self._stall_limit_s):
+        if abandon(item.checkpoint, item.connection, overdue(self._stall_limit_s)):
             self._on_expiry(item.checkpoint, item.connection)
 
     def _deadline_ns(self) -> int:
         return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
 
 
-def abandon(checkpoint: InFlight, connection: Connection, limit_s: float, why: str = "") -> bool:
+def overdue(limit_s: float) -> str:
+    return f"abandoned: it was not copied within stall_limit_s={limit_s:g} s"
+
+
+def abandon(checkpoint: InFlight, connection: Connection, why: str) -> bool:
     """True when the snapshot was abandoned; False when it was complete or refused just before."""
     try:
         won = connection.link.abandon(checkpoint.snapshot)
     except (ValueError, OSError):
         return False
     if won:
-        checkpoint.end(
-            CheckpointState.FAILED,
-            why
-            or f"abandoned: it was not copied within stall_limit_s={limit_s:g} s, or interrupted",
-            reported=True,
-        )
+        checkpoint.end(CheckpointState.FAILED, why, reported=True)
     return won
 
 

@@ -27,8 +27,8 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Begin, CheckpointState
 
 from .exposure import Exposure, Handover
-from .failures import Failures
-from .gate import Breaker, Gate, abandon
+from .failures import INTERRUPTED, Failures
+from .gate import Breaker, Gate, abandon, overdue
 from .in_flight import FINAL, NOT_SAVED, Durable, InFlight
 from .verdict import LateVerdicts, Verdict
 
@@ -132,9 +132,10 @@ class Saver:
             if wait:
                 self._wait(checkpoint, connection, wait)
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
-            abandon(checkpoint, connection, self._stall_limit_s)
-            if isinstance(error, Exception) and checkpoint in self._unfinished:
-                self._unfinished.remove(checkpoint)  # the caller counts this failure
+            counted = isinstance(error, Exception)  # by the caller
+            abandon(checkpoint, connection, f"abandoned: {error}" if counted else INTERRUPTED)
+            if counted and checkpoint in self._unfinished:
+                self._unfinished.remove(checkpoint)
             if isinstance(error, NativeError):
                 raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
             raise
@@ -201,7 +202,7 @@ class Saver:
                     break
             wait(self._stall_limit_s)
         except WaitTimeoutError:
-            if abandon(checkpoint, connection, self._stall_limit_s):
+            if abandon(checkpoint, connection, overdue(self._stall_limit_s)):
                 self._expired(checkpoint, connection)
         except CheckpointFailedError:
             pass  # the handle has the reason, and `_collect_ended` reports it

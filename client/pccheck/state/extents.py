@@ -316,7 +316,7 @@ def _add_extent(layout: Layout, group: _Group, first_extent: int, offset: int, o
         node, within = view.node, view.address - first.address
         if isinstance(node, tree.Tensor) and (lead + within) % ITEM_BYTES[node.dtype]:
             raise UnsupportedStateError(
-                f"{view.path}: the tensor overlaps another one at an odd address for {node.dtype}",
+                f"{view.path}: a {node.dtype} tensor shares memory with another, unaligned",
                 hint="attach a clone of it",
             )
         node.extent, node.offset = first_extent + len(layout.extents), within

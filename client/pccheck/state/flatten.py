@@ -276,7 +276,7 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         why = "a tensor on the meta device, which has no data"
     elif value.device.type not in ("cpu", "cuda"):
         why = f"a tensor on {value.device}"
-        hint = "pass tensor.cpu(); only CPU and CUDA tensors are copied from where they lie"
+        hint = "pass tensor.cpu(): only CPU and CUDA tensors are saved directly"
     elif devices.device_of(value) >= devices.DEVICES_MAX:
         why = f"a tensor on {value.device}, beyond {devices.DEVICES_MAX} GPUs,"
         hint = "show this process its own GPUs only, by CUDA_VISIBLE_DEVICES"

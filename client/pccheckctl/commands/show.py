@@ -67,15 +67,12 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
         "tensors": [
             {"path": entry.path, "dtype": entry.dtype, "shape": list(entry.shape),
              "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry),
-             "whole_shape": _list(entry.whole), "whole_offsets": _list(entry.offsets)}
+             "whole_shape": entry.whole and list(entry.whole),
+             "whole_offsets": entry.offsets and list(entry.offsets)}
             for entry in tree.tensor_entries(content)
         ],
         "leaves": [leaf._asdict() for leaf in tree.leaf_entries(content)],
     }  # fmt: skip
-
-
-def _list(numbers: tuple[int, ...] | None) -> list[int] | None:
-    return None if numbers is None else list(numbers)
 
 
 def content_bytes(entry: tree.TensorEntry) -> int:

@@ -72,7 +72,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     ]
     lines = [list(headings), *cells]
     widths = [max(len(line[at]) for line in lines) for at in range(len(headings))]
-    right = [_is_numeric([row[at] for row in cells]) for at in range(len(headings))]
+    right = [
+        bool(cells) and all(row[at] == "-" or row[at][:1] in _NUMERIC for row in cells)
+        for at in range(len(headings))
+    ]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if to_right else cell.ljust(width)
@@ -80,10 +83,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-def _is_numeric(cells: Sequence[str]) -> bool:
-    return bool(cells) and all(cell == "-" or cell[:1] in _NUMERIC for cell in cells)
 
 
 def shape(dims: Sequence[int]) -> str:

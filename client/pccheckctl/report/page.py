@@ -26,10 +26,6 @@ class Column(NamedTuple):
     parts: Sequence[tuple[str, float]]
     title: str
 
-    @property
-    def height(self) -> float:
-        return sum(value for _, value in self.parts)
-
 
 def page(saves: Saves) -> str:
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
@@ -271,7 +267,7 @@ def _steps(steps: list[int]) -> str:
 
 
 def _chart(columns: Sequence[Column], unit: Callable[[float], str]) -> str:
-    top = max((column.height for column in columns), default=0.0)
+    top = max((sum(value for _, value in column.parts) for column in columns), default=0.0)
     if top <= 0:
         return "<p>Nothing.</p>"
     drawn = "".join(

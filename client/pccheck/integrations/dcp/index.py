@@ -76,8 +76,8 @@ class Index:
         wanted = set(names)
         if twofold := sorted(wanted & self._twofold):
             raise StateMismatchError(
-                f"{twofold[0]} is the state of two parameters: of one by its name, of another one "
-                "by its number in the optimizer",
+                f"{twofold[0]} may mean two parameters: the one of this name, and the one that has "
+                "this number in the optimizer",
                 hint="restore it with client.restore(), or give the parameter a name with letters",
             )
         return bool(wanted & self._by_name)
@@ -87,9 +87,9 @@ class Index:
         for name in names:
             if self.items.get(name) != other.items.get(name):
                 raise StateMismatchError(
-                    f"{name} differs between step {self._step}, which all ranks have, and step "
-                    f"{other._step}, which this rank has found first",
-                    hint="load again, or name the step",
+                    f"{name} differs between step {other._step}, which this rank found at first, "
+                    f"and step {self._step}, the newest one that all ranks have",
+                    hint="load again, or pass step= to choose one",
                 )
 
     def _enter(self, name: str, value: Any, source: tuple[str, int]) -> None:
