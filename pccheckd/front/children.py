@@ -331,7 +331,8 @@ def _how(returncode: int | None) -> str:
     if returncode is None:
         return "still running"
     if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"killed by {known.get(-returncode, f'signal {-returncode}')}"
     return f"exit code {returncode}"
 
 

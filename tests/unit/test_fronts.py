@@ -108,6 +108,7 @@ def request(address: str, data: bytes) -> bytes:
         ),
         ("os.write(3, b'garbage, not READY'); time.sleep(99)", "first message was not READY"),
         (f"{READY}; os.close(3); time.sleep(99)", "killed by SIGKILL"),
+        (f"{READY}; os.kill(os.getpid(), 35)", "killed by signal 35"),
         (f"{READY}; raise MemoryError", "filled its memory up to the limit"),
         (f"{READY}; os.write(2, b'\\x1b[31mred'); os._exit(3)", "exit code 3; ?[31mred"),
     ],

@@ -193,8 +193,8 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Ends the session, also when Ctrl-C comes meanwhile; may be called again. What the link had
-        not handed over is lost."""
+        """Ends the session, also when Ctrl-C comes meanwhile; may be called again. What the link
+        had not handed over is lost."""
         with self._lock, contextlib.ExitStack() as ends:  # the last one comes first
             ends.callback(self._attachment.close)
             ends.callback(self._socket.close, 0)

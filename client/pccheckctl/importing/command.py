@@ -170,7 +170,9 @@ def _parts(
     if tensors := [key for key, value in values.items() if isinstance(value, torch.Tensor)]:
         raise UsageError(
             f"{path} has tensors beside its parts: {some(tensors)}",
-            hint="name what a script attaches: --as model for all of the file, or --as NAME=KEY "
+            hint=f"import the parts, without these tensors: {' '.join(map(_as_part, things))}"
+            if things
+            else "name what a script attaches: --as model for all of the file, or --as NAME=KEY "
             "for each part",
         )
     read.notes += [
@@ -185,6 +187,12 @@ def _parts(
             hint="see what it has: torch.load(FILE, weights_only=True)",
         )
     return things, values
+
+
+def _as_part(key: str) -> str:
+    """The option for a part, under the name that scripts attach: a key is often
+    "model_state_dict"."""
+    return f"--as {key.removesuffix('_state_dict')}={key}"
 
 
 def _is_plain(value: object) -> bool:
