@@ -28,6 +28,7 @@ from pccheck_wire.messages import Hello
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
+from pccheckd.base.passes import Passes
 from pccheckd.jobs.sessions import Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
@@ -141,6 +142,7 @@ class AttachServer(Background):
         self._sessions = sessions
         self._handlers = handlers
         self._count: Counter[int] = Counter()
+        self._passes = Passes()
         self._connections = Tasks("connections")
 
     async def close(self) -> None:
@@ -174,7 +176,7 @@ class AttachServer(Background):
         try:
             self._check_limits(uid)
             async with asyncio.timeout(HELLO_LIMIT_S):
-                packet = await self._receive(connection)
+                packet = await self._receive(connection, uid)
             if not packet:
                 return
             hello = _hello(packet)
@@ -229,7 +231,7 @@ class AttachServer(Background):
 
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
-        while packet := await self._receive(connection):
+        while packet := await self._receive(connection, session.uid):
             answer = await self._handlers.answer(session.uid, packet, session)
             if answer is None:
                 continue
@@ -237,9 +239,13 @@ class AttachServer(Background):
                 for part in packing.packets(answer):
                     await loop.sock_sendall(connection, part)
 
-    async def _receive(self, connection: socket.socket) -> bytes:
-        """One packet; descriptors that come with it are dropped by the kernel."""
-        return await asyncio.get_running_loop().sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
+    async def _receive(self, connection: socket.socket, uid: int) -> bytes:
+        """One packet, when it is the user's turn: a user with many connections does not delay
+        others. Descriptors that come with a packet are dropped by the kernel."""
+        loop = asyncio.get_running_loop()
+        packet = await loop.sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
+        await self._passes.next(uid)
+        return packet
 
     async def _refuse(self, connection: socket.socket, error: BaseException) -> None:
         with contextlib.suppress(OSError):
