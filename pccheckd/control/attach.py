@@ -29,12 +29,11 @@ from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
 from pccheckd.base.passes import Passes
-from pccheckd.jobs.sessions import Peer, Session, Sessions
+from pccheckd.jobs.sessions import CONNECTIONS_PER_UID_MAX, Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
 
 BACKLOG = 128
-CONNECTIONS_PER_UID_MAX = 192
 CONNECTIONS_MAX = 1024
 HELLO_LIMIT_S = 5.0
 SEND_LIMIT_S = 10.0

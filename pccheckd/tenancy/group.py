@@ -40,7 +40,7 @@ class Group(Protocol):
     def why_given_up(self, sequence: int) -> str:
         """Which rank will never have it, and why, in words."""
 
-    def request_slot(self, rank: int) -> str:
+    async def request_slot(self, rank: int) -> str:
         """Frees a slot if it can. Names the ranks that are waited for although they requested
         nothing; "" otherwise."""
 
