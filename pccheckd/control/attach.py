@@ -35,6 +35,9 @@ from .handlers import Handlers, failure, readable
 
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
+#: A user may have so many also when CONNECTIONS_MAX are taken: a few users together cannot keep
+#: others out. Twice CONNECTIONS_MAX is the limit for all.
+CONNECTIONS_RESERVED = 16
 HELLO_LIMIT_S = 5.0
 SEND_LIMIT_S = 10.0
 _SO_PEERPIDFD = 77  # Linux 6.5
@@ -251,11 +254,19 @@ class AttachServer(Background):
             connection.send(codec.encode(failure(error)), socket.MSG_NOSIGNAL)
 
     def _check_limits(self, uid: int) -> None:
-        if self._count[uid] > CONNECTIONS_PER_UID_MAX or self._count.total() > CONNECTIONS_MAX:
+        """Raises RefusedError. The new connection has been counted."""
+        mine, every = self._count[uid], self._count.total()
+        if mine > CONNECTIONS_PER_UID_MAX:
             raise RefusedError(
-                f"uid {uid} has {self._count[uid] - 1} connections, which is the limit",
+                f"uid {uid} has {mine - 1} connections, which is the limit",
                 hint="close some first",
             )
+        if every > CONNECTIONS_MAX and (mine > CONNECTIONS_RESERVED or every > 2 * CONNECTIONS_MAX):
+            raise RefusedError(
+                f"pccheckd has {every - 1} connections, {mine - 1} of them of uid {uid}, and "
+                "accepts no more now",
+                hint="close some first, or try again later", retryable=True,
+            )  # fmt: skip
 
 
 def _hello(packet: bytes) -> Hello:
