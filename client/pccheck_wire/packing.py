@@ -13,6 +13,9 @@ REPLY_BYTES_MAX = 16 * 1024 * 1024
 PACKET_BYTES = 64 * 1024
 STRING_BYTES_MAX = 4096
 ITEMS_MAX = 65536
+#: The lists and maps of a request, and the items of each. Small items are cheap to send and take
+#: long to build, so a request with more of them is refused first.
+REQUEST_ITEMS_MAX = 32
 
 
 def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> object:
@@ -57,18 +60,41 @@ def packets(data: bytes) -> list[bytes]:
 
 
 def _limits(bytes_max: int) -> dict[str, object]:
+    is_request = bytes_max <= REQUEST_BYTES_MAX
+    few = _Few()
     return {
         "raw": False,
         "strict_map_key": True,
-        "object_pairs_hook": _unique,
-        "max_str_len": bytes_max if bytes_max > REQUEST_BYTES_MAX else STRING_BYTES_MAX,
+        "object_pairs_hook": few.made_map if is_request else _unique,
+        "list_hook": few.made_list if is_request else None,
+        "max_str_len": STRING_BYTES_MAX if is_request else bytes_max,
         "max_bin_len": STRING_BYTES_MAX,
-        "max_array_len": ITEMS_MAX,
-        "max_map_len": ITEMS_MAX,
+        "max_array_len": REQUEST_ITEMS_MAX if is_request else ITEMS_MAX,
+        "max_map_len": REQUEST_ITEMS_MAX if is_request else ITEMS_MAX,
         "max_ext_len": 0,
         "ext_hook": _no_extensions,
         "timestamp": 0,
     }
+
+
+class _Few:
+    """The lists and maps of one request, which are counted."""
+
+    def __init__(self) -> None:
+        self._left = REQUEST_ITEMS_MAX
+
+    def made_list(self, items: list[object]) -> list[object]:
+        self._count()
+        return items
+
+    def made_map(self, pairs: list[tuple[object, object]]) -> dict[str, object]:
+        self._count()
+        return _unique(pairs)
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ProtocolError(f"$: a request of more than {REQUEST_ITEMS_MAX} lists and maps")
 
 
 def _unique(pairs: list[tuple[object, object]]) -> dict[str, object]:

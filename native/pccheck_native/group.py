@@ -33,7 +33,7 @@ checkpoint that a live rank has not requested yet is waited for (`lagging`); the
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -59,16 +59,12 @@ class Rank(NamedTuple):
     #: Sequences that were asked for and have not ended, with the world size of the start that asked
     #: for them: a start of another size may have begun since.
     pending: Mapping[int, int] = MappingProxyType({})
-    #: The newest sequence that its live process has passed: asked for, or there before it came.
+    #: The newest sequence that its live process has passed: asked for, or there before it came. The
+    #: process will never ask for one up to it.
     #: None: it has no process, and may have one again; above every number: it is not waited for.
     asked: int | None = None
     #: Sequences that a run before its present process, which did not restore, had to leave alone.
     pinned: frozenset[int] = frozenset()
-
-    def has_passed(self, number: int) -> bool:
-        """Its live process will never ask for it, and it has not even a damaged one."""
-        asked = self.asked is not None and self.asked >= number
-        return asked and all(one.sequence != number for one in self.held)
 
 
 Ranks = Mapping[int, Rank]
@@ -109,7 +105,7 @@ def common(ranks: Ranks) -> list[Held]:
 
 
 def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -> Agreement:
-    """What may go, now that `short` ranks have no slot for the next checkpoint.
+    """What may go, now that `short` ranks have no slot for the next checkpoint. Takes linear time.
 
     Safe whenever it is called and however late it is obeyed: `oldest` and `newest` only rise, but
     for damage, and what is given up can never become common: the caller keeps it given up.
@@ -119,37 +115,87 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
     oldest = kept[-1] if len(kept) >= keep else 0
     sizes = {number: size for known in ranks.values() for number, size in known.pending.items()}
     sizes |= {one.sequence: one.world_size for known in ranks.values() for one in known.held}
-    lacking = {n: _lacking(ranks, n, size) for n, size in sizes.items() if n not in kept}
-    given_up = {
-        number
-        for number, without in lacking.items()
-        if any(
-            number < newest or rank >= world_size or known.has_passed(number)
-            for rank, known in without
-        )
-    }
+    lacking = _Lacking(ranks)
+    given_up = set()
+    for number, size in sizes.items():
+        if number in kept or (highest := lacking.highest(number, size)) is None:
+            continue
+        if number < newest or highest >= world_size or lacking.is_passed(number, size):
+            given_up.add(number)
+    for_slots = set()  # each rank gives up the oldest that it can, whatever others give up
     for rank in short:
         held = {one.sequence for one in ranks.get(rank, EMPTY).held}
-        for number in sorted(held & (lacking.keys() - given_up)):
-            if any(known.asked is None or known.asked >= number for _, known in lacking[number]):
-                given_up.add(number)
+        for number in sorted(held.difference(kept, given_up)):
+            if lacking.may_not_ask(number, sizes[number]):
+                for_slots.add(number)
                 break
-    return Agreement(oldest, newest, frozenset(given_up))
+    return Agreement(oldest, newest, frozenset(given_up | for_slots))
 
 
-def _lacking(ranks: Ranks, number: int, size: int) -> list[tuple[int, Rank]]:
-    """The ranks of a world of `size` that neither have a whole one nor have it in flight. Whichever
-    rank saved alone is the one that has it."""
-    found = [
-        (rank, known)
-        for rank, known in ranks.items()
-        if (rank < size if size > 1 else any(one.sequence == number for one in known.held))
-        and number not in known.pending
-        and not any(one.sequence == number and one.usable for one in known.held)
-    ]
-    if size > 1 and sum(rank < size for rank in ranks) < size:  # some were never here
-        found.append((size - 1, EMPTY))
-    return found
+class _Lacking:
+    """The ranks of a world of some size that neither have a whole checkpoint nor have it in flight.
+    Whichever rank saved alone is the one that has it.
+
+    Every answer visits the ranks that have the checkpoint and one that lacks it, at most: there may
+    be as many checkpoints as ranks, each of which most ranks lack.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._has: defaultdict[int, set[int]] = defaultdict(set)
+        self._held: defaultdict[int, set[int]] = defaultdict(set)  # also damaged
+        for rank, known in ranks.items():
+            for one in known.held:
+                self._held[one.sequence].add(rank)
+            for number in (*known.pending, *(one.sequence for one in known.held if one.usable)):
+                self._has[number].add(rank)
+        self._members: dict[int, _Members] = {}  # by the size of their world
+
+    def highest(self, number: int, size: int) -> int | None:
+        """The highest rank that lacks it; None when no rank does."""
+        members = self._of(number, size)
+        return size - 1 if members.some_never_came else self._first(members.by_rank, number)
+
+    def is_passed(self, number: int, size: int) -> bool:
+        """A rank lacks it whose live process will never ask for it, and that has not even a damaged
+        one."""
+        every = (rank for rank in self._of(number, size).live if rank not in self._held[number])
+        return self._has_asked(self._first(every, number), number)
+
+    def may_not_ask(self, number: int, size: int) -> bool:
+        """A rank that lacks it has no process, or a live one that will never ask for it."""
+        members = self._of(number, size)
+        if members.some_never_came or self._first(members.dead, number) is not None:
+            return True
+        return self._has_asked(self._first(members.live, number), number)
+
+    def _of(self, number: int, size: int) -> _Members:
+        if size == 1:
+            return _Members(self._ranks, self._held[number])
+        if size not in self._members:
+            world = [rank for rank in self._ranks if rank < size]
+            self._members[size] = _Members(self._ranks, world, size)
+        return self._members[size]
+
+    def _first(self, members: Iterable[int], number: int) -> int | None:
+        has = self._has[number]
+        return next((rank for rank in members if rank not in has), None)
+
+    def _has_asked(self, rank: int | None, number: int) -> bool:
+        asked = None if rank is None else self._ranks[rank].asked
+        return asked is not None and asked >= number
+
+
+class _Members:
+    """The known ranks of a world: the highest first, those without a process, and the others, of
+    which the one that has asked for the newest is first."""
+
+    def __init__(self, ranks: Ranks, members: Collection[int], size: int = 0) -> None:
+        self.some_never_came = len(members) < size
+        self.by_rank = sorted(members, reverse=True)
+        self.dead = [rank for rank in members if ranks[rank].asked is None]
+        asked = {rank: at for rank in members if (at := ranks[rank].asked) is not None}
+        self.live = sorted(asked, key=lambda rank: asked[rank], reverse=True)
 
 
 def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> list[int]:
@@ -165,8 +211,8 @@ def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> l
         for other, known in sorted(ranks.items())
         if other < world_size
         and known.asked is not None
-        and any(number > known.asked and number not in known.pending for number in waits)
         and not known.pending
+        and any(number > known.asked for number in waits)
     ]
 
 
@@ -179,7 +225,7 @@ def behind(ranks: Ranks, world_size: int) -> dict[int, int]:
     }
     newest = max((one.sequence for one in common(ranks)), default=0)
     every = {number for numbers in held.values() for number in numbers if number > newest}
-    return {rank: len(every - numbers) for rank, numbers in held.items()}
+    return {rank: len(every) - len(every & numbers) for rank, numbers in held.items()}
 
 
 def stale(ranks: Ranks) -> set[int]:
@@ -191,7 +237,7 @@ def stale(ranks: Ranks) -> set[int]:
     newest, _ = max(held)
     members = {rank for one, rank in held if one.sequence == newest.sequence}
     if newest.world_size > 1:
-        members = set(range(newest.world_size))
+        members = {rank for rank in ranks if rank < newest.world_size}
     return {
         rank
         for rank, known in ranks.items()

@@ -28,13 +28,16 @@ from pccheck_wire.messages import Hello
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
-from pccheckd.jobs.sessions import Peer, Session, Sessions
+from pccheckd.base.passes import Passes
+from pccheckd.jobs.sessions import CONNECTIONS_PER_UID_MAX, Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
 
 BACKLOG = 128
-CONNECTIONS_PER_UID_MAX = 192
 CONNECTIONS_MAX = 1024
+#: A user may have so many also when CONNECTIONS_MAX are taken: a few users together cannot keep
+#: others out. Twice CONNECTIONS_MAX is the limit for all.
+CONNECTIONS_RESERVED = 16
 HELLO_LIMIT_S = 5.0
 SEND_LIMIT_S = 10.0
 _SO_PEERPIDFD = 77  # Linux 6.5
@@ -141,6 +144,7 @@ class AttachServer(Background):
         self._sessions = sessions
         self._handlers = handlers
         self._count: Counter[int] = Counter()
+        self._passes = Passes()
         self._connections = Tasks("connections")
 
     async def close(self) -> None:
@@ -174,7 +178,7 @@ class AttachServer(Background):
         try:
             self._check_limits(uid)
             async with asyncio.timeout(HELLO_LIMIT_S):
-                packet = await self._receive(connection)
+                packet = await self._receive(connection, uid)
             if not packet:
                 return
             hello = _hello(packet)
@@ -229,7 +233,7 @@ class AttachServer(Background):
 
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
-        while packet := await self._receive(connection):
+        while packet := await self._receive(connection, session.uid):
             answer = await self._handlers.answer(session.uid, packet, session)
             if answer is None:
                 continue
@@ -237,20 +241,32 @@ class AttachServer(Background):
                 for part in packing.packets(answer):
                     await loop.sock_sendall(connection, part)
 
-    async def _receive(self, connection: socket.socket) -> bytes:
-        """One packet; descriptors that come with it are dropped by the kernel."""
-        return await asyncio.get_running_loop().sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
+    async def _receive(self, connection: socket.socket, uid: int) -> bytes:
+        """One packet, when it is the user's turn: a user with many connections does not delay
+        others. Descriptors that come with a packet are dropped by the kernel."""
+        loop = asyncio.get_running_loop()
+        packet = await loop.sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
+        await self._passes.next(uid)
+        return packet
 
     async def _refuse(self, connection: socket.socket, error: BaseException) -> None:
         with contextlib.suppress(OSError):
             connection.send(codec.encode(failure(error)), socket.MSG_NOSIGNAL)
 
     def _check_limits(self, uid: int) -> None:
-        if self._count[uid] > CONNECTIONS_PER_UID_MAX or self._count.total() > CONNECTIONS_MAX:
+        """Raises RefusedError. The new connection has been counted."""
+        mine, every = self._count[uid], self._count.total()
+        if mine > CONNECTIONS_PER_UID_MAX:
             raise RefusedError(
-                f"uid {uid} has {self._count[uid] - 1} connections, which is the limit",
+                f"uid {uid} has {mine - 1} connections, which is the limit",
                 hint="close some first",
             )
+        if every > CONNECTIONS_MAX and (mine > CONNECTIONS_RESERVED or every > 2 * CONNECTIONS_MAX):
+            raise RefusedError(
+                f"pccheckd has {every - 1} connections, {mine - 1} of them of uid {uid}, and "
+                "accepts no more now",
+                hint="close some first, or try again later", retryable=True,
+            )  # fmt: skip
 
 
 def _hello(packet: bytes) -> Hello:

@@ -266,9 +266,10 @@ class Keeper(Background):
 
     async def _take(self, front: Front, identity: bytes, request: bytes) -> None:
         """Waits for a free place; meanwhile the front is not read, and reads nothing from its
-        peers."""
+        peers. Takes one request in a pass of the loop, which other users wait for."""
         await self._room.acquire()
         self._work.spawn(self._answer(front, identity, request))
+        await asyncio.sleep(0)
 
     async def _answer(self, front: Front, identity: bytes, request: bytes) -> None:
         try:

@@ -24,7 +24,7 @@ import zmq
 
 from . import framing
 
-#: Sessions of a uid (attach.CONNECTIONS_PER_UID_MAX), and as many more that come and go.
+#: Sessions of a uid (sessions.CONNECTIONS_PER_UID_MAX), and as many more that come and go.
 FILES_MAX = 512
 #: 40 MiB are there at the start; full queues of all sessions and a reply of the largest size fit.
 ADDRESS_SPACE_BYTES = 384 << 20

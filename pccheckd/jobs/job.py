@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pccheck_native import catalog, group
@@ -28,6 +29,10 @@ SKIPS_KEPT = 256  # no honest rank asks for an older one
 #: How long the ranks wait for one that has no process. To reconnect takes seconds.
 ABSENT_LIMIT_S = 10.0
 NEVER = 2**63  # above every sequence
+#: After a decision that took longer, the job makes none for RESTS times as long. So a user
+#: with more than a hundred ranks leaves most of the loop to other users.
+LONG_DECISION_S = 0.001
+RESTS = 4
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 _LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})  # the rank does not have it
 
@@ -41,7 +46,9 @@ _FENCED = (
 class Job:
     """Owned by the registry; its tenants come and go, its incarnations only grow."""
 
-    def __init__(self, uid: int, name: str, config: Config) -> None:
+    def __init__(
+        self, uid: int, name: str, config: Config, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.uid = uid
         self.name = name
         self.tenants: dict[int, Tenant] = {}
@@ -58,7 +65,11 @@ class Job:
         self._divisions: dict[int, tuple[int, int]] = {}
         self._absent_s: dict[int, float] = {}  # ranks without a process, and since when
         self._gone: frozenset[int] = frozenset()  # those that are no longer waited for
-        self._short: set[int] = set()  # ranks without a slot for the next checkpoint
+        self._short: set[int] = set()  # ranks that wait for a slot, until the next decision ...
+        self._decided = asyncio.Event()  # ... which sets this
+        self._known: dict[int, Rank] = {}  # at the last decision
+        self._clock = clock
+        self._rests_until_s = 0.0
         self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
@@ -199,7 +210,7 @@ class Job:
         """A session has ended."""
         self.starts.left(rank, process)
         self._catch_up()
-        self.settle()
+        self.decide_soon()
 
     def follow(self, rank: int, process: bytes) -> int:
         """A process restores: it belongs to the newest start from now on. Its incarnation."""
@@ -280,15 +291,15 @@ class Job:
             if found is not None and found.error != GIVEN_UP and found.state in _LOST:
                 why = f"rank {rank} did not save this checkpoint ({found.reason})"
                 return f"{why}, so no rank keeps it"
-        lacking = [
+        lacking = (  # a world may be large, but the first that was never here ends the search
             rank
             for rank in range(self.world_size)
             if rank not in self.tenants or self.tenants[rank].ledger.of_sequence(sequence) is None
-        ]
-        if lacking and lacking[0] in self._gone:
-            return f"rank {lacking[0]} ended without this checkpoint, so no rank keeps it"
-        if lacking:
-            return f"rank {lacking[0]} did not ask for this checkpoint, so no rank keeps it"
+        )
+        first = next(lacking, None)
+        if first is not None:
+            why = "ended without" if first in self._gone else "did not ask for"
+            return f"rank {first} {why} this checkpoint, so no rank keeps it"
         return "not every rank has this checkpoint, so no rank keeps it"
 
     # -- what the group decides ----------------------------------------------------------------
@@ -326,23 +337,44 @@ class Job:
         return NEVER if rank in self._gone else None
 
     def decide_soon(self) -> None:
-        """Call it when the ranks may have to decide again. Decides once per turn of the loop; a
-        single rank has nothing to decide."""
-        if self._due is None and self.is_shared:
-            self._due = asyncio.get_running_loop().call_soon(self.settle)
+        """Call it when the ranks may have to decide again. A single rank has nothing to decide."""
+        if self.is_shared:
+            self._decide_next()
+
+    def _decide_next(self) -> None:
+        """In the next pass of the loop, or after the rest from the last decision: once for all who
+        ask for it until then."""
+        if self._due is None:
+            loop, left_s = asyncio.get_running_loop(), self._rests_until_s - self._clock()
+            self._due = (
+                loop.call_later(left_s, self.settle) if left_s > 0 else loop.call_soon(self.settle)
+            )
 
     def settle(self) -> None:
-        """Decides, and applies it to every rank. Waits for no disk."""
+        """Decides, and applies it to every rank. Waits for no disk, and takes linear time: one user
+        may have many ranks, and other users wait meanwhile."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        if not self.is_shared:
-            return
+        short, self._short = self._short, set()
+        began_s = self._clock()
+        try:
+            if self.is_shared:
+                self._decide(short)
+        finally:
+            took_s = self._clock() - began_s
+            if took_s > LONG_DECISION_S:
+                self._rests_until_s = self._clock() + RESTS * took_s
+            self._decided.set()
+            self._decided = asyncio.Event()
+
+    def _decide(self, short: set[int]) -> None:
+        """`short` ranks have no slot for their next checkpoint."""
         for tenant in self.tenants.values():  # a file may have appeared
             self._numbers.passed(tenant.volumes.last_sequence())
-        ranks, world_size = self.ranks(), self.world_size
+        ranks = self._known = self.ranks()
         everything, before = self._with_lost(ranks), self.agreement
-        agreed = group.agree(everything, world_size, self._keep(), self._short)
+        agreed = group.agree(everything, self.world_size, self._keep(), short)
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {one.sequence for known in ranks.values() for one in known.held}
@@ -355,7 +387,13 @@ class Job:
         # be about to overwrite its part, so the checkpoint is never reported as global.
         self._doubtful = (self._doubtful | given_up) & there
         self._note_common([one for one in shared if one.sequence not in self._doubtful])
-        why_never = functools.cache(self._why_never)  # the ranks ask for the same ones
+        common, lost = {one.sequence for one in self._shared}, self._lost()
+
+        @functools.cache  # the ranks ask for the same ones
+        def why_never(sequence: int) -> str:
+            never = sequence not in common and (sequence in lost or self.gives_up(sequence))
+            return self.why_given_up(sequence) if never else ""
+
         for tenant in self.tenants.values():
             tenant.obey(self.agreement)
             tenant.gave_up(why_never)
@@ -373,15 +411,18 @@ class Job:
             self._gone = gone
             self.settle()
 
-    def _why_never(self, sequence: int) -> str:
-        """Why a checkpoint that some rank has durable never becomes global; "" while it may: a rank
-        has not asked for it yet, or is writing it."""
-        if any(one.sequence == sequence for one in self._shared):
-            return ""
-        # A rank gets no sequence twice, and neither does a new process of the rank.
-        asked = [tenant.ledger.of_sequence(sequence) for tenant in self.tenants.values()]
-        lost = any(found is not None and found.state in _LOST for found in asked)
-        return self.why_given_up(sequence) if lost or self.gives_up(sequence) else ""
+    def _lost(self) -> set[int]:
+        """Checkpoints that some rank has durable, and that another rank has lost. A rank gets no
+        sequence twice, and neither does a new process of the rank. Checkpoints that no rank has
+        lost may still become global: a rank has not asked for one yet, or is writing it."""
+        ledgers = [tenant.ledger for tenant in self.tenants.values()]
+        open_ones = {sequence for ledger in ledgers for sequence in ledger.undecided()}
+        return {
+            sequence
+            for ledger in ledgers
+            for sequence in open_ones & ledger.by_sequence.keys()
+            if ledger.by_sequence[sequence].state in _LOST
+        }
 
     def _keep(self) -> int:
         """Of the existing volumes, else as configured."""
@@ -397,9 +438,10 @@ class Job:
             asked_ns = self._asked_ns.get(newest, now_ns)
             self.longest_s = max(self.longest_s, (now_ns - asked_ns) / 1e9)
             self._asked_ns = {n: at for n, at in self._asked_ns.items() if n > newest}
+        common = {one.sequence for one in shared}
         for tenant in self.tenants.values():
             if is_new or tenant.ledger.is_late(newest):
-                tenant.became_global(newest, {one.sequence for one in shared})
+                tenant.became_global(newest, common)
         # Not only the newest: a checkpoint of the run before may end after one of this run.
         oldest_run = min((o.incarnation for o in set(shared) - set(before)), default=None)
         for tenant in self.tenants.values():
@@ -439,16 +481,15 @@ class Job:
             after=owner.restored or 0, slots=current.info.slots - len(staying),
         )  # fmt: skip
 
-    def request_slot(self, rank: int) -> str:
-        """A rank of a group has no slot for its next checkpoint: gives up what it can. Names the
-        ranks that are waited for although they have requested nothing; "" otherwise."""
+    async def request_slot(self, rank: int) -> str:
+        """A rank of a group has no slot for its next checkpoint: gives up what it can, by the next
+        decision, which is one for all ranks that ask meanwhile. Names the ranks that are waited
+        for although they have requested nothing; "" otherwise."""
         self._short.add(rank)
-        try:
-            self.settle()
-        finally:
-            self._short.discard(rank)
-        late = group.lagging(self.ranks(), self.world_size, rank, self.agreement)
-        return some(late)
+        decided = self._decided
+        self._decide_next()
+        await decided.wait()
+        return some(group.lagging(self._known, self.world_size, rank, self.agreement))
 
     # -- recovery ------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from .job import Job
 from .registry import Registry
 
 READER_CHUNKS = 8
+CONNECTIONS_PER_UID_MAX = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +376,15 @@ def _check_names(hello: Hello) -> None:
         )
     if hello.local_world_size > hello.world_size:
         raise UsageError("local_world_size must not exceed world_size")
-    if hello.role is Role.TRAINER and hello.local_world_size < hello.world_size and not hello.solo:
+    if hello.role is not Role.TRAINER or hello.solo:
+        return
+    if hello.local_world_size > CONNECTIONS_PER_UID_MAX:
+        raise UsageError(
+            f"local_world_size must be at most {CONNECTIONS_PER_UID_MAX} (got "
+            f"{hello.local_world_size}): each rank on this node needs a connection, and a user may "
+            f"have {CONNECTIONS_PER_UID_MAX}"
+        )
+    if hello.local_world_size < hello.world_size:
         raise RefusedError(
             f"{hello.local_world_size} of the job's {hello.world_size} ranks are on this node; "
             "this version can restore a job of several ranks only if all of them run on one node, "

@@ -189,7 +189,8 @@ class Admission:
         if self._tenant.volumes.current is None:
             return False
         if self._tenant.is_grouped:
-            late, before = self._tenant.group.request_slot(self._tenant.key.rank), self._late
+            late = await self._tenant.group.request_slot(self._tenant.key.rank)
+            before = self._late
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late

@@ -58,6 +58,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
+        #: The one requested last with each sequence, of those that are remembered.
+        self.by_sequence: dict[int, Checkpoint] = {}
         self.counters: Counter[str] = Counter()
         self._moving: list[Checkpoint] = []  # not ended when last checked, oldest first
         self._alone: list[Checkpoint] = []  # durable here, and not global
@@ -80,11 +82,19 @@ class Ledger:
         if key in self.checkpoints or key in self.lost:
             return False
         self.checkpoints[key] = checkpoint
+        self.numbered(checkpoint)
         self._moving = [*self.live(), checkpoint]
         self._requested_ns.append(checkpoint.requested_ns)
         for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
-            del self.checkpoints[old]
+            forgotten = self.checkpoints.pop(old)
+            if self.by_sequence.get(forgotten.sequence) is forgotten:
+                del self.by_sequence[forgotten.sequence]
         return True
+
+    def numbered(self, checkpoint: Checkpoint) -> None:
+        """Call it when a checkpoint has got its sequence."""
+        if checkpoint.sequence:
+            self.by_sequence[checkpoint.sequence] = checkpoint
 
     def lose(self, session: int, snapshot: int) -> bool:
         """Gives up a requested checkpoint; False when its request has arrived."""
@@ -148,8 +158,7 @@ class Ledger:
 
     def of_sequence(self, sequence: int) -> Checkpoint | None:
         """The one requested last with this sequence, if it is remembered."""
-        every = reversed(self.checkpoints.values())
-        return next((found for found in every if found.sequence == sequence), None)
+        return self.by_sequence.get(sequence)
 
     def live(self) -> list[Checkpoint]:
         """Checkpoints that have not ended. Called often, for many ranks, so those that have ended
@@ -256,6 +265,10 @@ class Ledger:
         None until the event of that one, which may come later, has arrived."""
         newest = self._newest_global if found.world_size > 1 else self.newest
         return newest if newest is not None and newest[0] > found.sequence else None
+
+    def undecided(self) -> list[int]:
+        """Sequences of checkpoints that are durable here, and may still become global."""
+        return [found.sequence for found in self._alone if not found.reason]
 
     def gave_up(self, why_never: Callable[[int], str]) -> list[Checkpoint]:
         """Notes why checkpoints that are durable here will never be global, where `why_never` has

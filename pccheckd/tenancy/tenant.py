@@ -430,6 +430,7 @@ class Tenant:
             try:
                 numbers = self.group.number(self.key.rank, checkpoint, body)
                 checkpoint.incarnation, checkpoint.sequence = numbers
+                self.ledger.numbered(checkpoint)
                 self.group.require_alike(self.key.rank, checkpoint.sequence, body.division)
             except RefusedError as error:
                 refused, hint = error.message, error.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,13 @@ class Ledger:
 
     def of_sequence(self, sequence: int) -> Any:
         return self.checkpoints.get(sequence)
+
+    @property
+    def by_sequence(self) -> dict[int, Any]:
+        return self.checkpoints
+
+    def undecided(self) -> list[int]:
+        return list(range(1, 100))
 
     def is_late(self, _newest: int) -> bool:
         return False
@@ -187,7 +195,7 @@ class Ranks:
 
     def __init__(self, world: int = 2) -> None:
         self.world = world
-        self.job = Job(7, "gpt", CONFIG)
+        self.job = Job(7, "gpt", CONFIG, clock=lambda: 0.0)  # decisions take no time
         self.tenants = [Tenant(rank) for rank in range(world)]
         for tenant in self.tenants:
             tenant.volumes.current = SimpleNamespace(
@@ -217,6 +225,21 @@ class Ranks:
             requested_ns=1,
         )  # fmt: skip
         return self.job.number(rank, item, Begin(1, step, 10, 0, 1, on_busy, repeat=repeat))
+
+    def request_slot(self, rank: int) -> str:
+        async def ask() -> str:
+            return await self.job.request_slot(rank)
+
+        return asyncio.run(ask())
+
+    def left(self, rank: int, process: bytes) -> None:
+        """A process ends, and the ranks decide."""
+
+        async def end() -> None:
+            self.job.left(rank, process)
+
+        asyncio.run(end())
+        self.settle()
 
     def settle(self) -> Agreement:
         self.job.settle()

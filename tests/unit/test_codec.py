@@ -154,6 +154,44 @@ def test_the_error_names_the_offender(data: bytes, told: str) -> None:
         codec.decode(data, messages.Request)
 
 
+@pytest.mark.parametrize(
+    ("plain", "told"),
+    [
+        ([{}] * 60_000, "exceeds max_array_len"),
+        ({f"{number:x}": 0 for number in range(10_000)}, "exceeds max_map_len"),
+        ({"t": "expose", "map": 1, "data": [b""] * 32_600}, "exceeds max_array_len"),
+        ([[[[{}] * 30] * 30] * 30], "a request of more than 32 lists and maps"),
+    ],
+    ids=["maps", "keys", "pieces", "nested"],
+)
+def test_a_request_of_many_small_items_is_refused_before_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, plain: object, told: str
+) -> None:
+    """They are cheap to send, and every user waits while they are built."""
+    built = []
+
+    def unique(pairs: list[tuple[object, object]]) -> dict[object, object]:
+        built.append(pairs)
+        return dict(pairs)
+
+    monkeypatch.setattr(packing, "_unique", unique)
+    data = msgpack.packb(plain)
+    assert len(data) <= packing.REQUEST_BYTES_MAX
+    with pytest.raises(ProtocolError, match=told):
+        packing.unpack(data)
+    assert len(built) <= packing.REQUEST_ITEMS_MAX
+    packing.unpack(data, bytes_max=packing.REPLY_BYTES_MAX)  # a reply may have many
+
+
+def test_the_largest_request_is_within_the_limits() -> None:
+    assert len(dataclasses.fields(messages.Begin)) < packing.REQUEST_ITEMS_MAX
+    assert len(dataclasses.fields(messages.Hello)) < packing.REQUEST_ITEMS_MAX
+    pieces = [b"x" * codec.PIECE_BYTES] * codec.PIECES_MAX
+    codec.decode(
+        codec.encode(messages.Request(1, b"t" * 16, messages.Expose(1, pieces))), messages.Request
+    )
+
+
 def test_missing_optional_fields_take_their_defaults() -> None:
     plain = {"t": "hello", "protocol": 1, "role": "observer", "version": "", "pid": 7}
     assert codec.from_plain(plain, messages.Hello).uid == -1

@@ -242,7 +242,7 @@ def test_a_confined_process_opens_no_file() -> None:
 
 
 def test_limits_fit_together() -> None:
-    from pccheckd.control.attach import CONNECTIONS_PER_UID_MAX
+    from pccheckd.jobs.sessions import CONNECTIONS_PER_UID_MAX
 
     assert 2 * CONNECTIONS_PER_UID_MAX < program.FILES_MAX
     assert children.BACKLOG < program.FILES_MAX // 2  # what waited in there ends no second front

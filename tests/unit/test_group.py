@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.groupmodel import load
 
@@ -20,6 +22,94 @@ def held(*sequences: int, world: int = 2, run: int = 1, damaged: tuple[int, ...]
 
 def numbers(found: list[Any]) -> list[int]:
     return [one.sequence for one in found]
+
+
+def lacking(ranks: Any, number: int, size: int) -> list[tuple[int, Any]]:
+    """The definition: the ranks of a world that neither have a whole one nor have it in flight."""
+    found = [
+        (rank, known)
+        for rank, known in ranks.items()
+        if (rank < size if size > 1 else number in numbers(known.held))
+        and number not in known.pending
+        and not any(one.sequence == number and one.usable for one in known.held)
+    ]
+    never_came = size > 1 and sum(rank < size for rank in ranks) < size
+    return [*found, (size - 1, group.EMPTY)] if never_came else found
+
+
+def defined(ranks: Any, world_size: int, keep: int, short: Collection[int]) -> Any:
+    """What `agree` has to decide, without care for its time."""
+    kept = [one.sequence for one in group.common(ranks)[: max(1, keep)]]
+    newest = kept[0] if kept else 0
+    sizes = {number: size for known in ranks.values() for number, size in known.pending.items()}
+    sizes |= {one.sequence: one.world_size for known in ranks.values() for one in known.held}
+    without = {n: lacking(ranks, n, size) for n, size in sizes.items() if n not in kept}
+    given_up = {
+        number
+        for number, those in without.items()
+        for rank, known in those
+        if number < newest or rank >= world_size
+        or ((known.asked or 0) >= number and number not in numbers(known.held))
+    }  # fmt: skip
+    slots = set()
+    for rank in short:
+        mine = {*numbers(ranks[rank].held)} & (without.keys() - given_up)
+        may_not = (
+            number for number in sorted(mine)
+            if any(known.asked is None or known.asked >= number for _, known in without[number])
+        )  # fmt: skip
+        slots.add(next(may_not, 0))
+    return group.Agreement(
+        kept[-1] if len(kept) >= keep else 0, newest, frozenset(given_up | slots - {0})
+    )
+
+
+@st.composite
+def some_ranks(draw: st.DrawFn) -> dict[int, Any]:
+    sequence, size = st.integers(1, 6), st.integers(1, 5)
+    sizes = draw(st.lists(size, min_size=6, max_size=6))
+    one = st.builds(
+        lambda number, usable: group.Held(number, number, 1, sizes[number - 1], usable),
+        sequence, st.booleans(),
+    )  # fmt: skip
+    rank = st.builds(
+        Rank, st.lists(one, max_size=4), st.dictionaries(sequence, size, max_size=2),
+        st.none() | st.integers(0, 7) | st.just(2**63),
+    )  # fmt: skip
+    return draw(st.dictionaries(st.integers(0, 5), rank, max_size=5))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(some_ranks(), st.integers(1, 5), st.integers(1, 3), st.data())
+def test_what_is_agreed_is_what_is_defined(
+    ranks: dict[int, Any], world_size: int, keep: int, data: st.DataObject
+) -> None:
+    short = data.draw(st.sets(st.sampled_from(sorted(ranks)))) if ranks else set()
+    assert group.agree(ranks, world_size, keep, short) == defined(ranks, world_size, keep, short)
+
+
+class Visited(list[Any]):
+    """What a rank holds; counts how often all of it is visited."""
+
+    visits = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.visits += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("count", [10, 100])
+def test_the_time_of_a_decision_is_linear_in_the_ranks(count: int) -> None:
+    """Each rank has other checkpoints than all others: a user makes the daemon decide on these."""
+    ranks = {
+        rank: Rank(
+            Visited(held(rank + 1, rank + 1 + count, world=count)),
+            {rank + 1 + 2 * count: count}, asked=rank + 1,
+        )
+        for rank in range(count)
+    }  # fmt: skip
+    group.agree(ranks, count, 2, [0, 1])
+    assert max(known.held.visits for known in ranks.values()) < 10
 
 
 # -- common -------------------------------------------------------------------------------------

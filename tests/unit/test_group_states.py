@@ -137,14 +137,15 @@ class AloneIsRankZero(Rules):
 
     def __init__(self) -> None:
         super().__init__()
-        real = self.group._lacking
+        real = self.group
 
-        def lacking(ranks: Any, number: int, size: int) -> Any:
-            first = ranks[0]
-            has = {*first.pending, *(one.sequence for one in first.held)}
-            return real(ranks, number, size) if size > 1 or number in has else [(0, first)]
+        class Lacking(real._Lacking):  # type: ignore[misc, name-defined]
+            def _of(self, number: int, size: int) -> Any:
+                if size > 1 or 0 in self._has[number] | self._held[number]:
+                    return super()._of(number, size)
+                return real._Members(self._ranks, {0})
 
-        self.group._lacking = lacking
+        self.group._Lacking = Lacking
 
 
 class OneDecidesAlone(Rules):

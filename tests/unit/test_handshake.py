@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -52,6 +53,23 @@ def test_a_peer_of_whom_nothing_is_known_is_not_counted(
         assert not +server._count and min(server._count.values(), default=0) == 0
 
     run(work)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "said"),
+    [
+        (192, 0, ""),
+        (193, 0, "uid 7 has 192 connections, which is the limit"),
+        (16, 1024, ""),  # six users cannot keep a seventh out
+        (17, 1024, "1040 connections, 16 of them of uid 7"),
+        (1, 2048, "2048 connections, 0 of them of uid 7"),
+    ],
+)
+def test_a_few_users_cannot_keep_others_out(mine: int, others: int, said: str) -> None:
+    server = AttachServer(cast(Any, None), cast(Any, None), cast(Any, None))
+    server._count.update({7: mine, 8: others})
+    with pytest.raises(RefusedError, match=said) if said else contextlib.nullcontext():
+        server._check_limits(7)
 
 
 @pytest.mark.parametrize("occupied", [True, False])

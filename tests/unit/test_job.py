@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from pccheck_native import group
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UnreadableError
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.jobs.job import Job
+from pccheckd.jobs.job import RESTS, Job
 from pccheckd.tenancy.checkpoint import GIVEN_UP
 from tests.support.jobs import CONFIG, Ranks, owner
 
@@ -59,7 +60,7 @@ def test_a_process_of_an_older_start_is_fenced_once_it_has_saved() -> None:
     with pytest.raises(RefusedError, match="a newer start of this job is running") as fenced:
         ranks.ask(0, 6)
     assert "restore()" in fenced.value.hint
-    ranks.job.left(0, new.process)  # its place in the newest start is free again
+    ranks.left(0, new.process)  # its place in the newest start is free again
     assert ranks.job.follow(0, old.process) == ranks.ask(0, 6)[0]
 
 
@@ -150,7 +151,7 @@ def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it(
     assert gone is not None
     ranks.tenants[1].on_its_way = {}
     ranks.tenants[1].ledger.checkpoints[number] = ended("the trainer ended")
-    ranks.job.left(1, gone.process)
+    ranks.left(1, gone.process)
     assert "rank 1 did not save this" in ranks.tenants[0].why_never(number)
     ranks.hold(number, ranks=(1,))
     ranks.settle()
@@ -176,14 +177,63 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
     ranks.connect()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
-    assert ranks.job.request_slot(0) == "1"  # it lives, and may still ask
+    assert ranks.request_slot(0) == "1"  # it lives, and may still ask
     assert not ranks.job.gives_up(number)
     dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
     assert dead is not None
-    ranks.job.left(1, dead.process)
+    ranks.left(1, dead.process)
     assert not ranks.job.gives_up(number)  # rank 0 still has slots
-    assert ranks.job.request_slot(0) == ""
+    assert ranks.request_slot(0) == ""
     assert ranks.job.gives_up(number)
+
+
+def test_ranks_that_need_slots_get_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user may have many ranks, and each tries again some times a second."""
+    ranks = Ranks(8)
+    ranks.connect()
+    numbers = [ranks.ask(rank, rank)[1] for rank in range(8)]
+    for rank, number in enumerate(numbers):
+        ranks.hold(number, ranks=(rank,))
+    ranks.settle()
+    decided, agree = [], group.agree
+
+    def counted(*arguments: Any) -> group.Agreement:
+        decided.append(arguments)
+        return agree(*arguments)
+
+    monkeypatch.setattr(group, "agree", counted)
+
+    async def work() -> list[str]:
+        return await asyncio.gather(*(ranks.job.request_slot(rank) for rank in range(8)))
+
+    assert len(asyncio.run(work())) == 8
+    assert len(decided) == 1 and decided[0][3] == set(range(8))
+    ranks.settle()
+    assert decided[1][3] == set()  # no rank needs a slot any longer
+
+
+def test_a_job_rests_after_a_decision_in_proportion_to_its_time() -> None:
+    now = iter([0.0, 1.0, 1.0, 1.5])  # a decision takes a second, the next is wanted soon after
+    job = Job(7, "gpt", CONFIG, lambda: next(now))
+
+    async def work() -> float:
+        loop = asyncio.get_running_loop()
+        job.settle()
+        job._decide_next()
+        assert isinstance(job._due, asyncio.TimerHandle)
+        return job._due.when() - loop.time()
+
+    assert RESTS - 1 < asyncio.run(work()) <= RESTS - 0.5
+
+
+def test_the_reason_is_found_without_a_walk_through_the_world() -> None:
+    ranks = Ranks(3)
+    for rank in range(3):
+        made = owner(rank, world=2**62)
+        ranks.job.join(rank, made, launch="", was=0)
+        ranks.tenants[rank].ledger.checkpoints[1] = ended("", GIVEN_UP)
+    assert ranks.job.world_size == 2**62
+    assert "rank 3 did not ask" in ranks.job.why_given_up(1)
 
 
 def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
@@ -193,7 +243,7 @@ def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
     ranks.hold(number, ranks=(0,))
     dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
     assert dead is not None
-    ranks.job.left(1, dead.process)
+    ranks.left(1, dead.process)
     ranks.job.note_absent(100.0)
     ranks.job.note_absent(110.0)
     assert not ranks.job.gives_up(number)  # it may reconnect
@@ -212,7 +262,7 @@ def test_a_rank_that_reconnects_or_is_late_is_waited_for() -> None:
         ranks.job.note_absent(now_s)
     ranks.connect(ranks=range(1, 2))
     process = owner(1).process
-    ranks.job.left(1, process)
+    ranks.left(1, process)
     ranks.job.note_absent(300.0)
     ranks.connect(ranks=range(1, 2))
     for now_s in (305.0, 320.0):
@@ -319,7 +369,9 @@ def test_what_is_still_being_written_is_reported_with_its_size() -> None:
     ranks = Ranks()
     ranks.connect()
     number = ranks.ask(0, 5)[1]
-    item = SimpleNamespace(live=True, sequence=number, step=5, payload_bytes=64, reason="")
+    item = SimpleNamespace(
+        live=True, sequence=number, step=5, payload_bytes=64, reason="", state=State.COPIED
+    )
     ranks.tenants[0].ledger.checkpoints[number] = item
     ranks.tenants[0].ledger.ends = False
     usage = SimpleNamespace(full_chunks=3)

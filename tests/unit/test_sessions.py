@@ -144,6 +144,7 @@ def test_unused_jobs_are_closed_after_a_session() -> None:
         ({"job": ".."}, UsageError, "not a valid job name"),
         ({"rank": 2, "world_size": 2, "local_world_size": 2}, UsageError, "less than world_size"),
         ({"world_size": 2, "local_world_size": 3}, UsageError, "must not exceed"),
+        ({"world_size": 193, "local_world_size": 193}, UsageError, "must be at most 192 .got 193"),
         ({"world_size": 2, "local_world_size": 1}, RefusedError, "1 of the job's 2 ranks"),
     ],
 )
@@ -157,7 +158,7 @@ def test_names_and_numbers_are_checked_first(
 
 
 def test_a_solo_rank_may_be_one_of_a_job_on_several_nodes() -> None:
-    session = Kit().open(world_size=2, local_world_size=1, solo=True)
+    session = Kit().open(world_size=4096, local_world_size=256, solo=True)
     assert (session.world_size, session.solo) == (1, True)
 
 

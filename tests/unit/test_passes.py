@@ -1,0 +1,109 @@
+"""What one user sends costs another user one request in each pass of the event loop, at most."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from types import SimpleNamespace
+from typing import Any, cast
+
+from pccheckd.base.passes import Passes
+from pccheckd.control.attach import AttachServer
+from pccheckd.control.handlers import Handlers
+from pccheckd.front import framing
+from pccheckd.front.children import Front, Keeper
+from pccheckd.jobs.sessions import Session, Sessions
+from tests.support.passes import Loop, run
+
+ONE, OTHER = 1, 2  # users
+CONNECTIONS, PACKETS = 20, 3
+
+
+class Answers:
+    """As much of the handlers as a connection uses: notes in which pass it is asked."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.passes: defaultdict[int, list[int]] = defaultdict(list)  # by user
+
+    async def answer(self, uid: int, _data: bytes, _session: object = None) -> None:
+        self.passes[uid].append(self._loop.passes)
+
+
+def session(uid: int) -> Session:
+    return cast(Session, SimpleNamespace(uid=uid))
+
+
+@contextlib.contextmanager
+def connections(count: int) -> Iterator[list[tuple[socket.socket, socket.socket]]]:
+    with contextlib.ExitStack() as stack:
+        pairs = [socket.socketpair(type=socket.SOCK_SEQPACKET) for _ in range(count)]
+        for pair in pairs:
+            for end in pair:
+                end.setblocking(False)
+                stack.enter_context(end)
+        yield pairs
+
+
+def test_a_user_has_one_turn_in_a_pass() -> None:
+    async def work(loop: Loop) -> None:
+        passes, taken = Passes(), Counter[tuple[int, int]]()
+
+        async def step(uid: int) -> None:
+            await passes.next(uid)
+            taken[uid, loop.passes] += 1
+
+        await asyncio.gather(*(step(uid) for uid in [*[ONE] * 10, OTHER]))
+        assert taken.total() == 11 and set(taken.values()) == {1}
+        (its,) = (at for uid, at in taken if uid == OTHER)
+        assert its <= min(at for uid, at in taken if uid == ONE)
+
+    run(work)
+
+
+def test_many_connections_of_a_user_are_read_one_after_another() -> None:
+    async def work(loop: Loop) -> None:
+        answers = Answers(loop)
+        server = AttachServer(
+            cast(socket.socket, None), cast(Sessions, None), cast(Handlers, answers)
+        )
+        with connections(CONNECTIONS + 1) as pairs:
+            users = [*[ONE] * CONNECTIONS, OTHER]
+            for _, theirs in pairs:
+                for _ in range(PACKETS):
+                    theirs.send(b"request")
+            serving = [
+                asyncio.ensure_future(server._requests(ours, session(uid)))
+                for uid, (ours, _) in zip(users, pairs, strict=True)
+            ]
+            while len(answers.passes[ONE]) < CONNECTIONS * PACKETS:
+                await asyncio.sleep(0)
+            for _, theirs in pairs:
+                theirs.close()
+            await asyncio.gather(*serving)
+        its, others = answers.passes[ONE], answers.passes[OTHER]
+        assert len(set(its)) == len(its) == CONNECTIONS * PACKETS
+        assert len(others) == PACKETS and others[-1] < its[3 * PACKETS]
+
+    run(work)
+
+
+def test_requests_over_zeromq_are_taken_one_after_another() -> None:
+    async def work(loop: Loop) -> None:
+        answers = Answers(loop)
+        keeper = Keeper(
+            ONE, ONE, cast(socket.socket, None), cast(Executor, None), answers.answer, lambda: None
+        )
+        front = Front(cast(Any, SimpleNamespace(pid=1)), cast(socket.socket, None))
+        reader = asyncio.StreamReader()
+        reader.feed_data(framing.pack(b"peer", b"request") * CONNECTIONS)
+        reader.feed_eof()
+        await front.serve(reader, keeper._take)
+        await keeper._work.settle()
+        assert len(set(answers.passes[ONE])) == len(answers.passes[ONE]) == CONNECTIONS
+
+    run(work)
