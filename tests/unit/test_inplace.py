@@ -96,6 +96,115 @@ def test_tensors_keep_their_memory_and_identity() -> None:
     assert model.head.weight is model.embed.weight
 
 
+class Two(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def named(seed: int, *, steps: int = 0, backwards: bool = False, prefix: str = "") -> Any:
+    model = Two(seed)
+    pairs = [(prefix + name, p) for name, p in model.named_parameters()]
+    optimizer = torch.optim.AdamW(pairs[::-1] if backwards else pairs, lr=0.1)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_named_parameters_find_their_state_in_any_order(steps: int, prefix: str) -> None:
+    before = named(1, steps=3)
+    after = named(2, steps=steps, backwards=True, prefix=prefix)
+    group = after["optimizer"].param_groups[0]
+    names, parameters = list(group["param_names"]), list(group["params"])
+    put(save(before), after)
+    assert group["param_names"] == names
+    assert all(a is b for a, b in zip(group["params"], parameters, strict=True))
+    for p, q in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
+        assert same(before["optimizer"].state[p], after["optimizer"].state[q])
+    put(save(after), before)  # and back again
+    for p, q in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
+        assert same(before["optimizer"].state[p], after["optimizer"].state[q])
+
+
+def test_an_optimizer_without_names_takes_the_order_and_the_names_of_the_checkpoint() -> None:
+    before, after = named(1, steps=1), {"model": Two(2)}
+    after["optimizer"] = torch.optim.AdamW(after["model"].parameters())  # type: ignore[assignment]
+    put(save(before), after)
+    saved, now = (kit["optimizer"].state_dict() for kit in (before, after))
+    assert same(saved["state"], now["state"])
+    names = now["param_groups"][0]["param_names"]
+    assert names == saved["param_groups"][0]["param_names"]
+    again = named(3)
+    del before["optimizer"].param_groups[0]["param_names"]
+    put(save(before), again)
+    assert again["optimizer"].param_groups[0]["param_names"] == names
+
+
+def other_parameters(kit: dict[str, Any]) -> None:
+    pairs = [(f"net.{name}", p) for name, p in kit["model"].named_parameters()]
+    kit["optimizer"] = torch.optim.AdamW(pairs[::-1])
+
+
+def test_other_names_of_parameters_are_told() -> None:
+    after = named(2)
+    other_parameters(after)
+    before = copy.deepcopy(states(after))
+    text = "param_groups.0.param_names: only in the checkpoint: one.bias.*attached: net.one.bias"
+    with pytest.raises(StateMismatchError, match=text):
+        put(save(named(1, steps=1)), after)
+    assert same(before, states(after))
+
+
+ELEMENTWISE = [
+    (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}), (torch.optim.Adamax, {}), (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "options"), ELEMENTWISE)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_another_shape_than_its_parameter_is_refused(
+    cls: Any, options: dict[str, Any], steps: int
+) -> None:
+    def kit(*, backwards: bool, steps: int) -> dict[str, Any]:
+        model = nn.Linear(8, 4)
+        parameters = list(model.parameters())
+        optimizer = cls(parameters[::-1] if backwards else parameters, lr=0.1, **options)
+        for _ in range(steps):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    after = kit(backwards=True, steps=steps)
+    before = copy.deepcopy(states(after))
+    with pytest.raises(StateMismatchError, match=r"optimizer.state.0.*for a parameter of \[4\]"):
+        put(save(kit(backwards=False, steps=1)), after)
+    assert same(before, states(after))
+
+
+def test_optimizers_that_are_not_of_torch_keep_state_of_any_shape() -> None:
+    class Factored(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, _closure: object = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["exp_avg_sq"] = torch.ones(p.numel() // 2, dtype=torch.uint8)
+
+    before, after = (Factored([nn.Parameter(torch.ones(4, 4))]) for _ in range(2))
+    before.step()
+    put(save({"optimizer": before}), {"optimizer": after})
+    assert same(before.state_dict(), after.state_dict())
+
+
 def test_float32_moments_of_bfloat16_parameters_stay_float32() -> None:
     def kit() -> dict[str, Any]:
         made = make(1, steps=1)

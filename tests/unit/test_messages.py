@@ -92,6 +92,22 @@ def other_options(_: Kit) -> None:
     Placement(made, optimizer(torch.optim.SGD))
 
 
+def renamed(_: Kit) -> None:
+    pairs = list(nn.Linear(2, 2).named_parameters())
+    placed(
+        {"optimizer": torch.optim.AdamW(pairs)},
+        {"optimizer": torch.optim.AdamW([(f"net.{name}", p) for name, p in pairs])},
+    )
+
+
+def reordered(_: Kit) -> None:
+    saved = torch.optim.AdamW(model := list(nn.Linear(2, 3).parameters()))
+    for p in model:
+        p.grad = torch.ones_like(p)
+    saved.step()
+    placed({"optimizer": saved}, {"optimizer": torch.optim.AdamW(model[::-1])})
+
+
 def closed(kit: Kit) -> None:
     client = kit.connected()
     client.close()
@@ -439,6 +455,8 @@ CALLS: dict[str, Callable[[Kit], object]] = {
         optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
     ),
     "other options": other_options,
+    "other parameters": renamed,
+    "other order": reordered,
     "converted state": converted,
     "meta device": lambda _: placed(
         {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, device="meta")}
@@ -748,6 +766,17 @@ WORDS: dict[str, str] = {
         "optimizer.param_groups.0: the attached SGD has no rho, and the checkpoint does not tell "
         "of which class its optimizer is (if it is of this class: restore(strict_optimizer=False); "
         "to continue with a new optimizer: call adopt() instead of restore())"
+    ),
+    "other parameters": (
+        "optimizer.param_groups.0.param_names: only in the checkpoint: bias, weight; only "
+        "attached: net.bias, net.weight (give the parameters the names that they had; or attach an "
+        "optimizer without names (model.parameters()), of the same parameters in the same order; "
+        "or to continue with a new optimizer: call adopt() instead of restore())"
+    ),
+    "other order": (
+        "optimizer.state.0.exp_avg: the checkpoint has state of [3, 2] for a parameter of [3] "
+        "(give the optimizer its parameters in the order that they had. Made of "
+        "named_parameters() before it is saved, it takes them in any order)"
     ),
     "converted state": (
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "
