@@ -66,7 +66,9 @@ def put(made: Snapshot, attached: dict[str, Any]) -> list[tuple[int, int]]:
             loaded.append((address, nbytes))
         payload.load(data, ranges)
 
-    Placement(payload.tree_of(made), attached).load(load)
+    placement = Placement(payload.tree_of(made), attached)
+    placement.compare(load)
+    placement.load(load)
     return loaded
 
 
@@ -331,6 +333,111 @@ def test_untied_now_tied_then() -> None:
     put(save(before), after)
     assert torch.equal(after["model"].head.weight, before["model"].embed.weight)
     assert torch.equal(after["model"].embed.weight, before["model"].embed.weight)
+
+
+class Buffers(nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+
+def overlapping(values: torch.Tensor) -> torch.Tensor:
+    return values.as_strided((3, 4), (1, 1))
+
+
+ROWS, COLUMNS = torch.arange(4.0).expand(3, 4), torch.arange(3.0)[:, None].expand(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        (ROWS, torch.zeros(4).expand(3, 4)),
+        (ROWS.contiguous(), torch.zeros(4).expand(3, 4)),
+        (COLUMNS.contiguous(), torch.zeros(3, 1).expand(3, 4)),
+        (ROWS, torch.zeros(3, 4)),
+        (torch.full((3, 4), float("nan")), torch.zeros(1, 1).expand(3, 4)),
+        (torch.tensor(2j).expand(3, 4).contiguous(), torch.tensor(0j).expand(3, 4).conj()),
+        (overlapping(torch.arange(6.0)), overlapping(torch.zeros(6))),
+        (overlapping(torch.arange(6.0)).contiguous(), overlapping(torch.zeros(6))),
+        (torch.arange(8).view(2, 2, 2), torch.zeros(2, 2, 2, dtype=torch.int64).transpose(0, 2)),
+    ],
+)
+def test_elements_that_share_memory_get_their_common_value(
+    saved: torch.Tensor, live: torch.Tensor
+) -> None:
+    put(save({"model": Buffers(b=saved)}), {"model": Buffers(b=live)})
+    assert torch.equal(live.contiguous().nan_to_num(), saved.contiguous().nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "live",
+    [torch.zeros(4).expand(3, 4), torch.zeros(3, 1).expand(3, 4), overlapping(torch.zeros(6))],
+)
+def test_elements_that_share_memory_get_no_different_values(live: torch.Tensor) -> None:
+    after = Buffers(a=torch.zeros(5), b=live)
+    text = r"model\.b: elements of the attached tensor share memory"
+    with pytest.raises(StateMismatchError, match=text):
+        put(
+            save({"model": Buffers(a=torch.ones(5), b=torch.arange(12.0).view(3, 4))}),
+            {"model": after},
+        )
+    assert not after.a.any() and not after.b.any()
+
+
+def tied() -> Buffers:
+    one = torch.zeros(4)
+    return Buffers(a=one, b=one)
+
+
+def overlapped() -> Buffers:
+    whole = torch.zeros(8)
+    return Buffers(a=whole[:4], b=whole[2:6])
+
+
+def interleaved() -> Buffers:
+    whole = torch.zeros(4, 2)
+    return Buffers(a=whole[:, 0], b=whole[:, 1])
+
+
+@pytest.mark.parametrize("make_live", [tied, overlapped])
+def test_tied_now_untied_then(make_live: Any) -> None:
+    made = save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))})
+    after = make_live()
+    with pytest.raises(
+        StateMismatchError, match=r"model\.\w shares memory with model\.\w, as tied"
+    ):
+        put(made, {"model": after})
+    assert not after.a.any() and not after.b.any()
+    same_values = save({"model": Buffers(a=torch.ones(4), b=torch.ones(4))})
+    put(same_values, {"model": after})
+    assert bool(after.a.all() and after.b.all())
+
+
+def test_views_that_lie_between_each_other_are_told_apart() -> None:
+    after = interleaved()
+    put(save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))}), {"model": after})
+    assert bool(after.a.all()) and torch.equal(after.b, torch.arange(4.0))
+
+
+def test_a_tensor_and_its_conjugate_come_back_into_the_same_memory() -> None:
+    one, memory = torch.tensor([1 + 2j, 3j]), torch.zeros(2, dtype=torch.complex64)
+    before = {"model": Buffers(a=one, b=one.conj().resolve_conj())}
+    after = {"model": Buffers(a=memory, b=memory.conj())}
+    put(save(before), after)
+    assert torch.equal(after["model"].a, before["model"].a)
+    assert torch.equal(after["model"].b, before["model"].b)
+
+
+def test_what_was_saved_tied_is_not_read_twice() -> None:
+    before, after = make(1, steps=1), make(2, steps=1)
+    whole = [torch.arange(8.0), torch.zeros(8)]
+    for kit, memory in zip((before, after), whole, strict=True):
+        kit["views"] = Buffers(all=memory, left=memory[:4], right=memory[2:])
+    placement = Placement(payload.tree_of(save(before)), after)
+    placement.compare(lambda *_: pytest.fail("read"))
+    put(save(before), after)
+    assert torch.equal(whole[1], whole[0])
 
 
 def rename(kit: dict[str, Any]) -> None:

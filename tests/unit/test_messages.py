@@ -41,7 +41,7 @@ from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices, tree_of
-from tests.unit.test_inplace import Copied, put, save, trained
+from tests.unit.test_inplace import Buffers, Copied, put, save, trained
 
 JOB = Identity("gpt", 0, 4, 4, "")
 
@@ -106,6 +106,15 @@ def reordered(_: Kit) -> None:
         p.grad = torch.ones_like(p)
     saved.step()
     placed({"optimizer": saved}, {"optimizer": torch.optim.AdamW(model[::-1])})
+
+
+def shared(saved: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
+    put(save({"model": Buffers(**saved)}), {"model": Buffers(**now)})
+
+
+def tied(_: Kit) -> None:
+    weight = torch.zeros(2)
+    shared({"embed": torch.ones(2), "head": torch.zeros(2)}, {"embed": weight, "head": weight})
 
 
 def closed(kit: Kit) -> None:
@@ -457,6 +466,8 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "other options": other_options,
     "other parameters": renamed,
     "other order": reordered,
+    "expanded": lambda _: shared({"mask": torch.eye(2)}, {"mask": torch.zeros(2).expand(2, 2)}),
+    "tied": tied,
     "converted state": converted,
     "meta device": lambda _: placed(
         {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, device="meta")}
@@ -777,6 +788,16 @@ WORDS: dict[str, str] = {
         "optimizer.state.0.exp_avg: the checkpoint has state of [3, 2] for a parameter of [3] "
         "(give the optimizer its parameters in the order that they had. Made of "
         "named_parameters() before it is saved, it takes them in any order)"
+    ),
+    "expanded": (
+        "model.mask: elements of the attached tensor share memory, as after expand(), and the "
+        "checkpoint has different values for them (attach a tensor with memory of its own "
+        "(clone()), or take what you need from recover())"
+    ),
+    "tied": (
+        "model.embed shares memory with model.head, as tied weights do, and the checkpoint has "
+        "different values for the two (build the model as it was, or take what you need from "
+        "recover())"
     ),
     "converted state": (
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "

@@ -27,7 +27,7 @@ from pccheck_wire.blocks import Block, Blocks, block_of
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
-from . import pairing
+from . import overlaps, pairing
 from .loaders import is_loader, set_again
 from .pairing import some
 from .rebuild import Loader, Memory, state_of
@@ -65,7 +65,7 @@ class Placement:
         StateMismatchError by path."""
         self._tree = described
         self._strict = strict_optimizer
-        self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
+        self._pairs: list[overlaps.Pair] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
         self._cut: list[_Cut] = []  # tensors of which this rank has another block now
         self._made: dict[int, torch.Tensor] = {}  # DTensors for an object's own load_state_dict
@@ -97,18 +97,23 @@ class Placement:
     @property
     def on_gpu(self) -> bool:
         """Whether any of it goes to a GPU."""
-        lives = [live for _, live in self._pairs] + [one.live for one in self._cut]
+        lives = [live for _, _, live in self._pairs] + [one.live for one in self._cut]
         return any(devices.device_of(live) != devices.HOST for live in lives)
+
+    def compare(self, load: Loader) -> None:
+        """The values, where only they tell whether the checkpoint fits: to be called before
+        `load()`. Raises StateMismatchError by path."""
+        overlaps.require_one_value(self._pairs, self._tree.extents, load)
 
     def load(self, load: Loader) -> None:
         """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
         direct = self._direct()
-        copied = {node.extent for node, _ in self._pairs if node.extent >= 0} - direct.keys()
+        copied = {node.extent for _, node, _ in self._pairs if node.extent >= 0} - direct.keys()
         memory = Memory(self._tree.extents, self._rebuilt | copied)
         memory.shards.update(self._made)
         for finish in self._before:
             finish(memory)
-        for device in sorted({devices.device_of(live) for _, live in self._pairs}):
+        for device in sorted({devices.device_of(live) for _, _, live in self._pairs}):
             if device != devices.HOST:
                 devices.synchronize(device)  # what is enqueued may still use the tensors
         host, gpus = _packed([*direct.values(), *((devices.HOST, r) for r in memory.ranges)])
@@ -117,9 +122,9 @@ class Placement:
             for one in self._cut:
                 if one.memory is not one.live:
                     one.live.copy_(one.memory)
-            for node, live in self._pairs:
+            for _, node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
-                    _write(live, memory.tensor(node).detach())
+                    overlaps.write(live, memory.tensor(node).detach())
         for finish in (*self._after, *self._last):
             finish(memory)
 
@@ -127,7 +132,7 @@ class Placement:
         """Extents that can be loaded into the attached tensors themselves: all views on one lie
         there as they did when it was saved, without holes, and no two go to the same memory."""
         bases: dict[int, tuple[int, int] | None] = {}  # device and address
-        for node, live in self._pairs:
+        for _, node, live in self._pairs:
             if node.extent < 0 or node.extent in self._rebuilt:
                 continue
             base = None
@@ -171,7 +176,7 @@ class Placement:
             )
         offsets, part = shards.offsets_of(live, path), shards.local(live)
         if block[1] == offsets and block[0].shape == list(part.shape):
-            self._pairs.append((block[0], part))
+            self._pairs.append(overlaps.Pair(path, block[0], part))
         else:
             self._cut.append(_Cut.of(path, part, list(live.shape), offsets))
 
@@ -529,14 +534,6 @@ def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
     return (
         dense and list(live.stride()) == node.strides and not live.is_conj() and not live.is_neg()
     )
-
-
-def _write(live: torch.Tensor, value: torch.Tensor) -> None:
-    """`copy_`, which torch refuses where elements share memory (an expanded buffer)."""
-    for dim, stride in enumerate(live.stride()):
-        if stride == 0 and live.size(dim) > 1:
-            live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    live.copy_(value)
 
 
 def _same_options(
