@@ -440,6 +440,29 @@ def test_what_was_saved_tied_is_not_read_twice() -> None:
     assert torch.equal(whole[1], whole[0])
 
 
+@pytest.mark.parametrize("make_live", [lambda: torch.zeros(3, 4), lambda: torch.zeros(4, 3).t(),
+                                       lambda: torch.zeros(4).expand(3, 4)])  # fmt: skip
+def test_tensors_of_inference_mode_are_filled(make_live: Any) -> None:
+    with torch.inference_mode():
+        live = make_live()
+    values = ROWS.contiguous()
+    put(
+        save({"model": Buffers(a=values, b=values)}),
+        {"model": Buffers(a=torch.zeros(3, 4), b=live)},
+    )
+    assert torch.equal(live, values) and live.is_inference()
+
+
+def test_a_learning_rate_of_inference_mode_stays_the_same_object() -> None:
+    before, after = make(1), make(2)
+    with torch.inference_mode():
+        rate = torch.tensor(0.25)
+    before["optimizer"].param_groups[0]["lr"] = torch.tensor(0.5)
+    after["optimizer"].param_groups[0]["lr"] = rate
+    put(save(before), after)
+    assert after["optimizer"].param_groups[0]["lr"] is rate and float(rate) == 0.5
+
+
 def rename(kit: dict[str, Any]) -> None:
     kit["net"] = kit.pop("model")
 

@@ -121,7 +121,7 @@ class Placement:
         with torch.no_grad():
             for one in self._cut:
                 if one.memory is not one.live:
-                    one.live.copy_(one.memory)
+                    overlaps.write(one.live, one.memory)
             for _, node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
                     overlaps.write(live, memory.tensor(node).detach())
@@ -603,6 +603,6 @@ def _set_groups(
                 and isinstance(node, tree.Tensor) and _alike(node, now)
             ):  # fmt: skip
                 with torch.no_grad():
-                    now.copy_(value)  # schedulers and captured graphs hold this tensor
+                    overlaps.write(now, value)  # schedulers and captured graphs hold this tensor
             else:
                 live[key] = value

@@ -30,11 +30,16 @@ class Pair(NamedTuple):
 
 
 def write(live: torch.Tensor, value: torch.Tensor) -> None:
-    """`copy_`, which torch refuses where elements share memory (an expanded buffer)."""
+    """`copy_`, which torch refuses where elements share memory (an expanded buffer), and outside of
+    inference mode for tensors that were made there."""
     for dim, stride in enumerate(live.stride()):
         if stride == 0 and live.size(dim) > 1:
             live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    live.copy_(value)
+    if live.is_inference():
+        with torch.inference_mode():
+            live.copy_(value)
+    else:
+        live.copy_(value)
 
 
 def require_one_value(pairs: Sequence[Pair], extents: list[tree.Extent], load: Loader) -> None:
