@@ -66,7 +66,9 @@ def put(made: Snapshot, attached: dict[str, Any]) -> list[tuple[int, int]]:
             loaded.append((address, nbytes))
         payload.load(data, ranges)
 
-    Placement(payload.tree_of(made), attached).load(load)
+    placement = Placement(payload.tree_of(made), attached)
+    placement.compare(load)
+    placement.load(load)
     return loaded
 
 
@@ -94,6 +96,115 @@ def test_tensors_keep_their_memory_and_identity() -> None:
     assert addresses <= {address for address, _ in loaded}
     assert optimizer.state[model.body.weight]["exp_avg"] is moment
     assert model.head.weight is model.embed.weight
+
+
+class Two(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def named(seed: int, *, steps: int = 0, backwards: bool = False, prefix: str = "") -> Any:
+    model = Two(seed)
+    pairs = [(prefix + name, p) for name, p in model.named_parameters()]
+    optimizer = torch.optim.AdamW(pairs[::-1] if backwards else pairs, lr=0.1)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
+def test_named_parameters_find_their_state_in_any_order(steps: int, prefix: str) -> None:
+    before = named(1, steps=3)
+    after = named(2, steps=steps, backwards=True, prefix=prefix)
+    group = after["optimizer"].param_groups[0]
+    names, parameters = list(group["param_names"]), list(group["params"])
+    put(save(before), after)
+    assert group["param_names"] == names
+    assert all(a is b for a, b in zip(group["params"], parameters, strict=True))
+    for p, q in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
+        assert same(before["optimizer"].state[p], after["optimizer"].state[q])
+    put(save(after), before)  # and back again
+    for p, q in zip(before["model"].parameters(), after["model"].parameters(), strict=True):
+        assert same(before["optimizer"].state[p], after["optimizer"].state[q])
+
+
+def test_an_optimizer_without_names_takes_the_order_and_the_names_of_the_checkpoint() -> None:
+    before, after = named(1, steps=1), {"model": Two(2)}
+    after["optimizer"] = torch.optim.AdamW(after["model"].parameters())  # type: ignore[assignment]
+    put(save(before), after)
+    saved, now = (kit["optimizer"].state_dict() for kit in (before, after))
+    assert same(saved["state"], now["state"])
+    names = now["param_groups"][0]["param_names"]
+    assert names == saved["param_groups"][0]["param_names"]
+    again = named(3)
+    del before["optimizer"].param_groups[0]["param_names"]
+    put(save(before), again)
+    assert again["optimizer"].param_groups[0]["param_names"] == names
+
+
+def other_parameters(kit: dict[str, Any]) -> None:
+    pairs = [(f"net.{name}", p) for name, p in kit["model"].named_parameters()]
+    kit["optimizer"] = torch.optim.AdamW(pairs[::-1])
+
+
+def test_other_names_of_parameters_are_told() -> None:
+    after = named(2)
+    other_parameters(after)
+    before = copy.deepcopy(states(after))
+    text = "param_groups.0.param_names: only in the checkpoint: one.bias.*attached: net.one.bias"
+    with pytest.raises(StateMismatchError, match=text):
+        put(save(named(1, steps=1)), after)
+    assert same(before, states(after))
+
+
+ELEMENTWISE = [
+    (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}), (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}), (torch.optim.Adamax, {}), (torch.optim.ASGD, {}),
+    (torch.optim.Rprop, {}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "options"), ELEMENTWISE)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_state_of_another_shape_than_its_parameter_is_refused(
+    cls: Any, options: dict[str, Any], steps: int
+) -> None:
+    def kit(*, backwards: bool, steps: int) -> dict[str, Any]:
+        model = nn.Linear(8, 4)
+        parameters = list(model.parameters())
+        optimizer = cls(parameters[::-1] if backwards else parameters, lr=0.1, **options)
+        for _ in range(steps):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    after = kit(backwards=True, steps=steps)
+    before = copy.deepcopy(states(after))
+    with pytest.raises(StateMismatchError, match=r"optimizer.state.0.*for a parameter of \[4\]"):
+        put(save(kit(backwards=False, steps=1)), after)
+    assert same(before, states(after))
+
+
+def test_optimizers_that_are_not_of_torch_keep_state_of_any_shape() -> None:
+    class Factored(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, _closure: object = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["exp_avg_sq"] = torch.ones(p.numel() // 2, dtype=torch.uint8)
+
+    before, after = (Factored([nn.Parameter(torch.ones(4, 4))]) for _ in range(2))
+    before.step()
+    put(save({"optimizer": before}), {"optimizer": after})
+    assert same(before.state_dict(), after.state_dict())
 
 
 def test_float32_moments_of_bfloat16_parameters_stay_float32() -> None:
@@ -222,6 +333,134 @@ def test_untied_now_tied_then() -> None:
     put(save(before), after)
     assert torch.equal(after["model"].head.weight, before["model"].embed.weight)
     assert torch.equal(after["model"].embed.weight, before["model"].embed.weight)
+
+
+class Buffers(nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+
+def overlapping(values: torch.Tensor) -> torch.Tensor:
+    return values.as_strided((3, 4), (1, 1))
+
+
+ROWS, COLUMNS = torch.arange(4.0).expand(3, 4), torch.arange(3.0)[:, None].expand(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        (ROWS, torch.zeros(4).expand(3, 4)),
+        (ROWS.contiguous(), torch.zeros(4).expand(3, 4)),
+        (COLUMNS.contiguous(), torch.zeros(3, 1).expand(3, 4)),
+        (ROWS, torch.zeros(3, 4)),
+        (torch.full((3, 4), float("nan")), torch.zeros(1, 1).expand(3, 4)),
+        (torch.tensor(2j).expand(3, 4).contiguous(), torch.tensor(0j).expand(3, 4).conj()),
+        (overlapping(torch.arange(6.0)), overlapping(torch.zeros(6))),
+        (overlapping(torch.arange(6.0)).contiguous(), overlapping(torch.zeros(6))),
+        (torch.arange(8).view(2, 2, 2), torch.zeros(2, 2, 2, dtype=torch.int64).transpose(0, 2)),
+    ],
+)
+def test_elements_that_share_memory_get_their_common_value(
+    saved: torch.Tensor, live: torch.Tensor
+) -> None:
+    put(save({"model": Buffers(b=saved)}), {"model": Buffers(b=live)})
+    assert torch.equal(live.contiguous().nan_to_num(), saved.contiguous().nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "live",
+    [torch.zeros(4).expand(3, 4), torch.zeros(3, 1).expand(3, 4), overlapping(torch.zeros(6))],
+)
+def test_elements_that_share_memory_get_no_different_values(live: torch.Tensor) -> None:
+    after = Buffers(a=torch.zeros(5), b=live)
+    text = r"model\.b: elements of the attached tensor share memory"
+    with pytest.raises(StateMismatchError, match=text):
+        put(
+            save({"model": Buffers(a=torch.ones(5), b=torch.arange(12.0).view(3, 4))}),
+            {"model": after},
+        )
+    assert not after.a.any() and not after.b.any()
+
+
+def tied() -> Buffers:
+    one = torch.zeros(4)
+    return Buffers(a=one, b=one)
+
+
+def overlapped() -> Buffers:
+    whole = torch.zeros(8)
+    return Buffers(a=whole[:4], b=whole[2:6])
+
+
+def interleaved() -> Buffers:
+    whole = torch.zeros(4, 2)
+    return Buffers(a=whole[:, 0], b=whole[:, 1])
+
+
+@pytest.mark.parametrize("make_live", [tied, overlapped])
+def test_tied_now_untied_then(make_live: Any) -> None:
+    made = save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))})
+    after = make_live()
+    with pytest.raises(
+        StateMismatchError, match=r"model\.\w shares memory with model\.\w, as tied"
+    ):
+        put(made, {"model": after})
+    assert not after.a.any() and not after.b.any()
+    same_values = save({"model": Buffers(a=torch.ones(4), b=torch.ones(4))})
+    put(same_values, {"model": after})
+    assert bool(after.a.all() and after.b.all())
+
+
+def test_views_that_lie_between_each_other_are_told_apart() -> None:
+    after = interleaved()
+    put(save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))}), {"model": after})
+    assert bool(after.a.all()) and torch.equal(after.b, torch.arange(4.0))
+
+
+def test_a_tensor_and_its_conjugate_come_back_into_the_same_memory() -> None:
+    one, memory = torch.tensor([1 + 2j, 3j]), torch.zeros(2, dtype=torch.complex64)
+    before = {"model": Buffers(a=one, b=one.conj().resolve_conj())}
+    after = {"model": Buffers(a=memory, b=memory.conj())}
+    put(save(before), after)
+    assert torch.equal(after["model"].a, before["model"].a)
+    assert torch.equal(after["model"].b, before["model"].b)
+
+
+def test_what_was_saved_tied_is_not_read_twice() -> None:
+    before, after = make(1, steps=1), make(2, steps=1)
+    whole = [torch.arange(8.0), torch.zeros(8)]
+    for kit, memory in zip((before, after), whole, strict=True):
+        kit["views"] = Buffers(all=memory, left=memory[:4], right=memory[2:])
+    placement = Placement(payload.tree_of(save(before)), after)
+    placement.compare(lambda *_: pytest.fail("read"))
+    put(save(before), after)
+    assert torch.equal(whole[1], whole[0])
+
+
+@pytest.mark.parametrize("make_live", [lambda: torch.zeros(3, 4), lambda: torch.zeros(4, 3).t(),
+                                       lambda: torch.zeros(4).expand(3, 4)])  # fmt: skip
+def test_tensors_of_inference_mode_are_filled(make_live: Any) -> None:
+    with torch.inference_mode():
+        live = make_live()
+    values = ROWS.contiguous()
+    put(
+        save({"model": Buffers(a=values, b=values)}),
+        {"model": Buffers(a=torch.zeros(3, 4), b=live)},
+    )
+    assert torch.equal(live, values) and live.is_inference()
+
+
+def test_a_learning_rate_of_inference_mode_stays_the_same_object() -> None:
+    before, after = make(1), make(2)
+    with torch.inference_mode():
+        rate = torch.tensor(0.25)
+    before["optimizer"].param_groups[0]["lr"] = torch.tensor(0.5)
+    after["optimizer"].param_groups[0]["lr"] = rate
+    put(save(before), after)
+    assert after["optimizer"].param_groups[0]["lr"] is rate and float(rate) == 0.5
 
 
 def rename(kit: dict[str, Any]) -> None:

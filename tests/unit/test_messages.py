@@ -41,7 +41,7 @@ from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices, tree_of
-from tests.unit.test_inplace import Copied, put, save, trained
+from tests.unit.test_inplace import Buffers, Copied, put, save, trained
 
 JOB = Identity("gpt", 0, 4, 4, "")
 
@@ -90,6 +90,31 @@ def other_options(_: Kit) -> None:
     saved["optimizer"].param_groups[0]["rho"] = 0.05
     made = tree_of(AttachedPlan(saved, mode="sync").snapshot(1, None))  # as imports are
     Placement(made, optimizer(torch.optim.SGD))
+
+
+def renamed(_: Kit) -> None:
+    pairs = list(nn.Linear(2, 2).named_parameters())
+    placed(
+        {"optimizer": torch.optim.AdamW(pairs)},
+        {"optimizer": torch.optim.AdamW([(f"net.{name}", p) for name, p in pairs])},
+    )
+
+
+def reordered(_: Kit) -> None:
+    saved = torch.optim.AdamW(model := list(nn.Linear(2, 3).parameters()))
+    for p in model:
+        p.grad = torch.ones_like(p)
+    saved.step()
+    placed({"optimizer": saved}, {"optimizer": torch.optim.AdamW(model[::-1])})
+
+
+def shared(saved: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> None:
+    put(save({"model": Buffers(**saved)}), {"model": Buffers(**now)})
+
+
+def tied(_: Kit) -> None:
+    weight = torch.zeros(2)
+    shared({"embed": torch.ones(2), "head": torch.zeros(2)}, {"embed": weight, "head": weight})
 
 
 def closed(kit: Kit) -> None:
@@ -439,6 +464,10 @@ CALLS: dict[str, Callable[[Kit], object]] = {
         optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
     ),
     "other options": other_options,
+    "other parameters": renamed,
+    "other order": reordered,
+    "expanded": lambda _: shared({"mask": torch.eye(2)}, {"mask": torch.zeros(2).expand(2, 2)}),
+    "tied": tied,
     "converted state": converted,
     "meta device": lambda _: placed(
         {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, device="meta")}
@@ -748,6 +777,27 @@ WORDS: dict[str, str] = {
         "optimizer.param_groups.0: the attached SGD has no rho, and the checkpoint does not tell "
         "of which class its optimizer is (if it is of this class: restore(strict_optimizer=False); "
         "to continue with a new optimizer: call adopt() instead of restore())"
+    ),
+    "other parameters": (
+        "optimizer.param_groups.0.param_names: only in the checkpoint: bias, weight; only "
+        "attached: net.bias, net.weight (give the parameters the names that they had; or attach an "
+        "optimizer without names (model.parameters()), of the same parameters in the same order; "
+        "or to continue with a new optimizer: call adopt() instead of restore())"
+    ),
+    "other order": (
+        "optimizer.state.0.exp_avg: the checkpoint has state of [3, 2] for a parameter of [3] "
+        "(give the optimizer its parameters in the order that they had. Made of "
+        "named_parameters() before it is saved, it takes them in any order)"
+    ),
+    "expanded": (
+        "model.mask: elements of the attached tensor share memory, as after expand(), and the "
+        "checkpoint has different values for them (attach a tensor with memory of its own "
+        "(clone()), or take what you need from recover())"
+    ),
+    "tied": (
+        "model.embed shares memory with model.head, as tied weights do, and the checkpoint has "
+        "different values for the two (build the model as it was, or take what you need from "
+        "recover())"
     ),
     "converted state": (
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "

@@ -78,6 +78,7 @@ class Recovery:
                 described, attached, left, payload.others,
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
+            placement.compare(payload.load)
             before = self.torn
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "

@@ -27,10 +27,11 @@ from pccheck_wire.blocks import Block, Blocks, block_of
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
+from . import overlaps, pairing
 from .loaders import is_loader, set_again
+from .pairing import some
 from .rebuild import Loader, Memory, state_of
 
-_SHOWN = 5
 _DEVICES = frozenset(("cpu", "cuda"))
 _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
@@ -40,6 +41,7 @@ _COMPILED = (
 _BY_SCHEDULERS = frozenset(
     ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 )
+_NO_OPTIONS = _BY_SCHEDULERS | {pairing.NAMES}  # of the class
 #: What means the same to an optimizer of another class. All else there, and the state of each
 #: parameter, would make it another algorithm, or break its step().
 _OF_ANY_CLASS = _BY_SCHEDULERS | {"lr", "weight_decay"}
@@ -63,7 +65,7 @@ class Placement:
         StateMismatchError by path."""
         self._tree = described
         self._strict = strict_optimizer
-        self._pairs: list[tuple[tree.Tensor, torch.Tensor]] = []
+        self._pairs: list[overlaps.Pair] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
         self._cut: list[_Cut] = []  # tensors of which this rank has another block now
         self._made: dict[int, torch.Tensor] = {}  # DTensors for an object's own load_state_dict
@@ -95,18 +97,23 @@ class Placement:
     @property
     def on_gpu(self) -> bool:
         """Whether any of it goes to a GPU."""
-        lives = [live for _, live in self._pairs] + [one.live for one in self._cut]
+        lives = [live for _, _, live in self._pairs] + [one.live for one in self._cut]
         return any(devices.device_of(live) != devices.HOST for live in lives)
+
+    def compare(self, load: Loader) -> None:
+        """The values, where only they tell whether the checkpoint fits: to be called before
+        `load()`. Raises StateMismatchError by path."""
+        overlaps.require_one_value(self._pairs, self._tree.extents, load)
 
     def load(self, load: Loader) -> None:
         """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
         direct = self._direct()
-        copied = {node.extent for node, _ in self._pairs if node.extent >= 0} - direct.keys()
+        copied = {node.extent for _, node, _ in self._pairs if node.extent >= 0} - direct.keys()
         memory = Memory(self._tree.extents, self._rebuilt | copied)
         memory.shards.update(self._made)
         for finish in self._before:
             finish(memory)
-        for device in sorted({devices.device_of(live) for _, live in self._pairs}):
+        for device in sorted({devices.device_of(live) for _, _, live in self._pairs}):
             if device != devices.HOST:
                 devices.synchronize(device)  # what is enqueued may still use the tensors
         host, gpus = _packed([*direct.values(), *((devices.HOST, r) for r in memory.ranges)])
@@ -114,10 +121,10 @@ class Placement:
         with torch.no_grad():
             for one in self._cut:
                 if one.memory is not one.live:
-                    one.live.copy_(one.memory)
-            for node, live in self._pairs:
+                    overlaps.write(one.live, one.memory)
+            for _, node, live in self._pairs:
                 if node.extent >= 0 and node.extent not in direct:
-                    _write(live, memory.tensor(node).detach())
+                    overlaps.write(live, memory.tensor(node).detach())
         for finish in (*self._after, *self._last):
             finish(memory)
 
@@ -125,7 +132,7 @@ class Placement:
         """Extents that can be loaded into the attached tensors themselves: all views on one lie
         there as they did when it was saved, without holes, and no two go to the same memory."""
         bases: dict[int, tuple[int, int] | None] = {}  # device and address
-        for node, live in self._pairs:
+        for _, node, live in self._pairs:
             if node.extent < 0 or node.extent in self._rebuilt:
                 continue
             base = None
@@ -169,7 +176,7 @@ class Placement:
             )
         offsets, part = shards.offsets_of(live, path), shards.local(live)
         if block[1] == offsets and block[0].shape == list(part.shape):
-            self._pairs.append((block[0], part))
+            self._pairs.append(overlaps.Pair(path, block[0], part))
         else:
             self._cut.append(_Cut.of(path, part, list(live.shape), offsets))
 
@@ -247,7 +254,7 @@ class Placement:
     def _options(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         """Of an optimizer of another class."""
         saved = _groups_of(name, node)
-        _numbered(name, saved, optimizer, self._new_optimizer(name))
+        pairing.numbered(name, saved, optimizer, self._new_optimizer(name))
         groups = zip(saved, optimizer.param_groups, strict=True)
         known = [
             group.keys() & (_BY_SCHEDULERS | (live.keys() & _OF_ANY_CLASS))
@@ -261,7 +268,13 @@ class Placement:
     def _groups(self, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer) -> None:
         """All options of the groups, as torch does: some classes make options in their first
         step."""
-        options = [{key: group[key] for key in group if key != "params"} for group in saved]
+        options = [  # names stay in the order of the attached parameters
+            {
+                key: value for key, value in group.items()
+                if key != "params" and not (key == pairing.NAMES and key in live)
+            }
+            for group, live in zip(saved, optimizer.param_groups, strict=True)
+        ]  # fmt: skip
         for group in options:
             for value in group.values():
                 self._want(value)
@@ -269,7 +282,7 @@ class Placement:
 
     def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         saved_groups, new = _groups_of(name, node), self._new_optimizer(name)
-        parameters = _numbered(name, saved_groups, optimizer, new)
+        parameters = pairing.numbered(name, saved_groups, optimizer, new)
         if self._strict and not origin.optimizer_kind(self._tree, name):
             _same_options(name, saved_groups, optimizer, new)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
@@ -313,6 +326,7 @@ class Placement:
         for key, value in _mapping(node, path).items():
             now = live.get(key) if isinstance(live, dict) else None
             if not _holds(value, now):
+                pairing.require_shape(tree.join(path, key), value, key, optimizer, parameter)
                 now = self._new(tree.join(path, key), value, key, optimizer, parameter)
             if now is None:
                 self._want(value)
@@ -412,10 +426,10 @@ def _same_names(saved: Collection[str], attached: Collection[str]) -> None:
     parts = []
     if missing := sorted(set(saved) - set(attached)):
         are = "is" if len(missing) == 1 else "are"
-        parts.append(f"the checkpoint has {_some(missing)}, which {are} not attached")
+        parts.append(f"the checkpoint has {some(missing)}, which {are} not attached")
     if extra := sorted(set(attached) - set(saved)):
         are, it = ("is", "it") if len(extra) == 1 else ("are", "them")
-        parts.append(f"{_some(extra)} {are} attached, and the checkpoint does not have {it}")
+        parts.append(f"{some(extra)} {are} attached, and the checkpoint does not have {it}")
     if parts:
         both = set(saved) & set(attached)
         raise StateMismatchError(
@@ -455,20 +469,15 @@ def _same_keys(path: str, saved: Any, live: Any) -> None:
     if missing or extra:
         parts = []
         if missing:
-            parts.append(f"only in the checkpoint: {_some(missing)}")
+            parts.append(f"only in the checkpoint: {some(missing)}")
         if extra:
-            parts.append(f"only attached: {_some(extra)}")
+            parts.append(f"only attached: {some(extra)}")
         raise StateMismatchError(
             f"{path}: {'; '.join(parts)}",
             hint=_COMPILED
             if any("_orig_mod" in name for name in missing + extra)
             else "attach the same under the same names, or take what you need from recover()",
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 class _Cut(NamedTuple):
@@ -527,50 +536,17 @@ def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
     )
 
 
-def _write(live: torch.Tensor, value: torch.Tensor) -> None:
-    """`copy_`, which torch refuses where elements share memory (an expanded buffer)."""
-    for dim, stride in enumerate(live.stride()):
-        if stride == 0 and live.size(dim) > 1:
-            live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    live.copy_(value)
-
-
-def _numbered(
-    name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer, new: str
-) -> dict[Any, torch.Tensor]:
-    """The parameters by the numbers that they had in the checkpoint. `new`: of the hint."""
-    hint = f"make the same groups before restore() (add_param_group); or {new}"
-    numbers: dict[Any, torch.Tensor] = {}
-    if len(saved) != len(optimizer.param_groups):
-        raise StateMismatchError(
-            f"{name}.param_groups: {len(saved)} in the checkpoint, "
-            f"{len(optimizer.param_groups)} attached",
-            hint=hint,
-        )
-    for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        ids = group.get("params")
-        if not isinstance(ids, tree.Sequence) or len(ids.items) != len(live["params"]):
-            count = len(ids.items) if isinstance(ids, tree.Sequence) else 0
-            raise StateMismatchError(
-                f"{name}.param_groups.{index}.params: {count} in the checkpoint, "
-                f"{len(live['params'])} attached",
-                hint=hint,
-            )
-        numbers.update(zip(map(tree.plain, ids.items), live["params"], strict=True))
-    return numbers
-
-
 def _same_options(
     name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer, new: str
 ) -> None:
     """Of optimizers whose class is not known (an import). What only the attached one has stays as
     it is: newer versions of torch add options."""
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        lost = sorted(map(str, group.keys() - live.keys() - _BY_SCHEDULERS))
+        lost = sorted(map(str, group.keys() - live.keys() - _NO_OPTIONS))
         if lost:
             raise StateMismatchError(
                 f"{name}.param_groups.{index}: the attached {type(optimizer).__name__} has no "
-                f"{_some(lost)}, and the checkpoint does not tell of which class its optimizer is",
+                f"{some(lost)}, and the checkpoint does not tell of which class its optimizer is",
                 hint=f"if it is of this class: restore(strict_optimizer=False); {new}",
             )
 
@@ -627,6 +603,6 @@ def _set_groups(
                 and isinstance(node, tree.Tensor) and _alike(node, now)
             ):  # fmt: skip
                 with torch.no_grad():
-                    now.copy_(value)  # schedulers and captured graphs hold this tensor
+                    overlaps.write(now, value)  # schedulers and captured graphs hold this tensor
             else:
                 live[key] = value
