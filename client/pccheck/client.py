@@ -604,7 +604,8 @@ class PCcheckClient:
 
     def steps(self) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first; with several ranks what all of them
-        have. Raises DaemonUnreachableError and the like."""
+        have. Raises UnreadableError when that is nothing, but a volume of the job cannot be read;
+        DaemonUnreachableError and the like."""
         with self._lock:
             self._require_open()
             return self._recovery.saved(self._session.require())
