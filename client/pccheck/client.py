@@ -616,7 +616,8 @@ class PCcheckClient:
         the checkpoint with its job. Each pin takes a slot. Any thread and every rank may call this.
 
         Raises NoCheckpointError when no checkpoint of the step is durable (on all ranks), or no
-        longer; RefusedError with the numbers when too few slots would be left.
+        longer; RefusedError with the numbers when too few slots would be left; the error of the
+        disk when it cannot be written.
         """
         self._pin(Pin(check_step(step)))
 
