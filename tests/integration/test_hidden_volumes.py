@@ -215,7 +215,9 @@ def test_a_volume_that_cannot_be_read_is_no_empty_volume(start_daemon: Start, ct
         client.checkpoint({"step": 1}, step=1).wait_durable(60)
         (volume,) = daemon.storage.glob("*/job/*.pcc")
         write_back = wipe_records(volume)
-        with pytest.raises(UnreadableError, match=f"{volume} cannot be read.*are not known"):
+        with pytest.raises(
+            UnreadableError, match=f"{volume} cannot be read: no valid.*are not known"
+        ):
             client.steps()
         for place in ("--socket", daemon.socket), ("--storage", daemon.storage):
             for words in ("list",), ("list", "job"), ("list", "--json"), ("list", "--rank", "0"):

@@ -148,14 +148,15 @@ class Recovery:
                 Saved(row["step"], row["sequence"], age_s, row["payload_bytes"], pinned),
             )
         for row in _own(report.document.get("unreadable")):
-            why = f"{row['path']} cannot be read: {row['reason']}"
+            path = row["path"]
+            why = f"{path} cannot be read: {row['reason'].removeprefix(f'{path}: ')}"
             if not found:
                 raise UnreadableError(
                     f"{why}. The checkpoints of job {identity.job!r} are not known",
                     hint="check the disk and the kernel's log",
                 )
             self._warner.once(
-                f"not listed {row['path']}",
+                f"not listed {path}",
                 f"{why}. Checkpoints in it are not among the steps that can be restored",
             )
         return list(found.values())
