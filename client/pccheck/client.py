@@ -604,7 +604,8 @@ class PCcheckClient:
 
     def steps(self) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first; with several ranks what all of them
-        have. Raises DaemonUnreachableError and the like."""
+        have. Raises UnreadableError when that is nothing, but a volume of the job cannot be read;
+        DaemonUnreachableError and the like."""
         with self._lock:
             self._require_open()
             return self._recovery.saved(self._session.require())
@@ -615,7 +616,8 @@ class PCcheckClient:
         the checkpoint with its job. Each pin takes a slot. Any thread and every rank may call this.
 
         Raises NoCheckpointError when no checkpoint of the step is durable (on all ranks), or no
-        longer; RefusedError with the numbers when too few slots would be left.
+        longer; RefusedError with the numbers when too few slots would be left; the error of the
+        disk when it cannot be written.
         """
         self._pin(Pin(check_step(step)))
 

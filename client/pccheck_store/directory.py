@@ -39,6 +39,8 @@ _WHY = {
     "EACCES": "permission denied",
 }
 _DENIED = ("EACCES", "EPERM")
+#: What these volumes hold does not match its checksums; the others may be undamaged.
+DAMAGED_CODES = ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED", "RECORD_LOST")
 
 
 class Storage:
@@ -206,7 +208,7 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
         return denied(item.file.path)
     if fix := layout.MISPLACED_HINTS.get(item.code_name):
         return PccheckError(item.reason, hint=f"{fix}; until then its job saves no checkpoints")
-    kind = DamagedError if item.code_name in ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED") else None
+    kind = DamagedError if item.code_name in DAMAGED_CODES else None
     return (kind or PccheckError)(
         f"the volume {item.file.path} cannot be read: {reason_of(item)}",
         hint="until it can be read, its job saves no checkpoints, unless it starts with fresh=True",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,13 @@ from pccheck_native._core import (
     VolumeInfo,
 )
 from pccheck_native.group import Held, Rank, common, stale
-from pccheck_native.layout import MisplacedError, VolumeFile, files_in_place, list_hidden
+from pccheck_native.layout import (
+    MisplacedError,
+    VolumeFile,
+    files_in_place,
+    list_hidden,
+    parse_volume_path,
+)
 
 RECORD_LOST = (
     "both copies of a commit record are damaged, so that the newest checkpoint may be lost"
@@ -255,13 +261,21 @@ def document(
         "volumes": [volume_document(path, info) for path, info in sorted(found.volumes.items())],
         "checkpoints": checkpoint_documents(found.checkpoints),
         "unreadable": [
-            {"path": str(item.file.path), "code": item.code_name, "reason": reason_of(item)}
+            {**_place(storage, item.file), "code": item.code_name, "reason": reason_of(item)}
             for item in found.unreadable
         ],
         "incomplete": [
-            {"path": str(file.path), "reason": RECORD_LOST} for file in found.incomplete
+            {**_place(storage, file), "reason": RECORD_LOST} for file in found.incomplete
         ],
     }
+
+
+def _place(storage: Path, file: VolumeFile) -> dict[str, object]:
+    """Whose it is; a directory may hold every rank, and that of a user every job."""
+    rank = None
+    with suppress(ValueError):
+        rank = parse_volume_path(storage, file.path).rank
+    return {"path": str(file.path), "uid": file.uid, "job": file.job or None, "rank": rank}
 
 
 def volume_document(path: Path, info: VolumeInfo) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pccheck_native import catalog
 from pccheck_wire.basics import some
-from pccheck_wire.errors import NoCheckpointError, RefusedError
+from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Pin
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PINNED
@@ -19,7 +19,8 @@ SLOTS_BESIDE_MIN = 3
 
 async def pin(session: Session, body: Pin) -> None:
     """Raises NoCheckpointError when no such checkpoint is durable, RefusedError with the numbers
-    when too few slots would be left. Pinning twice is no error: every rank may ask."""
+    when too few slots would be left, and what the disk answers when it cannot be written. Pinning
+    twice is no error: every rank may ask."""
     job, own = session.job, session.tenant
     assert job is not None and own is not None
     async with job.joining:  # meanwhile nothing is protected for a run that begins
@@ -35,14 +36,15 @@ async def pin(session: Session, body: Pin) -> None:
         for tenant in holders:
             _require_room(tenant, sequence)
         fresh = [one for one in holders if not _is_pinned(one, sequence)]
-        for tenant in fresh:
-            if not await tenant.retention.flag(sequence, set_=PINNED, now=True):
-                for one in fresh:
-                    await one.retention.flag(sequence, clear=PINNED, now=True)
-                await tenant.volumes.refresh()
-                if tenant.volumes.find(sequence) is None:
+        try:
+            for tenant in fresh:
+                if not await tenant.retention.flag_or_raise(sequence, set_=PINNED, now=True):
                     raise _none_of(job, body.step, "newer ones replaced it meanwhile")
-                raise NoCheckpointError(f"step {body.step} could not be pinned: see pccheckd's log")
+        except PccheckError:
+            for one in fresh:
+                await one.retention.flag(sequence, clear=PINNED, now=True)
+                await one.volumes.refresh()
+            raise
 
 
 async def _undo_halves(tenants: list[Tenant]) -> None:
@@ -78,7 +80,7 @@ async def _unpin(tenants: list[Tenant], step: int) -> None:
     for tenant in tenants:
         for one in tenant.volumes.checkpoints():
             if one.step == step and one.is_pinned:
-                await tenant.retention.flag(one.sequence, clear=PINNED, now=True)
+                await tenant.retention.flag_or_raise(one.sequence, clear=PINNED, now=True)
 
 
 def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:

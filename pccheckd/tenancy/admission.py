@@ -127,6 +127,8 @@ class Admission:
         try:
             sequence = await self._tenant.begin_save(checkpoint)
         except Exception as error:  # the edge of this checkpoint: it fails, the others go on
+            if checkpoint.state is not State.REQUESTED:
+                return ""  # it was refused meanwhile, which changed its word
             code = error.code_name if isinstance(error, _core.NativeError) else ""
             if code == "NO_SLOT" and await self._recycled(checkpoint):
                 return await self.attempt(checkpoint)

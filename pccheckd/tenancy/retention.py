@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 
 from pccheck_native import _core
+from pccheck_wire.errors import PccheckError, RefusedError
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 
@@ -42,20 +44,31 @@ class Retention:
         self, sequence: int, *, set_: int = 0, clear: int = 0, now: bool = False
     ) -> bool:
         """Flags a durable checkpoint; False when it does not exist (now) or cannot be flagged."""
+        try:
+            return await self.flag_or_raise(sequence, set_=set_, clear=clear, now=now)
+        except PccheckError:
+            return False  # it is logged
+
+    async def flag_or_raise(
+        self, sequence: int, *, set_: int = 0, clear: int = 0, now: bool = False
+    ) -> bool:
+        """The same, but raises why one that exists cannot be flagged."""
         item = self._volumes.find(sequence)
         if item is None:
             return False
-        uid = self._volumes.key.uid
+        uid, key = self._volumes.key.uid, self._volumes.key
         try:
             await self._engine.call(uid, item.volume.flag, sequence, set=set_, clear=clear, now=now)
             await self._engine.call(uid, item.read)
         except FileNotFoundError:
             return False  # recycled since it was read
-        except (OSError, ValueError, _core.NativeError) as error:  # ValueError: closed meanwhile
-            LOG.warning(
-                "%s: checkpoint %d cannot be flagged: %s", self._volumes.key, sequence, error
-            )
-            return False
+        except (OSError, ValueError, _core.NativeError) as error:
+            LOG.warning("%s: checkpoint %d cannot be flagged: %s", key, sequence, error)
+            if isinstance(error, ValueError):
+                raise RefusedError(
+                    f"the volume of {key} was closed meanwhile", hint="try again", retryable=True
+                ) from error
+            raise translated(error, f"the volume of {key}") from error
         return True
 
     async def damaged(self, sequence: int) -> None:

@@ -65,7 +65,8 @@ class Tenant:
         self.stalled = ""  # why its disk seems to hang
         self.stopped = False  # a commit record failed; reopened before the next save
         self.volume_lost = False  # its volume's file is gone; the next save makes another
-        self.refused: PccheckError | None = None  # why its last trainer got no room to save
+        self.refused: PccheckError | None = None  # why its last trainer got no room to save ...
+        self._refused_ns = 0  # ... and when
         self.last_used_ns = time.monotonic_ns()
         self._reading = 0  # loads and checks in progress: their volumes stay open
         self._was_refused = False  # the present trainer was refused room
@@ -349,7 +350,7 @@ class Tenant:
 
     def set_refusal(self, why: PccheckError | None) -> None:
         """Its trainer was refused room, or (None) has got it. What a trainer was refused is known
-        until a later one has got it."""
+        until that trainer or a later one has got it, or has saved what it requested afterwards."""
         if why is not None and not self._was_refused:
             fields = {"event": "refused"}
             LOG.warning(
@@ -358,6 +359,7 @@ class Tenant:
         elif why is None and self.refused is not None:
             LOG.warning("%s: checkpoints are saved again", self.key)
         self.refused, self._was_refused = why, why is not None
+        self._refused_ns = time.monotonic_ns()
 
     def wanted_bytes(self, payload_bytes: int) -> int:
         """DRAM for two checkpoints, within this rank's share of the budget."""
@@ -511,6 +513,8 @@ class Tenant:
             return
         self._pulling.note(checkpoint, event)
         if event.kind == "durable":
+            if checkpoint.requested_ns > self._refused_ns:  # of the room that it had before
+                self.set_refusal(None)
             self._appearing[checkpoint.sequence] = checkpoint.world_size
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:

@@ -161,7 +161,10 @@ class Scrubber(Background):
             await self._remember()
         while True:
             try:
-                while not self.enabled or self._due_in_s() > 0:
+                while True:
+                    await self._end_future()
+                    if self.enabled and self._due_in_s() <= 0:
+                        break
                     due_s = self._due_in_s() if self.enabled else WAIT_STEP_S
                     await self._pause(min(due_s, WAIT_STEP_S))
                 await self._pass()
@@ -174,8 +177,16 @@ class Scrubber(Background):
         if self.state.running:
             return 0.0
         now = self._wall()
-        before = min(max(self.state.began_s, self.state.since_s), now)  # a clock was set back
+        before = min(max(self.state.began_s, self.state.since_s), now)  # until `_end_future`
         return max(0.0, before + max(self._config.scrub_interval_s, INTERVAL_MIN_S) - now)
+
+    async def _end_future(self) -> None:
+        """A clock was set back: times after now become now, and are stored, so that the interval
+        runs down."""
+        state, now = self.state, self._wall()
+        if max(state.since_s, state.began_s) > now:
+            state.since_s, state.began_s = min(state.since_s, now), min(state.began_s, now)
+            await self._remember()
 
     async def _pause(self, limit_s: float) -> None:
         self._changed.clear()

@@ -231,9 +231,17 @@ def test_a_volume_without_records_is_damage(ctl: Ctl, storage: Path) -> None:
     volume.write_bytes(b"\xff" * volume.stat().st_size)
     ran = ctl(storage, "verify")
     assert ran.code == 14
-    assert "unreadable" in ran.out
+    assert "0 ok, 1 damaged" in ran.out and "unreadable" not in ran.out
     assert ctl(storage, "show", "job").code == 14
     assert ctl(storage, "status").code == 3
+
+
+def test_a_volume_that_cannot_be_read_is_no_damage(ctl: Ctl, storage: Path) -> None:
+    (volume,) = storage.rglob("*.pcc")
+    volume.rename(storage / "away")
+    volume.mkdir()
+    ran = ctl(storage, "verify")
+    assert (ran.code, "0 ok, 0 damaged, 1 unreadable" in ran.out) == (14, True), ran.out
 
 
 # -- beside a writer ---------------------------------------------------------------------------

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from pccheck import CheckpointFailedError, PCcheckClient, PccheckError
+from pccheck import (
+    CheckpointFailedError,
+    PCcheckClient,
+    PccheckError,
+    PccheckWarning,
+    UnreadableError,
+)
 from pccheck_native import layout
 from pccheck_wire.messages import Begin
 from tests.conftest import SMALL
@@ -20,7 +26,7 @@ from tests.integration.test_refusals import NOBODY, as_user, refused
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank
-from tests.support.volumes import lose_record
+from tests.support.volumes import lose_record, wipe_records
 from tests.support.waiting import until
 
 Start = Callable[..., Daemon]
@@ -83,7 +89,7 @@ def test_a_directory_that_cannot_be_read_hides_no_other(confined: Confined, whos
         assert "Traceback" not in ran.stderr
         return ran.returncode, ran.stdout + ran.stderr
 
-    for command, code in (("list", 0), ("status", 3)):
+    for command, code in (("list", 14), ("status", 3)):
         ended, told = offline(command)
         assert (ended, "good" in told, str(closed) in told) == (code, True, True), told
     codes = [offline(f"verify {job}")[0] for job in ("", "good", "bad")]
@@ -159,7 +165,8 @@ def test_something_else_in_place_of_a_job_is_no_empty_job(
             PCcheckClient("job", socket=daemon.socket, fresh=fresh) as client,
         ):
             client.recover()
-    assert what in ctl(daemon.storage, "list").err
+    listed = ctl(daemon.storage, "list")
+    assert (listed.code, what in listed.err) == (14, True), listed.err
     told = status(daemon, ctl)
     assert (told.code, what in told.out) == (3, True), told.out
     assert ctl(daemon.storage, "verify").code == 14
@@ -198,3 +205,54 @@ def test_what_was_found_at_the_start_is_told_until_it_is_mended(
     volume.write_bytes(whole)
     until(lambda: status(daemon, ctl).code == 0)
     assert restored(daemon, "job") == 2
+
+
+def test_a_volume_that_cannot_be_read_is_no_empty_volume(start_daemon: Start, ctl: Ctl) -> None:
+    """Beside the daemon that has it open. Its checkpoints are durable, and may come back."""
+    daemon = start_daemon()
+    save(daemon, "other", 5)
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        client.checkpoint({"step": 1}, step=1).wait_durable(60)
+        (volume,) = daemon.storage.glob("*/job/*.pcc")
+        write_back = wipe_records(volume)
+        with pytest.raises(
+            UnreadableError, match=f"{volume} cannot be read: no valid.*are not known"
+        ):
+            client.steps()
+        for place in ("--socket", daemon.socket), ("--storage", daemon.storage):
+            for words in ("list",), ("list", "job"), ("list", "--json"), ("list", "--rank", "0"):
+                assert ctl(None, *place, *words).code == 14, (place, words)
+            assert ctl(None, *place, "list", "job").out == "no checkpoint can be read\n"
+            assert ctl(None, *place, "list", "other").code == 0
+            assert ctl(None, *place, "list", "job", "--rank", "1").code == 13
+            assert ctl(None, *place, "list", "--rank", "1").code == 0
+        write_back()
+        assert [one.step for one in client.steps()] == [1]
+        assert ctl(None, "--socket", daemon.socket, "list").code == 0
+
+
+def test_what_can_be_read_beside_such_a_volume_is_listed(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    save(daemon, "job", 1)
+    (volume,) = daemon.storage.glob("*/job/*.pcc")
+    later = volume.with_name("rank-0.1.pcc")
+    later.write_bytes(bytes(1 << 20))
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        with pytest.warns(PccheckWarning, match=f"{later} cannot be read.*not among the steps"):
+            assert [one.step for one in client.steps()] == [1]
+        later.unlink()
+
+
+def test_a_run_does_not_end_with_the_claim_that_nothing_is_durable(start_daemon: Start) -> None:
+    daemon = start_daemon(shim="dead:data:1")
+    with (
+        pytest.warns(PccheckWarning, match="1 checkpoint failed since step 1") as told,
+        PCcheckClient("job", socket=daemon.socket) as client,
+    ):
+        client.checkpoint({"step": 1}, step=1).wait_durable(60)
+        daemon.armed.touch()
+        with pytest.raises(CheckpointFailedError):
+            client.checkpoint({"step": 2}, step=2).wait_durable(60)
+        (volume,) = daemon.storage.glob("*/job/*.pcc")
+        wipe_records(volume)
+    assert not any("no durable checkpoint" in str(one.message) for one in told)

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
+import torch
+
+from pccheck import CheckpointFailedError, PCcheckClient
 from tests.integration.test_in_flight import status
 from tests.promises.test_p2_durable import pccheckctl, saved, until
 from tests.support.ctl import Ran
@@ -78,6 +82,21 @@ def test_a_refusal_ends_with_the_room(start_daemon: Start, start_trainer: Connec
     assert saved(new)[0] == "durable"
     told = pccheckctl(daemon, "status")
     assert (told.code, "REFUSED" in told.out) == (0, False)
+
+
+def test_a_refusal_ends_with_the_next_checkpoint_that_fits(start_daemon: Start) -> None:
+    """A larger state was refused. What fits into the volume that is there asks for no room."""
+    daemon = start_daemon("--max-storage", "30MiB")
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        client.checkpoint([torch.zeros(MIB)], step=1).wait_durable(60)
+        with pytest.raises(CheckpointFailedError, match="takes"):
+            client.checkpoint([torch.zeros(8 * MIB)], step=2).wait_durable(60)
+        told = pccheckctl(daemon, "status")
+        assert (told.code, "REFUSED" in told.out) == (3, True)
+        client.checkpoint([torch.zeros(MIB)], step=3).wait_durable(60)
+        until(daemon, lambda _: pccheckctl(daemon, "status").code == 0)
+        assert "REFUSED" not in pccheckctl(daemon, "status").out
+    daemon.logs("checkpoints are saved again")
 
 
 def ended(daemon: Daemon, job: str) -> bool:

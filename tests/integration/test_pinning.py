@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck import NoCheckpointError, PCcheckClient, RefusedError
+from pccheck import CheckpointFailedError, NoCheckpointError, PCcheckClient, RefusedError
 from pccheck_native import catalog
 from pccheck_wire.messages import Pin
 from tests.support.daemon import Daemon
@@ -236,3 +236,13 @@ def test_what_another_rank_saved_alone_is_not_pinned(start_daemon: Start) -> Non
         assert steps(client) == [(2, True), (1, True)]
     listed = catalog.scan(daemon.storage).checkpoints
     assert {(one.rank, one.step) for one in listed if one.is_pinned} == {(0, 1), (0, 2)}
+
+
+def test_a_disk_that_cannot_be_written_is_named(start_daemon: Start) -> None:
+    """It has the checkpoint, so "no checkpoint" would be the wrong thing to look into."""
+    with client_of(daemon := start_daemon(shim="eio:record-a:1")) as client:
+        save(client, 1)
+        daemon.armed.touch()
+        with pytest.raises(CheckpointFailedError, match=r"volume of job 'job'.*check the disk"):
+            client.pin(1)
+        assert steps(client) == [(1, False)]

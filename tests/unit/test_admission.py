@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from pccheck_native import NativeError
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.logs import LOG
 from pccheckd.tenancy.admission import PENDING_MAX, Admission
 from pccheckd.tenancy.checkpoint import Checkpoint, End
 
@@ -129,3 +134,38 @@ def test_one_that_breaks_something_fails_alone() -> None:
     desk.work_off(checkpoint(1), checkpoint(2))
     assert desk.begun == [2]
     assert desk.refused == [(1, State.FAILED, "an internal error of the daemon")]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_error_of_one_that_was_refused_meanwhile_is_no_fault(
+    caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    """The session ended while the core began the checkpoint, and found its word changed. Otherwise
+    only a trainer that violates the protocol changes the word."""
+    refused: list[str] = []
+
+    class Tenant:
+        key = "key"
+        group = SimpleNamespace(gives_up=lambda _: False)
+
+        async def begin_save(self, item: Checkpoint) -> int:
+            if ends:
+                item.end(State.FAILED, 1, "the trainer ended", "")
+            raise native("BAD_PEER")
+
+        def refuse(self, item: Checkpoint, end: End) -> None:
+            refused.append(end.reason)
+
+    LOG.addHandler(caplog.handler)
+    try:
+        assert asyncio.run(Admission(cast(Any, Tenant())).attempt(checkpoint(1))) == ""
+    finally:
+        LOG.removeHandler(caplog.handler)
+    assert refused == ([] if ends else ["the trainer violated the protocol"])
+    assert ("cannot begin" in caplog.text) != ends
+
+
+def native(code_name: str) -> NativeError:
+    error = NativeError(code_name)
+    error.code_name = code_name
+    return error

@@ -1,4 +1,4 @@
-"""What a pin says that comes too late."""
+"""What a pin says that comes too late, or that cannot be written."""
 
 from __future__ import annotations
 
@@ -8,47 +8,51 @@ from typing import Any
 
 import pytest
 
-from pccheck_wire.errors import NoCheckpointError
+from pccheck_wire.errors import CheckpointFailedError, NoCheckpointError, PccheckError
 from pccheck_wire.messages import Pin
 from pccheckd.jobs.pinning import pin
 
 
 class Volumes:
-    """One checkpoint, which the next record replaces: a flag comes too late."""
+    """One checkpoint."""
 
-    def __init__(self, *, is_replaced: bool) -> None:
-        self.is_replaced = is_replaced
+    def __init__(self) -> None:
         self.item = SimpleNamespace(
             info=SimpleNamespace(slots=4, keep=1), quarantined=0, pinned=set(), checkpoints=[]
         )
-        self.reads = 0
-
-    @property
-    def open(self) -> list[Any]:
-        return [self.item] if self.find(7) else []
+        self.open: list[Any] = [self.item]
 
     async def refresh(self) -> None:
-        self.reads += 1
+        pass
 
     def find(self, sequence: int) -> Any:
-        return None if self.is_replaced and self.reads > 1 else self.item
+        return self.item
 
     def checkpoint(self, sequence: int) -> Any:
-        return next((one for one in self.checkpoints() if one.sequence == sequence), None)
+        return self.checkpoints()[0]
 
     def checkpoints(self) -> list[Any]:
-        found = SimpleNamespace(sequence=7, step=3, incarnation=1, world_size=1, is_pinned=False)
-        return [found] if self.find(7) else []
+        return [SimpleNamespace(sequence=7, step=3, incarnation=1, world_size=1, is_pinned=False)]
 
 
 class Tenant:
+    """Its flags are not written: the next record replaced the checkpoint, or for this reason."""
+
     key = "key"
 
-    def __init__(self, volumes: Volumes) -> None:
-        self.volumes = volumes
-        self.retention = SimpleNamespace(flag=self.too_late)
+    def __init__(self, why: PccheckError | None) -> None:
+        self.volumes = Volumes()
+        self.why = why
+        self.retention = SimpleNamespace(flag=self.flag, flag_or_raise=self.flag_or_raise)
+        self.cleared: list[int] = []
 
-    async def too_late(self, *_: object, **__: object) -> bool:
+    async def flag(self, sequence: int, *, clear: int, now: bool) -> bool:
+        self.cleared.append(sequence)
+        return True
+
+    async def flag_or_raise(self, *_: object, **__: object) -> bool:
+        if self.why is not None:
+            raise self.why
         return False
 
     def is_usable(self, _: object) -> bool:
@@ -56,16 +60,20 @@ class Tenant:
 
 
 @pytest.mark.parametrize(
-    ("is_replaced", "words"), [(True, "newer ones replaced it"), (False, "see pccheckd's log")]
-)
-def test_a_checkpoint_that_is_replaced_while_it_is_pinned(is_replaced: bool, words: str) -> None:
-    """With keep=1 the next checkpoint may take its slot at any moment, which is no failure that
-    the log has."""
-
-    tenant = Tenant(Volumes(is_replaced=is_replaced))
+    ("why", "kind", "words"),
+    [(None, NoCheckpointError, "newer ones replaced it"),
+     (CheckpointFailedError("read-only"), CheckpointFailedError, "read-only")],
+)  # fmt: skip
+def test_a_checkpoint_that_is_replaced_or_cannot_be_written_while_it_is_pinned(
+    why: PccheckError | None, kind: type[PccheckError], words: str
+) -> None:
+    """With keep=1 the next checkpoint may take its slot at any moment, which is no failure of the
+    disk. No rank keeps its half of the pin."""
+    tenant = Tenant(why)
     job = SimpleNamespace(
         name="job", joining=asyncio.Lock(), tenants={0: tenant}, common_checkpoints=list
     )
     session: Any = SimpleNamespace(job=job, tenant=tenant, solo=False, world_size=1)
-    with pytest.raises(NoCheckpointError, match=words):
+    with pytest.raises(kind, match=words):
         asyncio.run(pin(session, Pin(3)))
+    assert tenant.cleared == [7]

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -428,6 +429,23 @@ def test_the_first_rank_that_asks_decides_whether_all_skip(
         monkeypatch.setattr(tenant, "has_room", lambda: True)
         assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
         tenant.owner = None
+        await tenant.close()
+
+    run(work)
+
+
+def test_what_was_requested_before_a_refusal_does_not_end_it(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.existing(KEY)
+        before = time.monotonic_ns()
+        tenant.set_refusal(RefusedError("no room"))
+        for asked_ns, ends in ((before, False), (time.monotonic_ns() + 1, True)):
+            saved = Checkpoint(1, 1, 1, 10, 0, 1, False, 1, 1, requested_ns=asked_ns)
+            monkeypatch.setattr(tenant.ledger, "apply", lambda *_, saved=saved: saved)
+            tenant.on_event(SimpleNamespace(kind="durable", session=1))  # type: ignore[arg-type]
+            assert (tenant.refused is None) == ends
         await tenant.close()
 
     run(work)

@@ -377,6 +377,29 @@ def test_the_first_pass_comes_after_one_interval(run: Callable[..., None]) -> No
     run(work)
 
 
+@pytest.mark.parametrize("state", [State(since_s=1e9), State(since_s=1.0, began_s=1e9)])
+def test_a_time_of_a_wrong_clock_does_not_stop_the_check(
+    run: Callable[..., None], state: State
+) -> None:
+    """The clock was years ahead at an earlier start, or at an earlier pass."""
+
+    async def work(place: Place) -> None:
+        state.store(place.config.storage)
+        place.scrubber.start()
+        stored = State()
+        while not 0 < max(stored.since_s, stored.began_s) < 1e9:
+            await asyncio.sleep(0.001)
+            stored = State.load(place.config.storage)
+        assert place.scrubber._due_in_s() == 100.0
+        place.now = 1100.0
+        place.scrubber.wake()
+        while not place.scrubber.passes:
+            await asyncio.sleep(0.001)
+        assert place.results == {"ok": 3}
+
+    run(work)
+
+
 @pytest.mark.parametrize("off", ["scrub_rate_bytes", "scrub_interval_s"])
 def test_zero_turns_it_off_and_a_reload_on_again(run: Callable[..., None], off: str) -> None:
     async def work(place: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
@@ -128,15 +128,12 @@ class Recovery:
         self._steps.restored()
 
     def saved(self, connection: Connection, *, limit_s: float = LIST_LIMIT_S) -> list[Saved]:
-        """What `restore(step=...)` can restore, newest first."""
+        """What `restore(step=...)` can restore, newest first. Raises UnreadableError when that is
+        nothing, and a volume of the job cannot be read: the volume may hold checkpoints."""
         identity = self._session.identity
         report = connection.request(ListVolumes(identity.job), timeout_s=limit_s)
         assert isinstance(report, Report)
-        listed = report.document.get("checkpoints")
-        rows = [
-            row for row in (listed if isinstance(listed, list) else ())
-            if isinstance(row, dict) and row["uid"] == os.getuid()
-        ]  # fmt: skip
+        rows = _own(report.document.get("checkpoints"))
         # Pinned is what every rank has pinned.
         loose = {(row["sequence"], row["world_size"]) for row in rows if not row["pinned"]}
         found: dict[int, Saved] = {}
@@ -150,6 +147,18 @@ class Recovery:
             found.setdefault(
                 row["step"],
                 Saved(row["step"], row["sequence"], age_s, row["payload_bytes"], pinned),
+            )
+        for row in _own(report.document.get("unreadable")):
+            path = row["path"]
+            why = f"{path} cannot be read: {row['reason'].removeprefix(f'{path}: ')}"
+            if not found:
+                raise UnreadableError(
+                    f"{why}. The checkpoints of job {identity.job!r} are not known",
+                    hint="check the disk and the kernel's log",
+                )
+            self._warner.once(
+                f"not listed {path}",
+                f"{why}. Checkpoints in it are not among the steps that can be restored",
             )
         return list(found.values())
 
@@ -261,3 +270,11 @@ class Recovery:
                 "Trainer), give each run a job name of its own: PCcheckClient(job=...), or in a "
                 "framework PCcheckCallback(job=...)",
             )
+
+
+def _own(listed: object) -> list[dict[str, Any]]:
+    """The entries of this user in a list of the daemon, which shows root those of all users."""
+    return [
+        row for row in (listed if isinstance(listed, list) else ())
+        if isinstance(row, dict) and row["uid"] == os.getuid()
+    ]  # fmt: skip

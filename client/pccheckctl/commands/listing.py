@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import DamagedError, PccheckError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
 from pccheckctl.source import choose
@@ -14,24 +14,27 @@ HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "written", "base",
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 13 when the job that is asked for has no checkpoint, as `show` does."""
+    """0; 14 when a volume cannot be read, so that checkpoints may be missing from the list, as
+    `verify` does; 13 when the job that is asked for has no checkpoint, as `show` does."""
     if arguments.watch:
         from pccheckctl.output import watch
 
         return watch.run(arguments, fetch, as_text)
     every = _listing(arguments)
     document = filtered(every, arguments.rank)
+    hidden = rows(document, "unreadable") + rows(document, "incomplete")
     if arguments.job and not rows(document, "checkpoints") and not rows(document, "unreadable"):
         raise _nothing(arguments, every)
+    code = DamagedError.exit_code if hidden else 0
     if arguments.json:
         print_json(document)
-        return 0
+        return code
     say(as_text(document))
     for item in rows(document, "unreadable"):
         note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
     for item in rows(document, "incomplete"):
         note(f"{text(item, 'path')}: {text(item, 'reason')}")
-    return 0
+    return code
 
 
 def fetch(arguments: argparse.Namespace) -> Document:
@@ -46,7 +49,7 @@ def _listing(arguments: argparse.Namespace) -> Document:
 def _nothing(arguments: argparse.Namespace, every: Document) -> PccheckError:
     from pccheck_store import directory  # what an answer does not need is imported late
 
-    if rows(every, "checkpoints"):
+    if rows(every, "checkpoints") or rows(every, "unreadable"):  # of another rank
         return directory.missing(arguments.job, arguments.rank)
     return directory.none_of(arguments.job, text(every, "storage"))
 
@@ -57,6 +60,12 @@ def filtered(document: Document, rank: int | None) -> Document:
         key: [item for item in rows(document, key) if rank in (None, item.get("rank"))]
         for key in ("volumes", "checkpoints")
     }
+    kept |= {  # without a rank: a directory that may hold volumes of each
+        key: [
+            item for item in rows(document, key) if rank is None or item.get("rank") in (None, rank)
+        ]
+        for key in ("unreadable", "incomplete")
+    }
     return document | kept
 
 
@@ -65,7 +74,7 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
     now_s = time.time() if now_s is None else now_s
     checkpoints = rows(document, "checkpoints")
     if not checkpoints:
-        return "no checkpoints"
+        return "no checkpoint can be read" if rows(document, "unreadable") else "no checkpoints"
     checkpoints.sort(key=lambda one: (whole(one, "uid"), text(one, "job"), whole(one, "rank"),
                                       -whole(one, "sequence")))  # fmt: skip
     volumes = rows(document, "volumes")

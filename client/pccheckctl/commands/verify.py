@@ -124,12 +124,13 @@ def as_text(results: list[Document], unreadable: _Unreadable, part: _Part) -> st
         for one in results
     ]  # fmt: skip
     lines += [
-        (item.file.job, item.file.rank, "", "", "", "unreadable", directory.reason_of(item))
+        (item.file.job, item.file.rank, "", "", "", _result_of(item), directory.reason_of(item))
         for item in unreadable
     ]
     table = render.table(("job", "rank", "sequence", "step", "size", "result", "reason"), lines)
-    valid, damaged, lost = (sum(r["result"] == name for r in results) for name in ("ok", *BAD))
-    ending = f"{valid} ok, {damaged + len(unreadable)} damaged"
+    found = [*(r["result"] for r in results), *map(_result_of, unreadable)]
+    valid, damaged, lost = (found.count(name) for name in ("ok", *BAD))
+    ending = f"{valid} ok, {damaged} damaged"
     ending += f", {lost} unreadable" if lost else ""
     if part:
         total = render.size(_sum(results, "payload_bytes"))
@@ -137,3 +138,8 @@ def as_text(results: list[Document], unreadable: _Unreadable, part: _Part) -> st
         again = f"; --seed {part.seed} reads the same again" if not part.parts else ""
         ending += f"\nread {read} of {total} ({part.text}{again})"
     return f"{table}\n\n{ending}"
+
+
+def _result_of(item: catalog.Unreadable) -> str:
+    """Of a volume. A read error is no damage: the volume may be readable later."""
+    return "damaged" if item.code_name in directory.DAMAGED_CODES else "unreadable"
