@@ -137,7 +137,7 @@ class Admission:
             why = translated(error, f"the volume of {self._tenant.key}")
             reason, hint = _REFUSED.get(code, (why.message, why.hint))
             self._tenant.refuse(checkpoint, End(State.FAILED, reason, hint, code or why.code))
-            if isinstance(why, InternalError):
+            if code not in _REFUSED and isinstance(why, InternalError):
                 LOG.warning("%s: cannot begin", self._tenant.key, exc_info=error)
             return ""
         if not sequence:

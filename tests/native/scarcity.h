@@ -18,6 +18,7 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -210,10 +211,19 @@ struct census {
     uint32_t descriptors, threads, mapped;
 };
 
+/* By the directory's links: its list may be cut off where a thread ends meanwhile. */
+static inline uint32_t threads_now(void)
+{
+    struct stat all;
+
+    CHECK(stat("/proc/self/task", &all) == 0);
+    return (uint32_t)all.st_nlink;
+}
+
 /* A thread that was joined may still be seen for a moment. */
 static inline void threads_settle(uint32_t threads)
 {
-    for (uint32_t i = 0; i < 10000 && entries_of("/proc/self/task") > threads; i++)
+    for (uint32_t i = 0; i < 10000 && threads_now() > threads; i++)
         (void)usleep(1000);
 }
 
@@ -221,7 +231,7 @@ static inline struct census census_take(void)
 {
     return (struct census){.blocks = atomic_load(&blocks_held),
                            .descriptors = entries_of("/proc/self/fd"),
-                           .threads = entries_of("/proc/self/task"),
+                           .threads = threads_now(),
                            .mapped = mappings()};
 }
 
