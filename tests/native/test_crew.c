@@ -131,11 +131,11 @@ static void test_copies_are_hashed(void)
 
 #if !defined(__SANITIZE_THREAD__) /* the race is the test */
 static uint64_t changing[8192];
-static atomic_bool still;
+static atomic_bool changes;
 
 static void *change(void *unused)
 {
-    for (uint64_t n = 1; atomic_load(&still); n++)
+    for (uint64_t n = 1; atomic_load(&changes); n++)
         for (size_t i = 0; i < 8192; i += 3)
             ((volatile uint64_t *)changing)[i] = n;
     return unused;
@@ -148,7 +148,7 @@ static void test_the_hash_is_of_what_was_stored(void)
     static uint64_t to[8192];
     pthread_t thread;
 
-    atomic_store(&still, true);
+    atomic_store(&changes, true);
     CHECK(pthread_create(&thread, NULL, change, NULL) == 0);
     for (int round = 0; round < 2000; round++) {
         struct pcc_hash hash;
@@ -156,7 +156,7 @@ static void test_the_hash_is_of_what_was_stored(void)
         pcc_copy_hashed(to, changing, sizeof to, &hash);
         CHECK_EQUAL(pcc_hash_end(&hash), pcc_hash_bytes(to, sizeof to));
     }
-    atomic_store(&still, false);
+    atomic_store(&changes, false);
     (void)pthread_join(thread, NULL);
 }
 #endif

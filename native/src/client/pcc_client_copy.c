@@ -1,6 +1,6 @@
 /* Filling chunks and handing them over. Host memory is copied and checksummed in one pass, block by
- * block, or only checksummed where it is (pcc_client_offer.c); a chunk that a GPU
- * fills (pcc_client_push.c) is checksummed when it has landed. */
+ * block, or only checksummed where it is (pcc_client_offer.c); a chunk that a GPU fills
+ * (pcc_client_push.c) is checksummed when it has landed. */
 #include <string.h>
 
 #include "base/pcc_copy.h"

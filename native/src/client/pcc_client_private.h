@@ -273,9 +273,8 @@ struct pcc_part { /* what the next chunk of a job is made of */
     uint32_t device; /* whose copies it takes; PCC_HOST = none */
     uint32_t pieces; /* copies */
 };
-/* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them; copies on
- * `device`, which may be NULL when there are none. Sources before *cursor lie before the offset; it
- * moves on. */
+/* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them; GPU
+ * memory by copies on `device`. Sources before *cursor lie before the offset; it moves on. */
 CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t *out,
                            uint64_t offset_bytes, uint64_t length_bytes,
                            const struct pcc_client_device *device);
