@@ -297,6 +297,7 @@ static void take_off(struct pcc_client *client, struct pcc_job *job, uint32_t ch
     flight->offset_bytes = job->filled_bytes;
     flight->length_bytes = (uint32_t)part->length_bytes;
     flight->pieces = part->pieces;
+    flight->checked = 0;
     client->free_count--;
     client->devices[part->device].pieces += part->pieces;
     client->devices[part->device].flying_bytes += part->length_bytes;
@@ -317,25 +318,53 @@ static void part_done(struct pcc_client *client, struct pcc_job *job, const stru
     }
 }
 
-/* The oldest landed chunk: checksums, then the daemon has it. As pcc_client_work. */
+struct checking { /* of a landed chunk, perhaps by several threads */
+    const struct pcc_client *client;
+    uint32_t chunk;
+    uint32_t first; /* block */
+};
+
+static void check_block(void *context, uint64_t piece)
+{
+    const struct checking *checking = context;
+    const struct pcc_client *client = checking->client;
+    const struct pcc_flight *flight = &client->flights[checking->chunk];
+    const uint64_t block_bytes = client->view.geometry.block_bytes;
+    const uint64_t block = checking->first + piece;
+    const uint64_t at = block * block_bytes;
+
+    if (!atomic_load_explicit(&flight->job->stop, memory_order_relaxed))
+        pcc_page_checksums(&client->view, checking->chunk)[block] =
+            pcc_hash_bytes(client->chunk_at[checking->chunk] + at,
+                           pcc_piece_bytes(flight->length_bytes, at, block_bytes));
+}
+
+/* The oldest landed chunk: checksums, then the daemon has it. As pcc_client_work. One block at a
+ * time, so that the GPU is given its next copies meanwhile; where the trainer waits, all blocks,
+ * with the crew's help. */
 static int finish_one(struct pcc_client *client)
 {
-    const uint32_t chunk = pcc_client_list_take(client, &client->landed);
-    const uint64_t block_bytes = client->view.geometry.block_bytes;
+    const uint32_t chunk = client->landed.first;
     bool whole = true;
 
     if (chunk == PCC_NO_CHUNK)
         return 0;
-    const struct pcc_flight *flight = &client->flights[chunk];
+    struct pcc_flight *flight = &client->flights[chunk];
     struct pcc_job *job = flight->job;
-    uint8_t *bytes = client->chunk_at[chunk];
-    for (uint64_t at = 0; at < flight->length_bytes; at += block_bytes) {
-        if (atomic_load_explicit(&job->stop, memory_order_relaxed))
-            break;
-        pcc_page_checksums(&client->view, chunk)[at / block_bytes] =
-            pcc_hash_bytes(bytes + at, pcc_piece_bytes(flight->length_bytes, at, block_bytes));
-    }
-    pad(bytes, flight->length_bytes);
+    struct checking checking = {.client = client, .chunk = chunk, .first = flight->checked};
+    const uint32_t blocks =
+        (uint32_t)pcc_ceil_div(flight->length_bytes, client->view.geometry.block_bytes);
+    (void)pthread_mutex_lock(&client->lock);
+    const bool helped = client->waiters > 0;
+    (void)pthread_mutex_unlock(&client->lock);
+    const uint32_t now = helped ? blocks - flight->checked : 1;
+    pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, now, check_block,
+                 &checking);
+    flight->checked += now;
+    if (flight->checked < blocks && !atomic_load_explicit(&job->stop, memory_order_relaxed))
+        return 1;
+    (void)pcc_client_list_take(client, &client->landed);
+    pad(client->chunk_at[chunk], flight->length_bytes);
     (void)pthread_mutex_lock(&client->lock);
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
     job->flights--;
