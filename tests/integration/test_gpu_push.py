@@ -149,9 +149,10 @@ def pulls_later(node: Node, trainer: GpuTrainer) -> None:
 @stand_in
 def test_a_driver_that_works_after_some_time(start_node: Start) -> None:
     """As at boot: modules and devices come after the daemon."""
-    node = start_node(driver={"init_fail_code": 802, "init_fail_count": 2})
+    node = start_node(driver={"init_fail_code": 802})
     trainer = node.connect()
     saves(trainer)
+    node.faults.set(init_fail_code=0)
     node.wait_for(lambda: node.status()["daemon"]["transfer"] == "pull")
     pulls_later(node, trainer)
 

@@ -21,8 +21,13 @@ _LEFT_OUT = ("pccheckctl.importing.", "pccheckd.__main__")
 def _import_all(package: str) -> None:
     found = importlib.import_module(package)
     for module in pkgutil.walk_packages(found.__path__, package + "."):
-        if not module.name.startswith(_LEFT_OUT):
+        if module.name.startswith(_LEFT_OUT):
+            continue
+        try:
             importlib.import_module(module.name)
+        except ModuleNotFoundError:
+            if ".integrations." not in module.name:  # of a framework that is not installed
+                raise
 
 
 def import_all(package: str) -> None:
