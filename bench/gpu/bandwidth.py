@@ -119,6 +119,7 @@ class Bench:
     def measure_mode(self, name: str, mode: dict[str, Any]) -> None:
         before_mib = self.taken_mib()
         self.node.connect(mode)
+        self.training.step(0)  # from the first step on, checkpoint() need not wait for the copy
         self.node.save()  # registers, and makes the volume
         self.chosen[name] = self.node.chosen()
         self.memory_mib[name] = round(self.taken_mib() - before_mib, 1)

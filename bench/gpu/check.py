@@ -3,14 +3,14 @@
     make gpu-check PYTHON=python3          the checks
     make gpu-bench PYTHON=python3          the benches; or, with options,
     python3 bench/gpu/check.py [--half checks|benches] [--wheels wheels] [--limit-s 470]
-                               [--directory DIR] [--output DIR]
+                               [--directory DIR] [--output DIR] [--logs DIR]
 
 Each builds PCcheck into a directory of its own. The checks are the probe, then the GPU tests with
-the real driver (PCCHECK_TEST_GPU=real pytest tests/integration), those of FIRST first and four at
-a time where pytest-xdist is there. The benches are those of this directory: train on tmpfs,
+the real driver (PCCHECK_TEST_GPU=real pytest tests/integration), those of FIRST first and, where
+pytest-xdist is there, one at a time for every two CPUs. The benches are those of this directory: train on tmpfs,
 bandwidth, resume, train on --directory. After every part, what there is goes to
 bench/results/gpu-DATE-HALF.json and .md; a part that fails or takes too long is named there and
-stops no other. The exit code is 0 when all parts ended well.
+stops no other. --logs keeps what each part printed. The exit code is 0 when all parts ended well.
 
 The Python that runs this needs torch with CUDA, and pip. What else PCcheck and its tests need, and
 that Python lacks, is installed from --wheels. To fill it on a machine with network, for the GPU
@@ -74,13 +74,14 @@ FIRST = (
 BUDGETS_S = {
     "checks": {"requirements": 40, "build": 90, "probe": 110, "first_tests": 100, "tests": 130},
     "benches": {
-        "requirements": 40, "build": 90, "train_in_memory": 75, "bandwidth": 60, "resume": 60,
+        "requirements": 40, "build": 60, "train_in_memory": 75, "bandwidth": 90, "resume": 60,
         "train": 145,
     },
 }  # fmt: skip
 LIMIT_S = 470.0
 GRACE_S = 15.0  # to end after Ctrl-C, daemons included
 RESERVE_S = 30.0  # of a bench, for what it has begun when its budget is used up
+TEST_LIMIT_S = 60  # of one test, for what a real driver may never answer
 TAIL_CHARACTERS = 4000
 
 Document = dict[str, Any]
@@ -97,6 +98,8 @@ class Check:
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options = options
         self.work = work
+        self.logs: Path = options.logs or work
+        self.logs.mkdir(parents=True, exist_ok=True)
         self.site = work / "site"
         self.start_s = time.monotonic()
         self.document: Document = self.facts() | {"steps": {}}
@@ -143,7 +146,7 @@ class Check:
         processes that it has started are killed."""
         limit_s = min(limit_s, self.left_s())
         start_s = time.monotonic()
-        log = self.work / f"{name}.log"
+        log = self.logs / f"{name}.log"
         if limit_s <= 1:
             return self.record(name, Ended("no time left", 0.0, ""))
         print(f"== {name} (at most {limit_s:.0f} s): {' '.join(command)}", flush=True)
@@ -186,6 +189,7 @@ class Check:
         """Takes what a part has written, whole or not, into the document."""
         try:
             self.document[name] = json.loads(path.read_text())
+            self.document["gpu"] = self.document[name].get("gpu", self.document["gpu"])
         except (OSError, json.JSONDecodeError) as error:
             self.document[name] = {"missing": str(error)}
         self.write()
@@ -225,11 +229,12 @@ class Check:
 
     def pytest(self, name: str, which: list[str]) -> None:
         result = self.work / f"{name}.xml"
-        side_by_side = ["-n", "4"] if version_of("pytest-xdist") else []
+        at_once = max(2, (os.cpu_count() or 1) // 2)
+        side_by_side = ["-n", str(at_once)] if version_of("pytest-xdist") else []
         self.run(
             name,
             [sys.executable, "-m", "pytest", *which, *side_by_side, "-p", "no:cacheprovider",
-             f"--junitxml={result}"],
+             f"--timeout={TEST_LIMIT_S}", f"--junitxml={result}"],
             self.budgets_s[name],
         )  # fmt: skip
         self.document[name] = counts(result)
@@ -403,6 +408,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
     parser.add_argument("--directory", type=Path, default=ROOT, help="for checkpoints")
     parser.add_argument("--output", type=Path, help="default bench/results")
+    parser.add_argument("--logs", type=Path, help="keeps what the parts print; default: removed")
     parser.add_argument("--only", action="append", default=[], help="parts; build is always run")
     parser.add_argument("--no-build", action="store_true", help="use the PCcheck that is installed")
     parser.add_argument("--dry", action="store_true")

@@ -41,18 +41,22 @@ Save = Callable[[int], object]
 Row = dict[str, Any]
 
 
-def train(training: Training, steps: int, every: int, save: Save | None, look_every: int) -> float:
-    """Seconds for `steps` steps; `save` is called before the first and then every `every`."""
+def train(training: Training, steps: int, every: int, save: Save | None, look_every: int) -> Row:
+    """The "seconds" for `steps` steps, and the "call_ms" of each save; `save` is called before the
+    first step and then every `every`."""
+    calls_ms: list[float] = []
     training.synchronize()
     start_s = time.monotonic()
     for step in range(steps):
         if save is not None and step % every == 0:
+            called_s = time.monotonic()
             save(step)
+            calls_ms.append((time.monotonic() - called_s) * 1e3)
         loss = training.step(step)
         if step % look_every == look_every - 1:
             loss.item()
     training.synchronize()
-    return time.monotonic() - start_s
+    return {"seconds": time.monotonic() - start_s, "call_ms": calls_ms}
 
 
 def steps_of(every: int) -> int:
@@ -80,22 +84,23 @@ class Bench:
         row: Row = {"contender": name, "every": every, "steps": steps}
         common.settle()
         if name == NONE:
-            row["seconds"] = train(self.training, steps, every, None, self.look_every)
+            row |= train(self.training, steps, every, None, self.look_every)
         elif name in RIVALS:
-            row["seconds"] = self.run_rival(name, steps, every)
+            row |= self.run_rival(name, steps, every)
         else:
             self.node.connect(self.modes[name])
+            self.training.step(0)  # from the first step on, checkpoint() need not wait for the copy
             row["durable_s"] = self.node.save().durable_s  # registers, and makes the volume
             self.node.handles.clear()
             row["chosen"] = self.node.chosen()
-            row["seconds"] = train(
+            row |= train(
                 self.training, steps, every, lambda step: self.node.start_save(), self.look_every
             )
             self.node.leave()
             row["endings"] = self.node.endings()
         return row
 
-    def run_rival(self, name: str, steps: int, every: int) -> float:
+    def run_rival(self, name: str, steps: int, every: int) -> Row:
         saver = RivalSaver(self.rivals.save[name], self.directory)
         try:
             if name not in self.warm:
@@ -151,6 +156,15 @@ def ratios(rows: list[Row]) -> dict[int, dict[str, list[float]]]:
     return found
 
 
+def calls(rows: list[Row]) -> dict[str, list[float]]:
+    """How long each save held the training thread, in milliseconds, by contender."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["call_ms"]:
+            found.setdefault(row["contender"], []).extend(row["call_ms"])
+    return found
+
+
 def table(rows: list[Row], failures: list[str], left_out: list[str]) -> list[str]:
     found = ratios(rows)
     steps_ms = [row["seconds"] / row["steps"] * 1e3 for row in rows if row["contender"] == NONE]
@@ -181,6 +195,10 @@ def table(rows: list[Row], failures: list[str], left_out: list[str]) -> list[str
     lines += [
         "",
         *sorted({f"- {row['contender']}: {row['chosen']}" for row in rows if "chosen" in row}),
+        *(
+            f"- the call of {name} takes {Spread.of(calls_ms).text(1)} ms"
+            for name, calls_ms in calls(rows).items()
+        ),
     ]
     lines += [
         f"- {row['contender']} at {row['every']}: {row['endings']}"
