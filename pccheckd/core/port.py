@@ -155,6 +155,11 @@ class Port:
         """What it has, or will have when the present resize has ended."""
         return self._aim_bytes if self._resizing is not None else self.granted_bytes
 
+    @property
+    def resizes(self) -> bool:
+        """Memory may be on its way to it, or from it."""
+        return self._resizing is not None
+
     def adopted(self, nbytes: int) -> None:
         """It has memory of the previous daemon."""
         self.granted_bytes = self.lasting_bytes = nbytes

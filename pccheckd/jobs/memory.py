@@ -348,7 +348,8 @@ class Memory(Background):
                 hint="end some of these sessions, raise --dram, or lower --chunk",
                 retryable=True,
             )  # fmt: skip
-        if refusal is not None and claim.share_bytes < least:
+        # Without a claim, memory that is on its way would be nobody's to take back.
+        if refusal is not None and claim.share_bytes < least and not claim.port.resizes:
             self.gone(by.number)
             raise refusal
 

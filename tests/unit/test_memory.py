@@ -301,6 +301,39 @@ def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     run(work())
 
 
+def test_memory_that_grows_for_a_session_without_room_is_not_lost() -> None:
+    """There was room when it began to grow; then a session of another user came."""
+
+    async def work() -> None:
+        node = Node(4)
+        first, second, third = (node.tenant(uid) for uid in (UID, UID, UID + 1))
+        await node.claim(1, first, 2)
+        told, call = asyncio.Event(), node.engine.call
+
+        async def told_late(uid: int, function: Any, *arguments: Any) -> Any:
+            grown = await call(uid, function, *arguments)
+            if function == second.port.channel.grow:
+                await told.wait()
+            return grown
+
+        node.engine.call = told_late
+        newcomer = asyncio.create_task(node.claim(2, second, 2))
+        while not second.port.aim_bytes:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(node.claim(3, third, 2))
+        await asyncio.sleep(3 * memory_module._RETRY_S)  # both claims are looked at again
+        told.set()
+        await asyncio.gather(newcomer, return_exceptions=True)
+        while not other.done():
+            if 2 in node.ended and second.owner is not None:
+                node.leaves(2, second)
+            await asyncio.sleep(0.001)
+        assert await other == 2
+        await node.settled(2, 0, 2)
+
+    run(work())
+
+
 def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user whose claims wait must not keep the loop from the others."""
     sessions, waited_s = 40, 0.5
