@@ -53,6 +53,13 @@ static PyObject *link_alive(PyObject *self, PyObject *Py_UNUSED(unused))
     return PyBool_FromLong(alive);
 }
 
+static PyObject *link_unmapped(PyObject *self, void *Py_UNUSED(unused))
+{
+    int error;
+    PCC_PY_WITH(struct pcc_client, link, error = pcc_client_unmapped(link));
+    return PyLong_FromLong(-error);
+}
+
 static PyObject *link_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
 {
     uint32_t chunk_bytes;
@@ -440,6 +447,7 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef properties[] = {
+    {"unmapped", link_unmapped, NULL, "The errno of a mapping that failed, else 0.", NULL},
     {"chunk_bytes", link_chunk_bytes, NULL, "b", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -92,6 +92,8 @@ def fix_of(number: int) -> str:
         return f"give it, and the directories above it, to {to}"
     if number == errno.EROFS:
         return "mount the file system read-write"
+    if number == errno.EFBIG:
+        return "raise the limit on file sizes: ulimit -f, or LimitFSIZE= of the service"
     return CHECK_DISK if number in _DISK else ""
 
 

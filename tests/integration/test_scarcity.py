@@ -61,6 +61,16 @@ def test_what_the_limits_leave_is_used(limit: tuple[str, int]) -> None:
         assert "Traceback" not in daemon.log.read_text()
 
 
+def test_a_volume_above_the_limit_on_file_sizes_is_told_with_its_fix() -> None:
+    daemon = Limited("--chunk", "1MiB", "--dram", "64MiB")
+    daemon.limit = ("RLIMIT_FSIZE", 20 * MIB)
+    with daemon:
+        daemon.start()
+        with Rank(daemon.socket) as rank, pytest.raises(PccheckError, match="File too") as refused:
+            rank.register(20 * MIB)
+        assert "ulimit -f" in refused.value.hint
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")
 def test_a_refused_thread_is_told_in_words() -> None:
     with tempfile.TemporaryDirectory(prefix="pcc-") as root:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.support.trainer import Trainer
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 LIMIT_S = 120.0
+LONELY = 61234  #: a uid with no process but the test's
 ROOT = Path(__file__).parents[2]
 
 #: What every script begins with.
@@ -79,6 +81,72 @@ def test_a_process_without_files_left_trains_on(start_daemon: Start) -> None:
     with script(FILES, daemon.socket) as running:
         # A connection that succeeds after a failed attempt is logged before this line.
         assert told(running).splitlines()[-1] == "trained True"
+
+
+THREADS = """
+import resource, threading
+torch.set_num_threads(1)
+os.setgroups([])
+os.setresuid(int(sys.argv[2]), int(sys.argv[2]), int(sys.argv[2]))
+client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
+client.checkpoint([1])  # imports what it needs, and finds no daemon
+running = len(os.listdir("/proc/self/task"))
+hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+os.symlink(sys.argv[3], sys.argv[1])
+for spare in range(6):  # other processes of this user may take some of them
+    resource.setrlimit(resource.RLIMIT_NPROC, (running + spare, hard))
+    client._session._next_try_s = 0.0  # as if the back-off were over
+    client.checkpoint([1])
+    client.close()
+    client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
+resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+client._session._next_try_s = 0.0
+client.checkpoint([1]).wait_durable(60)
+client.close()
+print("trained")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")
+def test_a_process_without_threads_left_trains_on(start_daemon: Start) -> None:
+    """libzmq would end the process."""
+    daemon = start_daemon()
+    daemon.open_to_everybody()
+    with tempfile.TemporaryDirectory(prefix="pcc-") as root:
+        os.chown(root, LONELY, LONELY)
+        with script(THREADS, Path(root) / "late.sock", LONELY, daemon.socket) as running:
+            assert told(running).splitlines()[-1] == "trained"
+
+
+SPACE = """
+import resource
+from pccheck import PccheckError
+client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
+client.attach(model=model, optimizer=optimizer)
+client.restore()
+size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+limit = int(size.split()[1]) * 1024 + (6 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+for step in range(1, 6):
+    try:
+        client.checkpoint(step=step).wait_durable(60)
+    except PccheckError as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+client._session._next_try_s = 0.0  # as if the back-off were over
+client.checkpoint(step=6).wait_durable(60)
+print("trained")
+"""
+
+
+def test_a_process_without_address_space_is_told_so(start_daemon: Start) -> None:
+    """The daemon has not ended, and starting another one would not help."""
+    daemon = start_daemon("--chunk", "16MiB", "--dram", "128MiB")
+    with script(SPACE, daemon.socket) as running:
+        said = told(running)
+    assert said.splitlines()[-1] == "trained"
+    assert "cannot map the daemon's memory: Cannot allocate memory (raise the limit" in said
+    assert "has ended" not in said, said
 
 
 REPLACED = """

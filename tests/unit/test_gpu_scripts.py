@@ -69,7 +69,12 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
         monkeypatch.setattr(check.Check, "run", run)
         (tmp_path / "pccheck-1-py3-none-any.whl").touch()
         options = argparse.Namespace(
-            dry=True, limit_s=470, output=tmp_path, wheels=tmp_path, directory=tmp_path, half=half,
+            dry=True,
+            limit_s=470,
+            output=tmp_path,
+            wheels=tmp_path,
+            directory=tmp_path,
+            half=half,
             logs=None,
         )
         one = check.Check(options, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import select
@@ -15,7 +16,13 @@ import zmq
 from pccheck_native import Link
 from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import START_HINT
-from pccheck_wire.errors import DaemonUnreachableError, WaitTimeoutError, error_from_wire
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    PccheckError,
+    RefusedError,
+    WaitTimeoutError,
+    error_from_wire,
+)
 from pccheck_wire.messages import (
     Describe,
     Failure,
@@ -33,6 +40,8 @@ from pccheck_wire.messages import (
 #: How long a thread sleeps while it waits: another thread may have received its answer.
 _POLL_MS = 10
 _WAITING_MAX = 64
+#: libzmq starts two threads, and ends the process when it cannot.
+THREADS_FREE = 3
 
 Callback = Callable[[ReplyBody], None]
 
@@ -51,10 +60,30 @@ _CONTEXTS: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Raises OSError when this process has no threads left for it."""
     made = _CONTEXTS.get(os.getpid())
     if made is None:
+        _require_threads()
         made = _CONTEXTS[os.getpid()] = zmq.Context()
+        made.socket(zmq.DEALER).close(0)  # starts its threads, now that there are some
     return made
+
+
+def _require_threads() -> None:
+    """Raises OSError EAGAIN when this process can start fewer than THREADS_FREE threads."""
+    end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        while len(started) < THREADS_FREE:
+            thread = threading.Thread(target=end.wait, name="pccheck-room", daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
 
 
 class Connection:
@@ -187,7 +216,15 @@ class Connection:
                 self._break_count += 1
         return self._break_count
 
-    def gone(self) -> DaemonUnreachableError:
+    def gone(self) -> PccheckError:
+        """Why this connection does not live any more."""
+        with contextlib.suppress(ValueError):  # closed
+            if self.link.unmapped:
+                return RefusedError(
+                    "this process cannot map the daemon's memory: "
+                    f"{os.strerror(self.link.unmapped)}",
+                    hint="raise the limit: ulimit -v, or vm.max_map_count", retryable=True,
+                )  # fmt: skip
         return DaemonUnreachableError(
             f"pccheckd at {self.path} (pid {self.welcome.pid}) has ended", hint=START_HINT
         )

@@ -142,8 +142,9 @@ class Session:
             answer = connection.request(Register(rounded, uncounted), timeout_s=self._stall_limit_s)
         except DaemonUnreachableError:
             raise
-        except PccheckError:  # the daemon has counted them
-            self.uncounted -= uncounted
+        except PccheckError:
+            if connection.alive():  # the daemon has counted them
+                self.uncounted -= uncounted
             raise
         self.uncounted -= uncounted
         assert isinstance(answer, Registered)
@@ -238,6 +239,8 @@ class Session:
             return
         try:
             self.error = connection.gone()
+            if not isinstance(self.error, DaemonUnreachableError):  # it would happen again
+                self._next_try_s = time.monotonic() + BACKOFF_SLOW_S
             with contextlib.suppress(PccheckError):
                 connection.pump()  # answers that the next daemon will need may have arrived
         finally:
@@ -293,4 +296,10 @@ def _as_ours(error: Exception) -> PccheckError:
         return error
     if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
         return DaemonUnreachableError(f"the daemon closed the connection: {error}", hint=START_HINT)
+    if isinstance(error, OSError) and error.errno == errno.EAGAIN:
+        return RefusedError(
+            "cannot connect: this process can start no more threads",
+            hint="raise the limit: ulimit -u, ulimit -v, or pids.max of its cgroup",
+            retryable=True,
+        )
     return ProtocolError(f"cannot set up the session: {error}")

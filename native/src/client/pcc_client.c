@@ -220,6 +220,11 @@ bool pcc_client_alive(struct pcc_client *client)
     return poll(&socket, 1, 0) <= 0;
 }
 
+int pcc_client_unmapped(const struct pcc_client *client)
+{
+    return atomic_load_explicit(&client->unmapped, memory_order_relaxed);
+}
+
 uint32_t pcc_client_chunk_bytes(const struct pcc_client *client)
 {
     return client->view.geometry.chunk_bytes;

@@ -26,6 +26,8 @@ PCC_MUST_CHECK int pcc_client_open(int socket_fd, int page_fd, struct pcc_client
  * that one of them may still touch is left mapped. */
 void pcc_client_close(struct pcc_client *client);
 bool pcc_client_alive(struct pcc_client *client); /* poll of the socket, about 1 us */
+/* 0, or -errno: the link has ended because memory of the daemon's could not be mapped here. */
+int pcc_client_unmapped(const struct pcc_client *client);
 uint32_t pcc_client_chunk_bytes(const struct pcc_client *client);
 
 /* Step 1: the word of `snapshot` becomes REQUESTED (before `begin` is sent). -EBUSY when its entry

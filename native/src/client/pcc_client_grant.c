@@ -53,7 +53,10 @@ static bool segment_map(struct pcc_client *client, const struct pcc_grant *grant
     fits = fits && fstat(fd, &status) == 0 && status.st_size >= 0 &&
            (uint64_t)status.st_size >= bytes && (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) != 0;
     void *mapped = NULL;
-    fits = fits && pcc_map_shared(fd, bytes, &mapped) == 0;
+    const int error = fits ? pcc_map_shared(fd, bytes, &mapped) : 0;
+    if (error != 0) /* before `dead`, which says that the link has ended */
+        atomic_store_explicit(&client->unmapped, error, memory_order_relaxed);
+    fits = fits && error == 0;
     (void)close(fd);
     if (!fits)
         return false;

@@ -180,7 +180,8 @@ struct pcc_client {
     int socket_fd;
     struct pcc_page_view view;
     _Atomic bool stop; /* close() */
-    _Atomic bool dead; /* hang-up, or the daemon broke the protocol */
+    _Atomic bool dead;    /* hang-up, or the daemon broke the protocol, or: */
+    _Atomic int unmapped; /* -errno of a segment's mapping */
     pthread_t thread;
 
     pthread_mutex_t lock;
