@@ -71,7 +71,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
         options = argparse.Namespace(
             dry=True, limit_s=470, output=tmp_path, wheels=tmp_path, directory=tmp_path, half=half,
             logs=None,
-        )
+        )  # fmt: skip
         one = check.Check(options, tmp_path)
         for _, part in one.parts():
             part()
