@@ -568,7 +568,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer, only=only
             )
             if result and only is None:
-                self._saver.restored(result.sequence, result.step, self._recovery.newest)
+                self._saver.restored(result.sequence, self._recovery.newest)
                 self._step = max(0, result.step)
                 self._saver.failures.durable(result.step, time.monotonic_ns())
                 if on_gpu:
@@ -589,7 +589,7 @@ class PCcheckClient:
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)
-                self._saver.restored(found.sequence, found.step, self._recovery.newest)
+                self._saver.restored(found.sequence, self._recovery.newest)
                 self._saver.failures.durable(found.step, time.monotonic_ns())
             return found
 
