@@ -1,5 +1,5 @@
-/* What outlives the daemon: a state memfd for each bound volume, and going on with what a daemon
- * that was killed had copied (pcc_kept.h). The memory that goes on was shared with a client who may
+/* What outlives the daemon: a state memfd for each bound volume. The next daemon continues with
+ * what a killed daemon had copied (pcc_kept.h). That memory was shared with a client, which may
  * still write to it, so nothing in it counts before it was checked against the state. */
 #include <stdlib.h>
 #include <string.h>

@@ -141,7 +141,7 @@ struct pcc_saver {
     pthread_mutex_t knowing; /* held over the read of a base's manifest */
     struct pcc_known *known; /* of the last base; NULL: none */
 
-    pthread_mutex_t flushing; /* one flush at a time: who meets an error knows whom it concerns */
+    pthread_mutex_t flushing; /* one flush at a time: a failure is counted before the next begins */
     _Atomic uint64_t flush_failures;
 
     struct pcc_lane *lanes;

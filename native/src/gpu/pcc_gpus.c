@@ -13,7 +13,7 @@
 
 struct pcc_gpus {
     pthread_mutex_t making; /* held while a context is made, which takes seconds; before lock */
-    pthread_mutex_t lock;   /* the table only: whoever asks for info does not wait for a driver */
+    pthread_mutex_t lock;   /* the table only: a request for info does not wait for a driver */
     struct pcc_gpu *gpus[PCC_GPUS_MAX];
     uint32_t count;
 };
