@@ -311,8 +311,8 @@ class Handlers:
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:
-    """Of a superseded one whose newer one is not known yet it is not said that it has ended: the
-    client asks again."""
+    """A superseded checkpoint is reported as being written until the newer one is known: the client
+    then asks again."""
     described = Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
         reason=found.reason, hint=found.hint,

@@ -342,8 +342,8 @@ class Job:
             self._decide_next()
 
     def _decide_next(self) -> None:
-        """In the next pass of the loop, or after the rest from the last decision: once for all who
-        ask for it until then."""
+        """In the next pass of the loop, or after the rest from the last decision: one decision for
+        all ranks that ask until then."""
         if self._due is None:
             loop, left_s = asyncio.get_running_loop(), self._rests_until_s - self._clock()
             self._due = (
@@ -399,8 +399,8 @@ class Job:
             tenant.gave_up(why_never)
 
     def note_absent(self, now_s: float) -> None:
-        """What a rank lacks that has had no process for ABSENT_LIMIT_S, while other ranks of its
-        start have, is given up: nobody waits for it any longer."""
+        """Gives up the checkpoints that an absent rank lacks. A rank is absent when it has had no
+        process for ABSENT_LIMIT_S, while other ranks of its start have one."""
         start = self.starts.current
         waits = start is not None and start.world_size > 1 and start.is_live
         absent = start.lost() if start is not None and waits else []

@@ -235,8 +235,8 @@ class Tenant:
 
     def end_lease(self, *, waits: bool) -> bool:
         """For a checkpoint that has no slot: ends a reader's lease, and returns whether a slot is
-        free now. For a checkpoint that `waits` it ends none while one in flight, or one that waits
-        for other ranks, will free a slot."""
+        free now. For a checkpoint that `waits`, no lease ends while another checkpoint will free a
+        slot: one in flight, or one that waits for other ranks."""
         if waits and self.ledger.in_flight:
             return False
         newest = self.group.newest_common

@@ -95,9 +95,9 @@ def read_newest(
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
     it returns is the state that was found.
 
-    When newer ones replace an opened one, they are opened instead. Returns also what was opened,
-    None when the volume holds nothing. Raises NoCheckpointError when there are some, but none is
-    valid.
+    If newer checkpoints replace the one that is open, the newest is opened instead. Also returns
+    what was opened; None when the volume holds nothing. Raises NoCheckpointError when checkpoints
+    exist, but none is valid.
     """
     skipped: dict[tuple[int, str], Skipped] = {}
     before: int | None = None
@@ -145,8 +145,8 @@ def read_newest(
 
 
 def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheckpointError | None]:
-    """Also why the daemon refused what each rank has stored for itself, which sharded state and
-    replicated state do not need: any number of ranks can read those."""
+    """Also returns why the daemon refused another number of ranks. The refusal counts for state
+    that each rank stores for itself; sharded and replicated state can be read by any number."""
     try:
         return ask_open(connection, wanted), None
     except NoCheckpointError as refusal:

@@ -154,7 +154,7 @@ def losses(items: Iterable[Save]) -> list[Loss]:
 
 
 def states(items: Iterable[Save]) -> Counter[str]:
-    """How many ended how; "global" ones are durable ones."""
+    """How many checkpoints ended in which way; "global" counts as durable."""
     return Counter("durable" if one.state == "global" else one.state for one in items)
 
 
