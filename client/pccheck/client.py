@@ -682,7 +682,7 @@ class PCcheckClient:
         return self._session.require()
 
     def _expose(self, connection: Connection, step: int) -> None:
-        """Before the first checkpoint, which meets the same failure again."""
+        """Shares GPU memory before the first checkpoint, which meets the same failure again."""
         try:
             made = self._planner.snapshot(connection.link.chunk_bytes, None, step, None)
             self._saver.expose(connection, made)

@@ -345,7 +345,8 @@ def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) ->
 
 
 def _number(plain: object) -> int:
-    """Of a request that may be unreadable otherwise, so that the peer gets an answer; or 0."""
+    """The number of a request that may be unreadable otherwise, so that the peer gets an answer; or
+    0."""
     number = plain.get("number") if isinstance(plain, dict) else None
     return number if type(number) is int and 0 <= number < 2**63 else 0
 

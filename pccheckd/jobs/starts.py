@@ -140,7 +140,7 @@ class Starts:
 
         `was` is the incarnation that an earlier daemon gave it (0: it is new), `known` the newest
         one that the job's volumes name, and `found` the newest one that the volumes of its rank
-        name (None: not all could be read); `moved`: these are other volumes than `was` is of.
+        name (None: not all could be read); `moved`: `was` belongs to other volumes.
         """
         start = self.of(rank, process)
         if was > INCARNATION_MAX:  # no daemon gives out such a number

@@ -199,7 +199,7 @@ class Payload:
         )
 
     def read_tree(self) -> tree.Tree:
-        """With the places of what other ranks store."""
+        """The tree, with the places of what other ranks store."""
         own = self._tree_of(self._own)
         return merge(own, self._own.rank, lambda rank: self._tree_of(self._part(rank)))
 
