@@ -182,7 +182,13 @@ class PCcheckClient:
             self._session, self._planner, self._steps, self._warner, replicated=replicated
         )
         self.place = identity.job, identity.rank, where()
-        for other in list(_CLIENTS):  # a notebook's cell is run again
+        self._replace_earlier()
+        self._first_connect()
+
+    def _replace_earlier(self) -> None:
+        """Closes an earlier client for this rank (a notebook's cell is run again), and has this one
+        closed at the end of the process."""
+        for other in list(_CLIENTS):
             if other.place == self.place:
                 other.close()
         self._closed = False
@@ -193,7 +199,6 @@ class PCcheckClient:
         if multiprocessing.parent_process() is not None:
             # One that was forked runs no atexit, and runs finalizers before it joins its children.
             util.Finalize(None, _close_all, exitpriority=100)
-        self._first_connect()
 
     def _first_connect(self) -> None:
         try:

@@ -107,13 +107,12 @@ def read_newest(
         try:
             opened, refusal = _open(connection, Open(step, before, any_world_size))
         except PccheckError as error:
-            if failed is not None:
-                reasons = "; ".join(
-                    f"step {i.step}: {i.reason}" if i.sequence else i.reason
-                    for i in skipped.values()
-                )
-                raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
-            raise
+            if failed is None:
+                raise
+            reasons = "; ".join(
+                f"step {i.step}: {i.reason}" if i.sequence else i.reason for i in skipped.values()
+            )
+            raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
         skipped.update({_key(item): item for item in opened.skipped})
         if isinstance(opened, Empty):
             if step is not None or before is not None:
