@@ -18,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,7 @@ from bench.common import GIB, MIB, Spread
 from bench.core import build, copy_seconds, plain_save
 from bench.fio import Limit, require_fio
 from bench.ours import Ours
-from bench.rivals import KEPT, Rivals, State
+from bench.rivals import KEPT, Finish, Rivals, State
 
 OURS = "PCcheck"
 
@@ -57,8 +58,9 @@ class Runs:
         return best, medians[best]
 
 
-def _rival_run(save: object, directory: Path, payload_bytes: int) -> dict[str, float]:
-    assert callable(save)
+def _rival_run(
+    save: Callable[[Path], Finish], directory: Path, payload_bytes: int
+) -> dict[str, float]:
     target = Path(tempfile.mkdtemp(prefix="rival-", dir=directory))
     try:
         common.settle()

@@ -6,9 +6,9 @@
                                [--directory DIR] [--output DIR] [--logs DIR]
 
 Each builds PCcheck into a directory of its own. The checks are the probe, then the GPU tests with
-the real driver (PCCHECK_TEST_GPU=real pytest tests/integration), those of FIRST first and, where
-pytest-xdist is there, one at a time for every two CPUs. The benches are those of this directory: train on tmpfs,
-bandwidth, resume, train on --directory. After every part, what there is goes to
+the real driver (PCCHECK_TEST_GPU=real pytest tests/integration), those of FIRST first; with
+pytest-xdist half as many at a time as there are CPUs. The benches are those of this directory:
+train on tmpfs, bandwidth, resume, train on --directory. After every part, what there is goes to
 bench/results/gpu-DATE-HALF.json and .md; a part that fails or takes too long is named there and
 stops no other. --logs keeps what each part printed. The exit code is 0 when all parts ended well.
 
@@ -70,7 +70,7 @@ FIRST = (
     "test_gpu_pull.py::test_restarts_leave_nothing_behind",
     "test_gpu_pull.py::test_what_changes_between_checkpoints_is_exposed_anew",
 )
-#: Limits in seconds for each part; the sum of a half is below --limit-s.
+#: Limits in seconds for each part; the sum of a half is LIMIT_S at most.
 BUDGETS_S = {
     "checks": {"requirements": 40, "build": 90, "probe": 110, "first_tests": 100, "tests": 130},
     "benches": {

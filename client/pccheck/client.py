@@ -182,7 +182,13 @@ class PCcheckClient:
             self._session, self._planner, self._steps, self._warner, replicated=replicated
         )
         self.place = identity.job, identity.rank, where()
-        for other in list(_CLIENTS):  # a notebook's cell is run again
+        self._replace_earlier()
+        self._first_connect()
+
+    def _replace_earlier(self) -> None:
+        """Closes an earlier client for this rank (a notebook's cell is run again), and has this one
+        closed at the end of the process."""
+        for other in list(_CLIENTS):
             if other.place == self.place:
                 other.close()
         self._closed = False
@@ -193,7 +199,6 @@ class PCcheckClient:
         if multiprocessing.parent_process() is not None:
             # One that was forked runs no atexit, and runs finalizers before it joins its children.
             util.Finalize(None, _close_all, exitpriority=100)
-        self._first_connect()
 
     def _first_connect(self) -> None:
         try:
@@ -568,7 +573,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer, only=only
             )
             if result and only is None:
-                self._saver.restored(result.sequence, result.step, self._recovery.newest)
+                self._saver.restored(result.sequence, self._recovery.newest)
                 self._step = max(0, result.step)
                 self._saver.failures.durable(result.step, time.monotonic_ns())
                 if on_gpu:
@@ -589,7 +594,7 @@ class PCcheckClient:
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._step = max(0, found.step)
-                self._saver.restored(found.sequence, found.step, self._recovery.newest)
+                self._saver.restored(found.sequence, self._recovery.newest)
                 self._saver.failures.durable(found.step, time.monotonic_ns())
             return found
 
@@ -682,7 +687,7 @@ class PCcheckClient:
         return self._session.require()
 
     def _expose(self, connection: Connection, step: int) -> None:
-        """Before the first checkpoint, which meets the same failure again."""
+        """Shares GPU memory before the first checkpoint, which meets the same failure again."""
         try:
             made = self._planner.snapshot(connection.link.chunk_bytes, None, step, None)
             self._saver.expose(connection, made)

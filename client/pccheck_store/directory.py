@@ -264,7 +264,7 @@ def none_of(job: str, storage: str | Path) -> PccheckError:
 
 
 def matching(
-    checkpoints: Iterable[catalog.Checkpoint], *, step: int | None, sequence: int | None = None
+    checkpoints: Iterable[catalog.Checkpoint], *, step: int | None, sequence: int | None
 ) -> list[catalog.Checkpoint]:
     return [
         one for one in checkpoints if step in (None, one.step) and sequence in (None, one.sequence)

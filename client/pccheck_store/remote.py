@@ -78,7 +78,7 @@ class DaemonStore:
 
 
 def _checkpoint(item: Document) -> catalog.Checkpoint:
-    """From the list. The place of the tree is unknown until the checkpoint is opened."""
+    """A row of the list. The place of the tree is unknown until the checkpoint is opened."""
     names = ("pinned", "protected", "damaged")
     flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
     numbers = {

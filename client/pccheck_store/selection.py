@@ -50,8 +50,8 @@ def spared_bytes(content: tree.Tree) -> int:
 
 
 def contiguous_strides(shape: Numbers[int], *, order: str = "C") -> tuple[int, ...]:
-    """In elements, of an array without holes: the last ("C") or the first ("F") dimension varies
-    fastest."""
+    """The strides of an array without holes, in elements: the last ("C") or the first ("F")
+    dimension varies fastest."""
     strides, step = [], 1
     for dim in reversed(shape) if order == "C" else shape:
         strides.append(step)

@@ -55,7 +55,7 @@ class WholeReader(Reader):
         return list(range(one.world_size)) if one.world_size > 1 else [one.rank]
 
     def content(self) -> tree.Tree:
-        """With the place of every extent. Raises StateMismatchError, NoCheckpointError."""
+        """The tree, with all extents' places. Raises StateMismatchError, NoCheckpointError."""
         rank = self.checkpoint.rank
         own = parts.merge(self._tree(rank), rank, self._tree)
         if not own.sharded():
@@ -78,7 +78,7 @@ class WholeReader(Reader):
         return dataclasses.replace(merged, extents=extents)
 
     def blocks(self) -> Blocks:
-        """Of the tensors of all ranks, by their paths."""
+        """The blocks of the tensors of all ranks, by path."""
         return Blocks({rank: self._tree(rank) for rank in self.ranks})
 
     def read_into(self, ranges: bytes) -> None:

@@ -25,7 +25,7 @@ STORAGE_MISSING = "--storage is missing"
 SAME_VERSION_HINT = "install the same version of pccheck on both sides"
 
 
-def socket_name(given: str | os.PathLike[str] | None = None) -> str:
+def socket_name(given: str | os.PathLike[str] | None) -> str:
     """Where the daemon listens: the argument, PCCHECK_SOCKET, the system's socket, the user's."""
     chosen = os.fspath(given) if given else os.environ.get("PCCHECK_SOCKET", "")
     if chosen:

@@ -258,7 +258,7 @@ class Described(Message):
 class Skipped(Message):
     """A checkpoint that recovery skipped, and why."""
 
-    sequence: int  #: 0: no known one, but a volume that may have held newer ones
+    sequence: int  #: 0: not known; a volume may have held newer checkpoints
     step: int
     reason: str
 

@@ -70,7 +70,7 @@ def _duration(text: str) -> float:
 
 
 def _period(text: str) -> float:
-    """Of --watch, which may stand before a job's name."""
+    """The period of --watch, a flag that may stand before a job's name."""
     try:
         period_s = _duration(text)
     except argparse.ArgumentTypeError:

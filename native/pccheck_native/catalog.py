@@ -199,7 +199,7 @@ def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]]) -> dict[in
 def common_step(
     checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]], world_size: int
 ) -> dict[int, Checkpoint] | None:
-    """By rank: the newest checkpoint that every rank 0..world_size-1 has undamaged; else None."""
+    """The newest checkpoint that every rank 0..world_size-1 has undamaged, by rank; else None."""
     ranks = {rank: list(checkpoints) for rank, checkpoints in checkpoints_by_rank.items()}
     for held in common(ranks_of(ranks)):
         if held.world_size == world_size:

@@ -19,10 +19,10 @@ class Limit(NamedTuple):
 
 
 def limits(of_process: Path = OF_PROCESS, root: Path = ROOT) -> Iterator[Limit]:
-    """Of every memory cgroup of this process and those above, in version 1 and 2.
+    """The limits of this process's memory cgroups and of those above, in version 1 and 2.
 
-    In a container the path may name groups of the host that are not mounted here; what is mounted
-    at the root is the container's own then.
+    In a container the path may name groups of the host that are not mounted here. Then the group
+    that is mounted at the root is the container's own.
     """
     for line in _read(of_process).splitlines():
         _, controllers, path = line.split(":", 2)

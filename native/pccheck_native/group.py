@@ -217,7 +217,8 @@ def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> l
 
 
 def behind(ranks: Ranks, world_size: int) -> dict[int, int]:
-    """By how many checkpoints that some rank has durable each rank is behind."""
+    """How many checkpoints each rank lacks of those that some rank has durable, and that are newer
+    than the newest common one."""
     held = {
         rank: {one.sequence for one in known.held if one.usable}
         for rank, known in ranks.items()

@@ -97,9 +97,8 @@ def noted_socket(storage: Path) -> Path | None:
 
 def identity(storage: Path) -> str:
     """Differs for another directory that is mounted in its place. Stable until the next boot, which
-    ends every training process. An empty directory that a running daemon began to use in the place
-    of another one has the identity of that one, since its processes went on with it. Raises
-    OSError."""
+    ends every training process. If a running daemon has continued in an empty directory in place of
+    the old one, the new directory has the identity of the old one. Raises OSError."""
     own = number(storage)
     with contextlib.suppress(OSError, ValueError):
         itself, replaced = os.getxattr(storage, _REPLACES).decode("ascii").split()
@@ -175,8 +174,8 @@ class MisplacedError(OSError):
 
 
 class Hidden(NamedTuple):
-    """A place where volumes may be that nobody can list. Rank and generation are 0, and the job is
-    "", where the place says nothing of them."""
+    """A place that may have volumes, and that cannot be listed. Rank and generation are 0, and the
+    job is "", if the place does not name them."""
 
     file: VolumeFile
     error: OSError  # a MisplacedError, or what the disk answered; it names the place
@@ -242,9 +241,9 @@ def list_volumes(
 ) -> list[VolumeFile]:
     """Every volume by name, ordered by (uid, job, rank, generation); None means any.
 
-    Raises FileNotFoundError without a storage directory, PermissionError for one of others. Of one
-    user's job also why volumes may be hidden: the job may have checkpoints, and must not begin at
-    step 0.
+    Raises FileNotFoundError without a storage directory, PermissionError for another user's. For
+    one user's job also raises why volumes may be hidden: the job may have checkpoints, and must not
+    begin at step 0.
     """
     if None not in (uid, job):
         for one in list_hidden(storage, uid=uid, job=job):

@@ -61,7 +61,7 @@ class Queued(QueueHandler):
         self._writer.handlers = (output,)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """With its text: the values in it may have changed when it is written."""
+        """Makes the text now: the values in it may have changed when the record is written."""
         record = copy.copy(record)
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:

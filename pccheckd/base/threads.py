@@ -13,11 +13,11 @@ _R = TypeVar("_R")
 
 
 class Threads(Executor):
-    """At most `limit` threads; a new one starts when there is work and none is free. Where the
-    system refuses one, the work waits for those that there are: it could be the end of a session,
-    and must not be lost. Call `begin` at the daemon's start, so that there is always one.
+    """At most `limit` threads; a new one starts when there is work and none is free. If the system
+    refuses a thread, the work waits for the existing threads: it may be the end of a session, and
+    must not be lost. Call `begin` at the daemon's start, so that there is always a thread.
 
-    The end of the process does not wait for them: what hangs in a disk or driver cannot be ended.
+    The process ends without these threads: a call that hangs in a disk or a driver cannot be ended.
     """
 
     def __init__(self, limit: int, name: str) -> None:

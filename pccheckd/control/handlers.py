@@ -311,8 +311,8 @@ class Handlers:
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:
-    """Of a superseded one whose newer one is not known yet it is not said that it has ended: the
-    client asks again."""
+    """A superseded checkpoint is reported as being written until the newer one is known: the client
+    then asks again."""
     described = Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
         reason=found.reason, hint=found.hint,
@@ -345,7 +345,8 @@ def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) ->
 
 
 def _number(plain: object) -> int:
-    """Of a request that may be unreadable otherwise, so that the peer gets an answer; or 0."""
+    """The number of a request that may be unreadable otherwise, so that the peer gets an answer; or
+    0."""
     number = plain.get("number") if isinstance(plain, dict) else None
     return number if type(number) is int and 0 <= number < 2**63 else 0
 

@@ -83,7 +83,7 @@ class Turns:
 
 
 class Shape(NamedTuple):
-    """Of a channel."""
+    """What a channel is made with."""
 
     chunk_bytes: int
     block_bytes: int

@@ -52,8 +52,8 @@ class ControlServer:
         return self._restarts + sum(keeper.restarts for keeper in self._keepers.values())
 
     def serve(self, handle: Handle, interrupted: Callable[[int], None] = lambda _uid: None) -> None:
-        """Before the first `join`: what answers requests, and what is called with a uid whose
-        requests may have been lost."""
+        """Sets what answers requests, and what is called with a uid whose requests may have been
+        lost. To be called before the first `join`."""
         self._handle, self._interrupted = handle, interrupted
 
     async def join(self, uid: int, gid: int) -> str:
@@ -137,7 +137,7 @@ def _not_made(path: Path, error: OSError) -> RefusedError:
 
 
 def _prefix(socket_path: Path) -> str:
-    """Of the directories of daemons with this socket: others may be in the same place."""
+    """How the directories of daemons with this socket begin: others may be in the same place."""
     return "ctl-" + hashlib.blake2b(os.fsencode(socket_path.name), digest_size=4).hexdigest()
 
 

@@ -19,7 +19,7 @@ LATE_FACTOR = 3
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Of a job with several ranks."""
+    """How a job with several ranks stands."""
 
     world_size: int
     step: int | None  # of the newest common checkpoint

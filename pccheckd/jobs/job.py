@@ -95,7 +95,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Of the current start, else of the run that saved last."""
+        """The number of ranks of the current start, else of the run that saved last."""
         start = self.starts.current
         if start is not None:
             return start.world_size
@@ -160,8 +160,8 @@ class Job:
         return start.incarnation
 
     def incarnation(self, rank: int, owner: Owner) -> int:
-        """Of the newest start that a process is a member of; it may have moved along since it
-        connected."""
+        """The incarnation of the newest start that a process belongs to: the process may have moved
+        to a newer start since it connected."""
         start = self.starts.of(rank, owner.process)
         return start.incarnation if start is not None else 0
 
@@ -309,8 +309,8 @@ class Job:
         return {rank: self._rank(tenant) for rank, tenant in self.tenants.items()}
 
     def _with_lost(self, ranks: dict[int, Rank]) -> dict[int, Rank]:
-        """With what was in files that are not at their paths any more. Such a file may come back
-        with its directory or its disk: the other ranks keep their parts, as if it were here."""
+        """Adds the checkpoints in files that are not at their paths any more. Such a file may come
+        back with its directory or its disk, so the other ranks keep their parts."""
         lost = {rank: tenant.volumes.lost for rank, tenant in self.tenants.items()}
         return {
             rank: known._replace(held={*known.held, *(one.held() for one in lost[rank])})
@@ -342,8 +342,8 @@ class Job:
             self._decide_next()
 
     def _decide_next(self) -> None:
-        """In the next pass of the loop, or after the rest from the last decision: once for all who
-        ask for it until then."""
+        """In the next pass of the loop, or after the rest from the last decision: one decision for
+        all ranks that ask until then."""
         if self._due is None:
             loop, left_s = asyncio.get_running_loop(), self._rests_until_s - self._clock()
             self._due = (
@@ -399,8 +399,8 @@ class Job:
             tenant.gave_up(why_never)
 
     def note_absent(self, now_s: float) -> None:
-        """What a rank lacks that has had no process for ABSENT_LIMIT_S, while other ranks of its
-        start have, is given up: nobody waits for it any longer."""
+        """Gives up the checkpoints that an absent rank lacks. A rank is absent when it has had no
+        process for ABSENT_LIMIT_S, while other ranks of its start have one."""
         start = self.starts.current
         waits = start is not None and start.world_size > 1 and start.is_live
         absent = start.lost() if start is not None and waits else []
@@ -425,7 +425,7 @@ class Job:
         }
 
     def _keep(self) -> int:
-        """Of the existing volumes, else as configured."""
+        """`keep` of the existing volumes, else as configured."""
         there = [t.volumes.current.info.keep for t in self.tenants.values() if t.volumes.current]
         return min(there, default=self._config.keep)
 
@@ -567,7 +567,7 @@ class Job:
                 )
 
     def _doubt(self) -> PccheckError | None:
-        """Of any rank's volumes."""
+        """Why the volumes of some rank may hold newer checkpoints, or have lost them."""
         every = (e for _, tenant in sorted(self.tenants.items()) for e in tenant.volumes.doubts)
         return next(every, None)
 

@@ -274,8 +274,8 @@ class Memory(Background):
         """What a port has when the present resizes have ended."""
         return 0 if port in self._releasing or port in self._ending else port.aim_bytes
 
-    def _without_trainer(self, uid: int | None = None) -> list[Tenant]:
-        """Tenants that can give memory back: caches, and written checkpoints."""
+    def _without_trainer(self, uid: int | None) -> list[Tenant]:
+        """Tenants, of one user or of all, that can return memory: caches, written checkpoints."""
         claimed = {claim.port for claim in self._claims.values()}
         found = []
         for tenant in self._tenants():

@@ -84,7 +84,7 @@ async def _unpin(tenants: list[Tenant], step: int) -> None:
 
 
 def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
-    """Of the newest checkpoint of a step that this rank can restore."""
+    """The sequence of the newest checkpoint of a step that this rank can restore."""
     alone = session.solo or session.world_size == 1
     mine = {
         one.sequence: one.step

@@ -150,7 +150,7 @@ class Registry:
         }  # fmt: skip
 
     async def _job(self, uid: int, name: str) -> Job:
-        """With the lock held, under which jobs are loaded and closed."""
+        """The job, loaded if necessary. The caller holds the lock for loading and closing jobs."""
         job = self.jobs.get((uid, name))
         if job is None:
             job = Job(uid, name, self.config)

@@ -3,7 +3,7 @@
 A process has a random identity of its own, which its reconnects repeat. A new process is a new
 start of its rank, whatever its launch id is: launch ids repeat (a loop in a batch script, a
 launcher's restart counter that begins at 0 again). So a launch id only separates: ranks with
-different ones are never of one start.
+different launch ids never belong to one start.
 
 A start is open until every rank has joined it. A new process takes a free place in the newest start
 if that is open and one of its processes lives, or the place of a process that has ended without
@@ -12,10 +12,10 @@ an older start is *fenced*: it gets no more of them until it restores, which mak
 the newest start, or begins a new one if all processes of the newest have ended. A process that
 has asked for no checkpoint joins the newest start without a restore.
 
-A daemon that is restarted does not know which ranks had joined a start. But a rank registers before
-it asks, and its volume names the start then. So a rank whose volume named only earlier starts when
-its new process came has saved nothing in this one, and its place is free, whoever comes first: the
-processes that an earlier daemon served, or the ranks that were late.
+A restarted daemon does not know which ranks had joined a start. But a rank registers before it asks
+for a checkpoint, and then its volume names the start. If the volume named only earlier starts when
+the rank's new process came, the rank has saved nothing in this start. So its place is free, for a
+process that an earlier daemon served or for a rank that was late.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Starts:
 
         `was` is the incarnation that an earlier daemon gave it (0: it is new), `known` the newest
         one that the job's volumes name, and `found` the newest one that the volumes of its rank
-        name (None: not all could be read); `moved`: these are other volumes than `was` is of.
+        name (None: not all could be read); `moved`: `was` belongs to other volumes.
         """
         start = self.of(rank, process)
         if was > INCARNATION_MAX:  # no daemon gives out such a number

@@ -104,7 +104,7 @@ def _fronts(control: ControlServer) -> Iterator[Family]:
 
 
 def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
-    """Of jobs with several ranks: what all of them have."""
+    """What all ranks of a job have, for jobs with several ranks."""
     found = [
         ((str(job.uid), job.name), one)
         for job in jobs
@@ -134,7 +134,7 @@ def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
 
 
 def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
-    """Of what is loaded: ranks with a trainer, and those whose trainers ended last."""
+    """Loaded ranks: those with a trainer, and those whose trainers ended last."""
     rows = [(tuple(map(str, t.key)), t) for t in ranks if t.owner is not None or t.volumes.open]
     newest = [(key, found[0]) for key, t in rows if (found := t.volumes.checkpoints())]
 

@@ -330,7 +330,7 @@ def _warnings(tenant: Tenant) -> list[str]:
 
 
 def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
-    """Of a volume's file and its checkpoints."""
+    """What is wrong with a volume's file and its checkpoints."""
     place = item.path
     if item.quarantined:
         slots = f"{place}: {plural(item.quarantined, 'slot')} with write errors, used only when no"

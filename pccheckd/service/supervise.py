@@ -32,7 +32,7 @@ class Supervisor(Background):
         notifier: Notifier,
         sessions: Sessions,
         *,
-        faults: Callable[[], list[str]] = list,
+        faults: Callable[[], list[str]],
     ) -> None:
         """`faults` returns why the process itself fails: the watchdog then ends it."""
         self._faults = faults

@@ -57,7 +57,7 @@ class StorageDirectory:
 
     @property
     def is_private(self) -> bool:
-        """Whether only the processes of one user have this daemon, which one of them started."""
+        """Whether a training process started this daemon (autostart), for one user's processes."""
         return self._private_socket is not None
 
     def require(self) -> None:

@@ -120,7 +120,7 @@ class Ledger:
         self._trainer, self._has_saved, self._has_ended = session, False, False
 
     def trainer_ended(self) -> None:
-        """Of a trainer that has saved something, only what fails from now on counts as trouble."""
+        """If the trainer has saved something, only what fails from now on counts as trouble."""
         self._has_ended = True
         if self._has_saved:
             self._succeeded()

@@ -141,8 +141,7 @@ class Retention:
         await self.flag(sequence, clear=PROTECTED)
 
     async def stage_again(self) -> None:
-        """After a volume was read from the disk again: staged flags are lost, so stages them
-        again."""
+        """Stages flags again that were lost because a volume was read from the disk again."""
         for sequence in self._released & self._volumes.sequences():
             await self.flag(sequence, clear=PROTECTED)
         for sequence in self.protected:

@@ -154,8 +154,8 @@ class Tenant:
         return steps[max(steps)] if steps else None
 
     async def detach(self, session: int, *, give_way: bool = False) -> None:
-        """The trainer is gone: what was copied goes on, the rest fails. `give_way`: its memory goes
-        back before the trainer can attach again."""
+        """The trainer has ended: copied checkpoints continue, the others fail. `give_way`: the
+        tenant returns its memory before the trainer can attach again."""
         if self.owner is None or self.owner.session != session:
             return
         self.ledger.trainer_ended()
@@ -189,7 +189,8 @@ class Tenant:
 
     @property
     def incarnation(self) -> int:
-        """Of the start that its trainer belongs to now; else the newest that saved here."""
+        """The incarnation of the start that its trainer belongs to now; else the newest that saved
+        here."""
         if self.owner is None:
             return self.volumes.newest_incarnation()
         return self.group.incarnation(self.key.rank, self.owner)
@@ -235,8 +236,8 @@ class Tenant:
 
     def end_lease(self, *, waits: bool) -> bool:
         """For a checkpoint that has no slot: ends a reader's lease, and returns whether a slot is
-        free now. For a checkpoint that `waits` it ends none while one in flight, or one that waits
-        for other ranks, will free a slot."""
+        free now. For a checkpoint that `waits`, no lease ends while another checkpoint will free a
+        slot: one in flight, or one that waits for other ranks."""
         if waits and self.ledger.in_flight:
             return False
         newest = self.group.newest_common

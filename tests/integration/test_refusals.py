@@ -156,10 +156,10 @@ def test_a_live_duplicate_is_refused_with_both_pids(
     assert first.wait_durable(first.checkpoint()) == "durable"
 
 
-def overwrite(path: Path, *, where: int, length: int = 4096) -> None:
+def overwrite(path: Path, *, where: int) -> None:
     with path.open("r+b") as file:
         file.seek(where if where >= 0 else path.stat().st_size + where)
-        file.write(os.urandom(length))
+        file.write(os.urandom(4096))
 
 
 @pytest.mark.parametrize("how", ["scribbled", "truncated", "newer"])

@@ -30,13 +30,13 @@ class Gpu(Protocol):
     def capture(self, device: int = 0) -> AbstractContextManager[Graph]: ...
 
 
-def module_to(gpu: Gpu, module: torch.nn.Module, device: int = 0) -> torch.nn.Module:
-    """Moves parameters and buffers onto the device, in place; tied ones stay tied."""
+def module_to(gpu: Gpu, module: torch.nn.Module) -> torch.nn.Module:
+    """Moves parameters and buffers onto the GPU, in place; tied ones stay tied."""
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in moved:
-            fresh = gpu.like(tensor.detach(), device)
+            fresh = gpu.like(tensor.detach())
             if isinstance(tensor, torch.nn.Parameter):
                 fresh = torch.nn.Parameter(fresh, requires_grad=tensor.requires_grad)
             moved[id(tensor)] = fresh
@@ -124,7 +124,7 @@ def _ordinal(tensor: torch.Tensor) -> int:
 class DriftingBuffer(torch.nn.Module):
     """A module whose buffer changes in forward(), on the stream, as BatchNorm's do."""
 
-    def __init__(self, gpu: Gpu, count: int = 1000) -> None:
+    def __init__(self, gpu: Gpu, count: int) -> None:
         super().__init__()
         self._gpu = gpu
         self.seen: torch.Tensor

@@ -24,12 +24,11 @@ _LISTENING = ["/bin/sh", "-c", 'LISTEN_PID=$$ exec "$@"', "sh"]
 class Manager:
     """Its end of one notify socket. A thread answers, as the daemon waits for answers."""
 
-    def __init__(self, path: Path, limit: int = STORE_MAX) -> None:
+    def __init__(self, path: Path, limit: int) -> None:
         self.path = path
         self.limit = limit
         self.store: dict[str, int] = {}
         self.ready = threading.Event()
-        self.ignored = 0  #: descriptors that came when the store was full
         self._lock = threading.Lock()
         self._ears = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._ears.bind(str(path))
@@ -81,7 +80,6 @@ class Manager:
                 if len(self.store) < self.limit:
                     self.put(name, fd)
                 else:
-                    self.ignored += 1
                     os.close(fd)
             return
         for fd in fds:  # BARRIER=1: its end is what the sender waits for

@@ -131,10 +131,10 @@ class Faults:
     def release_copies(self) -> None:
         self.set(copy_hold_kinds=0, copy_hold_skip=0)
 
-    def fail_open(self, code: int = 1, times: int = ALWAYS) -> None:
+    def fail_open(self, code: int, times: int = ALWAYS) -> None:
         self.set(open_fail_code=code, open_fail_count=times)
 
-    def fail_export(self, code: int = 1, times: int = ALWAYS) -> None:
+    def fail_export(self, code: int, times: int = ALWAYS) -> None:
         self.set(export_fail_code=code, export_fail_count=times)
 
     def fail_register(self, times: int = ALWAYS) -> None:

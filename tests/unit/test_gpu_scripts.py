@@ -76,7 +76,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
             directory=tmp_path,
             half=half,
             logs=None,
-        )
+        )  # fmt: skip
         one = check.Check(options, tmp_path)
         for _, part in one.parts():
             part()

@@ -233,7 +233,7 @@ def writing(kit: Kit) -> None:
     ask_open(SimpleNamespace(request=lambda *_, **__: answer), Open())  # type: ignore[arg-type]
 
 
-def listening(kit: Kit, answer: bytes = b"") -> Path:
+def listening(kit: Kit) -> Path:
     path = kit.path / "s"
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind(str(path))

@@ -65,7 +65,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         self._generators: dict[str, Any] | None = None  # of the first step after a resume
         self._last = 0  # the newest step that needs no checkpoint
 
-    def _resume(self, trainer: Any, step: int | None = None) -> str | None:
+    def _resume(self, trainer: Any, step: int | None) -> str | None:
         self._counters.trainer = weakref.ref(trainer)
         self._resumption = None
         if self._options.get("fresh"):

@@ -65,7 +65,8 @@ class Recovery:
         strict_optimizer: bool,
         only: Collection[str] | None,
     ) -> tuple[RestoreResult, bool, int]:
-        """Into what is attached. Also whether any of it went to a GPU, and the payload's size."""
+        """Restores what is attached. Also returns whether any of it went to a GPU, and the
+        payload's size."""
         newest = self._newest(connection) if step is not None else None
 
         def use(payload: Payload, described: tree.Tree) -> bool:

@@ -252,7 +252,7 @@ class Placement:
         return f"to continue with a new optimizer: {_only(rest)}"
 
     def _options(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
-        """Of an optimizer of another class."""
+        """Takes only the options that mean the same to an optimizer of another class."""
         saved = _groups_of(name, node)
         pairing.numbered(name, saved, optimizer, self._new_optimizer(name))
         groups = zip(saved, optimizer.param_groups, strict=True)
@@ -444,7 +444,7 @@ def _same_names(saved: Collection[str], attached: Collection[str]) -> None:
 
 
 def _groups_of(name: str, node: tree.Node) -> list[dict[Any, tree.Node]]:
-    """Of an optimizer's state."""
+    """The parameter groups of an optimizer's state."""
     parts = _mapping(node, name)
     groups = parts.get("param_groups")
     if not isinstance(groups, tree.Sequence) or "state" not in parts:
@@ -539,8 +539,8 @@ def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
 def _same_options(
     name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer, new: str
 ) -> None:
-    """Of optimizers whose class is not known (an import). What only the attached one has stays as
-    it is: newer versions of torch add options."""
+    """Compares the options, for an optimizer whose class is not known (an import). Options that
+    only the attached optimizer has stay as they are: newer versions of torch add options."""
     for index, (group, live) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         lost = sorted(map(str, group.keys() - live.keys() - _NO_OPTIONS))
         if lost:
@@ -552,8 +552,8 @@ def _same_options(
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """By its own load_state_dict(). torch's, which that may call, casts to the dtype of the
-    parameter; what is only cast gets its saved dtype back."""
+    """Calls the optimizer's own load_state_dict(). This may call torch's, which casts to the dtype
+    of the parameter: a tensor that was only cast gets its saved dtype back."""
     saved = {key: dict(entry) for key, entry in _entries_of(state).items()}
     optimizer.load_state_dict(state)
     if not saved:

@@ -95,9 +95,9 @@ def read_newest(
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
     it returns is the state that was found.
 
-    When newer ones replace an opened one, they are opened instead. Returns also what was opened,
-    None when the volume holds nothing. Raises NoCheckpointError when there are some, but none is
-    valid.
+    If newer checkpoints replace the one that is open, the newest is opened instead. Also returns
+    what was opened; None when the volume holds nothing. Raises NoCheckpointError when checkpoints
+    exist, but none is valid.
     """
     skipped: dict[tuple[int, str], Skipped] = {}
     before: int | None = None
@@ -107,13 +107,12 @@ def read_newest(
         try:
             opened, refusal = _open(connection, Open(step, before, any_world_size))
         except PccheckError as error:
-            if failed is not None:
-                reasons = "; ".join(
-                    f"step {i.step}: {i.reason}" if i.sequence else i.reason
-                    for i in skipped.values()
-                )
-                raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
-            raise
+            if failed is None:
+                raise
+            reasons = "; ".join(
+                f"step {i.step}: {i.reason}" if i.sequence else i.reason for i in skipped.values()
+            )
+            raise type(failed)(f"{reasons}; {error.message}", hint=error.hint) from error
         skipped.update({_key(item): item for item in opened.skipped})
         if isinstance(opened, Empty):
             if step is not None or before is not None:
@@ -145,8 +144,8 @@ def read_newest(
 
 
 def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheckpointError | None]:
-    """Also why the daemon refused what each rank has stored for itself, which sharded state and
-    replicated state do not need: any number of ranks can read those."""
+    """Also returns why the daemon refused another number of ranks. The refusal counts for state
+    that each rank stores for itself; sharded and replicated state can be read by any number."""
     try:
         return ask_open(connection, wanted), None
     except NoCheckpointError as refusal:
@@ -199,7 +198,7 @@ class Payload:
         )
 
     def read_tree(self) -> tree.Tree:
-        """With the places of what other ranks store."""
+        """The tree, with the places of what other ranks store."""
         own = self._tree_of(self._own)
         return merge(own, self._own.rank, lambda rank: self._tree_of(self._part(rank)))
 

@@ -107,8 +107,8 @@ class Planner:
             self._unheld = True
 
     def snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
-        """Of `state`, or when it is None of what is attached. Raises UnsupportedStateError, and
-        UsageError when nothing is attached."""
+        """A snapshot of `state`, or without one of what is attached. Raises UnsupportedStateError,
+        and UsageError when nothing is attached."""
         try:
             with no_collection():
                 return self._snapshot(chunk_bytes, state, step, metadata)

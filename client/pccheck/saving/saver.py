@@ -266,7 +266,7 @@ class Saver:
         for checkpoint in self._unknown:
             checkpoint.find_out(connection)
 
-    def restored(self, sequence: int, step: int, newest: Durable | None) -> None:
+    def restored(self, sequence: int, newest: Durable | None) -> None:
         """Names the restored checkpoint if it was reported as failed. `newest`: what a restart
         gets."""
         self.note_saved(newest)

@@ -28,12 +28,12 @@ class Options:
                 self._outer[name] = thing
 
     def inward(self) -> None:
-        """Before the inner ones are saved or restored."""
+        """Updates the inner optimizers, before they are saved or restored."""
         for outer in self._outer.values():
             _copy(outer, zero_part(outer))
 
     def outward(self) -> None:
-        """After the inner ones were restored."""
+        """Updates the outer optimizers, after the inner ones were restored."""
         for outer in self._outer.values():
             _copy(zero_part(outer), outer)
 

@@ -121,7 +121,7 @@ def as_text(document: Document) -> str:
 
 
 def _shape(tensor: Document) -> str:
-    """Of a shard also the whole tensor, and where the shard begins in it."""
+    """The shape; for a shard also the whole tensor's, and where the shard begins in it."""
     dims, whole_dims, offsets = (tensor[k] for k in ("shape", "whole_shape", "whole_offsets"))
     assert isinstance(dims, list)
     if not isinstance(whole_dims, list) or not isinstance(offsets, list):

@@ -189,7 +189,7 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
 
 
 def _trouble(rank: Document) -> str:
-    """Of a trainer that gets no checkpoints, or the last one got none, in a word or two."""
+    """In a word or two, why the trainer, or the last one, gets no checkpoints."""
     if rank.get("refused"):
         return "REFUSED"
     if not rank.get("connected") and not whole(rank, "in_flight") and not part(rank, "newest"):

@@ -141,5 +141,5 @@ def as_text(results: list[Document], unreadable: _Unreadable, part: _Part) -> st
 
 
 def _result_of(item: catalog.Unreadable) -> str:
-    """Of a volume. A read error is no damage: the volume may be readable later."""
+    """The result for a volume. A read error is no damage: the volume may be readable later."""
     return "damaged" if item.code_name in directory.DAMAGED_CODES else "unreadable"

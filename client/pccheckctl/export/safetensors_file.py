@@ -128,7 +128,7 @@ def _once(pieces: list[Piece]) -> tuple[list[Piece], dict[str, str]]:
 
 
 def _shards(pieces: list[Piece], at_most: int) -> list[list[Piece]]:
-    """In the order of the state."""
+    """The pieces in files of limited size, in the order of the state."""
     shards: list[list[Piece]] = [[]]
     room = at_most
     for piece in pieces:

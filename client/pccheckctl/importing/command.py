@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     storage = _place(arguments)
     read = _reader(kind)(path)
     things, values = _parts(read, wanted, path)
-    said = read.step if arguments.step is None else arguments.step
-    step = 0 if said is None else said
+    known = read.step if arguments.step is None else arguments.step
+    step = 0 if known is None else known
     metadata: dict[str, object] = {"imported_from": path.name, **values}
     with signals_held():
         from pccheck import PCcheckClient
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     ) as client:  # fmt: skip
         notes = [*read.notes, *_attach(client, things)]
         client.checkpoint(step=step, metadata=metadata).wait_durable(SAVE_LIMIT_S)
-    if said is None and not arguments.json:
+    if known is None and not arguments.json:
         note("step 0, because the file names none; --step sets it")
     _report(arguments, kind, step, sorted(things), sorted(values), notes)
     return 0
@@ -89,7 +89,7 @@ def _place(arguments: argparse.Namespace) -> Path | None:
 
 
 def _kind(path: Path) -> str:
-    """By the name and the kind of file. Raises UsageError."""
+    """The format, by the name and the kind of file. Raises UsageError."""
     if path.is_dir():
         if (path / ".metadata").exists():
             return DCP

@@ -36,7 +36,7 @@ EXAMPLES = (1 * GIB, 10 * GIB, 100 * GIB)
 
 
 class Figures(NamedTuple):
-    """Of one disk; `tune` computes with them, too."""
+    """What one disk does; `tune` computes with it, too."""
 
     place: str
     size: int

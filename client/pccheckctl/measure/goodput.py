@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """Of one way of saving, in seconds."""
+    """What one way of saving costs, in seconds."""
 
     step_s: float  # t
     held_s: float  # c
@@ -32,7 +32,7 @@ def goodput(costs: Costs, interval: int) -> float:
 
 
 def best_interval(costs: Costs, least: int = 1) -> int:
-    """In steps, at least `least`."""
+    """The interval with the best goodput, in steps, at least `least`."""
     steps = math.sqrt(2 * costs.held_s * costs.mtbf_s) / costs.step_s
     near = {max(least, math.floor(steps)), max(least, math.ceil(steps))}
     return min(near, key=lambda interval: -goodput(costs, interval))

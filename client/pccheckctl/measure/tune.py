@@ -242,7 +242,7 @@ def measured(place: Path, copy: float, *, quiet: bool) -> Rates:
 
 
 def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bool) -> Rates | None:
-    """From the daemon's recent checkpoints of about that size; None when there are too few."""
+    """Rates of the daemon's recent checkpoints of about that size; None when they are too few."""
     found = [
         (whole(one, "payload_bytes"), one)
         for rank in rows(status, "ranks")

@@ -89,8 +89,8 @@ def _sections(saves: Saves) -> Iterable[str]:
 
 
 def _section(title: str, words: str, inner: str) -> str:
-    said = f"<p>{words}</p>" if words else ""
-    return f"<section><h2>{title}</h2>{said}\n{inner}</section>"
+    text = f"<p>{words}</p>" if words else ""
+    return f"<section><h2>{title}</h2>{text}\n{inner}</section>"
 
 
 def _table(headings: Sequence[str], lines: Iterable[Sequence[str]], kind: str = "") -> str:

@@ -80,7 +80,7 @@ class Saves(NamedTuple):
 
 
 def saves_of(document: Document, *, job: str | None, uid: int | None) -> Saves:
-    """Of a daemon's trace document."""
+    """The saves in a daemon's trace document."""
     found = [_save(row) for row in rows(document, "checkpoints")]
     kept = [one for one in found if job in (None, one.job) and uid in (None, one.uid)]
     kept.sort(key=lambda one: one.requested)
@@ -119,7 +119,7 @@ class Lag(NamedTuple):
 
 
 def lags(items: Iterable[Save]) -> dict[tuple[int, str], list[Lag]]:
-    """Of jobs with several ranks: how far apart the ranks got each common checkpoint durable."""
+    """How far apart the ranks of a job got each common checkpoint durable."""
     ends: dict[tuple[int, str], dict[tuple[int, int], dict[int, int]]] = {}
     for one in items:
         if one.durable:
@@ -154,7 +154,7 @@ def losses(items: Iterable[Save]) -> list[Loss]:
 
 
 def states(items: Iterable[Save]) -> Counter[str]:
-    """How many ended how; "global" ones are durable ones."""
+    """How many checkpoints ended in which way; "global" counts as durable."""
     return Counter("durable" if one.state == "global" else one.state for one in items)
 
 

@@ -7,7 +7,7 @@
 #include "base/pcc_base.h"
 #include "base/pcc_hash.h"
 
-/* As memcpy; what was written is seen by whoever sees a later store of this thread. */
+/* As memcpy; a thread that sees a later store of this thread sees what was written. */
 void pcc_copy_past_cache(void *to, const void *from, size_t length_bytes);
 /* The same, and *hash goes over what was stored, also when `from` changes meanwhile. */
 void pcc_copy_hashed(void *to, const void *from, size_t length_bytes, struct pcc_hash *hash);

@@ -32,7 +32,7 @@ struct pcc_crew {
 void pcc_crew_open(struct pcc_crew *crew);
 /* Joins its threads. */
 void pcc_crew_close(struct pcc_crew *crew);
-/* Helpers for a job beside which others work: with them the caller uses half of the CPUs. */
+/* How many helpers leave half of the CPUs to others. */
 uint32_t pcc_crew_half(const struct pcc_crew *crew);
 /* Calls work once for each piece below `count`, in any order, several at once: the caller and at
  * most `helpers` others. Returns when all calls have. What they wrote is seen by the caller. */

@@ -33,8 +33,8 @@ static inline uint32_t pcc_bell_read(_Atomic uint32_t *bell)
     return atomic_load_explicit(bell, memory_order_acquire);
 }
 
-/* Sleeps until the bell rings, but not beyond until_ns. Whoever waits for another process looks
- * every PCC_BELL_SLICE_NS whether it still runs. */
+/* Sleeps until the bell rings, but not beyond until_ns. A thread that waits for another process
+ * checks every PCC_BELL_SLICE_NS whether that process still runs. */
 #define PCC_BELL_SLICE_NS 100000000u
 static inline void pcc_bell_sleep(_Atomic uint32_t *bell, uint32_t rung, uint64_t until_ns)
 {

@@ -29,8 +29,8 @@ static bool field_read(const char *text, int field, uint64_t *out)
     return true;
 }
 
-/* While another process looks at an address space, it is still there for a moment after its own
- * process has left it: the maps alone would not do. */
+/* The maps alone are not enough: while another process looks at an address space, the address space
+ * exists for a moment after its own process has ended. */
 static bool is_ending(int stat_fd)
 {
     char text[1024];

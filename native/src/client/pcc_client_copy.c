@@ -146,7 +146,7 @@ static void fill_block(void *context, uint64_t block)
     pcc_hash_start(&hash);
     for (uint64_t at = start; at < end; at += PIECE_BYTES) {
         const uint64_t count = pcc_piece_bytes(end, at, PIECE_BYTES);
-        /* Relaxed: who sets it then waits for `busy` under the lock. */
+        /* Relaxed: the thread that sets it then waits for `busy` under the lock. */
         if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
             atomic_load_explicit(&client->stop, memory_order_relaxed) || pcc_client_ended(client)) {
             atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
@@ -159,9 +159,9 @@ static void fill_block(void *context, uint64_t block)
 }
 
 /* A piece of the payload, of host memory. False when it was stopped half-way. With `helped` the
- * crew shares the work: a thread of the trainer waits, so its CPU is free. Beside training the
- * helpers would take CPUs that training uses, and never all: other trainers, loaders and the
- * daemon's writers have work, too. */
+ * crew shares the work: a thread of the trainer waits, so its CPU is free. While training runs, the
+ * helpers would take CPUs that training uses. They never use all CPUs, because other trainers,
+ * loaders and the daemon's writers have work, too. */
 static bool fill(struct pcc_client *client, struct filling *filling, bool helped)
 {
     const uint64_t blocks = pcc_ceil_div(filling->length_bytes, client->view.geometry.block_bytes);
@@ -318,30 +318,42 @@ static void part_done(struct pcc_client *client, struct pcc_job *job, const stru
     }
 }
 
-struct checking { /* of a landed chunk, perhaps by several threads */
-    const struct pcc_client *client;
-    uint32_t chunk;
-    uint32_t first; /* block */
-};
-
+/* One block of the oldest landed chunk, by the client's thread or a helper. */
 static void check_block(void *context, uint64_t piece)
 {
-    const struct checking *checking = context;
-    const struct pcc_client *client = checking->client;
-    const struct pcc_flight *flight = &client->flights[checking->chunk];
+    const struct pcc_client *client = context;
+    const uint32_t chunk = client->landed.first;
+    const struct pcc_flight *flight = &client->flights[chunk];
     const uint64_t block_bytes = client->view.geometry.block_bytes;
-    const uint64_t block = checking->first + piece;
+    const uint64_t block = flight->checked + piece;
     const uint64_t at = block * block_bytes;
 
     if (!atomic_load_explicit(&flight->job->stop, memory_order_relaxed))
-        pcc_page_checksums(&client->view, checking->chunk)[block] =
-            pcc_hash_bytes(client->chunk_at[checking->chunk] + at,
-                           pcc_piece_bytes(flight->length_bytes, at, block_bytes));
+        pcc_page_checksums(&client->view, chunk)[block] = pcc_hash_bytes(
+            client->chunk_at[chunk] + at, pcc_piece_bytes(flight->length_bytes, at, block_bytes));
 }
 
-/* The oldest landed chunk: checksums, then the daemon has it. As pcc_client_work. One block at a
- * time, so that the GPU is given its next copies meanwhile; where the trainer waits, all blocks,
- * with the crew's help. */
+/* Makes checksums of the oldest landed chunk. False while blocks are left. While the trainer waits,
+ * the crew helps with all blocks (see fill). Otherwise it is one block, so that the GPU gets its
+ * next copies before the thread goes on. */
+static bool check_landed(struct pcc_client *client)
+{
+    struct pcc_flight *flight = &client->flights[client->landed.first];
+    const uint64_t blocks = pcc_ceil_div(flight->length_bytes, client->view.geometry.block_bytes);
+    const uint32_t left = (uint32_t)blocks - flight->checked;
+
+    (void)pthread_mutex_lock(&client->lock);
+    const bool helped = client->waiters > 0;
+    (void)pthread_mutex_unlock(&client->lock);
+    const uint32_t count = helped ? left : 1;
+    pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, count, check_block,
+                 client);
+    flight->checked += count;
+    return count == left || atomic_load_explicit(&flight->job->stop, memory_order_relaxed);
+}
+
+/* The oldest landed chunk: the daemon gets it when all its checksums are made. As pcc_client_work.
+ */
 static int finish_one(struct pcc_client *client)
 {
     const uint32_t chunk = client->landed.first;
@@ -349,20 +361,10 @@ static int finish_one(struct pcc_client *client)
 
     if (chunk == PCC_NO_CHUNK)
         return 0;
-    struct pcc_flight *flight = &client->flights[chunk];
-    struct pcc_job *job = flight->job;
-    struct checking checking = {.client = client, .chunk = chunk, .first = flight->checked};
-    const uint32_t blocks =
-        (uint32_t)pcc_ceil_div(flight->length_bytes, client->view.geometry.block_bytes);
-    (void)pthread_mutex_lock(&client->lock);
-    const bool helped = client->waiters > 0;
-    (void)pthread_mutex_unlock(&client->lock);
-    const uint32_t now = helped ? blocks - flight->checked : 1;
-    pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, now, check_block,
-                 &checking);
-    flight->checked += now;
-    if (flight->checked < blocks && !atomic_load_explicit(&job->stop, memory_order_relaxed))
+    if (!check_landed(client))
         return 1;
+    const struct pcc_flight *flight = &client->flights[chunk];
+    struct pcc_job *job = flight->job;
     (void)pcc_client_list_take(client, &client->landed);
     pad(client->chunk_at[chunk], flight->length_bytes);
     (void)pthread_mutex_lock(&client->lock);
@@ -505,7 +507,9 @@ int pcc_client_work(struct pcc_client *client)
     const int filled = fill_one(client);
     if (filled < 0)
         return -1;
-    if (filled == 2) /* the GPU first, it works beside us; and who holds waits for the last one */
+    /* First all copies that the GPU can be given: it works beside this thread, and hold waits until
+     * the last one is enqueued. */
+    if (filled == 2)
         return 1;
     const int finished = finish_one(client);
     if (finished < 0)

@@ -184,7 +184,7 @@ int pcc_client_device_open(struct pcc_client *client, uint32_t device)
     struct pcc_client_device *mine = &client->devices[device];
     if (!atomic_load_explicit(&mine->open, memory_order_relaxed)) {
         error = device_make(client, device);
-        /* Release: who sees it open sees all of it. */
+        /* Release: a thread that sees it open sees all of it. */
         if (error == 0)
             atomic_store_explicit(&mine->open, true, memory_order_release);
     } else if (atomic_load_explicit(&mine->broken, memory_order_relaxed)) {

@@ -346,8 +346,8 @@ void pcc_client_load_drain(struct pcc_client *client)
 
 /* -- taking chunks -- */
 
-/* Within enter/leave: until the copies fit into the stream's queue; a full one blocks its caller,
- * who has deadlines to keep. */
+/* Within enter/leave: waits until the copies fit into the stream's queue. A full queue would block
+ * this thread, which has deadlines to keep. */
 static int room_await(struct pcc_client *client, struct pcc_client_device *device, uint32_t pieces)
 {
     int error = 0;

@@ -1,9 +1,9 @@
 /* The order between the trainer's streams and the copies: mark, hold, release.
  *
- * Whoever releases a stream moves the snapshot's word first and stores `done` then, so that no
- * update can run while the snapshot may still become COPIED (P4). The caller of hold looks at the
- * word again after it has enqueued the wait: either it sees the final word, or who made it final
- * stores `done` afterwards. */
+ * A release of a stream first moves the snapshot's word and then stores `done`, so that no update
+ * can run while the snapshot may still become COPIED (P4). The caller of hold looks at the word
+ * again after it has enqueued the wait: either it sees the final word, or the process that makes
+ * the word final stores `done` afterwards. */
 #include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 

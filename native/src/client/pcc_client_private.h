@@ -217,7 +217,7 @@ struct pcc_client {
     uint32_t kept;                       /* jobs whose last chunk is */
     struct pcc_offer offers[PCC_OFFERS]; /* each with its row of the page's checksum table */
     bool polling;                        /* something of a GPU is to be asked for soon */
-    struct pcc_crew crew;                /* moves host memory with the thread */
+    struct pcc_crew crew;                /* shares the blocks of a chunk with the thread */
 };
 
 /* The daemon has ended the session: chunks are not ours any more. */

@@ -128,8 +128,8 @@ static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, ui
     return result;
 }
 
-/* Whether another chunk may be put before the copies that the trainer enqueues from now on. At the
- * gate it has none left that could come before ours. */
+/* Whether another chunk may be put before the copies that the trainer enqueues from now on. While
+ * the trainer waits at the gate, it enqueues none. */
 static bool may_go_ahead(const struct pcc_client *client, const struct pcc_client_device *device,
                          const struct pcc_job *job, const struct pcc_part *part)
 {

@@ -102,9 +102,9 @@ void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
     (void)pthread_mutex_unlock(&events->lock);
 }
 
-/* Whoever puts holds a channel's lock, which the loop may be waiting for: a put that waited for the
- * loop to take could wait forever. Every channel has reserved what it may put between two takes.
- */
+/* The caller holds a channel's lock, and the loop may be waiting for that lock: a put that waited
+ * for the loop's take could wait forever. So every channel has reserved what it may put between two
+ * takes. */
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {
     (void)pthread_mutex_lock(&events->lock);

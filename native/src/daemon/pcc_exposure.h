@@ -36,7 +36,7 @@ struct pcc_exposure_step { /* payload [offset, +length) comes from there, or is 
     uint32_t allocation; /* PCC_EXPOSURE_ZEROS */
 };
 #define PCC_EXPOSURE_ZEROS UINT32_MAX
-/* Zeros come in steps of at most this: whoever makes them has others to serve. */
+/* Zeros come in steps of at most this: the copier that makes them has other saves to serve. */
 #define PCC_EXPOSURE_ZEROS_BYTES (1u << 20)
 
 /* Before the first chunk of a device: {0}. False when there is no further chunk. */

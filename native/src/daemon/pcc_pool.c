@@ -134,7 +134,7 @@ static void name_make(char name[PCC_STORE_NAME_MAX + 1], const char *label, cons
                    kind, (unsigned long long)id);
 }
 
-/* Its id there; 0 when it is not, for whatever reason: it is used all the same. */
+/* Puts it into the store: its id there; 0 when that failed, and the memory is used all the same. */
 static uint64_t keep(struct pcc_pool *pool, int fd, const char *label, const char *kind)
 {
     char name[PCC_STORE_NAME_MAX + 1];
@@ -159,7 +159,7 @@ static void forget(struct pcc_pool *pool, const char *label, const char *kind, u
     pcc_store_remove(pool->store, name);
 }
 
-/* Sealed like ours, whole, and no longer than anything of ours: it is safe to map. */
+/* Safe to map: sealed and whole like the segments of this pool, and no longer. */
 static int found_length(int fd, uint64_t *length_out)
 {
     struct stat about;

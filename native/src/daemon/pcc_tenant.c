@@ -275,8 +275,8 @@ static bool is_quiet(struct pcc_tenant *tenant)
     return !any || closed || pcc_process_ended(tenant->trainer_fd, DEATH_LIMIT_MS);
 }
 
-/* With the lock held, after the ring was drained: nothing of the session goes on but copied saves.
- * What the client had to fill it may still fill, unless it is `quiet`. */
+/* With the lock held, after the ring was drained: only the copied saves of the session continue.
+ * Unless the client is `quiet`, it may still write to the chunks that it had to fill. */
 static void session_end(struct pcc_tenant *tenant, bool quiet)
 {
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {

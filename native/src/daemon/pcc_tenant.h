@@ -81,7 +81,7 @@ PCC_MUST_CHECK int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *eve
                                    struct pcc_tenant **out);
 void pcc_tenant_close(struct pcc_tenant *tenant); /* drains sealed saves; returns segments */
 
-/* New saves go to `volume`; saves in flight on the volume before go on. Borrows volume. */
+/* New saves go to `volume`; saves in flight continue on the previous volume. Borrows volume. */
 PCC_MUST_CHECK int pcc_tenant_bind(struct pcc_tenant *tenant, struct pcc_volume *volume);
 /* Forgets a volume that is no longer the bound one, or any when idle. -EBUSY while it has saves, or
  * one of them is being settled. */
@@ -97,7 +97,7 @@ struct pcc_kept_outcome { /* a save that it had copied */
     uint64_t tree_offset_bytes;
     uint64_t tree_bytes;
     uint32_t world_size;
-    int error; /* 0: it goes on; codes of pcc_save_adopt; -EBADMSG: its chunks cannot be */
+    int error; /* 0: it continues; codes of pcc_save_adopt; -EBADMSG: its chunks cannot be */
 };
 #define PCC_KEPT_OUTCOMES_MAX 64u
 
@@ -105,8 +105,8 @@ struct pcc_kept_outcome { /* a save that it had copied */
  * client of the daemon before may have had them to fill. Takes `fd` on success. Codes of
  * pcc_pool_adopt, -EBUSY when it is too late, -ENOSPC when there are more than chunk_capacity. */
 PCC_MUST_CHECK int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id);
-/* pcc_tenant_bind to a volume with its state memfd: goes on with what was copied, as saves of
- * session 0 whose snapshot is their sequence, up to where settle takes over. Without I/O.
+/* pcc_tenant_bind to a volume with its state memfd: what was copied continues as saves of session
+ * 0 whose snapshot is their sequence; settle then checks their chunks. Without I/O.
  * `outcomes` has room for PCC_KEPT_OUTCOMES_MAX. -PCC_E_DAMAGED, -PCC_E_NEWER_FORMAT, -EINVAL when
  * the state is not one of this volume in a tenant like this; the caller binds without it then. */
 PCC_MUST_CHECK int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume,

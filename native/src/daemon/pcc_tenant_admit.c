@@ -150,7 +150,7 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
         const uint64_t word = pcc_page_word(&tenant->view, snapshot);
         if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
             word == pcc_word(snapshot, PCC_WORD_COPYING)) {
-            /* The outcome first: whoever sees REFUSED finds the reason. */
+            /* The outcome first: a client that sees REFUSED finds the reason. */
             pcc_tenant_outcome(tenant, snapshot, outcome, sequence);
             if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
                 struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
@@ -217,7 +217,7 @@ void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
 
     if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING)) {
-        /* The outcome first: whoever sees REFUSED finds the reason. */
+        /* The outcome first: a client that sees REFUSED finds the reason. */
         pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     }
@@ -243,7 +243,7 @@ static struct reading reading_of(const struct pcc_tenant *tenant,
 }
 
 /* With the lock held: the trainer lived after these devices were read. */
-static void believe(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint32_t devices)
+static void count_as_read(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint32_t devices)
 {
     save->judged |= devices;
     for (uint32_t device = 0; device < PCC_DEVICES; device++)
@@ -275,7 +275,7 @@ bool pcc_tenant_judge(struct pcc_tenant *tenant)
         const struct reading now = reading_of(tenant, save);
         const uint32_t devices = now.tag == before[i].tag ? now.devices & before[i].devices : 0;
         if (devices != 0 && lives)
-            believe(tenant, save, devices);
+            count_as_read(tenant, save, devices);
         else if (devices != 0)
             pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     }

@@ -248,7 +248,7 @@ static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
                                              : -PCC_E_BAD_PEER;
 }
 
-/* Takes at most one ring's worth, so that a peer that goes on producing cannot keep us here. */
+/* Takes at most one ring's worth, so that a peer that never stops cannot keep the thread here. */
 static uint32_t ring_drain(struct pcc_tenant *tenant)
 {
     uint32_t count = 0;

@@ -1,5 +1,5 @@
-/* What outlives the daemon: a state memfd for each bound volume, and going on with what a daemon
- * that was killed had copied (pcc_kept.h). The memory that goes on was shared with a client who may
+/* What outlives the daemon: a state memfd for each bound volume. The next daemon continues with
+ * what a killed daemon had copied (pcc_kept.h). That memory was shared with a client, which may
  * still write to it, so nothing in it counts before it was checked against the state. */
 #include <stdlib.h>
 #include <string.h>
@@ -100,7 +100,7 @@ static uint32_t piece_count(const struct pcc_tenant *tenant, uint64_t payload_by
     return (uint32_t)pcc_ceil_div(payload_bytes, tenant->spec.chunk_bytes);
 }
 
-/* With the lock held: what lies in memory that did not come back is not in DRAM. */
+/* With the lock held: pieces in segments that this daemon did not get count as not in DRAM. */
 static void forget_absent(struct pcc_tenant *tenant, const struct pcc_kept *kept, uint32_t place)
 {
     const uint32_t pieces = piece_count(tenant, pcc_kept_save(kept, place)->payload_bytes);
@@ -112,7 +112,7 @@ static void forget_absent(struct pcc_tenant *tenant, const struct pcc_kept *kept
     }
 }
 
-/* With the lock held: the chunks of a save that goes on are its own until it has ended. */
+/* With the lock held: the chunks of a save that continues are its own until it has ended. */
 static void chunks_claim(struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
 {
     const struct pcc_kept *kept = &tenant->bindings[save->binding].kept;

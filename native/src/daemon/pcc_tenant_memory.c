@@ -50,8 +50,8 @@ static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
     return chunks * chunk_bytes;
 }
 
-/* With growing held: the driver does not pin. Push does well without, so the memory is used; but
- * nothing is pulled any more: the next exposure pins first, and is refused with words. */
+/* With growing held: the driver does not pin. Push does not need pinned memory, so the memory is
+ * used. Pull ends: the next exposure pins first, and is refused with the reason. */
 static void pull_stop(struct pcc_tenant *tenant)
 {
     pcc_tenant_pinner_set(tenant, NULL);
@@ -219,8 +219,8 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
  * For as long as the trainer's memory is mapped, and some time after it. The driver is called
  * without the tenant's lock. */
 
-/* Registering memory takes locks of the driver's that all processes of the node share: between two
- * pieces of a large pool the others have their turn. */
+/* Registering memory takes locks of the driver that all processes of the node share. So there is a
+ * pause for the others between two pieces of a large pool. */
 #define PIN_PAUSE_NS 5000000
 
 void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
@@ -364,8 +364,8 @@ static uint32_t lasting_chunks(const struct pcc_tenant *tenant)
                : tenant->chunk_count;
 }
 
-/* The first segment with a LEFT chunk goes, and those behind it. While saves are in flight that
- * would hold up the next ones: then it waits, as long as there are chunks to go on with. */
+/* Retires the first segment with a LEFT chunk, and the segments behind it. While saves are in
+ * flight this would delay the next saves, so it waits as long as some other chunk can be used. */
 static void choose_left(struct pcc_tenant *tenant)
 {
     uint32_t usable_count = 0;

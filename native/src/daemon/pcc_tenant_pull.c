@@ -78,7 +78,7 @@ static enum pcc_gpu_verdict chunk_take(struct pcc_tenant_part *part)
         return PCC_GPU_NOTHING_NOW;
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     if (tenant->segments[chunk->segment].pinned_by == NULL) {
-        /* The driver would copy by itself, and all who share the copier wait for that. */
+        /* The driver would copy by itself, and every save that shares the copier would wait. */
         pcc_tenant_abort(tenant, part->save, -PCC_E_DEVICE);
         return PCC_GPU_NO_MORE;
     }

@@ -156,7 +156,7 @@ static int write_replica(struct pcc_volume *volume, uint32_t replica)
     PCC_ASSERT(pcc_record_accept(record, record->offset_bytes) == 0);
     int result =
         pcc_io_write_durable_all(volume->io, record, PCC_RECORD_BYTES, record->offset_bytes);
-    /* What is durable in a file that cannot be found any more is lost all the same. */
+    /* A record that is durable in a file without its name is lost, too. */
     if (result == 0)
         result = pcc_volume_in_place(volume);
     if (result != 0)

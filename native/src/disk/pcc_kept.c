@@ -213,7 +213,7 @@ void pcc_kept_reused(const struct pcc_kept *kept, uint32_t place, uint32_t posit
     if (kept == NULL)
         return;
     store64(&pcc_kept_piece(kept, place, position)->segment, 0);
-    /* Whoever gets the memory next writes to it after this. */
+    /* The next user of the memory writes to it after this. */
     atomic_thread_fence(memory_order_seq_cst);
 }
 

@@ -80,7 +80,7 @@ static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, u
     pcc_save_reset(save, &request, kept->sequence, slot, base);
 }
 
-/* The volume says so itself, even if the one that it has is damaged by now. */
+/* Whether the volume has the checkpoint, even if it is damaged by now, or a newer one. */
 static bool is_durable(struct pcc_volume *volume, uint64_t sequence)
 {
     struct pcc_held held;

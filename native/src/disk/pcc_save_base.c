@@ -1,6 +1,6 @@
 /* What a save need not write: blocks that lie unchanged in the slot of an earlier checkpoint, its
- * base. The checksums decide, those of the save against those of the base's manifest, so that
- * nothing rests on what a client believes has not changed. */
+ * base. The checksums of the save are compared with those in the base's manifest, so that nothing
+ * depends on what a client reports as unchanged. */
 #include <stdlib.h>
 #include <string.h>
 

@@ -141,7 +141,7 @@ struct pcc_saver {
     pthread_mutex_t knowing; /* held over the read of a base's manifest */
     struct pcc_known *known; /* of the last base; NULL: none */
 
-    pthread_mutex_t flushing; /* one flush at a time: who meets an error knows whom it concerns */
+    pthread_mutex_t flushing; /* one flush at a time: a failure is counted before the next begins */
     _Atomic uint64_t flush_failures;
 
     struct pcc_lane *lanes;
@@ -190,7 +190,7 @@ uint64_t pcc_save_run(const struct pcc_save *save, const struct pcc_known *known
 void pcc_save_refer(struct pcc_save *save, uint64_t at_bytes, uint64_t end_bytes, bool referred);
 uint64_t pcc_save_referred_bytes(const struct pcc_save *save);
 /* Writes a piece without bytes into the save's own slot, out of the base, without the lane's lock.
- * An error with *lost_out: what is in the base is not what it was, or cannot be read. */
+ * An error with *lost_out: the bytes in the base have changed, or cannot be read. */
 PCC_MUST_CHECK int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_out);
 
 /* -- pcc_save.c -- */

@@ -38,8 +38,8 @@ void pcc_save_queue_piece(struct pcc_save *save, uint32_t position)
     struct pcc_save_piece *piece = &save->pieces[position];
 
     piece->state = PCC_SAVE_CHUNK_QUEUED;
-    /* A trainer waits for the answer to an offer, which writes nothing: it does not wait for what
-     * the disk has still to take. */
+    /* An offer writes nothing, and a trainer waits for its answer: it comes before the writes that
+     * are queued. */
     push(save, make_item(save, PCC_SAVE_STEP_NONE, position), piece->offered && !piece->announced);
 }
 
@@ -70,9 +70,9 @@ void pcc_save_advance(struct pcc_save *save)
         push(save, make_item(save, step, 0), false);
 }
 
-/* A newer checkpoint makes this one needless, or another rank will never have it: what is left of
- * it need not be written. Not before the seal, because the copy goes on and its owner counts on its
- * chunks coming back. */
+/* A newer checkpoint makes this one needless, or another rank will never have it: the rest of it
+ * need not be written. Before the seal nothing is looked for: the copy continues, and its owner
+ * needs its chunks back. */
 static void look_for_newer(struct pcc_save *save)
 {
     struct pcc_volume *volume = save->lane->saver->volume;
@@ -83,7 +83,7 @@ static void look_for_newer(struct pcc_save *save)
     save->superseded = save->given_up || pcc_volume_superseding(volume) > save->sequence;
 }
 
-/* Something is short now, here or behind the disk (a thin pool): it says nothing of the place. */
+/* A resource is short now, here or behind the disk (a thin pool): the slot is not to blame. */
 static bool is_scarcity(int error)
 {
     return error == -ENOMEM || error == -EAGAIN || error == -ENOSPC || error == -EDQUOT ||
@@ -133,7 +133,7 @@ static bool start_piece(struct pcc_save *save, uint32_t position, bool *first_ou
 }
 
 /* Without the lock: the item that names the piece is its only user. The memory does not change
- * until chunk_written, so that once is enough, whatever slot the bytes go to in the end. */
+ * until chunk_written, so one pass is enough, also if the bytes go to another slot later. */
 static void hash_piece(struct pcc_save *save, uint32_t position)
 {
     struct pcc_save_piece *piece = &save->pieces[position];
@@ -518,8 +518,8 @@ static void end(struct pcc_save *save)
     const bool tell = save->quarantined && result.end == PCC_SAVE_FAILED;
     pcc_save_unlock(save);
     pcc_save_forget_known(save);
-    /* Otherwise the quarantine would wait for a checkpoint that succeeds. Should this fail, the
-     * volume has stopped and the next begin says so. */
+    /* Without this record the quarantine would wait for a checkpoint that succeeds. If this record
+     * fails, the volume has stopped, and the next begin reports that. */
     if (tell)
         (void)!pcc_volume_publish_staged(saver->volume);
     result.times.ended = pcc_now_ns(); /* the next one begins after this time */

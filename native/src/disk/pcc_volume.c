@@ -128,7 +128,7 @@ uint64_t pcc_volume_superseding(struct pcc_volume *volume)
 
 bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence)
 {
-    /* Relaxed: a save that misses what is being set meets it again before its record. */
+    /* Relaxed: a save that misses a new list looks again before its record. */
     if (atomic_load_explicit(&volume->given_up_count, memory_order_relaxed) == 0)
         return false;
     (void)pthread_mutex_lock(&volume->lock);
@@ -145,7 +145,7 @@ static int find_sequence(const struct pcc_record *record, uint64_t sequence, uin
 
 /* -- policy -- */
 
-/* With `lock` held. One that the record under way drops is no longer there to be kept. */
+/* With `lock` held. A checkpoint that the record under way drops is not found. */
 static int find_lasting(const struct pcc_volume *volume, uint64_t sequence, uint32_t *slot_out)
 {
     uint32_t staged_slot;
@@ -274,7 +274,7 @@ static void drop(struct pcc_volume *volume, uint32_t mask)
         struct pcc_slot_entry *entry = &volume->staged.slots[slot];
         if ((mask >> slot & 1u) == 0)
             continue;
-        /* Its damage may be that of its base, and its flag goes with it. */
+        /* Its damage may be its base's, and its flag leaves the table with it. */
         if ((entry->flags & PCC_SLOT_DAMAGED) != 0)
             volume->suspected |= pcc_record_bases(&volume->staged, 1u << slot);
         memset(entry, 0, sizeof *entry);
@@ -282,7 +282,7 @@ static void drop(struct pcc_volume *volume, uint32_t mask)
     volume->suspected &= ~mask;
 }
 
-/* Both replicas of a record without them are durable. */
+/* Both replicas of a record without these slots are durable. */
 static void free_dropped(struct pcc_volume *volume, uint32_t mask)
 {
     (void)pthread_mutex_lock(&volume->lock);
@@ -308,7 +308,8 @@ static int drop_expendable(struct pcc_volume *volume, uint32_t keep, bool done)
     struct pcc_volume_group group = volume->group;
     if (done) {
         volume->staged.done = 1;
-        /* A job that never read what the run before left does not throw it away by ending (P7). */
+        /* A run that did not read the previous run's checkpoints does not drop them by its end
+         * (P7). */
         group.oldest = group.newest;
     }
     const uint32_t dropped = expendable(volume, done ? keep : volume->staged.keep, &group);
@@ -346,8 +347,8 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
     return taken;
 }
 
-/* With `lock` held: slots in quarantine are used again when every other slot holds what has to be
- * kept. The error may have been the cable's, and every completion is checked anyway. */
+/* With `lock` held: slots in quarantine are used again when every other slot holds a checkpoint
+ * that must be kept. The cause may have been a cable, and every completion is checked anyway. */
 static void reuse_quarantined(struct pcc_volume *volume)
 {
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
@@ -355,7 +356,7 @@ static void reuse_quarantined(struct pcc_volume *volume)
         if (entry->state != PCC_SLOT_DURABLE && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
             return; /* a save or a reader has it, and it becomes free */
     }
-    /* A spared one goes first. */
+    /* A spared checkpoint is dropped first. */
     if (pcc_commit_expendable(&volume->staged, volume->staged.keep, &volume->group,
                               in_use(volume)) != 0)
         return;
@@ -422,7 +423,7 @@ void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 
 /* -- bases -- */
 
-/* With `lock` held. Damage of one that refers to it may be damage of what it refers to. */
+/* With `lock` held. Damage of a checkpoint that refers to a base may be damage of the base. */
 static bool is_sound_base(const struct pcc_volume *volume, uint64_t sequence)
 {
     const struct pcc_record *staged = &volume->staged;
@@ -438,7 +439,7 @@ static bool is_sound_base(const struct pcc_volume *volume, uint64_t sequence)
     return true;
 }
 
-/* With `lock` held. What the next save is to refer to; 0 when there is nothing. */
+/* With `lock` held. The base for the next save; 0: none. */
 static uint64_t base_to_take(const struct pcc_volume *volume)
 {
     uint64_t newest = 0, base = 0;
@@ -516,8 +517,8 @@ void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *bas
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
-/* With `lock` held. What is missed in the new base, too, changes each time, or lies in blocks with
- * what does: a base after that is less likely to help. */
+/* With `lock` held. Blocks that the new base lacks, too, change each time, or lie beside bytes that
+ * do: a further base is less likely to help. */
 static void begin_judging(struct pcc_volume *volume, uint64_t sequence, uint64_t missed_bytes)
 {
     const bool is_no_better = missed_bytes > volume->base.missed_bytes / 2;
@@ -542,8 +543,8 @@ void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *bas
         begin_judging(volume, sequence, missed_bytes);
     volume->base.missed_bytes = missed_bytes;
     volume->base.wasted_bytes += missed_bytes;
-    /* What most of has changed, in one base after the other, changes each time: a base costs its
-     * trainer a second look at all of it. */
+    /* Where most has changed in one base after the other, it changes each time, and a base costs
+     * the trainer a second look at all of it. */
     if (missed_bytes > frozen_bytes / 2 && volume->base.poor != sequence)
         volume->base.rest =
             volume->base.patience <= REST_MAX ? volume->base.patience - 1 : REST_MAX;
@@ -583,7 +584,7 @@ int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pc
     PCC_ASSERT(volume->writable && slot < volume->geometry.slot_count);
     PCC_ASSERT(entry->state == PCC_SLOT_DURABLE && entry->sequence > 0);
     (void)pthread_mutex_lock(&volume->publishing);
-    /* The file is checked first: that it was removed says more than that the volume has stopped. */
+    /* The file is checked first: its removal explains more than a stopped volume. */
     result = pcc_volume_in_place(volume);
     if (result != 0)
         pcc_volume_return_slot(volume, slot);

@@ -133,8 +133,8 @@ static int lock(int fd)
     return -PCC_E_LOCKED;
 }
 
-/* The kernel reports a failed write from its cache once, and the writer must be the one to hear it.
- * The records of a writer are durable one by one: beside a writer there is nothing to sync. */
+/* The kernel reports a failed write from its cache once, and the report must reach the writer. The
+ * records of a writer are durable one by one: beside a writer there is nothing to sync. */
 static bool has_writer(int fd)
 {
     if (flock(fd, LOCK_SH | LOCK_NB) != 0)

@@ -115,7 +115,7 @@ struct pcc_gpu {
  * -PCC_E_DEVICE, -ENOMEM. */
 PCC_MUST_CHECK int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16],
                                 struct pcc_gpu **out);
-/* For who is a user already: one more, one less. */
+/* For a user of the GPU: one user more, one less. */
 void pcc_gpu_hold(struct pcc_gpu *gpu);
 void pcc_gpu_put(struct pcc_gpu *gpu);
 struct pcc_gpu_answers { /* of the driver, when a handle does not open */

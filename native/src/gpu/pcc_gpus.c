@@ -13,7 +13,7 @@
 
 struct pcc_gpus {
     pthread_mutex_t making; /* held while a context is made, which takes seconds; before lock */
-    pthread_mutex_t lock;   /* the table only: whoever asks for info does not wait for a driver */
+    pthread_mutex_t lock;   /* the table only: a request for info does not wait for a driver */
     struct pcc_gpu *gpus[PCC_GPUS_MAX];
     uint32_t count;
 };
@@ -284,8 +284,8 @@ void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns)
 
 /* -- on the caller's thread -- */
 
-/* Whether a call failed because the context is gone, or only says so: what a trainer hands in must
- * not be able to take the GPU from the others. A lost context fails every call. */
+/* The result as a code. A reported loss of the context is checked by another call, which would also
+ * fail: a handle of one trainer must not take the GPU from the others. */
 static int code_of(struct pcc_gpu *gpu, CUresult result)
 {
     const int error = pcc_cuda_code(result);

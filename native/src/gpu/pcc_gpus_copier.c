@@ -94,8 +94,8 @@ static void call_end(struct pcc_gpu *gpu)
 
 /* -- chunks under way -- */
 
-/* The result of a chunk's copies; CUDA_ERROR_NOT_READY while they go on. One that was not enqueued
- * as a whole has no event of its own: it has ended when the stream is idle. */
+/* The result of a chunk's copies; CUDA_ERROR_NOT_READY while they run. If not all of them were
+ * enqueued, the chunk has no event of its own: the copies have ended when the stream is idle. */
 static CUresult slot_query(struct pcc_gpu *gpu, const struct pcc_gpu_slot *slot)
 {
     const struct pcc_cuda *cuda = gpu->device.cuda;
@@ -103,7 +103,7 @@ static CUresult slot_query(struct pcc_gpu *gpu, const struct pcc_gpu_slot *slot)
     return slot->error == 0 ? cuda->event_query(slot->event) : cuda->stream_query(gpu->stream);
 }
 
-/* False while the copies go on. */
+/* False while the copies run. */
 static bool slot_ended(struct pcc_gpu *gpu, struct pcc_gpu_slot *slot)
 {
     if (pcc_gpu_is_lost(gpu)) {
@@ -116,8 +116,8 @@ static bool slot_ended(struct pcc_gpu *gpu, struct pcc_gpu_slot *slot)
     if (result == CUDA_ERROR_NOT_READY)
         return false;
     slot->error = pcc_cuda_code(result);
-    /* Any other error says nothing about the copies that are still under way, and may be one of
-     * before. The stream is asked again, and answers when it is idle. */
+    /* Any other error may come from earlier work, and copies may still be under way. The stream is
+     * asked again, and answers when it is idle. */
     if (slot->error != -PCC_E_DEVICE_LOST && ++slot->errors < QUERY_ERRORS_MAX) {
         slot->error = -PCC_E_DEVICE;
         return false;

@@ -1,9 +1,9 @@
-/* Stores to a mapped file that may fail. Where the kernel cannot bring in the page of a store
- * (an error of the disk, a file that was cut short, no block left) it sends SIGBUS, which
- * would end the daemon for one bad sector of one tenant; here it becomes -EIO.
+/* Stores to a mapped file that may fail. If the kernel cannot bring in the page of a store (an
+ * error of the disk, a file that was cut short, no block left), it sends SIGBUS, which would end
+ * the daemon for one bad sector of one tenant. Here the result is -EIO instead.
  *
- * Any thread. One handler for the process, installed with the first guard; what is not ours goes to
- * whoever handled SIGBUS before. A handler that is installed later must do the same for us. */
+ * Any thread. One handler for the process, installed with the first guard. Other signals go to the
+ * previous handler of SIGBUS. A handler that is installed later must do the same for this one. */
 #ifndef PCC_GUARD_H
 #define PCC_GUARD_H
 

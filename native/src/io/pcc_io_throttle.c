@@ -147,7 +147,7 @@ void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second)
     self->filled = filled_at(self, now_ns);
     self->since_ns = now_ns;
     if (rate_of(self) == 0)
-        self->line_end = self->filled; /* whoever waited in it goes on */
+        self->line_end = self->filled; /* the threads that wait in it go on */
     atomic_store_explicit(&self->bytes_per_second, bytes_per_second, memory_order_relaxed);
     (void)pthread_cond_broadcast(&self->changed);
     (void)pthread_mutex_unlock(&self->lock);
