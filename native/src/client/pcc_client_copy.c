@@ -334,7 +334,7 @@ static void check_block(void *context, uint64_t piece)
 }
 
 /* Makes checksums of the oldest landed chunk. False while blocks are left. While the trainer waits,
- * the crew helps with all blocks (see fill). Otherwise it is one block, so that the GPU gets its
+ * the crew helps with all blocks (see fill). Without help it is one block, so that the GPU gets its
  * next copies before the thread goes on. */
 static bool check_landed(struct pcc_client *client)
 {
@@ -343,11 +343,10 @@ static bool check_landed(struct pcc_client *client)
     const uint32_t left = (uint32_t)blocks - flight->checked;
 
     (void)pthread_mutex_lock(&client->lock);
-    const bool helped = client->waiters > 0;
+    const uint32_t helpers = client->waiters > 0 ? pcc_crew_half(&client->crew) : 0;
     (void)pthread_mutex_unlock(&client->lock);
-    const uint32_t count = helped ? left : 1;
-    pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, count, check_block,
-                 client);
+    const uint32_t count = helpers > 0 ? left : 1;
+    pcc_crew_run(&client->crew, helpers, count, check_block, client);
     flight->checked += count;
     return count == left || atomic_load_explicit(&flight->job->stop, memory_order_relaxed);
 }
