@@ -609,8 +609,9 @@ class PCcheckClient:
 
     def steps(self) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first; with several ranks what all of them
-        have. Raises UnreadableError when that is nothing, but a volume of the job cannot be read;
-        DaemonUnreachableError and the like."""
+        have. And pinned checkpoints whose step was saved again: `.sequence` tells them apart, and a
+        `Reader` opens them by it. Raises UnreadableError when that is nothing, but a volume of the
+        job cannot be read; DaemonUnreachableError and the like."""
         with self._lock:
             self._require_open()
             return self._recovery.saved(self._session.require())
@@ -627,7 +628,7 @@ class PCcheckClient:
         self._pin(Pin(check_step(step)))
 
     def unpin(self, step: int) -> None:
-        """Newer checkpoints may replace that of `step` again. Does nothing without a pin."""
+        """Newer checkpoints may replace those of `step` again. Does nothing without a pin."""
         self._pin(Pin(check_step(step), pinned=False))
 
     def _pin(self, body: Pin) -> None:

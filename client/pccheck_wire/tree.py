@@ -18,7 +18,7 @@ unknown tags, views outside of their extent, blocks outside of their tensor and 
 are refused.
 
 `about` is what the client records beside the state: the process and the client that made it, and
-the classes of attached optimizers.
+the classes of attached optimizers and schedulers.
 """
 
 from __future__ import annotations

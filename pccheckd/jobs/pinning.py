@@ -34,7 +34,7 @@ async def pin(session: Session, body: Pin) -> None:
         sequence = _sequence(session, job, own, body.step)
         holders = _holders(tenants, own, sequence)
         for tenant in holders:
-            _require_room(tenant, sequence)
+            _require_room(tenant, sequence, body.step)
         fresh = [one for one in holders if not _is_pinned(one, sequence)]
         try:
             for tenant in fresh:
@@ -111,7 +111,7 @@ def _none_of(job: Job, step: int, why: str) -> NoCheckpointError:
     )
 
 
-def _require_room(tenant: Tenant, sequence: int) -> None:
+def _require_room(tenant: Tenant, sequence: int, step: int) -> None:
     item = tenant.volumes.find(sequence)
     if item is None or sequence in item.pinned:
         return
@@ -120,14 +120,16 @@ def _require_room(tenant: Tenant, sequence: int) -> None:
     protected = {one.sequence for one in item.checkpoints if one.is_protected}
     wanted = item.pinned | {sequence}
     bases = catalog.bases(item.checkpoints, wanted | protected) - wanted - protected
-    steps = ", ".join(str(one.step) for one in item.checkpoints if one.is_pinned) or "none"
+    pinned = [one.step for one in item.checkpoints if one.is_pinned]
+    steps = ", ".join(map(str, pinned)) or "none"
     if len(wanted | bases) > slots - beside:
         shared = f", and {len(bases)} for their unchanged tensors" if bases else ""
+        earlier = f"an earlier checkpoint of step {step} is pinned: unpin({step}) releases it. Or "
         raise RefusedError(
             f"{tenant.key}: {max(0, slots - beside - len(bases))} of {slots} slots can hold pinned "
             f"checkpoints: {beside} are needed for new ones{shared}; pinned steps: {steps}",
-            hint="unpin one, or start pccheckd with more --slots, which new jobs and "
-            "larger states get",
+            hint=f"{earlier if step in pinned else ''}unpin one, or start pccheckd with more "
+            "--slots, which new jobs and larger states get",
         )
     if len(wanted | protected | bases) > slots - 2:
         raise RefusedError(

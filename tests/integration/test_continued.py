@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from pccheck import PCcheckClient, PccheckWarning, StateMismatchError, UsageError, capture_rng
 from pccheck_native import catalog
@@ -252,6 +253,82 @@ def test_another_optimizer_gets_only_what_it_has(
     assert not now["optimizer"].state
     update(now)
     client.checkpoint(step=4).wait_durable(30)
+
+
+class Own(lr_scheduler.CosineAnnealingLR):
+    """A script's own name for it."""
+
+
+class Linear(lr_scheduler.LRScheduler):
+    """A script's own, of no class of torch."""
+
+    step_size = 1
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] / 2 for group in self.optimizer.param_groups]
+
+
+def in_turn(first: Any, second: Any) -> Any:
+    return lambda o: lr_scheduler.SequentialLR(o, [first(o), second(o)], milestones=[2])
+
+
+def constant(o: Any) -> Any:
+    return lr_scheduler.ConstantLR(o, total_iters=2)
+
+
+def cosine(o: Any) -> Any:
+    return lr_scheduler.CosineAnnealingLR(o, 9)
+
+
+def exponential(o: Any) -> Any:
+    return lr_scheduler.ExponentialLR(o, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 2), exponential, "StepLR, and ExponentialLR is"),
+        (lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9), cosine, "OneCycleLR, and CosineAnnealingLR"),
+        (lr_scheduler.ReduceLROnPlateau, cosine, "ReduceLROnPlateau, and CosineAnnealingLR is"),
+        (in_turn(constant, cosine), in_turn(constant, exponential),
+         r"SequentialLR\(ConstantLR, CosineAnnealingLR\), and SequentialLR\(ConstantLR, Exp"),
+    ],
+)  # fmt: skip
+def test_another_scheduler_is_refused(connect: Connect, then: Any, now: Any, words: str) -> None:
+    """Its load_state_dict() takes any attributes, and it would compute with those."""
+    before, after = kit(), kit()
+    save(connect, **before, scheduler=then(before["optimizer"]))
+    after["scheduler"] = now(after["optimizer"])
+    kept = str(after["scheduler"].state_dict())
+    client = connect()
+    client.attach(**after)
+    with pytest.raises(StateMismatchError, match=f"scheduler: .* state of {words}") as told:
+        client.restore()
+    assert 'restore(only=["model", "optimizer"]), then adopt()' in told.value.hint
+    client.restore(only=["model", "optimizer"])
+    client.adopt()
+    assert str(after["scheduler"].state_dict()) == kept
+    assert torch.equal(after["model"].weight, before["model"].weight)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (cosine, lambda o: Own(o, 9)), (lambda o: Own(o, 9), cosine), (Linear, Linear),
+        (Linear, lambda o: lr_scheduler.StepLR(o, 2)), (in_turn(constant, cosine),) * 2,
+    ],
+)  # fmt: skip
+def test_a_scheduler_of_a_class_of_the_script(connect: Connect, then: Any, now: Any) -> None:
+    before, after = kit(), kit()
+    before["scheduler"] = then(before["optimizer"])
+    after["scheduler"] = now(after["optimizer"])
+    update(before)
+    before["scheduler"].step()
+    save(connect, **before)
+    client = connect()
+    client.attach(**after)
+    assert client.restore().step == 3
+    assert after["scheduler"].last_epoch == 1
 
 
 class Counting(torch.optim.SGD):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck import CheckpointFailedError, NoCheckpointError, PCcheckClient, RefusedError
+from pccheck import CheckpointFailedError, NoCheckpointError, PCcheckClient, Reader, RefusedError
+from pccheck.integrations.deepspeed_files import tags_of
 from pccheck_native import catalog
 from pccheck_wire.messages import Pin
 from tests.support.daemon import Daemon
@@ -61,6 +62,40 @@ def test_a_pin_takes_no_slot_that_the_next_checkpoint_needs(start_daemon: Start)
             client.pin(3)
         save(client, *range(4, 9))
         assert steps(client)[2:] == [(2, True), (1, True)]
+
+
+def test_a_pinned_checkpoint_whose_step_is_saved_again_is_listed(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with client_of(daemon) as client:
+        save(client, 2, 3)
+        client.pin(3)
+        (pinned,) = (one.sequence for one in client.steps() if one.pinned)
+        client.recover(step=2)  # and train again
+        client.checkpoint([torch.zeros(1000)], step=3).wait_durable(30)
+        assert steps(client) == [(3, False), (3, True)]
+        assert client.steps()[1].sequence == pinned
+        with pytest.raises(RefusedError, match="pinned steps: 3") as told:
+            client.pin(3)
+        assert "an earlier checkpoint of step 3 is pinned: unpin(3) releases it" in told.value.hint
+        with Reader("job", socket=daemon.socket) as reader:
+            assert bool((reader.open(sequence=pinned).read("")[0] == 3).all())
+        client.unpin(3)
+        client.pin(3)
+        save(client, 4, 5)
+        assert steps(client) == [(5, False), (4, False), (3, True)]
+        assert not client.recover(step=3).state[0].any()
+
+
+def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(start_daemon: Start) -> None:
+    """DeepSpeed loads a tag by its step."""
+    with client_of(start_daemon()) as client:
+        for tag in ("first", "again"):
+            client.checkpoint([torch.zeros(9)], step=3, metadata={"tag": tag}).wait_durable(30)
+            if tag == "first":
+                client.pin(3)
+                client.recover(step=3)
+        assert len(client.steps()) == 2
+        assert tags_of(client) == {"again": 3}
 
 
 def test_what_is_protected_for_the_next_run_and_pinned_leaves_a_slot(start_daemon: Start) -> None:

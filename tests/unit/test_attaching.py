@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pccheck.state.attaching import Values, checked
+from pccheck.state.plan import AttachedPlan
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 MODEL = nn.Linear(2, 2)
@@ -42,6 +43,10 @@ class Broken:
 
     def load_state_dict(self, state: object) -> None:
         pass
+
+
+class Odd(torch.Tensor):
+    """With data of its own."""
 
 
 def one(name: str, thing: object) -> object:
@@ -78,6 +83,33 @@ def test_a_state_dict_that_fails_is_found_at_attach() -> None:
         one("loader", Broken(error))
     with pytest.raises(UnsupportedStateError, match=r"thing\.x"):
         one("thing", Broken({"x": object()}))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "dtype torch.qint8"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "lazily conjugated"),
+        (Odd(), "subclass tests.unit.test_attaching.Odd"),
+    ],
+)  # fmt: skip
+def test_a_buffer_that_cannot_be_stored_is_found_at_attach(value: Any, words: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("table", value)
+    with pytest.raises(UnsupportedStateError, match=rf"^model\.0\.table: .*{words}") as told:
+        one("model", model)
+    with pytest.raises(UnsupportedStateError) as later:
+        AttachedPlan({"model": model}, mode="sync").snapshot(1, None)
+    assert (told.value.message, told.value.hint) == (later.value.message, later.value.hint)
+    model[0]._non_persistent_buffers_set.add("table")
+    assert one("model", model) is model
+
+
+def test_a_module_that_gets_its_memory_later_is_attached() -> None:
+    with torch.device("meta"):
+        one("model", nn.BatchNorm1d(3))
+    one("model", nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()))
 
 
 def test_a_dict_is_attached_by_its_items() -> None:

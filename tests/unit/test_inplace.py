@@ -565,3 +565,30 @@ def test_fewer_gpus_than_at_the_save_are_told(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(PccheckWarning, match="generators of 2 GPUs, and this process has 1"):
         restore_rng(state)
     assert torch.equal(torch.get_rng_state(), state["torch"])
+
+
+def lazy(*, forward: bool) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    if forward:
+        step({"model": model, "optimizer": optimizer})
+    return {"model": model, "optimizer": optimizer}
+
+
+def step(kit: dict[str, Any]) -> None:
+    kit["optimizer"].zero_grad()
+    kit["model"](torch.arange(12.0).reshape(4, 3)).sum().backward()
+    kit["optimizer"].step()
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+def test_lazy_modules_get_their_shapes_from_the_checkpoint(order: tuple[str, str]) -> None:
+    before, after, plain = lazy(forward=True), lazy(forward=False), lazy(forward=False)
+    plain["model"].load_state_dict(before["model"].state_dict())
+    plain["optimizer"].load_state_dict(copy.deepcopy(before["optimizer"].state_dict()))
+    put(save(before), {name: after[name] for name in order})
+    assert same(states(before), states(after))
+    for kit in (before, after, plain):
+        step(kit)
+    assert same(states(before), states(after)) and same(states(plain), states(after))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from pccheck import PCcheckClient, PccheckError, PccheckWarning, capture_rng, restore_rng
 from pccheck.daemon.autostart import PrivateDaemon
@@ -79,10 +80,13 @@ def optimizer(cls: type = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
 
 
 def placed(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    about = tree.Mapping(tree.Tag.DICT, [("optimizers", tree.Mapping(tree.Tag.DICT, [
-        (name, type(thing).__qualname__) for name, thing in saved.items()
-    ]))])  # fmt: skip
+    about = origin.node(saved, "client")
     Placement(tree_of(AttachedPlan(saved, mode="sync", about=about).snapshot(1, None)), now)
+
+
+def scheduled(cls: Any, *options: Any) -> dict[str, Any]:
+    made = optimizer()
+    return made | {"scheduler": cls(made["optimizer"], *options)}
 
 
 def other_options(_: Kit) -> None:
@@ -459,6 +463,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     ),
     "other names": lambda _: placed(optimizer(), {"adam": optimizer()["optimizer"]}),
     "other shape": lambda _: placed({"model": nn.Linear(2, 2)}, {"model": nn.Linear(3, 2)}),
+    "other scheduler": lambda _: placed(scheduled(StepLR, 2), scheduled(ExponentialLR, 0.9)),
     "other optimizer": lambda _: placed(
         optimizer() | {"model": nn.Linear(2, 2)},
         optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
@@ -766,6 +771,11 @@ WORDS: dict[str, str] = {
     "other shape": (
         "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 3] is attached "
         "(build the model as it was, or take what you need from recover())"
+    ),
+    "other scheduler": (
+        "scheduler: the checkpoint has the state of StepLR, and ExponentialLR is attached (to "
+        'continue with a new scheduler: restore(only=["optimizer"]), then adopt() if this run '
+        "continues the job)"
     ),
     "other optimizer": (
         "optimizer: the checkpoint has the state of AdamW, and SGD is attached (to continue with a "

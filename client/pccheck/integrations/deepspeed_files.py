@@ -9,6 +9,7 @@ import torch
 
 from pccheck.client import PCcheckClient
 from pccheck.reader import Reader
+from pccheck.restoring.begin import Saved
 from pccheck.restoring.reading import RestoreResult
 from pccheck_wire.errors import StateMismatchError, UsageError
 
@@ -75,8 +76,11 @@ class Source:
 def tags_of(client: PCcheckClient) -> dict[str, int]:
     """The step of each tag that can be restored; of several with one tag the newest."""
     found: dict[str, int] = {}
+    newest: dict[int, Saved] = {}  # of each step: restore(step) gives this one
+    for saved in client.steps():
+        newest.setdefault(saved.step, saved)
     with Reader(client.place[0], socket=client.place[2]) as reader:
-        for saved in client.steps():
+        for saved in newest.values():
             with reader.open(sequence=saved.sequence) as opened:
                 found.setdefault(str((opened.metadata or {}).get("tag")), saved.step)
     return found

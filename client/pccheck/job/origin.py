@@ -60,15 +60,35 @@ def name_client() -> str:
 
 
 def node(attached: Mapping[str, Any], client: str) -> tree.Node:
-    """For the tree: this process, the name of its client, and what kinds of optimizers are
-    attached."""
-    origin = this_process()
-    kinds = {
+    """For the tree: this process, the name of its client, and what kinds of optimizers and
+    schedulers are attached."""
+    optimizers = {
         name: type(thing).__qualname__
         for name, thing in attached.items()
         if isinstance(thing, torch.optim.Optimizer)
     }
-    return _mapping({**origin._asdict(), "client": client, "optimizers": _mapping(kinds)})
+    schedulers = {
+        name: kind for name, thing in attached.items() if (kind := kind_of_scheduler(thing))
+    }
+    return _mapping(
+        {
+            **this_process()._asdict(), "client": client, "optimizers": _mapping(optimizers),
+            "schedulers": _mapping(schedulers),
+        }
+    )  # fmt: skip
+
+
+def kind_of_scheduler(thing: object) -> str:
+    """torch's class of a learning-rate scheduler, with the classes of those that it has; "" for
+    other things, and for a class of the script's that is of none of torch's: it may be renamed."""
+    base = torch.optim.lr_scheduler.LRScheduler
+    if not issubclass(type(thing), base):
+        return ""
+    kind = next(cls for cls in type(thing).__mro__ if cls.__module__.startswith("torch.optim."))
+    if issubclass(base, kind) or kind.__name__ == "_LRScheduler":
+        return ""
+    parts = [kind_of_scheduler(part) or "LRScheduler" for part in getattr(thing, "_schedulers", ())]
+    return f"{kind.__name__}({', '.join(parts)})" if parts else kind.__name__
 
 
 def _mapping(values: Mapping[str, Any]) -> tree.Node:
@@ -95,7 +115,16 @@ def by_another_client(described: tree.Tree, client: str) -> bool:
 
 def optimizer_kind(described: tree.Tree, name: str) -> str:
     """The class of the optimizer that was attached under this name; "" when it is not known."""
-    kinds = _about(described).get("optimizers")
+    return _kind(described, "optimizers", name)
+
+
+def scheduler_kind(described: tree.Tree, name: str) -> str:
+    """The same of a scheduler, as `kind_of_scheduler()` has it."""
+    return _kind(described, "schedulers", name)
+
+
+def _kind(described: tree.Tree, things: str, name: str) -> str:
+    kinds = _about(described).get(things)
     return str(kinds.get(name, "")) if isinstance(kinds, dict) else ""
 
 

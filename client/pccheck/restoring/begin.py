@@ -33,7 +33,7 @@ LIST_LIMIT_S = 30.0
 
 
 class Saved(NamedTuple):
-    """A checkpoint that can be restored."""
+    """A checkpoint that can be restored; or that is pinned, while its step was saved again."""
 
     step: int
     sequence: int  # the order of checkpoints; steps may go back
@@ -129,15 +129,17 @@ class Recovery:
         self._steps.restored()
 
     def saved(self, connection: Connection, *, limit_s: float = LIST_LIMIT_S) -> list[Saved]:
-        """What `restore(step=...)` can restore, newest first. Raises UnreadableError when that is
-        nothing, and a volume of the job cannot be read: the volume may hold checkpoints."""
+        """What `restore(step=...)` can restore, and what else is pinned, newest first. Raises
+        UnreadableError when that is nothing, and a volume of the job cannot be read: the volume may
+        hold checkpoints."""
         identity = self._session.identity
         report = connection.request(ListVolumes(identity.job), timeout_s=limit_s)
         assert isinstance(report, Report)
         rows = _own(report.document.get("checkpoints"))
         # Pinned is what every rank has pinned.
         loose = {(row["sequence"], row["world_size"]) for row in rows if not row["pinned"]}
-        found: dict[int, Saved] = {}
+        found: dict[tuple[int, int], Saved] = {}
+        steps: set[int] = set()
         for row in sorted(rows, key=lambda row: (-row["sequence"], row["rank"] != identity.rank)):
             mine = row["rank"] == identity.rank or self._reads_all
             alone = mine and self._session.saves_alone(row["world_size"])
@@ -145,10 +147,11 @@ class Recovery:
                 continue
             age_s = max(0.0, time.time() - row["wall_ns"] / 1e9)
             pinned = row["pinned"] and (alone or (row["sequence"], row["world_size"]) not in loose)
-            found.setdefault(
-                row["step"],
-                Saved(row["step"], row["sequence"], age_s, row["payload_bytes"], pinned),
-            )
+            step, sequence = row["step"], row["sequence"]
+            if pinned or step not in steps:
+                one = Saved(step, sequence, age_s, row["payload_bytes"], pinned)
+                found.setdefault((step, sequence), one)
+            steps.add(step)
         for row in _own(report.document.get("unreadable")):
             path = row["path"]
             why = f"{path} cannot be read: {row['reason'].removeprefix(f'{path}: ')}"

@@ -88,6 +88,7 @@ class Placement:
             elif isinstance(thing, torch.optim.Optimizer) and OptimizerWatch.loads_plainly(thing):
                 self._optimizer(name, node, thing)
             else:
+                self._same_scheduler(name, thing)
                 self._whole(name, node, thing)
         self._pieces = b""  # the ranges that fill those
         if self._cut:
@@ -241,6 +242,16 @@ class Placement:
                 "learning rate and the weight decay from the checkpoint, too",
             )
         return kind in ("", mine)
+
+    def _same_scheduler(self, name: str, thing: object) -> None:
+        """Raises StateMismatchError for a scheduler of another class, as far as is known: it takes
+        any attributes, and would compute other learning rates with those."""
+        kind, mine = origin.scheduler_kind(self._tree, name), origin.kind_of_scheduler(thing)
+        if kind and mine and kind != mine:
+            raise StateMismatchError(
+                f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
+                hint=f"to continue with a new scheduler: {_only(self._both.keys() - {name})}",
+            )
 
     def _new_optimizer(self, name: str) -> str:
         """For a hint. Its scheduler begins with it."""

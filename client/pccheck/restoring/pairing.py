@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from pccheck.state import shards
 from pccheck_wire import tree
@@ -102,6 +103,7 @@ def require_shape(
     step() breaks."""
     if (
         key in _BY_ELEMENT
+        and not is_lazy(parameter)  # gets its shape when the state of its module is loaded
         and isinstance(node, tree.Tensor)
         and node.shape != list(parameter.shape)
         and type(optimizer).__module__.startswith("torch.optim")

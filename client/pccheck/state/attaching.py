@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
-from .flatten import Flattener
+from .flatten import Flattener, require_storable
 from .foreign import in_words
 from .plan import RNG
+from .watch import ModuleWatch
 
 
 class Stateful(Protocol):
@@ -78,7 +81,9 @@ def _checked(name: str, thing: object) -> object:
             f"attach({RNG}=...) takes True or False only", hint="attach this under another name"
         )
     if isinstance(thing, torch.nn.Module):
-        return _inner_module(thing)
+        thing = _inner_module(thing)
+        _require_storable(name, thing)
+        return thing
     if isinstance(thing, torch.optim.Optimizer):
         return _inner_optimizer(name, thing)
     if name == "scheduler":
@@ -130,6 +135,16 @@ def _try(name: str, thing: Any) -> None:
             "torchdata's StatefulDataLoader (in Accelerate: use_stateful_dataloader=True)",
         ) from error
     Flattener().node(state, name)
+
+
+def _require_storable(name: str, module: torch.nn.Module) -> None:
+    """Now, too, except for what gets its memory later. A state dict of its own may leave tensors
+    out, or gather them from all ranks: only the first checkpoint calls it."""
+    if not ModuleWatch.suits(module):
+        return
+    for key, value in module.state_dict(keep_vars=True).items():
+        if not (value.is_meta or is_lazy(value)):
+            require_storable(value, tree.join(name, key))
 
 
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
