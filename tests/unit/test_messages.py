@@ -6,6 +6,7 @@ word is changed here, too, and read as somebody reads it whose training has just
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import warnings
@@ -287,6 +288,12 @@ def raised(error: Exception) -> None:
     raise error
 
 
+def gone(kit: Kit, *, unmapped: int) -> Exception:
+    link, welcome = SimpleNamespace(unmapped=unmapped), SimpleNamespace(pid=77)
+    ended: Any = SimpleNamespace(path=kit.path / "s", link=link, welcome=welcome)
+    return Connection.gone(ended)
+
+
 class Broken:
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("not ready")
@@ -390,11 +397,8 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "not a socket": lambda kit: attach.observe(plain_file(kit), timeout_s=1),
     "long socket path": lambda kit: attach.observe(kit.path / ("x" * 108), timeout_s=1),
     "stranger's daemon": stranger,
-    "ended daemon": lambda kit: raised(
-        Connection.gone(  # type: ignore[arg-type]
-            SimpleNamespace(path=kit.path / "s", welcome=SimpleNamespace(pid=77))
-        )
-    ),
+    "ended daemon": lambda kit: raised(gone(kit, unmapped=0)),
+    "address space": lambda kit: raised(gone(kit, unmapped=errno.ENOMEM)),
     "daemon's uid": uid_variable,
     # -- making a client
     "notebook": notebook,
@@ -541,6 +545,10 @@ WORDS: dict[str, str] = {
     ),
     "ended daemon": (
         "pccheckd at DIR/s (pid 77) has ended (start it with: pccheckd --storage DIR)"
+    ),
+    "address space": (
+        "this process cannot map the daemon's memory: Cannot allocate memory (raise the limit: "
+        "ulimit -v, or vm.max_map_count)"
     ),
     "daemon's uid": ("PCCHECK_DAEMON_UID='root' is not a uid (set it to a number)"),
     "notebook": (

@@ -179,7 +179,7 @@ struct pcc_client {
     struct pcc_client *next; /* in the list of open ones */
     int socket_fd;
     struct pcc_page_view view;
-    _Atomic bool stop; /* close() */
+    _Atomic bool stop;    /* close() */
     _Atomic bool dead;    /* hang-up, or the daemon broke the protocol, or: */
     _Atomic int unmapped; /* -errno of a segment's mapping */
     pthread_t thread;
