@@ -44,6 +44,7 @@ class Things:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 5), norm, torch.nn.Linear(5, 5, False))
         self.model.append(torch.nn.Linear(5, 5, False)).bfloat16()
         self.model[3].weight = self.model[2].weight  # tied
+        self.optimizer: torch.optim.Optimizer
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=seed)
         for parameter in self.model.parameters():
             parameter.data.copy_(torch.rand(parameter.shape, generator=draw))
@@ -139,6 +140,26 @@ def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: P
     ran = ctl(daemon.storage, "show", "torch", "--json")
     places = {one["path"]: one["offset"] for one in ran.json["tensors"]}
     assert places["model.2.weight"] == places["model.3.weight"]  # stored once, as it was
+
+
+def test_an_optimizer_without_state_comes_back(
+    start_daemon: Start, ctl: Ctl, tmp_path: Path
+) -> None:
+    """Although torch.distributed.checkpoint leaves out its empty dict of states."""
+    daemon, given = start_daemon(), Things(3)
+    given.optimizer = torch.optim.SGD(given.model.parameters(), lr=3.0)
+    given.optimizer.step()
+    saved(daemon, "source", given, 7)
+    for kind in ("torch", "dcp"):
+        words = ("export", "source", "--format", kind, "-o", tmp_path / kind)
+        assert online(ctl, daemon, *words).code == 0
+        assert online(ctl, daemon, "import", kind, tmp_path / kind).code == 0
+        fresh = Things(4)
+        fresh.optimizer = torch.optim.SGD(fresh.model.parameters(), lr=4.0)
+        with PCcheckClient(kind, 0, 1, socket=daemon.socket, on_error="raise") as client:
+            fresh.attach(client, rng=True)
+            assert client.restore().step == 7
+        given.same(fresh, kinds=set(given.kinds))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "huggingface"])

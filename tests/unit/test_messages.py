@@ -90,11 +90,15 @@ def scheduled(cls: Any, *options: Any) -> dict[str, Any]:
     return made | {"scheduler": cls(made["optimizer"], *options)}
 
 
+def imported(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """The checkpoint does not tell of which class anything is."""
+    Placement(tree_of(AttachedPlan(saved, mode="sync").snapshot(1, None)), now)
+
+
 def other_options(_: Kit) -> None:
     saved = optimizer(torch.optim.SGD)
     saved["optimizer"].param_groups[0]["rho"] = 0.05
-    made = tree_of(AttachedPlan(saved, mode="sync").snapshot(1, None))  # as imports are
-    Placement(made, optimizer(torch.optim.SGD))
+    imported(saved, optimizer(torch.optim.SGD))
 
 
 def renamed(_: Kit) -> None:
@@ -472,6 +476,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
         optimizer() | {"model": nn.Linear(2, 2)},
         optimizer(torch.optim.SGD) | {"model": nn.Linear(2, 2)},
     ),
+    "no optimizer": lambda _: imported({"optimizer": nn.Linear(2, 2)}, optimizer()),
     "other options": other_options,
     "other parameters": renamed,
     "other order": reordered,
@@ -790,6 +795,10 @@ WORDS: dict[str, str] = {
         'new optimizer: restore(only=["model"]), then adopt() if this run continues the job; '
         "restore(strict_optimizer=False) takes the learning rate and the weight decay from the "
         "checkpoint, too)"
+    ),
+    "no optimizer": (
+        "optimizer: what the checkpoint has under this name is not the state of an optimizer "
+        "(attach the optimizer under the name with which it was saved)"
     ),
     "other options": (
         "optimizer.param_groups.0: the attached SGD has no rho, and the checkpoint does not tell "

@@ -460,8 +460,8 @@ def _groups_of(name: str, node: tree.Node) -> list[dict[Any, tree.Node]]:
     groups = parts.get("param_groups")
     if not isinstance(groups, tree.Sequence) or "state" not in parts:
         raise StateMismatchError(
-            f"{name}: the checkpoint has no optimizer of this name",
-            hint="attach the same under the same names",
+            f"{name}: what the checkpoint has under this name is not the state of an optimizer",
+            hint="attach the optimizer under the name with which it was saved",
         )
     return [_mapping(item, f"{name}.param_groups") for item in groups.items]
 

@@ -88,16 +88,18 @@ def _places(metadata: Metadata) -> dict[str, Any]:
 
 def _numbered(value: Any) -> Any:
     """torch.distributed.checkpoint makes texts of keys: those of an optimizer's state are numbers
-    again."""
+    again. It leaves out empty dicts: an optimizer without state, such as SGD, has one."""
     if isinstance(value, list):
         return [_numbered(item) for item in value]
     if not isinstance(value, dict):
         return value
     made = {key: _numbered(item) for key, item in value.items()}
-    groups, state = made.get("param_groups"), made.get("state")
-    if isinstance(groups, list) and isinstance(state, dict):
-        members = [group.get("params") for group in groups if isinstance(group, dict)]
-        if all(type(one) is int for some in members for one in some or ()):
+    listed = made.get("param_groups")
+    groups = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    if any("params" in group for group in groups):
+        state = made.setdefault("state", {})
+        members = [one for group in groups for one in group.get("params") or ()]
+        if isinstance(state, dict) and all(type(one) is int for one in members):
             made["state"] = {int(k) if k.isdecimal() else k: v for k, v in state.items()}
     return made
 
