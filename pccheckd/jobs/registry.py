@@ -140,13 +140,14 @@ class Registry:
         job = self.jobs.get((uid, name))
         return job if job is not None and not job.idle else None
 
-    def refused(self, uid: int | None, name: str) -> set[int]:
-        """The owners of loaded jobs of this name that were refused room: they may have no file."""
+    def listed(self, uid: int | None, name: str) -> set[int]:
+        """The owners of loaded jobs of this name that `status` lists: without a file when they were
+        refused room, or when their files were removed."""
         return {
             job.uid
             for job in self.jobs.values()
             if job.name == name and uid in (None, job.uid)
-            and any(tenant.refused for tenant in job.tenants.values())
+            and any(tenant.refused or tenant.ledger.checkpoints for tenant in job.tenants.values())
         }  # fmt: skip
 
     async def _job(self, uid: int, name: str) -> Job:

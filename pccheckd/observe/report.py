@@ -30,7 +30,7 @@ from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.tenant import Tenant
-from pccheckd.tenancy.volumes import Key, OpenVolume
+from pccheckd.tenancy.volumes import OpenVolume
 
 SCHEMA = 1
 RECENT = 32
@@ -197,7 +197,7 @@ def _session(session: Session) -> Document:
         "exposed_bytes": usage.exposed_bytes if usage else 0,
         "mappings": usage.mappings if usage else 0,
         "connected_s": _ago(session.connected_ns),
-        "checkpoints": [_state(item, tenant.key) for item in recent] if tenant else [],
+        "checkpoints": [_state(item, tenant) for item in recent] if tenant else [],
     }
 
 
@@ -228,7 +228,7 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
             "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,
         },
         "volume": _open_volume(current) if current else None,
-        "checkpoints": [_state(item, tenant.key) for item in tenant.ledger.recent(RECENT)],
+        "checkpoints": [_state(item, tenant) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),
     }
 
@@ -263,9 +263,9 @@ def _open_volume(item: OpenVolume) -> Document:
     }
 
 
-def _state(item: Checkpoint, key: Key) -> Document:
+def _state(item: Checkpoint, tenant: Tenant) -> Document:
     """One recent checkpoint: its state, and how long each part took (None: not reached)."""
-    record = item.record(key)
+    record = item.record(tenant.key)
     names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes",
              "copied_bytes", "written_bytes", "state", "reason", "rehomed")  # fmt: skip
     reached = {
@@ -283,6 +283,7 @@ def _state(item: Checkpoint, key: Key) -> Document:
             for name, at_ns in reached.items()
         },
         "times": item.times_ns,
+        "lost": tenant.volumes.why_lost(record.sequence),
     }
 
 
@@ -316,8 +317,8 @@ def _warnings(tenant: Tenant) -> list[str]:
     found = [str(error) for error in tenant.volumes.unreadable.values()]
     if unsaved := _unsaved(tenant):
         found.insert(0, unsaved)
-    if tenant.owner is not None:
-        found += tenant.volumes.losses.values()  # of an ended job they were removed on purpose
+    if tenant.owner is not None and tenant.volumes.loss:
+        found.append(tenant.volumes.loss)  # of an ended job they were removed on purpose
     if tenant.stalled:
         found.append(tenant.stalled)
     if tenant.stopped:
@@ -370,9 +371,9 @@ def _unsaved(tenant: Tenant) -> str:
 
 def _notices(tenant: Tenant) -> list[str]:
     """Information; nothing is wrong."""
-    found = list(tenant.volumes.remembered)
     if tenant.owner is None:
-        return found + list(tenant.volumes.losses.values())
+        return [tenant.volumes.loss] if tenant.volumes.loss else []
+    found = []
     if steps := tenant.interval_steps:
         found.append(f"should_checkpoint() saves every {plural(steps, 'step')}")
     if protected := sorted(tenant.retention.protected):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,6 @@ PAYLOAD_BYTES_MAX = 1 << 50
 #: How long a volume waits for others that are being made and leave no room for it.
 MAKING_LIMIT_S = 10.0
 SEQUENCE_BITS = 32  # more than any volume gives out
-LOSSES_TOLD = 4
 NAMED_MAX = 8  # jobs in a hint
 _LOST = {
     "REMOVED": "was removed or moved away while pccheckd had it open",
@@ -113,10 +111,8 @@ class VolumeSet:
         self._tried: dict[Path, tuple[int, ...]] = {}  # what they were then
         #: Opened, but no longer at their path: closed as soon as they are unused.
         self.gone: list[OpenVolume] = []
-        #: What happened to files while they were open, until a checkpoint is durable elsewhere, ...
-        self.losses: dict[Path, str] = {}
-        self.remembered: deque[str] = deque(maxlen=LOSSES_TOLD)  # ... and from then on
-        #: What they held, as long: they may come back, so other ranks keep their parts of it.
+        self.loss = ""  # what happened to a file while it was open, until one is durable elsewhere
+        #: What was held, as long: it may come back, so other ranks keep their parts of it.
         self.lost: list[catalog.Checkpoint] = []
         self._known: set[Path] = set()  # were open here, so their sequences are known ...
         self._passed = 0  # ... of those that are gone
@@ -228,19 +224,21 @@ class VolumeSet:
         self._passed = max(self._passed, item.info.next_sequence - 1)
         self.lost += item.checkpoints
         held = plural(len(item.checkpoints), "checkpoint")
-        self.losses[item.path] = (
+        self.loss = (
             f"{item.path} {_LOST.get(code, code)}; it held {held}. The next checkpoint goes into a "
             "new volume; to remove a job, use pccheckctl drop"
         )
-        LOG.warning(
-            "%s: %s", self.key, self.losses[item.path], extra={"fields": {"event": "volume-lost"}}
-        )
+        LOG.warning("%s: %s", self.key, self.loss, extra={"fields": {"event": "volume-lost"}})
 
     def settled(self) -> None:
         """A checkpoint is durable: earlier losses are history."""
-        self.remembered.extend(self.losses.values())
-        self.losses.clear()
+        self.loss = ""
         self.lost.clear()
+
+    def why_lost(self, sequence: int) -> str:
+        """What happened to the file of a checkpoint that was durable; "" for one that is there."""
+        lost = any(one.sequence == sequence for one in self.lost)
+        return self.loss if lost and self.checkpoint(sequence) is None else ""
 
     async def close_lost(self, item: OpenVolume) -> None:
         """Closes a missing one; another file at its path must not be removed."""

@@ -215,7 +215,30 @@ def test_a_removed_file_is_noticed_without_a_checkpoint(
     assert str(path) in " ".join(found["warnings"])
     assert saved(trainer)[0] == "durable"
     found = until(daemon, lambda document: document["daemon"]["state"] == "ok")
-    assert str(path) in " ".join(found["notices"])
+    assert found["notices"] == []
+
+
+def test_a_job_whose_files_were_removed_is_listed_until_it_is_dropped(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    trainer = start_trainer(daemon)
+    assert saved(trainer)[0] == "durable"
+    trainer.close()
+    path = volume_of(daemon)
+    remove_job(path)
+    found = until(daemon, lambda document: document["ranks"][0]["newest"] is None)
+    (note,) = found["notices"]
+    assert f"{path} was removed or moved away" in note
+    for state in ("durable", "copied"):
+        told = pccheckctl(daemon, "wait", "job", "--newest", "--for", state, "--timeout", "60")
+        assert told.code == 1 and "step 1 was durable, and is lost" in told.err, told.err
+        assert str(path) in told.err
+    told = pccheckctl(daemon, "drop", "job", "--yes")
+    assert (told.code, told.out) == (0, "0 files, 0 B: dropped\n")
+    told = pccheckctl(daemon, "status")
+    assert (told.code, "NO CHECKPOINT" in told.out, "note:" in told.out) == (0, False, False)
+    assert pccheckctl(daemon, "drop", "job", "--yes").code == 13
 
 
 def test_a_replaced_file_is_read_as_what_it_is(start_daemon: Start, start_trainer: Connect) -> None:

@@ -112,6 +112,16 @@ def test_copied_is_what_the_daemon_vouches_for() -> None:
         wait.judge(seen, 6, "durable")
 
 
+def test_what_was_durable_and_is_lost_is_not_waited_for() -> None:
+    lost = recent(5, "durable", lost="its file was removed")
+    for state in ("copied", "durable", "global"):
+        with pytest.raises(
+            CheckpointFailedError, match="step 5 was durable, and is lost: its file"
+        ):
+            wait.judge(Seen([], [lost]), 5, state)
+        assert wait.judge(Seen([], [lost, recent(6, "copying")]), 5, state) is None
+
+
 @pytest.mark.parametrize(
     ("one", "there"),
     [

@@ -38,7 +38,7 @@ def volume(
 def tenant(**changed: Any) -> Any:
     """A connected rank without trouble."""
     volumes = SimpleNamespace(
-        unreadable={}, losses=changed.pop("losses", {}), open=[changed.pop("volume", volume())]
+        unreadable={}, loss=changed.pop("loss", ""), open=[changed.pop("volume", volume())]
     )
     ledger = SimpleNamespace(
         failing=changed.pop("failing", 0), last_failure="write: EIO",

@@ -51,4 +51,5 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
     verb = "dropped" if document.get("dropped") is True else "would be dropped"
     total = f"{render.plural(len(files), 'file')}, {render.size(whole(document, 'bytes'))}"
     headings = ("file", "size", "checkpoints", "newest step", "last write", "state")
-    return f"{render.table(headings, lines)}\n\n{total}: {verb}"
+    table = f"{render.table(headings, lines)}\n\n" if lines else ""  # none: they were removed
+    return f"{table}{total}: {verb}"

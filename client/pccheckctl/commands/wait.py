@@ -51,8 +51,8 @@ def run(
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """0 when the step has reached the state. Raises WaitTimeoutError at the deadline,
-    CheckpointFailedError when the step failed and no later one is under way. A daemon that restarts
-    is waited for, and so is a job that the daemon does not know yet."""
+    CheckpointFailedError when the step failed or is lost and no later one is under way. A daemon
+    that restarts is waited for, and so is a job that the daemon does not know yet."""
     deadline = clock() + arguments.timeout
     pause = FIRST_PAUSE_S
     step: int | None = arguments.step
@@ -123,12 +123,12 @@ def _has_failed(one: Document, state: str) -> bool:
     """It will never reach the state. What is durable has a reason if it is given up: another rank
     did not save it."""
     alone = state == "global" and text(one, "state") == "durable" and text(one, "reason") != ""
-    return alone or text(one, "state") in _ENDED
+    return alone or text(one, "state") in _ENDED or text(one, "lost") != ""
 
 
 def judge(seen: Seen, step: int, state: str) -> Document | None:
     """The checkpoint of the step or of a later one that has reached the state, if any. Raises
-    CheckpointFailedError when the step failed and no later one is under way."""
+    CheckpointFailedError when the step failed or is lost and no later one is under way."""
     durable = [one for one in seen.stored if whole(one, "step") >= step]
     if state == "global":
         # A rank that saves alone is every rank.
@@ -141,10 +141,15 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
     later = [one for one in seen.recent if whole(one, "step") >= step]
     if state == "copied":
         for one in later:
-            if text(one, "state") in COPIED:
+            if text(one, "state") in COPIED and not text(one, "lost"):
                 return one
     if later and all(_has_failed(one, state) for one in later):
         one = later[-1]
+        if lost := text(one, "lost"):
+            raise CheckpointFailedError(
+                f"step {whole(one, 'step')} was durable, and is lost: {lost}",
+                hint="see what is left: pccheckctl list",
+            )
         reason = text(one, "reason") or text(one, "state")
         raise CheckpointFailedError(
             f"step {whole(one, 'step')} failed: {reason}",
