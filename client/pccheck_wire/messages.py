@@ -353,6 +353,7 @@ class Goodbye(Message):
     """Orderly end; with `done` the volume is trimmed to its newest checkpoint. -> `Done`."""
 
     done: bool = False
+    failed: int = 0  # as in `Register`
 
 
 @message("done")

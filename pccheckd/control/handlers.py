@@ -183,9 +183,7 @@ class Handlers:
         assert tenant is not None
         if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
             raise UsageError(f"$.body.payload_bytes must be 1 to 2**50 (got {body.payload_bytes})")
-        if not 0 <= body.failed <= FAILED_MAX:
-            raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {body.failed})")
-        tenant.ledger.failed(body.failed)
+        _count_failed(tenant, body.failed)
         try:
             await self._engine.require_storage(session.uid)
             answer = await self._volume_and_dram(session, tenant, body)
@@ -261,6 +259,8 @@ class Handlers:
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
         tenant, job = session.tenant, session.job
         assert tenant is not None and job is not None
+        if session.take_leave():
+            _count_failed(tenant, body.failed)
         if not await tenant.ledger.settled(GOODBYE_LIMIT_S, job.asked(session.rank)):
             raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")
         if body.done:
@@ -308,6 +308,13 @@ class Handlers:
         if body.sequence and not document["checkpoints"]:
             raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
         return document
+
+
+def _count_failed(tenant: Tenant, count: int) -> None:
+    if not 0 <= count <= FAILED_MAX:
+        raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {count})")
+    if count:
+        tenant.failed_before_request(count)
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:

@@ -71,6 +71,7 @@ class Session:
     port: Port | None = None
     endpoint: str = ""  # for its requests; "" for an observer
     ending: bool = False
+    took_leave: bool = False  # its Goodbye has arrived; it may arrive again
     #: By load id: whose checkpoint is read, and its sequence.
     loads: dict[int, tuple[Tenant, int]] = field(default_factory=dict)
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # it has to end
@@ -100,6 +101,11 @@ class Session:
         """It restores: it belongs to the newest start of its job."""
         if self.job is not None:
             self.incarnation = self.job.follow(self.rank, self.process)
+
+    def take_leave(self) -> bool:
+        """Its Goodbye has arrived. False when one had arrived before."""
+        first, self.took_leave = not self.took_leave, True
+        return first
 
     def give_way(self) -> None:
         self.gives_way = True

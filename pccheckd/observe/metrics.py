@@ -21,6 +21,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
 from pccheckd.tenancy.checkpoint import Record
+from pccheckd.tenancy.volumes import Key
 
 from .gauges import RANK, Family
 
@@ -91,6 +92,12 @@ class Metrics:
             for name, seconds in item.seconds().items():
                 self._histograms[name].labels(*rank[:2]).observe(seconds)
 
+    def unrequested(self, key: Key, count: int, error: str) -> None:
+        rank = self._admit(key)
+        self._count("requests", rank, count)
+        self._count("checkpoints", (*rank, "failed"), count)
+        self._count("failures", (*rank, "admission", error), count)
+
     # -- rendered in another thread ------------------------------------------------------------
 
     def render(self, families: Iterable[Family]) -> bytes:
@@ -124,7 +131,7 @@ class Metrics:
             buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
 
-    def _admit(self, item: Record) -> _Rank:
+    def _admit(self, item: Record | Key) -> _Rank:
         """The labels of a rank, which gets series. Beyond SERIES_MAX, the least recently active
         rank of the user with the most series loses its own."""
         rank = str(item.uid), item.job, str(item.rank)

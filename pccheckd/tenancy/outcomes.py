@@ -25,6 +25,7 @@ class Counting(Protocol):
 
     def requested(self, item: Record) -> None: ...
     def ended(self, item: Record) -> None: ...
+    def unrequested(self, key: Key, count: int, error: str) -> None: ...
 
 
 class Chronicle:
@@ -48,6 +49,12 @@ class Chronicle:
         """It is durable, superseded, skipped, or has failed."""
         if self._enabled():
             self._guard(lambda: self._ended(key, item.record(key)))
+
+    def unrequested(self, key: Key, count: int, error: str) -> None:
+        """Checkpoints failed before they were requested, as their trainer reports."""
+        metrics = self._metrics
+        if metrics is not None and self._enabled():
+            self._guard(lambda: metrics.unrequested(key, count, error))
 
     def _ended(self, key: Key, item: Record) -> None:
         self.ring.add(item)

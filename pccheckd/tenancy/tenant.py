@@ -362,6 +362,12 @@ class Tenant:
         self.refused, self._was_refused = why, why is not None
         self._refused_ns = time.monotonic_ns()
 
+    def failed_before_request(self, count: int) -> None:
+        """Checkpoints of its trainer failed because it was refused room, or without a daemon."""
+        self.ledger.failed(count)
+        error = self.refused.code if self.refused is not None else "OTHER"
+        self._chronicle.unrequested(self.key, count, error)
+
     def wanted_bytes(self, payload_bytes: int) -> int:
         """DRAM for two checkpoints, within this rank's share of the budget."""
         owner, port = self._present()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from pccheck import CheckpointFailedError, PCcheckClient
 from tests.integration.test_in_flight import status
+from tests.integration.test_observability import base, get
 from tests.promises.test_p2_durable import pccheckctl, saved, until
 from tests.support.ctl import Ran
 from tests.support.daemon import Daemon
@@ -42,6 +44,24 @@ def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer
     assert ranks["fits"]["refused"] is None
     daemon.logs("job 'big' rank 0 of uid")
     daemon.logs("checkpoints are NOT saved")
+
+
+def test_every_refused_checkpoint_is_counted(start_daemon: Start, start_trainer: Connect) -> None:
+    """Also in the metrics, and also the last one of a trainer that has ended."""
+    daemon = start_daemon("--max-storage", "30MiB", "--metrics", "0")
+    big = start_trainer(daemon, [8 * MIB], job="big")
+    for _ in range(3):
+        assert saved(big)[0] == "failed"
+    big.close()
+    gone(daemon, big)
+    (rank,) = status(daemon)["ranks"]
+    assert (rank["counters"]["failed"], rank["failing"]) == (3, 3)
+    _, text = get(f"{base(daemon)}/metrics")
+    job, uid = 'job_name="big",rank="0",', f'uid="{os.getuid()}"'
+    assert f"pccheck_requests_total{{{job}{uid}}} 3.0" in text
+    assert f'pccheck_checkpoints_total{{{job}result="failed",{uid}}} 3.0' in text
+    (failures,) = re.findall(r"pccheck_failures_total(\{.*)", text)
+    assert 'error="STORAGE_FULL"' in failures and failures.endswith("} 3.0")
 
 
 def test_a_hint_names_jobs_only_if_they_make_room(

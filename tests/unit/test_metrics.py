@@ -63,6 +63,15 @@ def test_an_end_is_counted_by_its_result() -> None:
     assert found["pccheck_durable_bytes_total"][(*rank, "7")] == 8192
 
 
+def test_checkpoints_that_were_never_requested_are_counted() -> None:
+    metrics = Metrics()
+    metrics.unrequested(KEY, 4, "STORAGE_FULL")
+    found = read(metrics)
+    assert found["pccheck_requests_total"] == {("gpt", "3", "7"): 4}
+    assert found["pccheck_checkpoints_total"] == {("gpt", "3", "failed", "7"): 4}
+    assert found["pccheck_failures_total"] == {("STORAGE_FULL", "gpt", "3", "admission", "7"): 4}
+
+
 def test_parts_of_durable_ones_are_observed() -> None:
     metrics = Metrics()
     times_ns = {  # requested at 1 s; the commit record's beginning is not known

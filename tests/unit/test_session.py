@@ -253,7 +253,10 @@ def test_absent_ranks_are_warned_of_once(daemons: Daemons) -> None:
 def test_goodbye_goes_to_a_living_daemon_only(daemons: Daemons) -> None:
     made, connection = connected(daemons)
     assert made.say_goodbye(True)
-    assert connection.requests == [Goodbye(True)]
+    made.uncounted = 2  # failures that the next Register would have reported
+    assert made.say_goodbye(False)
+    assert made.say_goodbye(False)
+    assert connection.requests == [Goodbye(True), Goodbye(False, 2), Goodbye(False)]
     connection.lives = False
     assert not made.say_goodbye(False)
 

@@ -224,7 +224,8 @@ class Session:
             limit_s = GOODBYE_LIMIT_S if done else min(GOODBYE_LIMIT_S, self._stall_limit_s)
             if left_s is not None:
                 limit_s = min(limit_s, max(GOODBYE_LEAST_S, left_s))
-            connection.request(Goodbye(done), timeout_s=limit_s)
+            connection.request(Goodbye(done, self.uncounted), timeout_s=limit_s)
+            self.uncounted = 0
         return connection is not None
 
     def forget_in_child(self) -> None:
