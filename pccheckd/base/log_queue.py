@@ -61,8 +61,9 @@ class Queued(QueueHandler):
         self._writer.handlers = (output,)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Makes the text now: the values in it may have changed when the record is written."""
+        """Makes text and fields now: its values may have changed when the record is written."""
         record = copy.copy(record)
+        record.fields = whose(record.args) | dict(getattr(record, "fields", {}))
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.exc_text = _TRACEBACKS.formatException(record.exc_info)
@@ -88,6 +89,12 @@ class Queued(QueueHandler):
             self._lines.all_tasks_done.wait_for(
                 lambda: not self._lines.unfinished_tasks, FLUSH_LIMIT_S
             )
+
+
+def whose(values: object) -> dict[str, object]:
+    """The fields of those values of a line that have names: the uid, job and rank of a Key."""
+    named = (getattr(one, "_asdict", dict) for one in values) if isinstance(values, tuple) else ()
+    return {name: value for fields in named for name, value in fields().items()}
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -459,7 +459,10 @@ class Job:
             LOG.warning(
                 "job %r of uid %d: %s", self.name, self.uid,
                 why or "the ranks have a new common checkpoint again",
-                extra={"fields": {"event": "group-late" if why else "group-again"}},
+                extra={"fields": {
+                    "event": "group-late" if why else "group-again",
+                    "uid": self.uid, "job": self.name,
+                }},
             )  # fmt: skip
         self.late = why
 

@@ -39,6 +39,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
 from pccheckd.tenancy.tenant import Tenant
+from pccheckd.tenancy.volumes import Key
 
 from .shares import Demand, fair
 
@@ -56,7 +57,7 @@ _RETRY_S = 0.05
 class Claim:
     by: Session
     port: Port
-    who: str
+    who: Key
     wanted_bytes: int
     share_bytes: int = 0
     settled: bool = False  # it has had its share
@@ -123,7 +124,7 @@ class Memory(Background):
         claim = self._claims.get(by.number)
         if claim is None:
             wanted = max(by.port.least_bytes, wanted_bytes)
-            claim = self._claims[by.number] = Claim(by, by.port, str(by.tenant.key), wanted)
+            claim = self._claims[by.number] = Claim(by, by.port, by.tenant.key, wanted)
         return claim
 
     def gone(self, session: int) -> None:

@@ -52,6 +52,7 @@ async def drop(registry: Registry, asker_uid: int, body: Drop) -> Document:
         LOG.info(
             "uid %d dropped job %r of uid %d: %d files, %d bytes", asker_uid, body.job,
             owner, len(files), sum(victim.bytes for victim in files),
+            extra={"fields": {"event": "dropped", "uid": owner, "job": body.job}},
         )  # fmt: skip
     return dropping.document(storage, files, dropped=True)
 
@@ -108,6 +109,7 @@ class Expiry(Background):
                     "job %r of uid %d finished and was unused for --expire-finished: its %d bytes "
                     "are deleted in %g s, unless the job starts again",
                     job.job, job.uid, job.bytes, self._pause_s(age_s),
+                    extra={"fields": {"event": "expiring", "uid": job.uid, "job": job.job}},
                 )  # fmt: skip
         gone = []
         for job in [job for job in due if job in announced][:DROPS_MAX]:
@@ -149,6 +151,7 @@ class Expiry(Background):
         LOG.info(
             "job %r of uid %d finished and expired: %d files, %d bytes deleted",
             job.job, job.uid, len(files), sum(victim.bytes for victim in files),
+            extra={"fields": {"event": "dropped", "uid": job.uid, "job": job.job}},
         )  # fmt: skip
         return True
 

@@ -92,6 +92,17 @@ def test_json_lines_carry_fields(capfd: pytest.CaptureFixture[str]) -> None:
     assert wanted.items() <= line.items()
 
 
+def test_every_line_of_a_rank_says_whose_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.set_up("json")
+    LOG.info("%s: pid %d connected", KEY, 12)
+    LOG.warning("%s: the file is gone", KEY, extra={"fields": {"event": "volume-lost"}})
+    LOG.warning("another line of %d", 12)
+    first, second, third = map(json.loads, written(capfd).err.splitlines())
+    assert KEY._asdict().items() <= first.items() and first["message"].endswith("12 connected")
+    assert (KEY._asdict() | {"event": "volume-lost"}).items() <= second.items()
+    assert "job" not in third
+
+
 def test_the_journal_gets_fields(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "journal"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears:
