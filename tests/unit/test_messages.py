@@ -708,8 +708,9 @@ WORDS: dict[str, str] = {
     ),
     "failed": (
         "PCcheck: checkpoint of step 5 failed: no space left in /data. Training continues; a "
-        "restart resumes from the newest durable checkpoint, if there is one. Further failures "
-        "with this reason are only counted (see: pccheckctl status)"
+        "restart resumes from the newest durable checkpoint, if there is one. Until a later "
+        "checkpoint is durable, further failures with this reason are only counted (see: "
+        "pccheckctl status)"
     ),
     "last ones failed": (
         "PCcheck: 2 checkpoints failed since step 4, up to step 6: no space left in /data. The "

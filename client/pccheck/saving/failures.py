@@ -55,8 +55,8 @@ class Failures:
         self._warner.once(
             kind,
             f"checkpoint of step {step} failed: {reason}. Training continues; a restart resumes "
-            "from the newest durable checkpoint, if there is one. Further failures with this "
-            "reason are only counted (see: pccheckctl status)",
+            "from the newest durable checkpoint, if there is one. Until a later checkpoint is "
+            "durable, further failures with this reason are only counted (see: pccheckctl status)",
         )
 
     def report_last(self, saved_step: int | None, *, known: bool) -> None:
