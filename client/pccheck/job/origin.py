@@ -20,6 +20,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
 _COMMAND_MAX = 4096
+_SHORT_MAX = 120  # of the command in a line that comes with every restart
 
 
 class Origin(NamedTuple):
@@ -30,6 +31,13 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.command} (pid {self.pid} on {self.host}, in {self.directory})"
+
+    def shortened(self) -> Origin:
+        """With the first words of a long command: Ray starts its workers with 1000 characters."""
+        if len(self.command) <= _SHORT_MAX:
+            return self
+        start = self.command[:_SHORT_MAX]
+        return self._replace(command=f"{start.rpartition(' ')[0] or start} ...")
 
 
 def _started_as() -> tuple[str, str]:

@@ -264,7 +264,7 @@ class Recovery:
         log(
             "PCcheck: job %r%s continues from step %d, saved %s by %s",
             identity.job, " (named after the script)" if identity.guessed else "",
-            opened.step, origin.age(opened.wall_ns), origin.of(described),
+            opened.step, origin.age(opened.wall_ns), origin.of(described).shortened(),
         )  # fmt: skip
         if identity.rank == 0 and origin.by_another_client(described, self._planner.client):
             self._warner.once(
