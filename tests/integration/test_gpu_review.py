@@ -116,7 +116,7 @@ def test_what_is_not_pulled_any_more_is_not_mapped_either(start_node: Start) -> 
     trainer.step()
     durable_and_right(trainer, trainer.checkpoint(), 1)
     assert node.faults.open_mappings > 0
-    trainer.faults.fail_export()
+    trainer.faults.fail_export(1)
     trainer.step()
     trainer.evaluate(allocate_anew)
     durable_and_right(trainer, trainer.checkpoint(), 2)

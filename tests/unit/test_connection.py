@@ -28,6 +28,8 @@ Answer = Callable[[Request], list[Reply]]
 class Link:
     """The native link: it only tells whether the daemon lives."""
 
+    unmapped = 0
+
     def __init__(self, *_: int) -> None:
         self.lives = True
         self.closed = False
