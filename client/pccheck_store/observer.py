@@ -38,9 +38,8 @@ def hello(*, storage: str = "") -> Document:
 
 
 def private_daemon(storage: Path) -> Observer | None:
-    """The private daemon (autostart=True) that serves this directory. A copied
-    directory has a note of the original's daemon, which is not returned. Raises why the daemon
-    refuses."""
+    """The private daemon (autostart=True) that serves this directory. A copied directory has a
+    note of the original's daemon, which is not returned. Raises why the daemon refuses."""
     from pccheck_native import layout  # most commands ask the daemon of the node
 
     noted = layout.noted_socket(storage)

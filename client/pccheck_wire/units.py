@@ -20,7 +20,6 @@ _SECONDS = {
 def parse_size(text: str) -> int:
     """Bytes from "8GiB", "512M", "4096": KiB, MiB, GiB, TiB with or without "iB" are powers of
     1024; "KB", "MB", "GB", "TB" are too ambiguous and refused. Raises UsageError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:ib)?\s*", text, re.IGNORECASE)
     if (decimal := re.fullmatch(r"\s*([\d.]+)\s*([kmgt])b\s*", text, re.IGNORECASE)) is not None:
         number, unit = decimal[1], decimal[2].upper()
         raise UsageError(
@@ -28,6 +27,7 @@ def parse_size(text: str) -> int:
             "1024",
             hint=f"write {number}{unit}iB, or the number of bytes",
         )
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:ib)?\s*", text, re.IGNORECASE)
     if found is None:
         raise UsageError(f"{text!r} is not a size", hint="write it like 8GiB, 512MiB or 4096")
     size_bytes = float(found[1]) * _SIZES[found[2].lower()]
