@@ -149,7 +149,11 @@ class Volume:
     ) -> None:
         """Verified, parallel read into memory; ranges as for Link.submit."""
     def verify(self, sequence: int, /) -> None: ...  # DAMAGED, UNREADABLE
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """From now on its methods raise ValueError. The file is closed when the last of them has
+        returned, in other threads too, and no channel is bound to it."""
+    @property
+    def closed(self) -> bool: ...  # its file is closed
 
 @final
 class Pool:

@@ -114,6 +114,12 @@ static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
     return PyUnicode_FromString(name);
 }
 
+/* close() only marks it while another thread, or a channel, uses it. */
+static PyObject *volume_closed(PyObject *self, void *Py_UNUSED(unused))
+{
+    return PyBool_FromLong(pcc_py_lease(self)->handle == NULL);
+}
+
 /* -- how fast it may be: waits for no disk ------------------------------------------------------
  */
 
@@ -326,6 +332,7 @@ static PyObject *volume_verify(PyObject *self, PyObject *number)
 static PyGetSetDef properties[] = {
     {"engine", volume_engine, NULL, "What reads and writes it.", NULL},
     {"bytes_per_second", volume_bytes_per_second, NULL, "Its limit; 0: none.", NULL},
+    {"closed", volume_closed, NULL, "Whether its file is closed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

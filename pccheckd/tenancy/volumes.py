@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
 PAYLOAD_BYTES_MAX = 1 << 50
 #: How long a volume waits for others that are being made and leave no room for it.
 MAKING_LIMIT_S = 10.0
+CLOSING_LIMIT_S = 10.0
 SEQUENCE_BITS = 32  # more than any volume gives out
 NAMED_MAX = 8  # jobs in a hint
 _LOST = {
@@ -90,6 +92,14 @@ def _close(volume: _core.Volume) -> bool:
     finally:
         volume.close()
     return True
+
+
+def _close_file(volume: _core.Volume) -> None:
+    """Until the file is closed and its lock free: another thread may still be inside a method."""
+    volume.close()
+    deadline = time.monotonic() + CLOSING_LIMIT_S
+    while not volume.closed and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _size(path: Path) -> int:
@@ -346,7 +356,7 @@ class VolumeSet:
     async def reopen(self, item: OpenVolume) -> bool:
         """Closes a stopped volume and reads it from the disk again, read-only when it can no longer
         be written. False: its file is no longer there."""
-        await self._engine.call(self.key.uid, item.volume.close)
+        await self._engine.call(self.key.uid, _close_file, item.volume)
         try:
             fresh = await self._opened(item.path, item.generation)
         except (OSError, _core.NativeError, PccheckError) as error:

@@ -354,6 +354,41 @@ def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
     run(work)
 
 
+def test_a_volume_is_opened_again_when_its_last_user_has_left(run: Callable[[Work], None]) -> None:
+    """Another thread may be inside a method of the volume when the volume is closed."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()  # its channel uses the volume
+        port, item = tenant.port, tenant.volumes.open[0]
+        assert port is not None
+        old, opens = item.volume, tenant.volumes._opened
+
+        async def opened(*args: object, **kwargs: object) -> object:
+            assert old.closed  # else its lock refuses the opening
+            return await opens(*args, **kwargs)  # type: ignore[arg-type]
+
+        tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
+        reopening = asyncio.create_task(tenant.volumes.reopen(item))
+        while not closing(old):
+            await asyncio.sleep(0)
+        assert not old.closed
+        assert await port.unbind(old, 0)
+        assert await reopening
+        item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
+        await tenant.close()
+
+    run(work)
+
+
+def closing(volume: Volume) -> bool:
+    try:
+        volume.info()
+    except ValueError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("size", [None, 0, 1000])
 def test_a_stopped_volume_whose_file_goes_at_that_moment_is_lost(
     run: Callable[[Work], None], size: int | None
