@@ -22,7 +22,7 @@ _Noreturn void pcc_assert_failed(const char *condition, const char *file, int li
 #error "the volume format is little-endian and this code stores structs as they lie in memory"
 #endif
 
-/* X(name, text): PCC_E_<name>, and what it says to people. Numbers are places in this list. */
+/* X(name, text): PCC_E_<name>, and its text for users. Its number is its place in this list. */
 #define PCC_CODES(X)                                                                               \
     X(NOT_A_VOLUME, "no valid commit record: not a volume")                                        \
     X(DAMAGED, "a checksum does not fit: damaged") /* or a binding, or a digest */                 \
@@ -57,7 +57,7 @@ enum {
 
 /* The code's name ("DAMAGED", "EIO"), for messages and tests. Never NULL. */
 const char *pcc_error_name(int code);
-/* The text of one of our own. */
+/* The text of a PCC_E_* code. */
 const char *pcc_error_text(int code);
 
 #define PCC_IO_ALIGN 4096u       /* offset, length and address of every direct I/O */

@@ -1,6 +1,6 @@
-/* Copies that the copying CPU does not read again soon: past its caches, so that a line which is
- * written whole is not read first. Faster than memcpy by about a third where memory is the limit.
- * Any thread; blocks for the copy only. */
+/* Copies of data that the copying CPU does not read again soon. They bypass its caches, so that a
+ * line that is written whole is not read first. Faster than memcpy by about a third where memory is
+ * the limit. Any thread; blocks for the copy only. */
 #ifndef PCC_COPY_H
 #define PCC_COPY_H
 

@@ -1,8 +1,8 @@
 /* A crew: helper threads that share the pieces of one job with the thread that calls.
  *
- * Its threads start when a run first needs them, as many as there are CPUs to run on besides the
- * caller's, and at most PCC_CREW_HELPERS; a thread that cannot be started is one less. One thread
- * at a time runs jobs, and closes the crew. run blocks until the job is done. */
+ * Its threads start when a run first needs them: as many as there are CPUs to run on besides the
+ * caller's, at most PCC_CREW_HELPERS, and fewer when some cannot be started. One thread at a time
+ * runs jobs, and closes the crew. run blocks until the job is done. */
 #ifndef PCC_CREW_H
 #define PCC_CREW_H
 
@@ -32,7 +32,7 @@ struct pcc_crew {
 void pcc_crew_open(struct pcc_crew *crew);
 /* Joins its threads. */
 void pcc_crew_close(struct pcc_crew *crew);
-/* How many helpers leave half of the CPUs to others. */
+/* The number of helpers that leaves half of the CPUs to others. */
 uint32_t pcc_crew_half(const struct pcc_crew *crew);
 /* Calls work once for each piece below `count`, in any order, several at once: the caller and at
  * most `helpers` others. Returns when all calls have. What they wrote is seen by the caller. */

@@ -17,7 +17,8 @@
 
 /* -- the nodes -- */
 
-/* A number of the list, and *text behind it; false when there is none, or none that can be. */
+/* Reads a number of the list, and moves *text behind it; false without a number, or for an
+ * impossible one. */
 static bool number_take(const char **text, uint32_t *out)
 {
     uint32_t value = 0;
@@ -131,7 +132,7 @@ static bool allowed_read(int32_t pid, struct pcc_cpus *out)
     return sched_getaffinity(pid, sizeof(*out), (cpu_set_t *)(void *)out) == 0;
 }
 
-/* What both have goes to *out; false when that is nothing. */
+/* The CPUs that are in both sets; false when there are none. */
 static bool common(const struct pcc_cpus *one, const struct pcc_cpus *other, struct pcc_cpus *out)
 {
     unsigned long any = 0;

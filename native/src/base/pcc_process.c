@@ -77,7 +77,7 @@ bool pcc_process_lives(const struct pcc_process *process)
 {
     char text[64];
 
-    /* Nothing to read: the address space of then has no user any more. */
+    /* Nothing can be read once that address space has no user any more. */
     return process->known && pread(process->maps_fd, text, sizeof(text), 0) > 0 &&
            !is_ending(process->stat_fd);
 }

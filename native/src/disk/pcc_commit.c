@@ -187,8 +187,8 @@ static void prepare(struct pcc_volume *volume)
     (void)pthread_mutex_unlock(&volume->lock);
 }
 
-/* With `lock` held: durable, and called damaged neither there nor by what waits for the next
- * record. */
+/* With `lock` held: the newest durable sequence without a damage flag, neither on the media nor
+ * among the flags that wait for the next record. */
 static uint64_t newest_sound(const struct pcc_volume *volume)
 {
     struct pcc_record record = volume->durable;
@@ -234,8 +234,8 @@ int pcc_commit_opening(struct pcc_volume *volume, const struct pcc_commit_found 
         if (found->unreadable[generation] == PCC_REPLICAS)
             return found->read_error;
     (void)pthread_mutex_lock(&volume->publishing);
-    /* The newest record first gets both its replicas back, so that at no moment of the next one's
-     * writing only a single copy of a single record stands. */
+    /* First writes what is missing of the newest record. Otherwise, while the next record is
+     * written, a single replica might be the only intact one. */
     for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++) {
         if (found->good[replica])
             continue;

@@ -49,7 +49,7 @@ static bool geometry_is_sound(const struct pcc_geometry *geometry)
 int pcc_geometry_plan(uint64_t payload_capacity_bytes, uint32_t slot_count, uint32_t block_bytes,
                       uint64_t record_stride_bytes, struct pcc_geometry *out)
 {
-    /* Far below any overflow of the sums that follow; a petabyte of state has other problems. */
+    /* Far below any overflow of the sums that follow. */
     if (payload_capacity_bytes == 0 || payload_capacity_bytes > (1ull << 50) ||
         !is_power_of_two(block_bytes) || block_bytes < PCC_BLOCK_BYTES_MIN ||
         !is_power_of_two(record_stride_bytes) || record_stride_bytes > RECORD_STRIDE_MAX ||
@@ -173,7 +173,7 @@ void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t re
     record->crc32c = pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c));
 }
 
-/* What it refers to is there for as long as it is, and refers to nothing itself. */
+/* A base stays in the table as long as the entries that refer to it, and has no base itself. */
 static bool base_is_sound(const struct pcc_record *record, const struct pcc_slot_entry *entry)
 {
     if (entry->base_sequence == 0)

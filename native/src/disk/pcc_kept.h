@@ -94,12 +94,13 @@ struct pcc_kept_shape {
     uint64_t slot_stride_bytes;
 };
 
-/* 0 when the numbers cannot be. */
+/* 0 for impossible numbers. */
 uint64_t pcc_kept_bytes(const struct pcc_kept_shape *shape);
 /* A fresh mapping of zeros, of pcc_kept_bytes(). `volume` is the volume's newest record. */
 void pcc_kept_make(struct pcc_kept *kept, void *bytes, const struct pcc_kept_shape *shape,
                    const struct pcc_record *volume);
-/* One that was found. -PCC_E_NEWER_FORMAT (another version), -PCC_E_DAMAGED (no such thing). */
+/* A mapping that was found. -PCC_E_NEWER_FORMAT (another version), -PCC_E_DAMAGED (not a state
+ * memfd, or damaged). */
 PCC_MUST_CHECK int pcc_kept_accept(struct pcc_kept *kept, void *bytes, uint64_t length_bytes);
 
 static inline struct pcc_kept_header *pcc_kept_header(const struct pcc_kept *kept)
@@ -111,7 +112,7 @@ struct pcc_kept_save *pcc_kept_save(const struct pcc_kept *kept, uint32_t place)
 struct pcc_kept_piece *pcc_kept_piece(const struct pcc_kept *kept, uint32_t place,
                                       uint32_t position);
 uint8_t *pcc_kept_manifest(const struct pcc_kept *kept, uint32_t place);
-/* True when the place holds a copied save whose numbers can be. */
+/* True when the place holds a copied save, and its numbers are possible. */
 bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place);
 
 /* -- the writer; accept kept = NULL, and then do nothing -- */

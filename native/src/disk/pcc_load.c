@@ -23,8 +23,8 @@ struct pcc_load {
     uint32_t uid;           /* whose volume it is */
 };
 
-/* Only what was read, and not as it was written, is damage: that stays. What could not be read may
- * be there again the next time. */
+/* Damage means that data was read and differs from what was written, which is permanent. Data that
+ * could not be read may be readable the next time. */
 static int as_unreadable(int result)
 {
     return result == 0 || result == -ENOMEM ? result : -PCC_E_UNREADABLE;

@@ -92,7 +92,7 @@ void pcc_pace_step_done(uint32_t uid, uint64_t written_bytes)
     unlock();
 }
 
-/* With the lock held: whether a user that has no turn may have one, which is taken. */
+/* With the lock held: takes a turn for a user that has none; false when it has to wait. */
 static bool take_turn(struct user *me, const struct user *others, uint64_t now_ns)
 {
     if (others->steps == 0)

@@ -111,7 +111,7 @@ static inline struct pcc_kept_shape pcc_kept_shape_of(const struct pcc_geometry 
                                    .slot_stride_bytes = geometry->slot_stride_bytes};
 }
 
-/* Goes on with the copied save that the saver's state memfd holds in `place`, before any other save
+/* Continues the copied save that the saver's state memfd holds in `place`, before any other save
  * begins: takes its lane, its slot if it is free, and its sequence. Every chunk is to be handed
  * over again, or found where it was written (pcc_save_found), and then it is to be sealed. It
  * becomes durable with PCC_SLOT_PROTECTED, which is its owner's to take away. `tag` is the owner's.

@@ -1,4 +1,4 @@
-/* Going on with the saves of a daemon that was killed, out of the state memfd (pcc_kept.h). */
+/* Continues the saves of a daemon that was killed, from the state memfd (pcc_kept.h). */
 #include <string.h>
 
 #include "disk/pcc_pace.h"
@@ -32,7 +32,7 @@ static bool is_whole(const struct pcc_kept *kept, uint32_t place, uint32_t piece
     return true;
 }
 
-/* The very slot if it has to be, else any, the old one first. */
+/* Its old slot; without `needs_slot` any slot will do when the old one is not free. */
 static int slot_take(struct pcc_saver *saver, uint32_t place, bool needs_slot, uint32_t *out)
 {
     const struct pcc_kept *kept = saver->spec.kept;

@@ -1,7 +1,7 @@
 /* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
  * owners call), pcc_save_work.c (what is done with a save's bytes, in which order),
  * pcc_save_base.c (which of them lie in an earlier checkpoint) and pcc_save_adopt.c (saves of the
- * daemon before).
+ * earlier daemon).
  *
  * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
  * save while the end of the last one is still being reported.

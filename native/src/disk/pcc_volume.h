@@ -24,7 +24,7 @@ struct pcc_volume_spec { /* what a new volume is made from */
     uint32_t rank;
     uint32_t world_size;
     const char *job;
-    uint64_t next_sequence; /* a grown volume goes on where the old one stood */
+    uint64_t next_sequence; /* a grown volume continues the numbers of the old one */
     uint64_t incarnation;
 };
 
@@ -114,7 +114,7 @@ uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted);
 /* Slots in quarantine come last: when every other one holds what has to be kept. -PCC_E_NO_SLOT or
  * -PCC_E_STOPPED. */
 PCC_MUST_CHECK int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out);
-/* The same for one that a save had when the daemon before was killed; false when it is not free. */
+/* The same for the slot that a save of a killed daemon had; false when it is not free. */
 bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot);
 /* Both for the slot of a save that was not published. */
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot);
@@ -144,7 +144,8 @@ struct pcc_base { /* a durable checkpoint that refers to none itself */
  * table until it is left. False when there is none, or to keep it could leave a later checkpoint
  * without a slot. */
 bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out);
-/* This very one, for a save of the daemon before; false when it cannot be used any more. */
+/* The base with this sequence, for a save of an earlier daemon; false when it cannot be used any
+ * more. */
 bool pcc_volume_take_base_again(struct pcc_volume *volume, uint64_t sequence, struct pcc_base *out);
 void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *base);
 /* A save found `referred_bytes` in it of `frozen_bytes`. No later save begins with it when that is

@@ -38,7 +38,7 @@ static void on_bus_error(int number, siginfo_t *info, void *context)
     } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
         before.sa_handler(number);
     } else {
-        /* As if we had never been here: the fault comes again, or the signal does. */
+        /* The default action, as without a guard: the fault, or the signal, comes again. */
         (void)signal(number, SIG_DFL);
         if (info->si_code <= 0)
             (void)raise(number);

@@ -1,7 +1,7 @@
 #include "io/pcc_io.h"
 
 /* After this many attempts in a row without progress a transfer has failed: an interrupted or short
- * transfer goes on, and a device that never moves does not hang the caller. */
+ * transfer is continued, but a device that makes no progress does not hang the caller. */
 #define TRIES_WITHOUT_PROGRESS 64u
 /* Longer transfers go in pieces: two threads that write 4 MiB at a time are faster than with 16 MiB
  * (bench/core.py), and sessions that write at the same time take turns more often. */

@@ -1,8 +1,8 @@
 /* A storage engine that limits the bytes per second of another one. Every volume has it, since the
- * limit may change while transfers wait in its line.
+ * limit may change while transfers wait in its queue.
  *
- * The line is counted in bytes, not in time: each transfer takes a place at its end, and may go on
- * when the bucket, which fills at the rate of the moment, has come that far. */
+ * Places in the queue are counted in bytes, not in time: a transfer takes the place at the end, and
+ * may start when the bucket, which fills at the present rate, has reached that place. */
 #include <stdatomic.h>
 #include <stdlib.h>
 
