@@ -85,9 +85,9 @@ static bool arrays_make(struct pcc_client *client)
 
 /* -- forked children --
  *
- * A forked child (a data loader's worker) inherits the attach socket's descriptor, and while it has
- * it open the daemon does not notice the trainer's death. So every open client is known here, and a
- * child closes their sockets first thing; page and segments are not inherited. */
+ * A forked child (a data loader's worker) inherits the attach socket's descriptor. While the child
+ * has it open, the daemon does not notice the trainer's death. So all open clients are in a list,
+ * and a child first closes their sockets; page and segments are not inherited. */
 
 static pthread_mutex_t known_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t handlers_once = PTHREAD_ONCE_INIT;
@@ -184,8 +184,8 @@ void pcc_client_close(struct pcc_client *client)
                           memory_order_release); /* pairs with pcc_client_run */
     pcc_bell_ring(&client->view.page->client_bell);
     (void)pthread_join(client->thread, NULL);
-    /* Words stay as they are: what was handed over whole may still become a checkpoint. But a
-     * stream that waits for the daemon must not wait on when no thread keeps its deadline. */
+    /* Words stay as they are: what was handed over whole may still become a checkpoint. But no
+     * thread keeps the deadlines any more, so no stream may continue to wait for the daemon. */
     (void)pthread_mutex_lock(&client->lock);
     atomic_store_explicit(&client->dead, true, memory_order_release); /* pairs with the waits */
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
@@ -265,7 +265,7 @@ bool pcc_client_job_abandon(struct pcc_client *client, struct pcc_job *job, int 
     return won;
 }
 
-/* With the lock held: everything of the snapshot before goes, but for the events. */
+/* With the lock held: frees all that belongs to the previous snapshot, except the events. */
 static void job_reset(struct pcc_job *job, uint64_t snapshot)
 {
     free(job->memory);
@@ -311,8 +311,8 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
     if (error == 0) {
         client->newest = snapshot;
         job_reset(job, snapshot);
-        /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves words of
-         * the snapshot before only, and that one is final. */
+        /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
+         * word of an earlier snapshot, and that word is final. */
         atomic_store_explicit(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED),
                               memory_order_release);
     }
@@ -357,7 +357,7 @@ static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
     return reached || (dead && what != PCC_WAIT_READ && what != PCC_WAIT_HOST_READ);
 }
 
-/* With the lock held. An entry that was used again: it ended long ago. */
+/* With the lock held. A snapshot whose entry is used again ended long ago. */
 static bool is_over(struct pcc_client *client, uint64_t id, enum pcc_wait_for what, int *result)
 {
     const struct pcc_job *job = &client->jobs[id % PCC_SNAPSHOTS];

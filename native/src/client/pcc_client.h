@@ -21,9 +21,9 @@ struct pcc_client;
 /* Duplicates both descriptors; maps the page; starts the thread. -PCC_E_BAD_PEER when the page is
  * not one. */
 PCC_MUST_CHECK int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out);
-/* Stops at once; what was not handed over is lost. Waiters return -ECONNRESET first, streams that
- * wait are released. Blocks until the GPUs have passed what concerns the client, bounded: memory
- * that one of them may still touch is left mapped. */
+/* Stops at once; what was not handed over is lost. Waiters return -ECONNRESET first, and waiting
+ * streams are released. Blocks, for a limited time, until the GPUs no longer use the client's
+ * memory; memory that a GPU may still touch is left mapped. */
 void pcc_client_close(struct pcc_client *client);
 bool pcc_client_alive(struct pcc_client *client); /* poll of the socket, about 1 us */
 /* 0, or -errno: the link has ended because memory of the daemon's could not be mapped here. */
@@ -81,41 +81,41 @@ struct pcc_device_copy { /* on one GPU, into its staging memory */
     uint64_t length_bytes;
 };
 
-/* Readies the GPU for this client: primary context, a stream of ours, and the page's words mapped
- * for it. Once per device; later calls return at once. -PCC_E_NO_DRIVER, -PCC_E_DEVICE. */
+/* Readies the GPU for this client: its primary context, streams, and a mapping of the page's words.
+ * Once per device; later calls return at once. -PCC_E_NO_DRIVER, -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_client_device_open(struct pcc_client *client, uint32_t device);
 /* "" or why the daemon cannot pull from this GPU, in words: no stream memory operations, or the
  * page cannot be mapped for it. */
 const char *pcc_client_device_cannot_pull(struct pcc_client *client, uint32_t device);
-/* Device memory of ours, at least that long, for copies made on the device; it moves when it has to
- * grow (the memory before stays until pcc_client_staging_trim). -ENOMEM. */
+/* The client's device memory for copies made on the device, at least that long. It moves when it
+ * has to grow (the previous memory stays until pcc_client_staging_trim). -ENOMEM. */
 PCC_MUST_CHECK int pcc_client_staging(struct pcc_client *client, uint32_t device,
                                       uint64_t length_bytes, uint64_t *address_out);
 void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging has outgrown */
-/* Enqueues the copies on `stream` of the trainer; with `aside` on a stream of ours that first waits
- * for `stream`, so that training continues beside them. What was staged before must have been read.
- */
+/* Enqueues the copies on the trainer's `stream`; with `aside`, on a stream of the client that first
+ * waits for `stream`, so that training continues beside them. What was staged before must have been
+ * read. */
 PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,
                                     const struct pcc_device_copy *copies, uint64_t copy_count,
                                     bool aside);
-/* Between request and submit, once for each GPU that the snapshot reads: everything that it depends
- * on is in `stream` (or in the stream of the last `aside` stage) by now. */
+/* Between request and submit, once for each GPU that the snapshot reads, when all that the snapshot
+ * depends on is enqueued on `stream` (or on the stream of the last `aside` stage). */
 PCC_MUST_CHECK int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                                    uint64_t stream, bool pull, bool aside);
 /* The gate: what is enqueued on `stream` from now on runs after this GPU's part of the snapshot was
  * read (staged aside: after it was staged). The stream waits, not the caller; but for push the
  * caller waits until all copies are enqueued: a stream that waits for copies that cannot be
- * launched while it waits would wait forever. The thread releases the stream at the deadline, by
- * abandoning the snapshot; that much later when it still had other work to do at the call. 0,
- * -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
+ * launched while it waits would wait forever. At the deadline the client's thread abandons the
+ * snapshot, which releases the stream. The time that the stream needs for earlier work does not
+ * count. 0, -ETIMEDOUT (the caller abandons), -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                                    uint64_t stream, uint64_t deadline_ns);
 /* Waits up to until_ns, for callers that must look up now and then. True when pcc_client_hold would
  * not make its caller wait. */
 bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                            uint64_t until_ns);
-/* False while one of the streams that were marked for the snapshot is still on its way there, busy
- * with what the trainer enqueued before, which may just take long. */
+/* False while a stream that was marked for the snapshot has not reached the mark: it is busy with
+ * what the trainer enqueued before, which may take long. */
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);
 /* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
 PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream,
@@ -168,8 +168,8 @@ PCC_MUST_CHECK int pcc_client_state(struct pcc_client *client, uint64_t snapshot
 /* Takes the DATA messages of `load_id` and scatters them into ranges (ascending, disjoint; payload
  * outside of them is dropped) until END. Call before the daemon is asked for the load
  * (pcc_client_load_start; -EBUSY while one is open), then wait. Device ranges, disjoint with the
- * others, too, are filled by copies from the chunks on a stream of ours; they are complete when the
- * wait returns. Result: 0, the daemon's code, -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ETIMEDOUT,
+ * others, too, are filled by copies from the chunks on the client's stream; these are complete when
+ * the wait returns. Result: 0, the daemon's code, -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ETIMEDOUT,
  * -ECONNRESET; whichever, the load is closed and nothing writes to the ranges any more. */
 PCC_MUST_CHECK int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
                                          const struct pcc_range *ranges, uint64_t range_count,

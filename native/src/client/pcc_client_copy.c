@@ -334,8 +334,8 @@ static void check_block(void *context, uint64_t piece)
 }
 
 /* Makes checksums of the oldest landed chunk. False while blocks are left. While the trainer waits,
- * the crew helps with all blocks (see fill). Without help it is one block, so that the GPU gets its
- * next copies before the thread goes on. */
+ * the crew helps with all blocks (see fill). Without help each call makes those of one block, so
+ * that the GPU gets its next copies in between. */
 static bool check_landed(struct pcc_client *client)
 {
     struct pcc_flight *flight = &client->flights[client->landed.first];
@@ -466,7 +466,7 @@ static int fill_one(struct pcc_client *client)
     return taken ? 2 : result != 0;
 }
 
-/* What each GPU has filled and read by now. As pcc_client_work. */
+/* Collects what each GPU has filled and read by now. As pcc_client_work. */
 static int devices_land(struct pcc_client *client)
 {
     int result = 0;
@@ -506,8 +506,8 @@ int pcc_client_work(struct pcc_client *client)
     const int filled = fill_one(client);
     if (filled < 0)
         return -1;
-    /* First all copies that the GPU can be given: it works beside this thread, and hold waits until
-     * the last one is enqueued. */
+    /* The GPU first gets all copies that it can take: it works beside this thread, and hold waits
+     * until the last one is enqueued. */
     if (filled == 2)
         return 1;
     const int finished = finish_one(client);

@@ -1,4 +1,4 @@
-/* GPUs of a client: streams of ours, the page in their sight. */
+/* The GPUs of a client: streams, and the mapping of the page. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -220,7 +220,7 @@ int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t st
 
 /* -- closing -- */
 
-/* Whether one of the trainer's streams is still on its way to a word of the page. */
+/* Whether one of the trainer's streams still has to read or write a word of the page. */
 static bool is_on_its_way(const struct pcc_client *client, uint32_t index)
 {
     const struct pcc_cuda *cuda = client->devices[index].gpu.cuda;
@@ -234,8 +234,8 @@ static bool is_on_its_way(const struct pcc_client *client, uint32_t index)
     return false;
 }
 
-/* True when nothing of ours runs on the GPU any more, and none of the trainer's streams is still on
- * its way to a word of the page. */
+/* True when nothing of the client runs on the GPU any more, and none of the trainer's streams still
+ * has to read or write a word of the page. */
 static bool quiet(const struct pcc_client *client, uint32_t index, uint64_t deadline_ns)
 {
     const struct pcc_client_device *device = &client->devices[index];

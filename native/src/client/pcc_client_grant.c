@@ -1,5 +1,5 @@
 /* Segments: received over the attach socket, checked, mapped; unmapped when the daemon asks for
- * them back and nothing of ours uses them. */
+ * them back and the client has stopped using them. */
 #include <fcntl.h>
 #include <poll.h>
 #include <string.h>
@@ -157,7 +157,7 @@ bool pcc_client_take_retire(struct pcc_client *client, const struct pcc_message 
 {
     struct pcc_client_segment *segment = segment_find(client, message->id);
 
-    /* It was sent before the message, but the socket was read before that. */
+    /* The segment was sent before the message, but the socket may have been read before both. */
     if (segment == NULL && pcc_client_take_grants(client))
         segment = segment_find(client, message->id);
     if (segment == NULL || segment->first_chunk != message->chunk || segment->retiring)
@@ -192,8 +192,9 @@ static bool unused_go(struct pcc_client *client, const struct pcc_client_segment
     return true;
 }
 
-/* What a GPU fills, or has filled, is handed over first, and what one reads is read to its end; and
- * while a stream waits for the daemon the driver is not called (pcc_client_push.c). */
+/* False while a GPU fills a chunk or reads one, and until the filled ones are handed over; and
+ * while a stream waits for the daemon, since the driver must not be called then
+ * (pcc_client_push.c). */
 static bool may_go(const struct pcc_client *client, const struct pcc_client_segment *segment)
 {
     for (uint32_t i = segment->first_chunk; is_of(segment, i); i++)
@@ -207,8 +208,8 @@ static void segment_unmap(struct pcc_client *client, struct pcc_client_segment *
 {
     const struct pcc_client_device *pinner = pcc_client_device(client, segment->pinned_by);
 
-    /* A dead GPU may read on, and its driver would wait for that, while we have the deadlines of
-     * the others to keep. It has the pages until the process ends. */
+    /* A dead GPU may continue to read, and its driver would wait for that, while this thread has
+     * other deadlines to keep. So the pages stay until the process ends. */
     if (pinner != NULL && atomic_load_explicit(&pinner->broken, memory_order_relaxed))
         return;
     if (pcc_client_unpin_one(client, segment))

@@ -409,8 +409,8 @@ static int scatter_to_device(struct pcc_client *client, const struct pcc_message
     return error;
 }
 
-/* A chunk has one event: of several GPUs all but the last are waited for. Chunks hold parts of more
- * than one only when they were made in other sizes than now. */
+/* A chunk has one event. If several GPUs have parts of the chunk, all but the last are waited for
+ * here; that happens only to a checkpoint that was saved with another chunk size. */
 static int scatter_to_devices(struct pcc_client *client, const struct pcc_message *message)
 {
     const uint64_t start = message->offset_bytes, end = start + message->length_bytes;

@@ -1,6 +1,6 @@
 /* Offers: what probably has not changed is read where it is, and the daemon gets its checksums. If
- * they are those of the snapshot's base, nothing is copied; else the piece is read once more, into
- * a chunk. The source counts as read when every offer has been answered and what was wanted is
+ * they equal those of the snapshot's base, nothing is copied; else the piece is read once more,
+ * into a chunk. The source counts as read when every offer has been answered and what was wanted is
  * copied.
  *
  * The last piece of a payload is never offered: the client may keep its chunk until it has decided

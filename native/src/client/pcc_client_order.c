@@ -55,8 +55,8 @@ static bool held_back(struct pcc_client *client, struct pcc_job *job)
     return job->held != 0;
 }
 
-/* With lock held: true when a stream that `held` names has come to the snapshot. Before that it is
- * busy with work of the trainer's, however far ahead the CPU may be, and does not wait. */
+/* With lock held: true when a stream that `held` names has reached the snapshot. Before that the
+ * stream is busy with earlier work and does not wait, however far ahead the CPU is. */
 static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
@@ -100,9 +100,9 @@ uint64_t pcc_client_expire(struct pcc_client *client)
     return nearest;
 }
 
-/* The event comes behind what is on `stream` now, so that close() can tell when the trainer's
- * streams have passed the page. Where it stood before may be on another stream, which has not come
- * there yet: then this one passes after that one. */
+/* Records the event behind what is on `stream` now, so that close() can tell when the trainer's
+ * streams have passed the page. If the event is still pending on another stream, `stream` first
+ * waits for that one, so that the event stands for both. */
 static CUresult record_behind(const struct pcc_cuda *cuda, CUevent *event, CUstream stream)
 {
     CUresult result = CUDA_SUCCESS;
@@ -260,8 +260,8 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
     return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
 }
 
-/* Its copies, and those of snapshots before it, are all enqueued now: this stream is to wait for
- * them. */
+/* Has all copies of this snapshot and of those before it enqueued now, since a stream is about to
+ * wait for them. */
 static void copies_all(struct pcc_client *client, uint64_t snapshot)
 {
     uint64_t newest = atomic_load_explicit(&client->at_gate, memory_order_relaxed);

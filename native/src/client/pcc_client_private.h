@@ -24,7 +24,7 @@ enum pcc_job_state {
     PCC_JOB_NONE = 0,
     PCC_JOB_REQUESTED,
     PCC_JOB_SUBMITTED, /* the trainer's memory is being read by us, or will be */
-    PCC_JOB_READ,      /* the trainer's memory was read; memory of ours may be left to hand over */
+    PCC_JOB_READ,      /* the trainer's memory was read; copies may be left to hand over */
     PCC_JOB_ENDED,     /* all handed over, or given up */
 };
 
@@ -137,7 +137,7 @@ struct pcc_chunk_list { /* first in, first out */
 };
 
 struct pcc_staging {
-    struct pcc_staging *next; /* one that this one has outgrown */
+    struct pcc_staging *next; /* the smaller one that this one has replaced */
     CUdeviceptr address;
     uint64_t length_bytes; /* usable; the probe lies behind */
     uint64_t whole_bytes;
@@ -155,7 +155,7 @@ struct pcc_client_device {
     CUevent scratch, loaded; /* the second one is the thread's, for a moment */
 
     struct pcc_staging *staging; /* these two under gpu_lock */
-    bool unfenced;               /* a stream may use the page that no event of ours is behind */
+    bool unfenced;               /* a stream may use the page, and no event tells when it has */
 
     struct pcc_chunk_list flying; /* the thread's own: in the order of `copy` */
     uint32_t pieces;              /* copies enqueued and not known to be done */
@@ -275,8 +275,8 @@ struct pcc_part { /* what the next chunk of a job is made of */
     uint32_t device; /* whose copies it takes; PCC_HOST = none */
     uint32_t pieces; /* copies */
 };
-/* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them; GPU
- * memory by copies on `device`. Sources before *cursor lie before the offset; it moves on. */
+/* Payload [offset, offset+length) into `out`: bytes of the sources, zeros between them; GPU memory
+ * by copies on `device`. Sources before *cursor lie before the offset; the call advances it. */
 CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t *out,
                            uint64_t offset_bytes, uint64_t length_bytes,
                            const struct pcc_client_device *device);

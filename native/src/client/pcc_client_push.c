@@ -1,10 +1,11 @@
-/* Push from GPU memory: the client's thread enqueues copies into granted chunks, a few at a time
- * and all that there are once the trainer waits at the gate, and asks when they are done. It never
- * waits inside the driver: host memory is pinned first, no more copies are enqueued than a stream's
- * queue takes, and into memory that could not be pinned, where a copy's call lasts as long as the
- * copy, only when nothing is left to wait for. And while a stream waits for the daemon (`armed`) it
- * makes no call at all: another thread may be inside one that ends with that wait, and holds a lock
- * of the driver's, and only this thread can release its stream. */
+/* Push from GPU memory: the client's thread enqueues copies into granted chunks and asks when they
+ * are done. It enqueues a few at a time, and all that are left once the trainer waits at the gate.
+ *
+ * It never waits inside the driver: host memory is pinned first, and no more copies are enqueued
+ * than a stream's queue takes. The call for a copy into memory that could not be pinned lasts as
+ * long as the copy, so it is made only when nothing is left to wait for. While a stream waits for
+ * the daemon (`armed`), the thread makes no call at all: another thread may be inside a call that
+ * ends with that wait and holds a driver lock, and only this thread can release the stream. */
 #include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
@@ -202,8 +203,8 @@ static void landed(struct pcc_client *client, struct pcc_client_device *device, 
     (void)pthread_mutex_unlock(&client->lock);
 }
 
-/* True when the first chunk's copies could run for long, and do not end. While the trainer's stream
- * has not come to the mark it is no fault of the GPU's. */
+/* True when the first chunk's copies could have run for long, and have not ended. Until the
+ * trainer's stream has reached the mark, that is no fault of the GPU's. */
 static bool is_dead(struct pcc_client *client, struct pcc_client_device *device)
 {
     const struct pcc_flight *flight = &client->flights[device->flying.first];

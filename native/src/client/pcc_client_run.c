@@ -15,8 +15,8 @@ bool pcc_client_tell(struct pcc_client *client, const struct pcc_message *messag
     return true;
 }
 
-/* A chunk that the daemon names. Its segment was sent before the message, but the socket was read
- * before that. */
+/* A chunk that the daemon names. Its segment was sent before the message, but the socket may have
+ * been read before both. */
 static bool is_granted(struct pcc_client *client, uint32_t chunk)
 {
     if (chunk >= client->view.geometry.chunk_capacity)
@@ -91,7 +91,7 @@ static bool give_back(struct pcc_client *client)
     return true;
 }
 
-/* The daemon is gone: everything outstanding ends here, and every stream goes on. */
+/* The daemon is gone: ends everything outstanding, and releases every stream. */
 static void hang_up(struct pcc_client *client)
 {
     (void)pthread_mutex_lock(&client->lock);

@@ -1,5 +1,4 @@
-/* Staging: device memory of ours for copies made on the device, beside the training or before it.
- */
+/* Staging: device memory for copies made on the device, before training continues or beside it. */
 #include <stdlib.h>
 
 #include "client/pcc_client_private.h"

@@ -40,8 +40,8 @@ static bool same_allocation(struct plan *plan, const struct pcc_source *last,
     return source->range.address - plan->base < plan->base_bytes;
 }
 
-/* Memory of a GPU goes to its copy engine in pieces as large as can be. Allocations may be
- * neighbours, too, but one copy must not run across both. */
+/* A GPU's copy engine gets pieces as large as possible. But no copy may run across two allocations,
+ * even if they are neighbours. */
 static bool plan_extend(struct plan *plan, const struct pcc_source *source)
 {
     struct pcc_source *last = plan->count > 0 ? &plan->sources[plan->count - 1] : NULL;
@@ -69,7 +69,8 @@ static bool shares_chunk(const struct plan *plan, const struct pcc_source *sourc
     return false;
 }
 
-/* `copied` bytes move into our memory now; the others stay the trainer's and are read later. */
+/* With `copied` the bytes are copied into the client's memory now; else they are read later, where
+ * they are. */
 static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
 {
     uint64_t end;
@@ -98,7 +99,7 @@ static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
     return true;
 }
 
-/* Whichever of the three lists goes on first in the payload. */
+/* Takes the ranges of the three lists in the order of the payload. */
 static bool plan_merge(struct plan *plan, const struct pcc_submission *from)
 {
     uint64_t i = 0, k = 0, d = 0;
