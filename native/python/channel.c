@@ -1,4 +1,4 @@
-/* Channel: what it borrows, and the calls. */
+/* Channel: the objects that it borrows, and its methods. */
 #include <string.h>
 
 #include "core.h"
@@ -58,7 +58,7 @@ static void channel_gone(PyObject *self)
         give_back(channel->borrowed[i]);
 }
 
-/* Borrows what is not NULL; each is given back when it fails. */
+/* Borrows the objects that are not NULL; gives all of them back when it fails. */
 static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
                               const struct pcc_tenant_spec *spec)
 {
@@ -168,8 +168,8 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
     return result < 0 ? pcc_py_done(self, result) : outcomes_new(outcomes, count);
 }
 
-/* `before` counts the load calls at the time of the unbind, none of them under way: one that came
- * since borrows the volume for a load that may be running. */
+/* `before` is the number of load calls at the unbind, when none was in progress. A call that came
+ * later borrows the volume, too, and its load may be running. */
 static void forget(struct py_channel *channel, PyObject *volume, uint64_t before)
 {
     for (Py_ssize_t i = 0; i < PyList_Size(channel->bound); i++) {
@@ -418,7 +418,7 @@ static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *k
     return tell(self, args, kwargs, pcc_tenant_set_outcome);
 }
 
-/* -- what a daemon before has left ------------------------------------------------------------- */
+/* -- what an earlier daemon has left ----------------------------------------------------------- */
 
 static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
 {

@@ -54,7 +54,7 @@ struct pcc_py_lease {
     pid_t owner; /* a forked child has neither its threads nor its segments */
 };
 
-struct pcc_py_object { /* every type of ours starts like this */
+struct pcc_py_object { /* every type of the binding starts like this */
     PyObject_HEAD struct pcc_py_lease lease;
 };
 

@@ -31,9 +31,10 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return pcc_py_object_new(type, "Link", link, link_close);
 }
 
-/* Its thread reads the caller's tensors, so close() waits for calls in other threads, which leave
- * within a slice, and returns with the thread gone. Bounded: a signal handler that closes the link
- * its own thread waits on would wait for itself; then the wait closes it when it goes on. */
+/* The link's thread reads the caller's tensors, so close() returns when that thread has ended.
+ * Calls in other threads, which return within a slice, end first. The wait for them is bounded: a
+ * signal handler may close the link that its own thread is waiting on, and then the interrupted
+ * call closes the link when it returns. */
 static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     const struct timespec pause = {.tv_nsec = CLOSE_PAUSE_NS};

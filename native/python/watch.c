@@ -134,7 +134,8 @@ static bool same_words(const struct geometry *now, const uint64_t *then, Py_ssiz
     return true;
 }
 
-/* `left` words at `then`. False also when it cannot tell: the caller then looks in another way. */
+/* Compares with the `left` words at `then`. False also when that cannot be decided: the caller then
+ * compares in another way. */
 static bool geometry_holds(const struct dl_exchange *api, PyObject *tensors, const uint64_t *then,
                            Py_ssize_t left)
 {

@@ -40,8 +40,8 @@ void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_
  * -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the machine is. */
 PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
                                  const char *label, struct pcc_segment *out);
-/* A segment of a daemon before us, out of the store as `id`. Takes `fd` on success.
- * -EINVAL when it is none of ours: not sealed, not whole, too large; -PCC_E_NO_MEMORY. */
+/* A segment that an earlier daemon put into the store as `id`. Takes `fd` on success. -EINVAL when
+ * no pccheckd made it: not sealed, not whole, too large; -PCC_E_NO_MEMORY. */
 PCC_MUST_CHECK int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label,
                                   struct pcc_segment *out);
 /* It is not used after all: the descriptor is the caller's again, and stays in the store. */
@@ -56,13 +56,13 @@ PCC_MUST_CHECK int pcc_pool_state_make(struct pcc_pool *pool, const char *label,
 PCC_MUST_CHECK int pcc_pool_state_map(int fd, void **bytes_out, uint64_t *length_out);
 void pcc_pool_state_drop(struct pcc_pool *pool, const char *label, uint64_t id, void *bytes,
                          uint64_t length_bytes);
-/* `label` is that of take or adopt. */
+/* `label`: as for take or adopt. */
 void pcc_pool_return(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
 /* The same for one that the CUDA driver still has registered: its addresses are not used again. */
 void pcc_pool_retire(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
 /* A lost GPU may still write to it: stays mapped and counted until the process ends. */
 void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
-/* A sealed memfd of our making, outside the budget, with pages of that NUMA node. */
+/* A new sealed memfd, outside the budget, with pages of that NUMA node. */
 PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node,
                                   int *fd_out, void **bytes_out);
 

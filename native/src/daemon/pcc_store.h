@@ -28,7 +28,7 @@ PCC_MUST_CHECK int pcc_store_put(struct pcc_store *store, int fd, const char *na
 void pcc_store_remove(struct pcc_store *store, const char *name);
 struct pcc_store_usage pcc_store_usage(struct pcc_store *store);
 
-/* One packet, with a descriptor unless `fd` is -1. `flags` are those of sendmsg. 0 or -errno. */
+/* One packet, with a descriptor unless `fd` is -1. `flags`: as for sendmsg. 0 or -errno. */
 PCC_MUST_CHECK int pcc_packet_send(int socket_fd, const void *bytes, size_t length, int fd,
                                    int flags);
 

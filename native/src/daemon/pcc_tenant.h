@@ -101,8 +101,8 @@ struct pcc_kept_outcome { /* a save that it had copied */
 };
 #define PCC_KEPT_OUTCOMES_MAX 64u
 
-/* A segment, by its id there: for what bind_kept finds in it. Its other chunks are LEFT, since a
- * client of the daemon before may have had them to fill. Takes `fd` on success. Codes of
+/* A segment by its id in the store, for bind_kept to find saves in. Chunks that belong to none are
+ * LEFT, since a client of the earlier daemon may still fill them. Takes `fd` on success. Codes of
  * pcc_pool_adopt, -EBUSY when it is too late, -ENOSPC when there are more than chunk_capacity. */
 PCC_MUST_CHECK int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id);
 /* pcc_tenant_bind to a volume with its state memfd: what was copied continues as saves of session
@@ -150,12 +150,12 @@ PCC_MUST_CHECK int pcc_tenant_release_memory(struct pcc_tenant *tenant);
  */
 void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
 
-/* Pull: takes over the exposure `map` (struct pcc_exposure; a positive number of the client's)
- * in the place of the one before, which copies under way still finish with. Checks every number,
- * opens handles that are not open yet, closes those that nothing uses any more, pins the tenant's
- * memory, and reads the probe back. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER,
- * -PCC_E_BAD_HANDLE (a handle that does not open, or means something else here), -PCC_E_DEVICE,
- * -PCC_E_DEVICE_LOST, -ENOMEM, -ENOTCONN; the map before is gone then, too. `reason` gets words. */
+/* Pull: takes over the exposure `map` (struct pcc_exposure; a positive number of the client's) in
+ * place of the previous one, which copies under way still use. Checks every number, opens handles
+ * that are not open yet, closes those that nothing uses any more, pins the tenant's memory, and
+ * reads the probe back. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER, -PCC_E_BAD_HANDLE (a
+ * handle that does not open, or means something else here), -PCC_E_DEVICE, -PCC_E_DEVICE_LOST,
+ * -ENOMEM, -ENOTCONN; after an error the previous map is gone, too. `reason` gets words. */
 PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
                                      uint64_t length_bytes, char *reason, size_t reason_bytes);
 

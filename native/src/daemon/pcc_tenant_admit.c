@@ -1,8 +1,8 @@
 /* Admission: which snapshots become saves; and what the streams of the trainer's GPUs wait for.
  *
- * What was pulled counts if its trainer lived after the last copy: CUDA does not say what an
- * importer reads once the exporter has ended. Only then `done` is stored, which lets the trainer's
- * stream go on; a copy that fails stores it, too, but after its word has become final (P4). */
+ * A pulled copy counts only if its trainer lived after the last read: CUDA does not say what an
+ * importer reads once the exporter has ended. Only then `done` is stored, which releases the
+ * trainer's stream; a failed copy stores `done`, too, but after its word has become final (P4). */
 #include <stdlib.h>
 #include <string.h>
 

@@ -141,7 +141,8 @@ static void import_failed(struct words words, int error, const struct pcc_gpu_an
         say(words, "the trainer's GPU memory cannot be opened: %s", name);
 }
 
-/* The import of the map before that has this handle; `at` goes along its handles, as ours do. */
+/* The import with this handle in the previous map. The handles of both maps ascend, so `at` only
+ * advances. */
 static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
                                               const struct pcc_tenant_map *before,
                                               const struct pcc_exposed_allocation *wanted,
@@ -281,7 +282,7 @@ static int map_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
     return error;
 }
 
-/* `map` is the one exposed last from now on, and `before`, or NULL, has a holder less. */
+/* Makes `map` the one exposed last; `before`, if not NULL, has one holder less. */
 static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before,
                         struct pcc_tenant_map *map)
 {
@@ -293,7 +294,7 @@ static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before
     pcc_tenant_maps_close(tenant);
 }
 
-/* Control held, so that neither session nor map before go away meanwhile. */
+/* With control held, so that neither the session nor the previous map goes away meanwhile. */
 static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
                   uint64_t length_bytes, struct words words)
 {

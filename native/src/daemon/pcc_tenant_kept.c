@@ -38,8 +38,8 @@ void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *
     binding->kept_id = 0;
 }
 
-/* With growing held. It is not known which chunks a client of the daemon before had to fill, and
- * may still write to. What belongs to a copied save is none of these. */
+/* With growing held. A client of the earlier daemon may still write to chunks that it had to fill,
+ * and it is not known which these are. The chunks of a copied save are not among them. */
 static int adopted_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *segment)
 {
     const uint32_t first = tenant->chunk_count;
@@ -79,7 +79,7 @@ int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id)
     return error;
 }
 
-/* -- going on with the saves -- */
+/* -- continuing the saves -- */
 
 /* With the lock held. Index into the chunk table, -1 when the memory is not here. */
 static int64_t chunk_find(const struct pcc_tenant *tenant, const struct pcc_kept_piece *piece)

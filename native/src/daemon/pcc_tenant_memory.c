@@ -106,7 +106,7 @@ int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted
         have += length;
     }
     pcc_tenant_lock(tenant);
-    pcc_tenant_grant_segments(tenant); /* those of a session before, too */
+    pcc_tenant_grant_segments(tenant); /* also those of an earlier session */
     pcc_tenant_unlock(tenant);
     (void)pthread_mutex_unlock(&tenant->growing);
     if (error == -PCC_E_NO_MEMORY || error == -ENOMEM)

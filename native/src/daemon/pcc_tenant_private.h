@@ -3,8 +3,8 @@
  * Locks, outermost first: control (attach, detach, expose, load start, bind, close) -> growing ->
  * lock -> the savers', the GPUs' and the events' own. `lock` guards everything below unless it says
  * otherwise; it is held for microseconds and never over I/O or a call of the CUDA driver. Savers
- * and copiers call back without locks of theirs held. Events are put under `lock`, so that those of
- * one checkpoint come in order. */
+ * and copiers hold none of their own locks when they call back. Events are put under `lock`, so
+ * that the events of one checkpoint come in order. */
 #ifndef PCC_TENANT_PRIVATE_H
 #define PCC_TENANT_PRIVATE_H
 
@@ -283,7 +283,7 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
 /* -- pcc_tenant_admit.c; with the lock held, a session attached -- */
-/* The word of the snapshot is final: the streams of all GPUs may go on. */
+/* The word of the snapshot is final: the streams of all GPUs may continue. */
 void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
 /* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
 void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence);

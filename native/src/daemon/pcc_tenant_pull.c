@@ -9,7 +9,7 @@
 #include "daemon/pcc_tenant_private.h"
 
 /* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under
- * way: one that is copied and one for the engine to go on with. */
+ * way: one is being copied, and the engine continues with the other. */
 #define CHUNKS_AHEAD 2u
 #define ORPHAN_RETRY_NS 10000000u
 
@@ -63,7 +63,7 @@ static enum pcc_gpu_verdict may_go_on(struct pcc_tenant_part *part)
     return part->ready ? PCC_GPU_PIECE : PCC_GPU_NOTHING_NOW;
 }
 
-/* With the lock held: the next chunk of the payload, and one of ours for it. */
+/* With the lock held: the next chunk of the payload, and a chunk of memory for it. */
 static enum pcc_gpu_verdict chunk_take(struct pcc_tenant_part *part)
 {
     struct pcc_tenant *tenant = part->tenant;
@@ -137,7 +137,7 @@ static enum pcc_gpu_verdict on_next(struct pcc_gpu_job *job, struct pcc_gpu_piec
     return PCC_GPU_PIECE;
 }
 
-/* With the lock held: a chunk of a save that goes on. */
+/* With the lock held: a chunk has arrived, and its save has not ended. */
 static void chunk_arrived(struct pcc_tenant_part *part, uint32_t index)
 {
     struct pcc_tenant *tenant = part->tenant;

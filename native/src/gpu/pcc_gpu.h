@@ -13,7 +13,7 @@
 #include "gpu/pcc_gpus.h"
 
 #define PCC_GPUS_MAX 64u
-/* Under way on one GPU at a time, up to PCC_CUDA_AHEAD_BYTES: enough for its engine to go on while
+/* Under way on one GPU at a time, up to PCC_CUDA_AHEAD_BYTES: enough to keep its engine busy while
  * the copier sleeps, and no more, since chunks under way are taken from the pool. */
 #define PCC_GPU_CHUNKS 8u
 #define PCC_GPU_CHUNKS_MIN 2u

@@ -298,8 +298,8 @@ static int code_of(struct pcc_gpu *gpu, CUresult result)
     return error;
 }
 
-/* Where imported memory begins and how long it is. That cuMemGetAddressRange takes a pointer that
- * was imported no manual promises; the attributes are those of any pointer. */
+/* Where imported memory begins and how long it is. No manual promises that cuMemGetAddressRange
+ * accepts an imported pointer; if the call fails, the attributes tell, which every pointer has. */
 static bool range_of(const struct pcc_cuda *cuda, CUdeviceptr address, CUdeviceptr *base,
                      size_t *length, struct pcc_gpu_answers *answers)
 {
@@ -358,7 +358,7 @@ static int read_side(struct pcc_gpu *gpu, CUdeviceptr from, size_t length)
     const uint64_t deadline_ns = pcc_now_ns() + READ_LIMIT_NS;
     CUresult result = cuda->stream_query(gpu->side);
 
-    /* Not ready: one before that took too long is still under way, and lands there. */
+    /* Not ready: an earlier read that took too long is still under way, and writes to `landing`. */
     if (result == CUDA_SUCCESS)
         result = cuda->copy_to_host(gpu->landing, from, length, gpu->side);
     if (result == CUDA_SUCCESS)
