@@ -20,7 +20,7 @@ _CREDENTIALS = struct.Struct("iII")
 def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> None:
     """Raises RefusedError unless the other end runs as this process's uid, as root, as the uid in
     PCCHECK_DAEMON_UID, or as a uid to which root gave the socket's directory."""
-    _, uid, _ = _credentials(connection)
+    _, uid, _ = credentials(connection)
     mine = os.geteuid()
     if uid in (0, mine, named_uid()) or placed_by_root(path, uid):
         return
@@ -35,10 +35,11 @@ def require_trusted(connection: socket.socket, path: str | os.PathLike[str]) -> 
 def pid_of(connection: socket.socket) -> int:
     """The process that listens, by its number in this process's PID namespace; 0 when it has
     none."""
-    return _credentials(connection)[0]
+    return credentials(connection)[0]
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+def credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, uid and gid of the other end, as the kernel reports them."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return pid, uid, gid

@@ -9,7 +9,6 @@ import grp
 import os
 import socket
 import stat
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheck_wire.messages import Hello
+from pccheck_wire.peer import credentials
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
@@ -41,7 +41,6 @@ CONNECTIONS_RESERVED = 16
 HELLO_LIMIT_S = 5.0
 SEND_LIMIT_S = 10.0
 _SO_PEERPIDFD = 77  # Linux 6.5
-_CREDENTIALS = struct.Struct("3i")
 
 
 def make_runtime(directory: Path, group: str) -> None:
@@ -284,8 +283,7 @@ def _hello(packet: bytes) -> Hello:
 
 
 def _peer(connection: socket.socket) -> Peer:
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    pid, uid, gid = credentials(connection)
     return Peer(uid=uid, gid=gid, pid=pid, gone=lambda: _hung_up(connection))
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,3 +81,9 @@ def test_ones_own_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
             with pytest.raises(RefusedError, match=f"runs as uid {os.getuid()}"):
                 peer.require_trusted(ours, "/tmp/attach.sock")
+
+
+def test_a_large_uid_is_not_negative() -> None:
+    raw = struct.pack("iII", 5, 3_000_000_000, 7)
+    connection: Any = SimpleNamespace(getsockopt=lambda *_: raw)
+    assert peer.credentials(connection) == (5, 3_000_000_000, 7)
