@@ -343,10 +343,8 @@ def _became(tenant: Tenant, body: Describe) -> Described:
 
 def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) -> None:
     """The peer reads no answer: logs the error, and ends a requested checkpoint."""
-    LOG.info(
-        "session %d: request %r failed: %s",
-        session.number if session else 0, body.TAG, why.message,
-    )  # fmt: skip
+    who = session.key if session is not None else "unknown session"
+    LOG.info("%s: request %r failed: %s", who, body.TAG, why.message)
     if session is not None and session.tenant is not None and isinstance(body, Begin):
         session.tenant.fail_request(session.number, body.snapshot, why)
 

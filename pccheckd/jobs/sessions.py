@@ -77,6 +77,11 @@ class Session:
     broken: asyncio.Event = field(default_factory=asyncio.Event)  # it has to end
     gives_way: bool = False  # it ends so that another user's session has memory
 
+    @property
+    def key(self) -> Key | str:
+        """Whose checkpoints it saves or reads, for the log."""
+        return self.tenant.key if self.tenant is not None else f"uid {self.uid}"
+
     def is_busy(self) -> bool:
         """Whether a checkpoint of it is on its way, or one is loaded."""
         trains = self.role is Role.TRAINER
@@ -114,9 +119,9 @@ class Session:
     def keeps_memory(self) -> None:
         """It does not return the DRAM that it was asked for, and others wait for it."""
         LOG.warning(
-            "session %d (pid %d) ended: it has not returned DRAM for %g s, since its process is "
-            "stopped or its GPU hangs; the client reconnects at a later checkpoint",
-            self.number, self.pid, BACK_LIMIT_S,
+            "%s: session %d (pid %d) ended: it has not returned DRAM for %g s, since its process "
+            "is stopped or its GPU hangs; the client reconnects at a later checkpoint",
+            self.key, self.number, self.pid, BACK_LIMIT_S,
         )  # fmt: skip
         self.broken.set()
 
@@ -324,7 +329,10 @@ class Sessions:
     def _on_event(self, session: Session, event: _core.Event) -> None:
         """Events of a session's page, on the loop."""
         if event.kind == "bad_peer":
-            LOG.warning("session %d (pid %d) violated the protocol", session.number, session.pid)
+            LOG.warning(
+                "%s: session %d (pid %d) ended: it violated the protocol",
+                session.key, session.number, session.pid,
+            )  # fmt: skip
             session.broken.set()
         if event.kind != "load_ended" or event.id not in session.loads:
             return

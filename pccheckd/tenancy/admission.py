@@ -88,7 +88,7 @@ class Admission:
             try:
                 waits = await self._try_first(checkpoint)
             except Exception:  # the edge of this checkpoint: those behind it go on
-                LOG.exception("the checkpoint of step %d could not begin", checkpoint.step)
+                LOG.exception("%s: step %d cannot begin", self._tenant.key, checkpoint.step)
                 end = End(State.FAILED, "an internal error of the daemon", "see the daemon's log")
                 self._end_first(checkpoint, end)
                 continue
@@ -138,7 +138,9 @@ class Admission:
             reason, hint = _REFUSED.get(code, (why.message, why.hint))
             self._tenant.refuse(checkpoint, End(State.FAILED, reason, hint, code or why.code))
             if code not in _REFUSED and isinstance(why, InternalError):
-                LOG.warning("%s: cannot begin", self._tenant.key, exc_info=error)
+                LOG.warning(
+                    "%s: step %d cannot begin", self._tenant.key, checkpoint.step, exc_info=error
+                )
             return ""
         if not sequence:
             self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))

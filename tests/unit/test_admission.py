@@ -28,6 +28,7 @@ class Desk(Admission):
 
     def __init__(self, free: int, answer: str = "NO_LANE") -> None:
         super().__init__(cast(Any, self))
+        self.key = "a rank"
         self.free = free
         self.answer = answer
         self.reason = ""
