@@ -573,9 +573,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer, only=only
             )
             if result and only is None:
-                self._saver.restored(result.sequence, self._recovery.newest)
-                self._step = max(0, result.step)
-                self._saver.failures.durable(result.step, time.monotonic_ns())
+                self._continue_from(result)
                 if on_gpu:
                     self._expose(connection, result.step)
                 self._session.announce(connection, payload_bytes)
@@ -593,10 +591,12 @@ class PCcheckClient:
         with self._calling(), no_collection():
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
-                self._step = max(0, found.step)
-                self._saver.restored(found.sequence, self._recovery.newest)
-                self._saver.failures.durable(found.step, time.monotonic_ns())
+                self._continue_from(found)
             return found
+
+    def _continue_from(self, found: RestoreResult) -> None:
+        self._step = max(0, found.step)
+        self._saver.restored(Durable(found.sequence, found.step), self._recovery.newest)
 
     def adopt(self) -> None:
         """Counts the job's checkpoints as restored: this run got its state by restore(only=...),

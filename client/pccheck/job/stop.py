@@ -28,7 +28,7 @@ class Stop:
         self._agreement = agreement
         self._limit_s = 0.0
         self._asked_s: float | None = None  # time.monotonic()
-        #: By signal: our handler, and the one before.
+        #: By signal: our handler, and the earlier one.
         self._handlers: dict[int, tuple[_Function, _Handler]] = {}
         self._agreed = False  # every rank knows that one of them has the flag
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _DESCRIBE_LIMIT_S = 2.0
 _DESCRIBE_PAUSE_S = 0.005
 _ASK_AGAIN_S = 5.0  # an answer is lost when the process that forwards it ends
-_FOREVER_NS = 2**63 - 1
+FOREVER_NS = 2**63 - 1
 _LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
 _SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED))
 NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
@@ -242,7 +242,7 @@ class InFlight:
         return None
 
     def _wait(self, what: str, timeout: float | None) -> None:
-        deadline_ns = _FOREVER_NS
+        deadline_ns = FOREVER_NS
         if timeout is not None:
             deadline_ns = time.monotonic_ns() + int(min(timeout, _LONGEST_S) * 1e9)
         if self.verdict is not None:

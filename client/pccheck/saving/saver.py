@@ -266,12 +266,13 @@ class Saver:
         for checkpoint in self._unknown:
             checkpoint.find_out(connection)
 
-    def restored(self, sequence: int, newest: Durable | None) -> None:
-        """Names the restored checkpoint if it was reported as failed. `newest`: what a restart
-        gets."""
+    def restored(self, restored: Durable, newest: Durable | None) -> None:
+        """Training continues from that checkpoint, which is named if it was reported as failed.
+        `newest`: what a restart gets."""
         self.note_saved(newest)
+        self.failures.durable(restored.step, time.monotonic_ns())
         for checkpoint in (*self._unknown, *self._recent.values()):
-            if checkpoint.is_unknown and checkpoint.sequence == sequence:
+            if checkpoint.is_unknown and checkpoint.sequence == restored.sequence:
                 checkpoint.found_durable()
 
     def _ended(self, checkpoint: InFlight, state: CheckpointState) -> None:

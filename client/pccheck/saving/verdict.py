@@ -23,9 +23,8 @@ from pccheck.daemon.connection import Connection
 from pccheck.state.changes import Moved, Reading
 from pccheck_wire.messages import CheckpointState
 
-from .in_flight import InFlight, entry_of
+from .in_flight import FOREVER_NS, InFlight, entry_of
 
-_FOREVER_NS = 2**63 - 1
 _IDLE_S = 10.0
 #: An operation that changes tensors in place ends within this time, plus the time for the state's
 #: bytes at this rate, on a busy machine, too.
@@ -97,7 +96,7 @@ class Verdict:
     def give_late(self, nbytes: int) -> None:
         """In a thread of its own, for a trainer that does not call."""
         with contextlib.suppress(ValueError, OSError):
-            if not self._link.wait(self.checkpoint.snapshot, "read", _FOREVER_NS):
+            if not self._link.wait(self.checkpoint.snapshot, "read", FOREVER_NS):
                 return
             limit_s = min(_LATE_LIMIT_S, _OPERATION_S + nbytes / _OPERATION_BYTES_PER_S)
             # In many short waits: a stopped process runs no operation, either.

@@ -95,7 +95,7 @@ class Section:
 
     device: int
     in_place: list[Range] = field(default_factory=list)
-    aside: list[Range] = field(default_factory=list)  # staged on a stream of ours
+    aside: list[Range] = field(default_factory=list)  # staged on a stream of the link
     staged: list[Range] = field(default_factory=list)  # staged on the trainer's stream
 
     @property
