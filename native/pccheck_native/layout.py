@@ -35,7 +35,7 @@ _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _NUMBER = r"(0|[1-9][0-9]{0,9})"
 _UID = re.compile(_NUMBER)
 _VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
-_TEMPORARY = re.compile(r"rank-.*\.tmp|\.?rank-.*\.tmp", re.DOTALL)
+_TEMPORARY = re.compile(r"\.?rank-.*\.tmp", re.DOTALL)
 
 
 class VolumeFile(NamedTuple):
