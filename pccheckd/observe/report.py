@@ -29,6 +29,7 @@ from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
 from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
@@ -58,7 +59,6 @@ async def status(
     jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
     faults = [one for one in registry.faults() if has_access(asker_uid, one.key.uid)]
     warnings = troubles(engine, tenants, jobs, faults)
-    stored, limit, refused = engine.pool.stored()
     left = registry.inherited
     dropped = [f"{key}: {why}" for key, why in left.dropped if has_access(asker_uid, key.uid)]
     budget, used = engine.pool.usage()
@@ -68,11 +68,7 @@ async def status(
         "pool": {
             "budget_bytes": budget, "used_bytes": used, "pinned_bytes": pinned_bytes(registry),
         },
-        "kept": {
-            "stored": stored, "limit": limit, "refused": refused,
-            "adopted_segments": left.segments, "adopted_bytes": left.nbytes,
-            "adopted_checkpoints": left.checkpoints, "dropped": dropped,
-        },
+        "kept": _kept(engine, left, dropped),
         "gpus": [_gpu(gpu) for gpu in engine.driver.info()],
         "storage": _storage(config, await engine.room.fresh()),
         "users": [
@@ -91,10 +87,7 @@ async def status(
         "warnings": warnings,
         "notices": [
             *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
-            *([f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
-               "restarts, copied checkpoints that are not durable are lost; raise "
-               "FileDescriptorStoreMax="] if refused else []),
-            *(f"not recovered from the previous pccheckd: {text}" for text in dropped),
+            *_losses(engine, dropped),
         ],
     }  # fmt: skip
 
@@ -112,6 +105,28 @@ def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) 
         "transfer": engine.driver.offer.transfer,
         "transfer_reason": engine.driver.offer.reason,
     }
+
+
+def _kept(engine: Engine, left: Summary, dropped: list[str]) -> Document:
+    """What the descriptor store holds, and what this daemon has taken over from it."""
+    stored, limit, refused = engine.pool.stored()
+    return {
+        "stored": stored, "limit": limit, "refused": refused,
+        "adopted_segments": left.segments, "adopted_bytes": left.nbytes,
+        "adopted_checkpoints": left.checkpoints, "dropped": dropped,
+    }  # fmt: skip
+
+
+def _losses(engine: Engine, dropped: list[str]) -> Iterator[str]:
+    """What a restart of the daemon would lose, and what the last one has lost."""
+    _, limit, refused = engine.pool.stored()
+    if refused:
+        yield (
+            f"the descriptor store ({limit} descriptors) was full {refused} times: if pccheckd "
+            "restarts, copied checkpoints that are not durable are lost; raise "
+            "FileDescriptorStoreMax="
+        )
+    yield from (f"not recovered from the previous pccheckd: {text}" for text in dropped)
 
 
 def pinned_bytes(registry: Registry) -> int:
