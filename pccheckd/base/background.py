@@ -1,5 +1,5 @@
-"""Work beside the daemon's requests. A task that fails is logged with its traceback, and restarted
-if it must go on."""
+"""Work beside the daemon's requests. A task that fails is logged with its traceback; one that must
+not end is restarted."""
 
 from __future__ import annotations
 

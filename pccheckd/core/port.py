@@ -185,7 +185,7 @@ class Port:
         try:
             while await self._step(stuck):
                 changed()
-        except (OSError, ValueError, _core.NativeError) as error:  # it goes on with what it has
+        except (OSError, ValueError, _core.NativeError) as error:  # it keeps what it has
             LOG.warning("DRAM not resized: %s", translated(error, "the session").message)
         finally:
             self._resizing = None

@@ -27,8 +27,8 @@ REQUESTS_IN_PROGRESS_MAX = 256
 ANSWERS_BYTES_MAX = 2 * REPLY_BYTES_MAX
 READ_BYTES = 64 * 1024
 START_LIMIT_S = 30.0
-#: How long a new session waits for a front, to report one that cannot start. After that it goes on,
-#: since its peer's handshake has a limit: its requests wait at the endpoint.
+#: How long a new session waits for a front, to report one that cannot start. Then it begins without
+#: one, since its peer's handshake has a limit: its requests wait at the endpoint.
 READY_WAIT_S = 0.5
 #: A front only forwards; one that accepts no answer for this long is stopped or hangs.
 SEND_LIMIT_S = 10.0

@@ -14,7 +14,7 @@ class Demand:
     """The memory that one session asks for, in bytes."""
 
     uid: int
-    least: int  # with less, the session cannot go on; a multiple of the chunk
+    least: int  # with less, the session cannot continue; a multiple of the chunk
     wanted: int
     chunk: int
     #: Among the sessions of one user the lower ones get their least first, then the earlier ones.

@@ -87,7 +87,7 @@ async def _adopt(port: Port, number: int, left: Left, tenant: Tenant) -> bool:
 
 async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> None:
     try:
-        outcomes = await _go_on(state, tenant)
+        outcomes = await _continue(state, tenant)
     except (OSError, PccheckError, _core.NativeError) as error:
         why = translated(error, "its record").message
         for sequence, _ in state.says.copied:
@@ -97,10 +97,10 @@ async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> N
     left.states.remove(state)
     os.close(state.descriptor.fd)  # it is mapped, and in the store
     for sequence, step, why in outcomes:
-        _tell(tenant.key, sequence, step, why, summary)
+        _report(tenant.key, sequence, step, why, summary)
 
 
-async def _go_on(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
+async def _continue(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
     """Begins the copied checkpoints that a state memfd lists: (sequence, step, why not). Raises
     when their volume is gone or was replaced."""
     port, ledger = tenant.port, tenant.ledger
@@ -137,7 +137,7 @@ async def _settle(tenant: Tenant, port: Port) -> None:
         await tenant.bind(port, tenant.volumes.current)
 
 
-def _tell(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:
+def _report(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:
     if not why:
         summary.checkpoints += 1
         LOG.info("%s: continues to save step %d (checkpoint %d)", key, step, sequence)

@@ -2,7 +2,7 @@
 
 The watchdog depends on the loop and on the native core's locks (reading the usage takes them): when
 either hangs, nothing works and a restart helps. A hanging disk stops neither: the daemon may hold
-the only copy of checkpoints, so STATUS says `degraded` and the daemon goes on."""
+the only copy of checkpoints, so STATUS says `degraded`, and the daemon keeps running."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Admission:
             checkpoint = self._pending[0]
             try:
                 waits = await self._try_first(checkpoint)
-            except Exception:  # the edge of this checkpoint: those behind it go on
+            except Exception:  # the edge of this checkpoint: the next ones continue
                 LOG.exception("%s: step %d cannot begin", self._tenant.key, checkpoint.step)
                 end = End(State.FAILED, "an internal error of the daemon", "see the daemon's log")
                 self._end_first(checkpoint, end)
@@ -126,7 +126,7 @@ class Admission:
             return ""
         try:
             sequence = await self._tenant.begin_save(checkpoint)
-        except Exception as error:  # the edge of this checkpoint: it fails, the others go on
+        except Exception as error:  # the edge of this checkpoint: it fails, the others continue
             if checkpoint.state is not State.REQUESTED:
                 return ""  # it was refused meanwhile, which changed its word
             code = error.code_name if isinstance(error, _core.NativeError) else ""

@@ -11,8 +11,8 @@ from pccheck_wire.messages import CheckpointState as State
 
 from .volumes import Key
 
-#: From each state to those that may follow. Writing starts while the copy goes on (chunks are
-#: pipelined), but WRITING as a state comes after COPIED: only the disk is waited for.
+#: From each state to those that may follow. Writing starts during the copy (chunks are pipelined),
+#: but WRITING as a state comes after COPIED: only the disk is waited for.
 MOVES: dict[State, frozenset[State]] = {
     State.REQUESTED: frozenset({State.COPYING, State.SKIPPED, State.FAILED}),
     State.COPYING: frozenset({State.COPIED, State.SUPERSEDED, State.SKIPPED, State.FAILED}),

@@ -307,7 +307,7 @@ class VolumeSet:
     async def make(
         self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
     ) -> OpenVolume:
-        """A new file whose slots hold `payload_bytes`; the sequence goes on.
+        """A new file whose slots hold `payload_bytes`; sequences continue.
 
         Raises StorageFullError with the numbers.
         """
