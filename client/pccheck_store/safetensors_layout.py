@@ -115,7 +115,7 @@ def pieces_of(content: tree.Tree) -> tuple[list[Piece], list[str]]:
 def metadata_of(
     one: catalog.Checkpoint, content: tree.Tree, only: str
 ) -> tuple[dict[str, str], list[str]]:
-    """What stands beside the tensors: whence they come, and the values of the state as JSON. And
+    """The metadata of the file: of which checkpoint it is, and the values of the state as JSON. And
     the paths of the values that JSON cannot hold."""
     values, left_out = _values(content)
     names = ("job", "rank", "world_size", "step", "sequence")

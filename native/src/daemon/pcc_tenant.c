@@ -21,6 +21,14 @@
 /* Copied, writing and ended for each save; a load's end, a broken peer and the detachment. */
 #define TENANT_EVENTS (3u * PCC_TENANT_SAVES + 3u)
 
+static void memory_free(struct pcc_tenant *tenant)
+{
+    free(tenant->checksums);
+    free(tenant->segments);
+    free(tenant->chunks);
+    free(tenant);
+}
+
 int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc_gpus *gpus,
                     const struct pcc_tenant_spec *spec, struct pcc_tenant **out)
 {
@@ -38,10 +46,7 @@ int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc
     tenant->checksums = calloc(geometry.blocks_per_chunk, sizeof(*tenant->checksums));
     if (tenant->chunks == NULL || tenant->segments == NULL || tenant->checksums == NULL ||
         pcc_events_reserve(events, TENANT_EVENTS) != 0) {
-        free(tenant->checksums);
-        free(tenant->segments);
-        free(tenant->chunks);
-        free(tenant);
+        memory_free(tenant);
         return -ENOMEM;
     }
     (void)pthread_mutex_init(&tenant->control, NULL); /* cannot fail with default attributes */
@@ -90,10 +95,7 @@ void pcc_tenant_close(struct pcc_tenant *tenant)
     (void)pthread_mutex_destroy(&tenant->growing);
     (void)pthread_mutex_destroy(&tenant->control);
     pcc_events_unreserve(tenant->events, TENANT_EVENTS);
-    free(tenant->checksums);
-    free(tenant->segments);
-    free(tenant->chunks);
-    free(tenant);
+    memory_free(tenant);
 }
 
 uint32_t pcc_tenant_binding_find(const struct pcc_tenant *tenant, const struct pcc_volume *volume)

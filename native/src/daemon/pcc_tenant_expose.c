@@ -27,6 +27,8 @@ __attribute__((format(printf, 2, 3))) static void say(struct words words, const 
 
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
 {
+    if (map == NULL)
+        return;
     PCC_ASSERT(map->holders > 0);
     if (--map->holders > 0)
         return;
@@ -282,14 +284,13 @@ static int map_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
     return error;
 }
 
-/* Makes `map` the one exposed last; `before`, if not NULL, has one holder less. */
+/* Makes `map` the one exposed last, in the place of `before`. */
 static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before,
                         struct pcc_tenant_map *map)
 {
     pcc_tenant_lock(tenant);
     tenant->pull.map = map;
-    if (before != NULL)
-        pcc_tenant_map_put(tenant, before);
+    pcc_tenant_map_put(tenant, before);
     pcc_tenant_unlock(tenant);
     pcc_tenant_maps_close(tenant);
 }

@@ -56,8 +56,7 @@ static void pull_stop(struct pcc_tenant *tenant)
 {
     pcc_tenant_pinner_set(tenant, NULL);
     pcc_tenant_lock(tenant);
-    if (tenant->pull.map != NULL)
-        pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
+    pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
     tenant->pull.map = NULL;
     if (tenant->attached)
         pcc_bell_ring(&tenant->view.page->daemon_bell);

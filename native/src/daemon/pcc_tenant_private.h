@@ -326,7 +326,7 @@ PCC_MUST_CHECK int pcc_tenant_kept_make(struct pcc_tenant *tenant,
 void pcc_tenant_kept_drop(struct pcc_tenant *tenant, struct pcc_tenant_binding *binding);
 
 /* -- pcc_tenant_expose.c -- */
-/* With the lock held: one holder less. */
+/* With the lock held: one holder less. Accepts NULL. */
 void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
 /* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);

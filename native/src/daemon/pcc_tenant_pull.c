@@ -347,8 +347,7 @@ void pcc_tenant_pull_end(struct pcc_tenant *tenant)
     if (tenant->gpus == NULL)
         return;
     pcc_tenant_lock(tenant);
-    if (tenant->pull.map != NULL)
-        pcc_tenant_map_put(tenant, tenant->pull.map);
+    pcc_tenant_map_put(tenant, tenant->pull.map);
     tenant->pull.map = NULL;
     uint64_t deadline_ns = pcc_now_ns() + tenant->pull.limit_ns;
     while (tenant->pull.parts != NULL) {
