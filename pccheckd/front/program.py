@@ -115,7 +115,7 @@ def _router(uid: int, listener: int, request_bytes_max: int) -> zmq.Socket[bytes
     router.setsockopt(zmq.SNDHWM, ANSWERS_WAITING)
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.IPC_FILTER_UID, uid)
+    router.setsockopt(zmq.IPC_FILTER_UID, ctypes.c_int(uid).value)  # takes the bits of a uid_t
     router.setsockopt(zmq.USE_FD, listener)
     router.bind(f"ipc://{socket.socket(fileno=os.dup(listener)).getsockname()}")
     return router

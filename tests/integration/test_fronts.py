@@ -132,19 +132,20 @@ def test_the_daemon_has_no_libzmq(start_daemon: Start) -> None:
 
 
 @needs_root
-def test_a_front_is_its_users_own_process(start_daemon: Start) -> None:
+@pytest.mark.parametrize("uid", [NOBODY, 3_000_000_000])  # the second is negative as a C int
+def test_a_front_is_its_users_own_process(start_daemon: Start, uid: int) -> None:
     daemon = start_daemon()
     daemon.open_to_everybody()
 
     def saves() -> str:
         with Rank(daemon.socket) as rank:
             rank.register(SIZE)
-            told = status(front_of(daemon, NOBODY))
+            told = status(front_of(daemon, uid))
             rank.save(1, payload_of(1, SIZE))
             return " ".join(told[name] for name in ("Uid", "Gid", "Groups", "CapPrm", "CapEff"))
 
-    user = "\t".join([str(NOBODY)] * 4)
-    assert fork_as(NOBODY, saves) == f"{user} {user}  {'0' * 16} {'0' * 16}"
+    user = "\t".join([str(uid)] * 4)
+    assert fork_as(uid, saves) == f"{user} {user}  {'0' * 16} {'0' * 16}"
 
 
 def test_connections_without_end_harm_their_user_only(
