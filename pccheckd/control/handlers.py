@@ -231,10 +231,10 @@ class Handlers:
         tenant = session.tenant
         assert tenant is not None
         reason = ""
-        if session.ending:  # its earlier requests were dropped already
-            reason = ENDED_BEFORE
-        elif self._sessions.draining:
+        if self._sessions.draining:
             reason = "the daemon is stopping"
+        elif session.ending:  # its earlier requests were dropped already
+            reason = ENDED_BEFORE
         elif body.on_busy not in ("wait", "skip"):
             reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
         elif body.tree_offset + body.tree_bytes > body.payload_bytes or not body.payload_bytes:

@@ -19,8 +19,10 @@ from .checkpoint import GIVEN_UP, Checkpoint, End
 HISTORY = 256
 COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
-ENDED_BEFORE = "the trainer ended before the checkpoint began"
-_NOT_COMPLETE = ("the trainer ended, or abandoned it, before its copy was complete", "")
+ENDED_BEFORE = "the trainer ended, or pccheckd stopped, before the checkpoint began"
+_NOT_COMPLETE = (
+    "the trainer ended or abandoned it, or pccheckd stopped, before its copy was complete", ""
+)  # fmt: skip
 DEVICE_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
 BAD_HANDLE = (
     "the trainer no longer shares the GPU memory of this checkpoint",

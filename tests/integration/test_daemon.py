@@ -284,6 +284,19 @@ def test_sigterm_with_live_ranks_drains_what_they_copied(start_daemon: Start) ->
             assert rank.restore()[0].step == 1
 
 
+def test_a_stop_does_not_blame_the_trainer(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.begin(1, payload_of(1, SIZE), fill=False)
+        daemon.kill(signal.SIGTERM)
+        daemon.logs("stopping")
+        rank.begin(2, payload_of(2, SIZE), fill=False)
+        assert daemon.wait_end(20) == 0
+    daemon.logs("step 1 failed: the trainer ended or abandoned it, or pccheckd stopped,")
+    daemon.logs("step 2 failed: the daemon is stopping")
+
+
 def test_a_second_signal_hurries(start_daemon: Start) -> None:
     daemon = start_daemon("--max-bandwidth", "64KiB")
     with Rank(daemon.socket) as rank:
