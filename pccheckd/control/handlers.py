@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 
 from pccheck_native import subset
@@ -104,6 +105,7 @@ class Handlers:
         self._scrubber = scrubber
         self._started_ns = time.monotonic_ns()
         self._making_of: dict[int, asyncio.Lock] = {}
+        self._turns: dict[tuple[int, str], asyncio.Lock] = {}
 
     async def answer(self, uid: int, data: bytes, session: Session | None = None) -> bytes | None:
         """A request of a session, over its attach socket; without one, over ZeroMQ, where a token
@@ -173,7 +175,10 @@ class Handlers:
             case Verify():
                 return Report(await self._verify(session, body))
             case Drop():
-                return Report(await expiry.drop(self._registry, session.uid, body))
+                work = functools.partial(expiry.drop, self._registry, session.uid, body)
+                if body.dry_run:
+                    return Report(await work())
+                return Report(await self._whole(session.uid, body.TAG, work))
             case Trace():
                 return Report(await self._trace(session, body))
         return Done()
@@ -284,6 +289,17 @@ class Handlers:
         """A user's documents are made one after another, however many it requests."""
         return self._making_of.setdefault(uid, asyncio.Lock())
 
+    async def _whole(
+        self, uid: int, kind: str, work: Callable[[], Coroutine[object, object, report.Document]]
+    ) -> report.Document:
+        """Work that ends also when its asker goes: half a drop leaves a job's files locked, and a
+        file that a thread still reads must stay open. Of one kind a user has one at a time."""
+        turn = self._turns.setdefault((uid, kind), asyncio.Lock())
+        await turn.acquire()
+        begun = asyncio.get_running_loop().create_task(work())
+        begun.add_done_callback(lambda _: turn.release())
+        return await asyncio.shield(begun)
+
     async def _verify(self, session: Session, body: Verify) -> report.Document:
         uid = session.uid if body.uid < 0 else body.uid
         require_access(session.uid, uid, "read checkpoints")
@@ -291,23 +307,27 @@ class Handlers:
             part = subset.parse(body.subset, body.seed) if body.subset else None
         except ValueError as error:
             raise UsageError(f"$.body.subset: {error}") from error
-        _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
-        volumes = [(item.path, item.volume) for item in tenant.volumes.open]
         gone = threading.Event()
-        reports = tenant.retention.reports
-        with tenant.read():
-            try:
+
+        async def work() -> report.Document:
+            _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
+            with tenant.read():
+                volumes = [(item.path, item.volume) for item in tenant.volumes.open]
+                reports = tenant.retention.reports
                 document = await self._engine.scan(
                     session.uid, verification.verify, volumes, body.sequence, part,
                     gone=gone.is_set,
                 )  # fmt: skip
                 if part is None:
                     await _judge(tenant, document, reports)
-            finally:
-                gone.set()
-        if body.sequence and not document["checkpoints"]:
-            raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
-        return document
+            if body.sequence and not document["checkpoints"]:
+                raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
+            return document
+
+        try:
+            return await self._whole(session.uid, body.TAG, work)
+        finally:
+            gone.set()
 
 
 def _count_failed(tenant: Tenant, count: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pccheck_native import _core, layout
 from pccheck_wire.basics import PROTOCOL_VERSION
-from pccheck_wire.errors import RefusedError, UsageError
+from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
@@ -253,6 +253,12 @@ class Sessions:
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        with tenant.coming():
+            return await self._take_place(session, hello, peer, job, tenant)
+
+    async def _take_place(
+        self, session: Session, hello: Hello, peer: Peer, job: Job, tenant: Tenant
+    ) -> list[int]:
         await tenant.look()
         session.storage = await self.engine.call(session.uid, layout.identity, self.config.storage)
         await self._wait_for_predecessor(tenant, peer)
@@ -311,9 +317,11 @@ class Sessions:
         require_access(session.uid, uid, "read checkpoints")
         key = Key(uid, hello.job, hello.rank)
         session.job, tenant = await self.registry.existing(key)
-        await tenant.look()
         session.tenant = tenant
-        tenant.add_reader()
+        tenant.add_reader()  # before any await: the job stays loaded
+        await tenant.look()
+        if not tenant.volumes.open:
+            raise NoCheckpointError(f"{key} has no volume any more", hint="see: pccheckctl list")
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
         shape = Shape(chunk, block, READER_CHUNKS, lanes=1, writers=1)

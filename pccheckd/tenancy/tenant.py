@@ -59,6 +59,7 @@ class Tenant:
         self.leases = Leases(self.volumes)
         self.queue = Admission(self)
         self.readers = 0  # sessions that may load
+        self._coming = 0  # processes that attach
         self.closed = False
         self.leaving = False  # the trainer has ended, and what it handed over is being drained
         self.finished = False  # the trainer reported the job as done
@@ -206,8 +207,8 @@ class Tenant:
 
     @property
     def idle(self) -> bool:
-        """Quiet, and no session may read: it may be closed."""
-        return self.quiet and not self._reading and not self.readers
+        """Quiet, and no session may read or is about to: it may be closed."""
+        return self.quiet and not (self._reading or self.readers or self._coming)
 
     @property
     def is_read(self) -> bool:
@@ -229,6 +230,15 @@ class Tenant:
             yield
         finally:
             self.end_read()
+
+    @contextlib.contextmanager
+    def coming(self) -> Iterator[None]:
+        """A process attaches: meanwhile the tenant stays loaded."""
+        self._coming += 1
+        try:
+            yield
+        finally:
+            self._coming -= 1
 
     def add_reader(self, number: int = 1) -> None:
         """A session that may load has come, or (-1) gone: meanwhile the tenant stays loaded."""

@@ -118,7 +118,7 @@ class VolumeSet:
         self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks
         #: Files that could not be opened, and why.
         self.unreadable: dict[Path, PccheckError] = {}
-        self._tried: dict[Path, tuple[int, ...]] = {}  # what they were then
+        self._tried: dict[Path, tuple[int, ...]] = {}  # what those were that are wrong
         #: Opened, but no longer at their path: closed as soon as they are unused.
         self.gone: list[OpenVolume] = []
         self.loss = ""  # what happened to a file while it was open, until one is durable elsewhere
@@ -189,7 +189,8 @@ class VolumeSet:
 
     async def load(self) -> None:
         """Opens the files on the disk that are not open yet. Those that cannot be opened go to
-        `unreadable`, and are tried again when they have changed."""
+        `unreadable`, and are tried again: when they have changed, if what is in them is wrong, and
+        else each time, since a lock, an error of the disk or a lack of descriptors may pass."""
         files = await self._engine.call(
             self.key.uid, layout.list_volumes, self._config.storage, **self.key._asdict()
         )
@@ -197,19 +198,23 @@ class VolumeSet:
         marks = await self._engine.call(
             self.key.uid, lambda: {file.path: layout.mark(file.path) for file in files}
         )
-        self.unreadable = {
-            path: why for path, why in self.unreadable.items()
-            if marks.get(path) == self._tried[path]
-        }  # fmt: skip
+        for path in self.unreadable.keys() - marks.keys():
+            del self.unreadable[path]
         for file in files:
-            if file.path in held or file.path in self.unreadable:
+            known = file.path in self.unreadable and self._tried.get(file.path) == marks[file.path]
+            if file.path in held or known:
                 continue
             try:
                 self.open.append(await self._opened(file.path, file.generation))
             except (OSError, _core.NativeError, PccheckError) as error:
-                self.unreadable[file.path] = translated(error, f"the volume {file.path}")
-                self._tried[file.path] = marks[file.path]
-                LOG.warning("%s", self.unreadable[file.path])
+                why = translated(error, f"the volume {file.path}")
+                if str(why) != str(self.unreadable.get(file.path)):
+                    LOG.warning("%s", why)
+                self.unreadable[file.path] = why
+                if isinstance(why, DamagedError | RefusedError):  # what is in the file says so
+                    self._tried[file.path] = marks[file.path]
+            else:  # not before: meanwhile a rank that restores must not find nothing
+                self.unreadable.pop(file.path, None)
         self.open.sort(key=lambda item: item.generation)
 
     async def look(self) -> bool:
@@ -393,7 +398,7 @@ class VolumeSet:
         while self.open or self.gone:
             item = (self.open or self.gone).pop()
             with contextlib.suppress(OSError, _core.NativeError):
-                await self._engine.call(self.key.uid, item.volume.close)
+                await self._engine.call(self.key.uid, _close_file, item.volume)
 
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config

@@ -8,22 +8,30 @@ import fcntl
 import functools
 import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from pccheck_native import NativeError, Volume, layout
-from pccheck_wire.errors import RefusedError
-from pccheck_wire.messages import Begin, Drop
+from pccheck_wire import codec
+from pccheck_wire.basics import PROTOCOL_VERSION
+from pccheck_wire.errors import RefusedError, StoreLockedError
+from pccheck_wire.messages import Begin, Drop, Hello, Request, Role, Verify
 from pccheckd.config.options import Config
-from pccheckd.core.engine import Engine
+from pccheckd.control import verification
+from pccheckd.control.handlers import Handlers
+from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.port import Owner, Port
+from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs import registry as registry_module
 from pccheckd.jobs.registry import Registry
+from pccheckd.jobs.sessions import Peer, Sessions
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED, Key
@@ -377,6 +385,136 @@ def test_a_volume_is_opened_again_when_its_last_user_has_left(run: Callable[[Wor
         assert await reopening
         item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
         await tenant.close()
+
+    run(work)
+
+
+def test_a_volume_that_could_not_be_opened_for_a_moment_is_opened_at_the_next_look(
+    run: Callable[[Work], None], tmp_path: Path
+) -> None:
+    """Its file does not change when another process unlocks it."""
+    path = layout.volume_path(tmp_path, *KEY)
+
+    async def work(registry: Registry) -> None:
+        with path.open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            _, tenant = await registry.tenant(KEY)
+            assert [type(why) for why in tenant.volumes.unreadable.values()] == [StoreLockedError]
+        opens = tenant.volumes._opened
+
+        async def opened(*args: object, **kwargs: object) -> object:
+            assert tenant.volumes.doubts  # else the job seems to have nothing
+            return await opens(*args, **kwargs)  # type: ignore[arg-type]
+
+        tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
+        await tenant.look()
+        assert not tenant.volumes.unreadable and tenant.volumes.checkpoints()
+
+    run(work)
+
+
+def test_a_job_is_unloaded_when_the_last_user_of_its_files_has_left(
+    run: Callable[[Work], None],
+) -> None:
+    """A thread may be inside a method of a volume for a process that has ended."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        shape = Shape(1 << 16, BLOCK_BYTES, 2, lanes=1, writers=1)
+        port = await Port.opened(registry.engine, KEY.uid, lambda event: None, shape)
+        volume = tenant.volumes.open[0].volume
+        await tenant.bind(port, tenant.volumes.open[0])  # it uses the volume
+        dropping = asyncio.create_task(expiry.drop(registry, KEY.uid, Drop(KEY.job)))
+        while not closing(volume):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        assert not dropping.done()
+        assert await port.unbind(volume, 0)
+        assert (await dropping)["dropped"]
+        await port.close()
+
+    run(work)
+
+
+async def asked(registry: Registry, body: Drop | Verify) -> asyncio.Task[bytes | None]:
+    """A request of an observer; cancelled when it hangs up."""
+    sessions = Sessions(registry, cast(ControlServer, None))
+    hello = Hello(PROTOCOL_VERSION, Role.OBSERVER, "test", os.getpid())
+    session, _, _ = await sessions.open(hello, Peer(KEY.uid, 0, os.getpid()))
+    request = codec.encode(Request(1, session.token, body))
+    return asyncio.create_task(Handlers(sessions).answer(KEY.uid, request, session))
+
+
+def test_a_drop_whose_asker_has_gone_is_ended(run: Callable[[Work], None]) -> None:
+    """Else the files of a job that nobody knows any more stay open, and locked."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        volume = tenant.volumes.open[0].volume
+        drop = await asked(registry, Drop(KEY.job))
+        while registry.loaded(KEY):
+            await asyncio.sleep(0)
+        drop.cancel()
+        await asyncio.wait([drop])
+        _, again = await registry.tenant(KEY)  # waits for the end
+        assert (volume.closed, again.volumes.unreadable, again.volumes.open) == (True, {}, [])
+
+    run(work)
+
+
+def test_a_job_is_in_use_while_a_thread_reads_it_for_an_asker_that_has_gone(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, end = threading.Event(), threading.Event()
+
+    def verify(*_: object, gone: Callable[[], bool]) -> dict[str, object]:
+        reading.set()
+        assert end.wait(20) and gone()
+        return {"checkpoints": []}
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
+
+    async def work(registry: Registry) -> None:
+        verifying = await asked(registry, Verify(KEY.job))
+        while not reading.is_set():
+            await asyncio.sleep(0)
+        verifying.cancel()
+        await asyncio.wait([verifying])
+        with pytest.raises(RefusedError, match="rank 0 is being read"):
+            await expiry.drop(registry, KEY.uid, Drop(KEY.job))
+        end.set()
+        while registry.used(KEY.uid, KEY.job):
+            await asyncio.sleep(0)
+        assert (await expiry.drop(registry, KEY.uid, Drop(KEY.job)))["dropped"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("role", [Role.READER, Role.TRAINER])
+def test_a_job_stays_loaded_while_a_process_attaches_to_it(
+    run: Callable[[Work], None], role: Role
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        look = tenant.look
+
+        async def slow_look() -> None:
+            await registry.trim()
+            await look()
+
+        tenant.look = slow_look  # type: ignore[method-assign, assignment]
+        front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
+        sessions = Sessions(registry, cast(ControlServer, front))
+        hello = Hello(PROTOCOL_VERSION, role, "test", os.getpid(), job=KEY.job)
+        session, _, descriptors = await sessions.open(hello, Peer(KEY.uid, 0, os.getpid()))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert session.tenant is tenant and not tenant.closed
+        await sessions.end(session)
+        await registry.trim()
+        assert tenant.closed
 
     run(work)
 
