@@ -222,6 +222,12 @@ def left_out(kit: Kit) -> None:
     client.checkpoint(step=1)
 
 
+def weightless(kit: Kit) -> None:
+    client = kit.attached()
+    client.attach(**optimizer())
+    client.checkpoint(step=1)
+
+
 def converted(_: Kit) -> None:
     put(save({"optimizer": trained(Copied)}), {"optimizer": trained(Copied)})
 
@@ -442,6 +448,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "signal handler": interrupted,
     "plain DDP": plain_ddp,
     "left out": left_out,
+    "left out weights": weightless,
     "moved": moved,
     "stale": stale,
     "CUDA graph": graph,
@@ -684,6 +691,12 @@ WORDS: dict[str, str] = {
         "optimizer leaves it out, and a resumed run begins without it. Keep it in "
         "optimizer.state[parameter], or let the state_dict() and load_state_dict() of the "
         "optimizer include it"
+    ),
+    "left out weights": (
+        "PCcheck: none of the parameters that the attached optimizer trains is saved: nothing that "
+        "is attached has them. A resumed run would use the state of optimizer with other "
+        "parameters. Attach the model that optimizer trains. If the model or optimizer was made "
+        "again, attach both again: client.attach(model=model, optimizer=optimizer)"
     ),
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "
