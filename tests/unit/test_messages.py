@@ -405,6 +405,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "no daemon, raised": fake_daemon_unreachable,
     "silent daemon": lambda kit: attach.observe(listening(kit), timeout_s=0.05),
     "not a socket": lambda kit: attach.observe(plain_file(kit), timeout_s=1),
+    "a directory": lambda kit: attach.observe(kit.path, timeout_s=1),
     "long socket path": lambda kit: attach.observe(kit.path / ("x" * 108), timeout_s=1),
     "stranger's daemon": stranger,
     "ended daemon": lambda kit: raised(gone(kit, unmapped=0)),
@@ -545,6 +546,10 @@ WORDS: dict[str, str] = {
         "stopped or overloaded)"
     ),
     "not a socket": ("no daemon listens at DIR/file (start it with: pccheckd --storage DIR)"),
+    "a directory": (
+        "DIR is a directory, not the socket of a pccheckd (pass the socket itself, such as "
+        "DIR/attach.sock)"
+    ),
     "long socket path": (
         "the socket path DIR/LONG is longer than 107 bytes (start pccheckd with a shorter "
         "--socket, and connect to that)"
