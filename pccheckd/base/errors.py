@@ -19,10 +19,14 @@ from pccheck_wire.errors import (
     UnreadableError,
 )
 
-SHORTAGE_HINT = "raise its limits (ulimit -a; in systemd TasksMax=, LimitNOFILE=, MemoryMax=)"
+SHORTAGE_HINT = (
+    "raise its limits (ulimit -a; in systemd TasksMax=, LimitAS=, LimitNOFILE=, MemoryMax=)"
+)
 _SHORT = {
     errno.ENOMEM: "cannot allocate memory: memory limit reached",
-    errno.EAGAIN: "cannot start a thread: process limit reached",
+    # The C library's answer also where the thread's stack cannot be mapped.
+    errno.EAGAIN: "cannot start a thread: limit reached, of processes or of address space "
+    "(ulimit -v)",
     errno.EMFILE: "cannot open a file: descriptor limit reached",
     errno.ENFILE: "cannot open a file: descriptor limit reached",
 }
