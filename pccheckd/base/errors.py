@@ -79,6 +79,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
     if words := shortage(error):
         return CheckpointFailedError(f"{what}: {words}", hint=SHORTAGE_HINT)
     if isinstance(error, OSError):
+        if error.errno == errno.ENOTCONN:  # the core's word for a session that is detached
+            return CheckpointFailedError("the session has ended, or the daemon is stopping")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFullError(f"{what}: no space left on the disk")
         if error.errno == errno.ENOENT:

@@ -1,4 +1,4 @@
-"""Connections that cannot be accepted: what the log says, and how often."""
+"""Connections that cannot be accepted, or have ended: what the log and users read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from pccheckd.base.errors import shortage
+from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
 from pccheckd.control import attach
 from pccheckd.control.handlers import Handlers
@@ -58,3 +58,9 @@ def test_a_refused_thread_names_both_limits() -> None:
     """glibc answers EAGAIN also where the stack of the thread cannot be mapped."""
     for error in (OSError(errno.EAGAIN, "again"), RuntimeError("can't start new thread")):
         assert "of processes or of address space" in shortage(error)
+
+
+def test_a_call_of_the_core_for_an_ended_session_is_told_in_words() -> None:
+    error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+    told = translated(error, "the volume of job/0").message
+    assert told == "the session has ended, or the daemon is stopping"
