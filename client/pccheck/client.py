@@ -480,6 +480,14 @@ class PCcheckClient:
                     f"the state of {path} is not saved: the state_dict() of the attached optimizer "
                     f"leaves it out, and a resumed run begins without it. {advice}",
                 )
+        if name := left_out.weights():
+            self._warner.once(
+                "left out weights",
+                f"none of the parameters that the attached {name} trains is saved: nothing that is "
+                f"attached has them. A resumed run would use the state of {name} with other "
+                f"parameters. Attach the model that {name} trains. If the model or {name} was made "
+                f"again, attach both again: client.attach(model=model, {name}={name})",
+            )
 
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node

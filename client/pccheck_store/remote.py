@@ -22,7 +22,6 @@ from .observer import Observer
 from .readers import Reader, invalid, recycled
 
 LOAD_LIMIT_S = 3600.0
-_UNREADABLE = -10018  # -PCC_E_UNREADABLE
 
 
 class DaemonStore:
@@ -166,7 +165,7 @@ class _Session:
         if result == -errno.ENOENT:
             raise recycled(one)
         if result != 0:
-            raise invalid(one, "UNREADABLE" if result == _UNREADABLE else f"code {result}")
+            raise invalid(one, "UNREADABLE" if result == _core.E_UNREADABLE else f"code {result}")
 
     def close(self) -> None:
         self._link.close()

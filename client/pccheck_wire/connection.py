@@ -143,6 +143,11 @@ def _connect(connection: socket.socket, path: str, deadline: float) -> None:
             except BlockingIOError:  # the daemon's queue of connections is full at the moment
                 time.sleep(CONNECT_RETRY_S)
     except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
+        if os.path.isdir(path):  # noqa: PTH112 - see basics.py
+            raise DaemonUnreachableError(
+                f"{path} is a directory, not the socket of a pccheckd",
+                hint=f"pass the socket itself, such as {path.rstrip('/')}/attach.sock",
+            ) from error
         raise DaemonUnreachableError(f"no daemon listens at {path}", hint=START_HINT) from error
     except PermissionError as error:
         place = os.path.dirname(path)  # noqa: PTH120 - see basics.py

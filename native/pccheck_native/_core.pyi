@@ -38,6 +38,13 @@ WORD_COPIED: int
 WORD_ABANDONED: int
 WORD_REFUSED: int
 OUTCOME_GIVEN_UP: int  # in LinkState.outcome, beside the numbers of CheckpointState
+#: Results of Link.load_wait, and NativeError.code. The module has all PCC_E_* codes of pcc_base.h.
+E_DAMAGED: int
+E_UNREADABLE: int
+E_NO_DRIVER: int
+E_DEVICE: int
+E_DEVICE_LOST: int
+E_BAD_HANDLE: int
 
 class SlotEntry(NamedTuple):
     slot: int

@@ -31,7 +31,9 @@ static int add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
             return -1;
-    return 0;
+#define FAILS(name, text) PyModule_AddIntConstant(module, "E_" #name, -PCC_E_##name) < 0 ||
+    return PCC_CODES(FAILS) false ? -1 : 0;
+#undef FAILS
 }
 
 static const struct pcc_py_type *const types[PCC_PY_TYPE_COUNT] = {

@@ -19,10 +19,14 @@ from pccheck_wire.errors import (
     UnreadableError,
 )
 
-SHORTAGE_HINT = "raise its limits (ulimit -a; in systemd TasksMax=, LimitNOFILE=, MemoryMax=)"
+SHORTAGE_HINT = (
+    "raise its limits (ulimit -a; in systemd TasksMax=, LimitAS=, LimitNOFILE=, MemoryMax=)"
+)
 _SHORT = {
     errno.ENOMEM: "cannot allocate memory: memory limit reached",
-    errno.EAGAIN: "cannot start a thread: process limit reached",
+    # The C library's answer also where the thread's stack cannot be mapped.
+    errno.EAGAIN: "cannot start a thread: limit reached, of processes or of address space "
+    "(ulimit -v)",
     errno.EMFILE: "cannot open a file: descriptor limit reached",
     errno.ENFILE: "cannot open a file: descriptor limit reached",
 }
@@ -75,6 +79,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
     if words := shortage(error):
         return CheckpointFailedError(f"{what}: {words}", hint=SHORTAGE_HINT)
     if isinstance(error, OSError):
+        if error.errno == errno.ENOTCONN:  # the core's word for a session that is detached
+            return CheckpointFailedError("the session has ended, or the daemon is stopping")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageFullError(f"{what}: no space left on the disk")
         if error.errno == errno.ENOENT:

@@ -40,6 +40,11 @@ CONNECTIONS_MAX = 1024
 CONNECTIONS_RESERVED = 16
 HELLO_LIMIT_S = 5.0
 SEND_LIMIT_S = 10.0
+ACCEPT_RETRY_S = 0.05
+_ACCEPT_FIXES = {
+    errno.EMFILE: " (raise pccheckd's limit: ulimit -n, or LimitNOFILE= of the service)",
+    errno.ENFILE: " (raise the machine's limit: sysctl fs.file-max)",
+}
 _SO_PEERPIDFD = 77  # Linux 6.5
 
 
@@ -154,14 +159,18 @@ class AttachServer(Background):
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
+        told: int | None = None  # the error that was logged, until a process can connect
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    LOG.warning("accept: %s", error)
-                await asyncio.sleep(0.05)
+                if error.errno != told:
+                    told = error.errno
+                    why = f"{error.strerror}{_ACCEPT_FIXES.get(told or 0, '')}"
+                    LOG.warning("no process can connect: %s", why)
+                await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
+            told = None
             connection.setblocking(False)
             self._connections.spawn(self._serve(connection))
 

@@ -50,6 +50,8 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     ("folds", {"job": "folds", "kind": "folds", "every": 5, "epochs": 1}),
     ("order", {"job": "order", "kind": "order", "epochs": 1}),
     ("paths", {"job": "paths", "kind": "paths"}),
+    ("crowded", {"job": "crowded", "kind": "crowded"}),
+    ("crowded-at-end", {"job": "crowded-at-end", "kind": "crowded", "epochs": 2}),
     ("refused", {"job": "refused", "kind": "refused"}),
 ]
 
@@ -66,7 +68,7 @@ def reader(folder: Path) -> Read:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
     folder = tmp_path_factory.mktemp("lightning")
     scenarios = [(name, {**options, "folder": str(folder / "files")}) for name, options in ALONE]
-    with Daemon(*SMALL, "--slots", "5") as daemon:
+    with Daemon(*SMALL) as daemon:  # with the default --slots, which allow one pin
         daemon.start()
         ran = subprocess.run(
             [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
@@ -164,8 +166,11 @@ def test_the_step_of_a_path(name: str, step: int) -> None:
 
 
 def test_paths_of_pccheck(alone: Read) -> None:
+    """Lightning saves the new best checkpoint before it removes the old one, and there is no room
+    to pin both."""
     lines = alone("paths")
     assert lines[-1] == "CODE 0", lines
+    assert not any("not kept" in line for line in lines)
     assert alone("paths", "SHARED") == ["SHARED True"]
     before, after = alone("paths", "PINNED")
     assert "(18, True)" in before and "(12, True)" not in before
@@ -179,6 +184,15 @@ def test_paths_of_pccheck(alone: Read) -> None:
         strict=True,
     ):
         assert words in line
+
+
+@pytest.mark.parametrize(("name", "pinned"), [("crowded", 18), ("crowded-at-end", 6)])
+def test_a_best_checkpoint_without_a_pin_is_told_once(alone: Read, name: str, pinned: int) -> None:
+    lines = alone(name)
+    assert lines[-1] == "CODE 0", lines
+    told = [line for line in lines if "not kept" in line]
+    assert len(told) == 1 and "step=12.ckpt: not kept" in told[0] and "slots" in told[0]
+    assert alone(name, "PINNED") == [f"PINNED [{pinned}]"]
 
 
 def test_a_model_checkpoint_that_cannot_save_is_refused_before_training(alone: Read) -> None:

@@ -85,7 +85,8 @@ def test_a_refused_thread_is_told_in_words() -> None:
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert ran.returncode == 1
-    assert "cannot start a thread: process limit reached (raise its limits" in ran.stderr
+    assert "cannot start a thread: limit reached, of processes or of address sp" in ran.stderr
+    assert "(raise its limits" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_native import catalog
+from pccheck_native import _core, catalog
 from pccheck_store.observer import Observer
 from pccheck_store.remote import DaemonStore
 from pccheck_wire.errors import DamagedError, NoCheckpointError
@@ -27,7 +27,6 @@ from tests.support.volumes import make, scribble
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 SIZE = 3_000_000
-UNREADABLE = -10018
 
 
 def flagged(storage: Path) -> list[int]:
@@ -126,7 +125,7 @@ def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
         daemon.armed.touch()
         opened = ranks[0].open()
         assert isinstance(opened, Opened) and opened.step == 2
-        assert ranks[0].load(opened)[0] == UNREADABLE
+        assert ranks[0].load(opened)[0] == _core.E_UNREADABLE
         with pytest.raises(DamagedError, match="cannot be read"):
             ranks[0].open(before=opened.sequence)
         daemon.armed.unlink()
@@ -146,7 +145,7 @@ def test_a_group_of_which_nothing_can_be_read_is_not_empty(start_daemon: Start) 
         with group(daemon, f"run-{run}") as ranks:
             opened = ranks[0].open()
             assert isinstance(opened, Opened)
-            assert ranks[0].load(opened)[0] == UNREADABLE
+            assert ranks[0].load(opened)[0] == _core.E_UNREADABLE
             tried.append(opened.step)
             lost = "[2]" if opened.step == 2 else "[2, 1]"  # the daemon hears of it a moment later
             until(daemon, lambda document, lost=lost: lost in " ".join(document["warnings"]))
@@ -168,7 +167,7 @@ def test_a_rank_that_asks_again_gets_no_other_step_than_the_others(start_daemon:
         assert (opened.step, data) == (2, payload_of(2, SIZE))
         daemon.armed.touch()
         opened = ranks[0].open()
-        assert isinstance(opened, Opened) and ranks[0].load(opened)[0] == UNREADABLE
+        assert isinstance(opened, Opened) and ranks[0].load(opened)[0] == _core.E_UNREADABLE
         daemon.armed.unlink()
         until(daemon, lambda document: "could not be read" in " ".join(document["warnings"]))
         for _ in range(2):  # a script that tries again

@@ -217,6 +217,16 @@ def paths(options: Options) -> None:
     client.close()
 
 
+def crowded(options: Options) -> None:
+    """ModelCheckpoint keeps more checkpoints than may be pinned; each one is a new best."""
+    job = options["job"]
+    best = ModelCheckpoint(f"pccheck://{job}", monitor="epoch", mode="max", save_top_k=2)
+    with PCcheckClient(job) as client:
+        trainer = trainer_of(options, PCcheckCallback(0, client=client), best, files=True)
+        trainer.fit(Model(), loader_of(options))
+        say(f"PINNED {[one.step for one in client.steps() if one.pinned]}")
+
+
 def refused(options: Options) -> None:
     """ModelCheckpoints that cannot save to their path: fit() says so, and does not train."""
     place = f"pccheck://{options['job']}"
@@ -235,7 +245,10 @@ def refused(options: Options) -> None:
             say(f"ERROR {error}")
 
 
-KINDS = {"train": train, "folds": folds, "order": order, "paths": paths, "refused": refused}
+KINDS = {
+    "train": train, "folds": folds, "order": order, "paths": paths, "crowded": crowded,
+    "refused": refused,
+}  # fmt: skip
 
 
 def meet(place: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "native" / "src"
+from pccheck_native import _core
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "native" / "src"
 #: Lowest first: a file includes from its own folder and from those named here.
 BELOW = {
     "base": (),
@@ -69,3 +72,12 @@ def test_no_headers_include_each_other() -> None:
 
     for file in graph:
         visit(file, ())
+
+
+def test_codes_of_the_core_are_no_numbers_in_python() -> None:
+    """Their numbers are places in a list of pcc_base.h: a new code in its middle moves them."""
+    folders = (ROOT / one for one in ("client", "pccheckd", "native/pccheck_native", "tests"))
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    assert [path for path in files if re.search(r"-100[0-4]\d\b", path.read_text())] == []
+    codes = re.findall(r"^    X\((\w+),", (SRC / "base" / "pcc_base.h").read_text(), re.MULTILINE)
+    assert [-getattr(_core, f"E_{name}") - 10000 for name in codes] == list(range(len(codes)))

@@ -10,7 +10,7 @@ import pytest
 
 from pccheck.saving.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
 from pccheck.state.extents import DevicePart, Shape, lay_out
-from pccheck_native import NativeError
+from pccheck_native import E_BAD_HANDLE, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose
@@ -39,7 +39,7 @@ def chosen(connection: FakeConnection) -> list[tuple[str, str]]:
 
 def native_error(text: str, name: str = "BAD_HANDLE") -> NativeError:
     error = NativeError(text)
-    error.code, error.code_name = -10017, name
+    error.code, error.code_name = E_BAD_HANDLE, name
     return error
 
 

@@ -222,6 +222,12 @@ def left_out(kit: Kit) -> None:
     client.checkpoint(step=1)
 
 
+def weightless(kit: Kit) -> None:
+    client = kit.attached()
+    client.attach(**optimizer())
+    client.checkpoint(step=1)
+
+
 def converted(_: Kit) -> None:
     put(save({"optimizer": trained(Copied)}), {"optimizer": trained(Copied)})
 
@@ -399,6 +405,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "no daemon, raised": fake_daemon_unreachable,
     "silent daemon": lambda kit: attach.observe(listening(kit), timeout_s=0.05),
     "not a socket": lambda kit: attach.observe(plain_file(kit), timeout_s=1),
+    "a directory": lambda kit: attach.observe(kit.path, timeout_s=1),
     "long socket path": lambda kit: attach.observe(kit.path / ("x" * 108), timeout_s=1),
     "stranger's daemon": stranger,
     "ended daemon": lambda kit: raised(gone(kit, unmapped=0)),
@@ -442,6 +449,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "signal handler": interrupted,
     "plain DDP": plain_ddp,
     "left out": left_out,
+    "left out weights": weightless,
     "moved": moved,
     "stale": stale,
     "CUDA graph": graph,
@@ -538,6 +546,10 @@ WORDS: dict[str, str] = {
         "stopped or overloaded)"
     ),
     "not a socket": ("no daemon listens at DIR/file (start it with: pccheckd --storage DIR)"),
+    "a directory": (
+        "DIR is a directory, not the socket of a pccheckd (pass the socket itself, such as "
+        "DIR/attach.sock)"
+    ),
     "long socket path": (
         "the socket path DIR/LONG is longer than 107 bytes (start pccheckd with a shorter "
         "--socket, and connect to that)"
@@ -684,6 +696,12 @@ WORDS: dict[str, str] = {
         "optimizer leaves it out, and a resumed run begins without it. Keep it in "
         "optimizer.state[parameter], or let the state_dict() and load_state_dict() of the "
         "optimizer include it"
+    ),
+    "left out weights": (
+        "PCcheck: none of the parameters that the attached optimizer trains is saved: nothing that "
+        "is attached has them. A resumed run would use the state of optimizer with other "
+        "parameters. Attach the model that optimizer trains. If the model or optimizer was made "
+        "again, attach both again: client.attach(model=model, optimizer=optimizer)"
     ),
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "

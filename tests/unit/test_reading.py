@@ -11,6 +11,7 @@ import pytest
 
 from pccheck.restoring import reading
 from pccheck.restoring.reading import Payload, ask_open, read_newest
+from pccheck_native import _core
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     DamagedError,
@@ -80,7 +81,7 @@ def found(daemon: Any, step: int | None = None) -> tuple[int, list[int]]:
     return result.sequence, [one.sequence for one in result.skipped]
 
 
-DAMAGED, UNREADABLE, GONE = reading._DAMAGED, reading._UNREADABLE, reading._GONE
+DAMAGED, UNREADABLE, GONE = _core.E_DAMAGED, _core.E_UNREADABLE, reading._GONE
 
 
 def test_the_newest_is_read_first() -> None:

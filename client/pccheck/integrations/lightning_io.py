@@ -22,7 +22,13 @@ from pccheck.restoring.reading import Found
 from pccheck.state.rng import capture_rng
 from pccheck.warn import warn
 from pccheck_store.filesystem import ENDING, PCcheckFileSystem
-from pccheck_wire.errors import NoCheckpointError, PccheckError, StateMismatchError, UsageError
+from pccheck_wire.errors import (
+    NoCheckpointError,
+    PccheckError,
+    RefusedError,
+    StateMismatchError,
+    UsageError,
+)
 
 SCHEME = "pccheck"
 #: How long a save to a path waits until the checkpoint is durable, and may be pinned.
@@ -82,6 +88,8 @@ class PCcheckIO(CheckpointIO):
     `PCcheckCallback` installs one. Without the callback: `Trainer(plugins=[PCcheckIO(client)])`.
     Saving returns at once for `pccheck://JOB`. A path with a step returns when the checkpoint is
     durable and pinned. Removing that path unpins the checkpoint: newer ones then replace it.
+    Lightning removes a path after it has saved the next one: a pin for which there was no room is
+    tried again then.
     """
 
     def __init__(self, client: PCcheckClient, files: CheckpointIO | None = None) -> None:
@@ -90,7 +98,8 @@ class PCcheckIO(CheckpointIO):
         self.attached = False  #: the client knows what to save
         self.optional = True  #: whether training may begin without a checkpoint
         self.found: Found | None = None  #: what was loaded
-        self._paths: dict[int, set[str]] = defaultdict(set)  # that keep a step
+        self._paths: dict[int, set[str]] = defaultdict(set)  # that keep a step, or should
+        self._refused: dict[int, RefusedError] = {}  # steps without a pin, until room is made
 
     def _own(self, path: object) -> Place | None:
         place, mine = place_of(path), self.client.place[0]
@@ -122,13 +131,16 @@ class PCcheckIO(CheckpointIO):
         made = self.client.checkpoint(state, step=step, metadata={"path": str(path)})
         if not place.name:
             return
+        self._give_up(but=step)
+        self._paths[step].add(str(path))
         try:
             made.wait_durable(DURABLE_LIMIT_S)
             made.wait_global(GLOBAL_LIMIT_S)
             self.client.pin(step)
-            self._paths[step].add(str(path))
+        except RefusedError as error:
+            self._refused[step] = error
         except PccheckError as error:
-            warn(f"{path} is not kept when newer checkpoints come; training continues: {error}")
+            self._warn_not_kept(step, error)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -160,9 +172,27 @@ class PCcheckIO(CheckpointIO):
             if self._paths[place.step]:
                 return  # another ModelCheckpoint keeps the step
             try:
+                self._refused.pop(place.step, None)
                 self.client.unpin(place.step)
             except PccheckError as error:
                 warn(f"{path} still takes a slot: {error}")
+            for step in tuple(self._refused):  # there may be room now
+                del self._refused[step]
+                try:
+                    self.client.pin(step)
+                except PccheckError as error:
+                    self._warn_not_kept(step, error)
+
+    def _give_up(self, *, but: int | None = None) -> None:
+        """No removal has made room. Only rank 0 removes, and its pins are those of all ranks."""
+        for step in self._refused.keys() - {but}:
+            error = self._refused.pop(step)
+            if self.client.place[1] == 0:
+                self._warn_not_kept(step, error)
+
+    def _warn_not_kept(self, step: int, error: PccheckError) -> None:
+        paths = ", ".join(sorted(self._paths[step]))
+        warn(f"{paths}: not kept when newer checkpoints come; training continues: {error}")
 
     def check(self, files: ModelCheckpoint, default: str) -> None:
         """Raises UsageError if saves of `files`, in its directory or `default`, would raise."""
@@ -181,6 +211,7 @@ class PCcheckIO(CheckpointIO):
         self._own(f"{folder}/{name.removeprefix(folder).lstrip('/')}")
 
     def teardown(self) -> None:
+        self._give_up()
         self.files.teardown()
 
 

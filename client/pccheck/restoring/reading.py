@@ -14,7 +14,7 @@ import torch
 from pccheck.daemon.connection import Connection, RequestLostError
 from pccheck.state.extents import Range, devices_of, pack
 from pccheck.warn import LOG
-from pccheck_native import NativeError
+from pccheck_native import NativeError, _core
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -40,8 +40,8 @@ _SLOWEST_BYTES_PER_S = 16 << 20
 #: How often the opened checkpoint may be replaced by newer ones before it was read.
 _ATTEMPTS = 8
 _GONE = -errno.ENOENT
-_DAMAGED, _UNREADABLE = -10001, -10018  # -PCC_E_DAMAGED, -PCC_E_UNREADABLE
-_DEVICE = range(-10017, -10013)  # -PCC_E_NO_DRIVER to -PCC_E_BAD_HANDLE: the link's own copy failed
+#: The link's own copy failed.
+_DEVICE = (_core.E_NO_DRIVER, _core.E_DEVICE, _core.E_DEVICE_LOST, _core.E_BAD_HANDLE)
 
 
 #: Of a read: sequence, offset, length, rank.
@@ -260,9 +260,9 @@ class Payload:
                 f"newer checkpoints replaced step {step} while it was read",
                 hint="restore again when fewer checkpoints are saved",
             )
-        if code == _DAMAGED:
+        if code == _core.E_DAMAGED:
             raise DamagedError(f"the data of step {step} does not match its checksums")
-        if code == _UNREADABLE:
+        if code == _core.E_UNREADABLE:
             raise UnreadableError(f"the disk could not read the data of step {step}")
         if code in _DEVICE:
             raise DeviceError(f"cannot copy the checkpoint to a GPU (code {code})")

@@ -1,4 +1,5 @@
-"""State that an attached optimizer of a script's own keeps where torch's `state_dict()` does not
+"""What no checkpoint holds, although an optimizer is attached: the parameters that the optimizer
+trains; and state that an optimizer of a script's own keeps where torch's `state_dict()` does not
 look: in an optimizer inside (SAM's base_optimizer), or in attributes."""
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from typing import Any
 import torch
 
 from pccheck.state.attaching import Values
+from pccheck.state.shards import local
+from pccheck.state.watch import ModuleWatch, OptimizerWatch
 
 _Optimizer = torch.optim.Optimizer
 _DEPTH = 4
+_CONSTANTS = frozenset((int, float, bool, str, type(None)))
+_WITHOUT_WEIGHTS = (bool, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _STOCK = frozenset(
     (
         "state", "param_groups", "defaults", "step", "_zero_grad_profile_name",
@@ -33,10 +38,12 @@ class LeftOut:
         self._inner: dict[str, _Optimizer] = {}
         self._seen: set[str] = set()  # paths of attributes that were looked at
         self._found = ""  # an attribute with a state
+        self._weightless: str | None = ""  # None: not judged yet
 
     def attach(self, attached: Mapping[str, Any]) -> None:
         """All that is attached now."""
         self._attached, self._seen, self._found = dict(attached), set(), ""
+        self._weightless = None
         self._owners = {
             name: thing
             for name, thing in attached.items()
@@ -49,6 +56,39 @@ class LeftOut:
             if isinstance(inner, _Optimizer) and inner.state is not outer.state
             if not any(thing is inner for thing in attached.values())
         }
+
+    def weights(self) -> str:
+        """The name of an optimizer none of whose parameters is saved; "" if there is none, or if
+        that is not certain. Judged once, at the first checkpoint: some modules get their parameters
+        late."""
+        if self._weightless is None:
+            self._weightless = ""
+            with contextlib.suppress(Exception):  # of unusual tensors: this only warns
+                self._weightless = self._without_weights()
+        return self._weightless
+
+    def _without_weights(self) -> str:
+        optimizers: dict[str, _Optimizer] = {}
+        modules: list[torch.nn.Module] = []
+        for name, thing in self._attached.items():
+            if isinstance(thing, _Optimizer) and OptimizerWatch.suits(thing):
+                optimizers[name] = thing
+            elif isinstance(thing, torch.nn.Module) and ModuleWatch.suits(thing):
+                modules.append(thing)
+            elif not (
+                isinstance(thing, _WITHOUT_WEIGHTS)
+                or type(thing).__module__.startswith("torchdata.")
+                or (isinstance(thing, Values) and _is_constant(thing.values))
+            ):
+                return ""  # it may save the parameters, perhaps as copies
+        saved = [tensor for one in modules for tensor in one.state_dict(keep_vars=True).values()]
+        places = {place for tensor in saved for place in _places(tensor)}
+        for name, one in optimizers.items():
+            trained = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
+            lost = trained and places.isdisjoint(place for p in trained for place in _places(p))
+            if lost and not (saved and any(_is_master(p, saved) for p in trained)):
+                return name
+        return ""
 
     def optimizer(self) -> str:
         """The path of an optimizer with a state; "" if there is none."""
@@ -90,6 +130,25 @@ class LeftOut:
                 yield from _tensors(thing.state)
             elif isinstance(thing, Values):
                 yield from _tensors(thing.values)
+
+
+def _is_master(parameter: torch.Tensor, saved: list[torch.Tensor]) -> bool:
+    """Whether it may be a copy in another precision or on another device, from which a script makes
+    the saved parameters, and the other way round."""
+    alike = [t for t in saved if t.shape == parameter.shape] or saved
+    return all((t.dtype, t.device) != (parameter.dtype, parameter.device) for t in alike)
+
+
+def _is_constant(value: object) -> bool:
+    """Whether it has numbers and text only."""
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_constant, value.values() if isinstance(value, dict) else value))
+    return type(value) in _CONSTANTS
+
+
+def _places(tensor: torch.Tensor) -> set[object]:
+    """Equal places mean that one tensor has the values of the other: it is the same, or a view."""
+    return {id(tensor), _storage(local(tensor))}
 
 
 def _begins_with_tensor(value: Any) -> bool:
