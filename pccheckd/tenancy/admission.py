@@ -47,6 +47,7 @@ class Admission:
     def __init__(self, tenant: Tenant) -> None:
         self._pending: deque[Checkpoint] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._tried: Checkpoint | None = None  # the core may have begun it, and may have copied it
         self._tenant = tenant
         self._late = ""  # ranks that are waited for although they have requested nothing ...
         self._late_since_s = 0.0  # ... and since when (time.monotonic)
@@ -66,9 +67,12 @@ class Admission:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     def drop(self, session: int) -> None:
-        """Ends the waiting checkpoints of a session that has ended."""
+        """Ends the waiting checkpoints of a session that has ended. The core ends the one that it
+        is beginning: a copied checkpoint survives its trainer."""
         for checkpoint in [c for c in self._pending if c.session == session]:
             self._pending.remove(checkpoint)
+            if checkpoint is self._tried:
+                continue
             self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
 
     async def close(self) -> None:
@@ -98,9 +102,15 @@ class Admission:
 
     async def _try_first(self, checkpoint: Checkpoint) -> bool:
         """Tries to begin the first one, or ends it; True when it has to wait."""
-        answer = await self.attempt(checkpoint)
-        if not self._pending or self._pending[0] is not checkpoint:
-            return False  # dropped meanwhile
+        self._tried = checkpoint
+        try:
+            answer = await self.attempt(checkpoint)
+        finally:
+            self._tried = None
+        if not self._pending or self._pending[0] is not checkpoint:  # dropped meanwhile
+            if answer in BUSY:
+                self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+            return False
         if answer not in BUSY:
             self._pending.popleft()
             return False

@@ -109,6 +109,34 @@ def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
     assert [n for n, _, _ in desk.refused] == [1, 2] and desk.begun == [3]
 
 
+@pytest.mark.parametrize("answer", ["", "NO_SLOT"])
+def test_the_core_ends_what_it_was_beginning_when_the_session_ended(answer: str) -> None:
+    """The core may have copied it already: refused here, the other ranks would give it up."""
+    desk = Desk(free=0)
+
+    async def work() -> None:
+        entered, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def attempt(item: Checkpoint) -> str:
+            entered.set()
+            await goes_on.wait()
+            return answer
+
+        desk.attempt = attempt  # type: ignore[method-assign]
+        desk.submit(checkpoint(1))
+        desk.submit(checkpoint(2))
+        await entered.wait()
+        desk.drop(1)
+        assert [n for n, _, _ in desk.refused] == [2]
+        goes_on.set()
+        assert desk._task is not None
+        await asyncio.wait_for(desk._task, 10)
+
+    asyncio.run(work())
+    assert [n for n, _, _ in desk.refused] == ([2, 1] if answer else [2])
+    assert not desk.sleeps
+
+
 def test_the_queue_is_bounded() -> None:
     desk = Desk(free=0)
 
