@@ -297,7 +297,13 @@ class Handlers:
         turn = self._turns.setdefault((uid, kind), asyncio.Lock())
         await turn.acquire()
         begun = asyncio.get_running_loop().create_task(work())
-        begun.add_done_callback(lambda _: turn.release())
+
+        def ended(_: object) -> None:
+            turn.release()
+            if not begun.cancelled():
+                begun.exception()  # when the asker has gone, nobody else takes it
+
+        begun.add_done_callback(ended)
         return await asyncio.shield(begun)
 
     async def _verify(self, session: Session, body: Verify) -> report.Document:
@@ -312,6 +318,7 @@ class Handlers:
         async def work() -> report.Document:
             _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
             with tenant.read():
+                await tenant.opened()
                 volumes = [(item.path, item.volume) for item in tenant.volumes.open]
                 reports = tenant.retention.reports
                 document = await self._engine.scan(

@@ -60,6 +60,8 @@ class Tenant:
         self.queue = Admission(self)
         self.readers = 0  # sessions that may load
         self._coming = 0  # processes that attach
+        self._all_open = asyncio.Event()  # cleared while a volume is closed and opened again
+        self._all_open.set()
         self.closed = False
         self.leaving = False  # the trainer has ended, and what it handed over is being drained
         self.finished = False  # the trainer reported the job as done
@@ -214,6 +216,10 @@ class Tenant:
     def is_read(self) -> bool:
         """A load or a check is in progress."""
         return self._reading > 0
+
+    async def opened(self) -> None:
+        """For a read that has begun: until a volume that is being opened again is open."""
+        await self._all_open.wait()
 
     def begin_read(self) -> None:
         """The volumes stay open until `end_read`."""
@@ -701,13 +707,22 @@ class Tenant:
         if not await port.unbind(current.volume, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume still has writes in progress")
         async with self.lock:
-            if self.port is port and self.volumes.current is current:
-                if not await self.volumes.reopen(current):
+            began = self._reading > 0  # a read, meanwhile
+            if not began and self.port is port and self.volumes.current is current:
+                self._all_open.clear()
+                try:
+                    there = await self.volumes.reopen(current)
+                finally:
+                    self._all_open.set()
+                if not there:
                     self.volume_lost = True
                     self._registered_in = -1
                     return
                 await self.bind(port, current)
-            self.stopped = False
+            self.stopped = began
+        if began:
+            await self._reopen()
+            return
         self.leases.renew()
         await self.retention.stage_again()
 
