@@ -60,6 +60,7 @@ class Tenant:
         self.queue = Admission(self)
         self.readers = 0  # sessions that may load
         self._coming = 0  # processes that attach
+        self.must_end_reads = False  # a stopped volume has to be opened again: checkpoints wait
         self._all_open = asyncio.Event()  # cleared while a volume is closed and opened again
         self._all_open.set()
         self.closed = False
@@ -227,6 +228,7 @@ class Tenant:
 
     def end_read(self) -> None:
         self._reading -= 1
+        self.must_end_reads &= self._reading > 0
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -698,6 +700,7 @@ class Tenant:
             await self.retention.stage_again()
 
     async def _reopen(self) -> None:
+        self.must_end_reads = self._reading > 0
         if not await self.ledger.until(lambda: not self._reading, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume is still being read")
         port, current = self.port, self.volumes.current

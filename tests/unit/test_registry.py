@@ -23,7 +23,7 @@ from pccheck_native import NativeError, Volume, layout
 from pccheck_wire import codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError, StoreLockedError
-from pccheck_wire.messages import Begin, Drop, Hello, Reply, Report, Request, Role, Verify
+from pccheck_wire.messages import Begin, Drop, Failure, Hello, Reply, Report, Request, Role, Verify
 from pccheckd.config.options import Config
 from pccheckd.control import verification
 from pccheckd.control.handlers import Handlers
@@ -348,6 +348,37 @@ def test_a_stopped_volume_is_not_reopened_under_a_reader_that_comes_meanwhile(
     run(work)
 
 
+def test_a_verify_gives_way_to_a_stopped_volume(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may last for hours, in which no checkpoint could begin."""
+    reading = threading.Event()
+
+    def verify(*_: object, ends: Callable[[], bool]) -> dict[str, object]:
+        reading.set()
+        deadline = time.monotonic() + 5
+        while not ends() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return {"checkpoints": []}
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr("pccheckd.tenancy.tenant.UNBIND_LIMIT_S", 1.0)
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        verifying = await asked(registry, Verify(KEY.job))
+        while not reading.is_set():
+            await asyncio.sleep(0)
+        tenant.stopped = True
+        await tenant.reopen()
+        answer = codec.decode(cast(bytes, await verifying), Reply).body
+        assert isinstance(answer, Failure) and answer.retryable and "interrupted" in answer.message
+        await tenant.close()
+
+    run(work)
+
+
 def test_a_read_waits_while_a_volume_is_opened_again(run: Callable[[Work], None]) -> None:
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
@@ -567,9 +598,9 @@ def test_a_job_is_in_use_while_a_thread_reads_it_for_an_asker_that_has_gone(
 ) -> None:
     reading, end = threading.Event(), threading.Event()
 
-    def verify(*_: object, gone: Callable[[], bool]) -> dict[str, object]:
+    def verify(*_: object, ends: Callable[[], bool]) -> dict[str, object]:
         reading.set()
-        assert end.wait(20) and gone()
+        assert end.wait(20) and ends()
         return {"checkpoints": []}
 
     monkeypatch.setattr(verification, "verify", verify)
