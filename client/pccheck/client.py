@@ -909,6 +909,7 @@ def _close_all() -> None:
 
 def _forget_all() -> None:
     for client in list(_CLIENTS):
+        client._lock = threading.RLock()  # another thread of the parent may hold the old one
         client._session.forget_in_child()
 
 

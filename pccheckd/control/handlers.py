@@ -297,7 +297,13 @@ class Handlers:
         turn = self._turns.setdefault((uid, kind), asyncio.Lock())
         await turn.acquire()
         begun = asyncio.get_running_loop().create_task(work())
-        begun.add_done_callback(lambda _: turn.release())
+
+        def ended(_: object) -> None:
+            turn.release()
+            if not begun.cancelled():
+                begun.exception()  # when the asker has gone, nobody else takes it
+
+        begun.add_done_callback(ended)
         return await asyncio.shield(begun)
 
     async def _verify(self, session: Session, body: Verify) -> report.Document:
@@ -307,17 +313,29 @@ class Handlers:
             part = subset.parse(body.subset, body.seed) if body.subset else None
         except ValueError as error:
             raise UsageError(f"$.body.subset: {error}") from error
-        gone = threading.Event()
+        gone, gave_way = threading.Event(), threading.Event()
 
         async def work() -> report.Document:
             _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
             with tenant.read():
+                await tenant.opened()
                 volumes = [(item.path, item.volume) for item in tenant.volumes.open]
                 reports = tenant.retention.reports
+
+                def ends() -> bool:
+                    if tenant.must_end_reads:
+                        gave_way.set()
+                    return gone.is_set() or gave_way.is_set()
+
                 document = await self._engine.scan(
-                    session.uid, verification.verify, volumes, body.sequence, part,
-                    gone=gone.is_set,
-                )  # fmt: skip
+                    session.uid, verification.verify, volumes, body.sequence, part, ends=ends
+                )
+                if gave_way.is_set():
+                    raise RefusedError(
+                        f"verify was interrupted: a volume of {tenant.key} is opened again after "
+                        "an I/O error, which checkpoints wait for",
+                        hint="try again", retryable=True,
+                    )  # fmt: skip
                 if part is None:
                     await _judge(tenant, document, reports)
             if body.sequence and not document["checkpoints"]:

@@ -16,14 +16,14 @@ def verify(
     sequence: int,
     part: Subset | None,
     *,
-    gone: Callable[[], bool],
+    ends: Callable[[], bool],
 ) -> Document:
     """Reads and checks one checkpoint (0: every one), or a part of it. Blocks until it is read;
-    starts no further one when the caller has `gone`."""
+    starts no further one when `ends`: the caller has gone, or checkpoints wait."""
     results: list[Document] = []
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):
-            if sequence in (0, item.sequence) and not gone():
+            if sequence in (0, item.sequence) and not ends():
                 with contextlib.suppress(FileNotFoundError):  # newer ones have replaced it
                     results.append(_verified(volume, item, part))
     return {"schema": SCHEMA, "checkpoints": results}

@@ -184,6 +184,7 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
             await memory.claim(session, own.wanted_bytes(payload.payload_bytes))
+        await tenant.opened()
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )

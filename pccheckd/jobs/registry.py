@@ -83,6 +83,9 @@ class Registry:
         if not files:
             raise NoCheckpointError(f"{key} has no volume", hint="see: pccheckctl list")
         job, tenant = await self.tenant(key)
+        if tenant.volumes.unreadable:  # it may be readable now
+            with tenant.coming():
+                await tenant.look()
         tenant.volumes.require_readable(fresh=False)
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no readable volume", hint="see: pccheckctl list")

@@ -60,6 +60,9 @@ class Tenant:
         self.queue = Admission(self)
         self.readers = 0  # sessions that may load
         self._coming = 0  # processes that attach
+        self.must_end_reads = False  # a stopped volume has to be opened again: checkpoints wait
+        self._all_open = asyncio.Event()  # cleared while a volume is closed and opened again
+        self._all_open.set()
         self.closed = False
         self.leaving = False  # the trainer has ended, and what it handed over is being drained
         self.finished = False  # the trainer reported the job as done
@@ -215,12 +218,17 @@ class Tenant:
         """A load or a check is in progress."""
         return self._reading > 0
 
+    async def opened(self) -> None:
+        """For a read that has begun: until a volume that is being opened again is open."""
+        await self._all_open.wait()
+
     def begin_read(self) -> None:
         """The volumes stay open until `end_read`."""
         self._reading += 1
 
     def end_read(self) -> None:
         self._reading -= 1
+        self.must_end_reads &= self._reading > 0
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -692,6 +700,7 @@ class Tenant:
             await self.retention.stage_again()
 
     async def _reopen(self) -> None:
+        self.must_end_reads = self._reading > 0
         if not await self.ledger.until(lambda: not self._reading, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume is still being read")
         port, current = self.port, self.volumes.current
@@ -701,13 +710,22 @@ class Tenant:
         if not await port.unbind(current.volume, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume still has writes in progress")
         async with self.lock:
-            if self.port is port and self.volumes.current is current:
-                if not await self.volumes.reopen(current):
+            began = self._reading > 0  # a read, meanwhile
+            if not began and self.port is port and self.volumes.current is current:
+                self._all_open.clear()
+                try:
+                    there = await self.volumes.reopen(current)
+                finally:
+                    self._all_open.set()
+                if not there:
                     self.volume_lost = True
                     self._registered_in = -1
                     return
                 await self.bind(port, current)
-            self.stopped = False
+            self.stopped = began
+        if began:
+            await self._reopen()
+            return
         self.leases.renew()
         await self.retention.stage_again()
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -259,6 +260,32 @@ def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
     child.join()
     assert (name, connected) == ("SKIPPED", False) and "parent" in said
     assert client.checkpoint([2]).wait_durable(30).step == 2
+
+
+def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
+    daemon: Daemon, connect: Connect
+) -> None:
+    """A call of another thread, which the child does not have: nobody would end it there."""
+    client, inside, end = connect(daemon), threading.Event(), threading.Event()
+
+    def call() -> None:
+        with client._calling():
+            inside.set()
+            end.wait()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    inside.wait()
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_use_in_child, args=(client, answers))
+    child.start()
+    try:
+        assert "parent" in answers.get(timeout=30)[2]
+    finally:
+        child.kill()
+        end.set()
+        thread.join()
 
 
 def test_restoring_what_does_not_fit_changes_nothing(daemon: Daemon, connect: Connect) -> None:

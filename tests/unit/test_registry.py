@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import fcntl
 import functools
+import gc
 import os
 import socket
 import threading
@@ -22,7 +23,7 @@ from pccheck_native import NativeError, Volume, layout
 from pccheck_wire import codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError, StoreLockedError
-from pccheck_wire.messages import Begin, Drop, Hello, Request, Role, Verify
+from pccheck_wire.messages import Begin, Drop, Failure, Hello, Reply, Report, Request, Role, Verify
 from pccheckd.config.options import Config
 from pccheckd.control import verification
 from pccheckd.control.handlers import Handlers
@@ -315,6 +316,92 @@ def test_a_stopped_volume_is_not_reopened_under_a_reader(
     run(work)
 
 
+def test_a_stopped_volume_is_not_reopened_under_a_reader_that_comes_meanwhile(
+    run: Callable[[Work], None],
+) -> None:
+    """While the writes in progress are waited for."""
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        assert tenant.port is not None
+        unbind, old = tenant.port.unbind, tenant.volumes.open[0].volume
+        reading = [tenant.read()]
+
+        async def unbound(*which: object) -> bool:
+            if reading:
+                began = reading.pop()
+                began.__enter__()
+                asyncio.get_running_loop().call_later(0.05, lambda: ended(began))
+            return await unbind(*which)  # type: ignore[arg-type]
+
+        def ended(began: object) -> None:
+            assert not closing(old)
+            began.__exit__(None, None, None)  # type: ignore[attr-defined]
+
+        tenant.port.unbind = unbound  # type: ignore[method-assign, assignment]
+        tenant.stopped = True
+        await tenant.reopen()
+        assert not tenant._reading and not tenant.stopped and closing(old)
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_verify_gives_way_to_a_stopped_volume(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may last for hours, in which no checkpoint could begin."""
+    reading = threading.Event()
+
+    def verify(*_: object, ends: Callable[[], bool]) -> dict[str, object]:
+        reading.set()
+        deadline = time.monotonic() + 5
+        while not ends() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return {"checkpoints": []}
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr("pccheckd.tenancy.tenant.UNBIND_LIMIT_S", 1.0)
+
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        verifying = await asked(registry, Verify(KEY.job))
+        while not reading.is_set():
+            await asyncio.sleep(0)
+        tenant.stopped = True
+        await tenant.reopen()
+        answer = codec.decode(cast(bytes, await verifying), Reply).body
+        assert isinstance(answer, Failure) and answer.retryable and "interrupted" in answer.message
+        await tenant.close()
+
+    run(work)
+
+
+def test_a_read_waits_while_a_volume_is_opened_again(run: Callable[[Work], None]) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        await tenant._open_port()
+        opens, found = tenant.volumes._opened, tenant.volumes.checkpoints()[0].sequence
+        verified: list[asyncio.Task[bytes | None]] = []
+
+        async def opened(*args: object, **kwargs: object) -> object:
+            verified.append(await asked(registry, Verify(KEY.job, sequence=found)))
+            await asyncio.sleep(0.05)
+            assert not verified[0].done()
+            return await opens(*args, **kwargs)  # type: ignore[arg-type]
+
+        tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
+        tenant.stopped = True
+        await tenant.reopen()
+        answer = codec.decode(cast(bytes, await verified[0]), Reply)
+        assert isinstance(answer.body, Report), answer
+        await tenant.close()
+
+    run(work)
+
+
 def test_a_volume_that_goes_while_it_is_looked_at_disturbs_nobody(
     run: Callable[[Work], None],
 ) -> None:
@@ -413,6 +500,23 @@ def test_a_volume_that_could_not_be_opened_for_a_moment_is_opened_at_the_next_lo
     run(work)
 
 
+def test_a_reader_finds_a_volume_that_could_not_be_opened_for_a_moment(
+    run: Callable[[Work], None], tmp_path: Path
+) -> None:
+    """No trainer need attach first."""
+    path = layout.volume_path(tmp_path, *KEY)
+
+    async def work(registry: Registry) -> None:
+        with path.open() as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            with pytest.raises(StoreLockedError):
+                await registry.existing(KEY)
+        _, tenant = await registry.existing(KEY)
+        assert tenant.volumes.checkpoints()
+
+    run(work)
+
+
 def test_a_job_is_unloaded_when_the_last_user_of_its_files_has_left(
     run: Callable[[Work], None],
 ) -> None:
@@ -463,14 +567,40 @@ def test_a_drop_whose_asker_has_gone_is_ended(run: Callable[[Work], None]) -> No
     run(work)
 
 
+def test_the_refusal_of_a_drop_whose_asker_has_gone_is_no_error_of_the_daemon(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is left to hear it."""
+    monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
+    errors: list[object] = []
+
+    async def work(registry: Registry) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+        _, tenant = await registry.tenant(KEY)
+        tenant.add_reader()
+        drop = await asked(registry, Drop(KEY.job))
+        while len(asyncio.all_tasks()) < 4:  # this one and its runner, the request, the drop
+            await asyncio.sleep(0)
+        drop.cancel()
+        await asyncio.wait([drop])
+        del drop
+        while len(asyncio.all_tasks()) > 2:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)  # its end is noted
+        gc.collect()
+        assert not errors
+
+    run(work)
+
+
 def test_a_job_is_in_use_while_a_thread_reads_it_for_an_asker_that_has_gone(
     run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, end = threading.Event(), threading.Event()
 
-    def verify(*_: object, gone: Callable[[], bool]) -> dict[str, object]:
+    def verify(*_: object, ends: Callable[[], bool]) -> dict[str, object]:
         reading.set()
-        assert end.wait(20) and gone()
+        assert end.wait(20) and ends()
         return {"checkpoints": []}
 
     monkeypatch.setattr(verification, "verify", verify)

@@ -167,7 +167,7 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(verification, "_verified", verified)
     volumes = [(Path(), cast(Volume, None))]
-    document = verification.verify(volumes, 0, None, gone=gone.is_set)
+    document = verification.verify(volumes, 0, None, ends=gone.is_set)
     assert [row["sequence"] for row in rows(document, "checkpoints")] == [1, 2]
 
 
@@ -183,7 +183,7 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
                 raise FileNotFoundError(2, "there is no such checkpoint")
 
     volumes = [(Path(), cast(Volume, Replacing()))]
-    document = verification.verify(volumes, 0, None, gone=lambda: False)
+    document = verification.verify(volumes, 0, None, ends=lambda: False)
     assert [(row["sequence"], row["valid"]) for row in rows(document, "checkpoints")] == [(2, True)]
 
 
