@@ -18,6 +18,7 @@ from tests.support.waiting import PATIENCE, until
 
 READY_LIMIT_S = 30.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
+_LINKER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 LOOPCHECK = "tests.support.loopcheck"
 _HERE = Path(__file__).parent
 
@@ -91,10 +92,12 @@ class Daemon:
         return keep
 
     def spawn(self, environment: dict[str, str], log: int, *flags: str) -> None:
-        """Starts the process. Forks it, unless another program has to come first, or a library."""
+        """Starts the process. Forks it, unless another program comes first, or the linker has to
+        look for other libraries."""
         python, _, module, *arguments = command = self.command(*flags)
         outputs: dict[str, Any] = {"stdout": log, "stderr": self.stderr or log, "env": environment}
-        if (python, module) == (sys.executable, LOOPCHECK) and "LD_PRELOAD" not in environment:
+        linked = all(environment.get(name) == os.environ.get(name) for name in _LINKER)
+        if (python, module) == (sys.executable, LOOPCHECK) and linked:
             self.process = Forked(arguments, **outputs)
         else:
             self.process = subprocess.Popen(command, **outputs)

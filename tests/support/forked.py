@@ -8,7 +8,7 @@ own, which waits for the daemon and tells how it ended."""
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import importlib
 import json
@@ -60,7 +60,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -87,9 +88,6 @@ def _daemon(request: bytes, stdout: int, stderr: int) -> int:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    if "PCCHECK_STANDIN_DIR" in environment:  # the linker has read LD_LIBRARY_PATH already
-        place = environment["LD_LIBRARY_PATH"].split(":")[0]
-        ctypes.CDLL(f"{place}/libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     sys.argv[1:] = arguments
     return loopcheck.main(arguments)
 
@@ -117,8 +115,10 @@ def main() -> int:
     for each in (0, stdout, stderr):
         os.close(each)
     os.write(tell, _NUMBER.pack(child))
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.write(tell, _NUMBER.pack(ended))
+    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # nobody gets its number yet
+    assert ended is not None
+    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    os.write(tell, _NUMBER.pack(code))
     os._exit(0)
 
 
