@@ -55,8 +55,7 @@ pytest: $(READY) ## all tests in Python, WORKERS (7) at a time
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
 	$(BIN)/ruff check -q $(PYTHON_SOURCES)
 	$(BIN)/ruff format -q --check $(PYTHON_SOURCES)
-	$(BIN)/mypy $(PACKAGES)
-	$(BIN)/mypy bench examples
+	$(BIN)/mypy $(PACKAGES) -p bench -p examples
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	@$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 

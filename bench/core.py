@@ -15,6 +15,7 @@ checkpoint is written faster than that program writes. Writes bench/results/core
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +26,7 @@ from bench.common import GIB, MIB, BenchError, Spread
 from bench.fio import Limit, Setting, require_fio
 
 _ROOT = Path(__file__).parent.parent
+_BUILD = _ROOT / "native" / "build"
 ENGINES = ("pwrite", "mmap")
 LIMITS = (
     Setting("rawwrite", 16 * MIB, 2),
@@ -40,16 +42,32 @@ KEPT = Setting("rawwrite", 4 * MIB, 2, "kept")
 def build(directory: Path, name: str) -> Path:
     """A program of this folder, with the C core in it."""
     program = directory / name
+    compile_to(program, _ROOT / "bench" / f"{name}.c", core_object(), "-lpthread")
+    return program
+
+
+def compile_to(target: Path, *words: object) -> None:
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    sources = sorted(map(str, (_ROOT / "native" / "src").glob("*/*.c")))
-    subprocess.run([str(_ROOT / "native" / "xxhash.sh")], check=True)
     subprocess.run(
         [compiler, "-O3", "-std=c17", "-D_GNU_SOURCE", f"-I{_ROOT / 'native' / 'src'}",
-         f"-I{_ROOT / 'native' / 'build'}", "-o", str(program),
-         str(_ROOT / "bench" / f"{name}.c"), *sources, "-lpthread"],
+         f"-I{_BUILD}", "-o", str(target), *map(str, words)],
         check=True,
     )  # fmt: skip
-    return program
+
+
+def core_object() -> Path:
+    """The C core, compiled when its sources are newer."""
+    subprocess.run([str(_ROOT / "native" / "xxhash.sh")], check=True)
+    core, fresh = _BUILD / "core.o", _BUILD / "core.new.o"
+    sources = sorted((_ROOT / "native" / "src").glob("*/*.[ch]"))
+    _BUILD.mkdir(exist_ok=True)
+    with (_BUILD / "core.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        newest_s = max(source.stat().st_mtime for source in sources)
+        if not core.exists() or core.stat().st_mtime < newest_s:
+            compile_to(fresh, "-r", *(source for source in sources if source.suffix == ".c"))
+            fresh.rename(core)
+    return core
 
 
 def copy_seconds(program: Path, size_bytes: int) -> tuple[float, float]:

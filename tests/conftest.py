@@ -5,36 +5,55 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from pccheckctl import cli
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
-from tests.support.gpunode import Node
-from tests.support.trainer import Trainer
 from tests.support.volumes import make
+
+if TYPE_CHECKING:  # the process that only distributes tests need not import torch
+    from tests.support.gpunode import Node
+    from tests.support.trainer import Trainer
 
 #: Small enough that a checkpoint of a few MiB has many chunks and blocks; and the storage engine
 #: that the fault shim knows all calls of, whatever disk the tests run on.
 SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
 
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each worker begins with other modules, and finds the rest compiled by the other workers."""
+    report = yield
+    if isinstance(collector, pytest.Directory):
+        number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        first = len(report.result) * number // WORKERS
+        report.result = [*report.result[first:], *report.result[:first]]
+    return report
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first on each worker, so that no worker has them when the others are done."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items.sort(key=lambda item: item.path)
     long = [item for item in items if item.get_closest_marker("long")]
     short = [item for item in items if not item.get_closest_marker("long")]
     for item in long:
         item.add_marker(pytest.mark.timeout(600))
-    share = -(-len(short) // workers)
+    share = -(-len(short) // WORKERS)
     items[:] = [
         item
-        for number in range(workers)
-        for item in (*long[number::workers], *short[number * share : (number + 1) * share])
+        for number in range(WORKERS)
+        for item in (*long[number::WORKERS], *short[number * share : (number + 1) * share])
     ]
 
 
@@ -68,6 +87,8 @@ def start_trainer(stack: ExitStack) -> Callable[..., Trainer]:
     """A trainer connected to a daemon; `counts` are float32 elements per tensor."""
 
     def start(daemon: Daemon, counts: list[int] | None = None, **options: object) -> Trainer:
+        from tests.support.trainer import Trainer
+
         environment = options.pop("environment", {})
         trainer = stack.enter_context(Trainer(**environment))  # type: ignore[arg-type]
         options.setdefault("job", "job")
@@ -82,6 +103,8 @@ def start_node(stack: ExitStack) -> Callable[..., Node]:
     """A daemon with GPUs; see Node for the options."""
 
     def start(*flags: str, **options: object) -> Node:
+        from tests.support.gpunode import Node
+
         return stack.enter_context(Node(*SMALL, *flags, **options)).start()  # type: ignore[arg-type]
 
     return start

@@ -8,6 +8,7 @@ the request's options in the child, or in several that are ranks of one job.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -97,6 +98,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some frameworks print while they are imported
     run = importlib.import_module(sys.argv[1]).run
+    for late in ("torch._dynamo", "deepspeed"):  # optimizers and Accelerate import them
+        with contextlib.suppress(ImportError):
+            importlib.import_module(late)
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(request, rank, run) for rank in range(request["ranks"])]

@@ -5,18 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
 import pytest
 
-from tests.support.curves import ROOT, Trainer, differences
+from tests.support.curves import Trainer, differences
 from tests.support.daemon import Daemon
+from tests.support.torchrun import started
 
 Start = Callable[..., Daemon]
 
 
+class Launched(Trainer):
+    """The same by what torchrun calls."""
+
+    def __init__(self, daemon: Daemon, job: str, steps: int, ranks: int) -> None:
+        flags = ("--steps", steps, "--every", 3)
+        self.follow(started(daemon, job, ranks, "examples.fsdp2", *flags))
+
+    def send_kill(self) -> None:
+        """To torchrun's process and the ranks."""
+        launcher = psutil.Process(self.process.pid)
+        for one in (launcher, *launcher.children(recursive=True)):
+            one.kill()
+
+
 def launch(daemon: Daemon, job: str, steps: int, ranks: int = 2) -> Trainer:
-    variables = {"PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job}
-    flags = ("--steps", steps, "--every", 3)
-    return Trainer(ROOT / "examples/fsdp2.py", *flags, ranks=ranks, variables=variables)
+    return Launched(daemon, job, steps, ranks)
 
 
 @pytest.mark.long

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.programs import Program
+
 ROOT = Path(__file__).parents[2]
 LOSS = re.compile(r"(?:rank (\d+) )?step (\d+) loss (-?(?:[\d.]+(?:e[+-]\d+)?|inf|nan))")
 RESUMED = re.compile(r"(?:resumed at|continues from) step (\d+)")
@@ -89,17 +91,22 @@ class Trainer:
         cwd: Path | None = None,
     ) -> None:
         """`variables` of its environment; those of PCcheck are not inherited."""
-        self.run = Run()
         self._script = str(script)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
         # Models this small gain nothing from more threads.
         fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *(torchrun if ranks else []), self._script, *map(str, flags)],
             cwd=cwd, env=kept | fixed | variables, text=True, bufsize=1,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        self.follow(process)
+
+    def follow(self, process: subprocess.Popen[str] | Program) -> None:
+        """Reads what this process prints."""
+        self.run = Run()
+        self.process = process
         self._limit = threading.Timer(LIMIT_S, self.send_kill)
         self._limit.daemon = True
         self._limit.start()

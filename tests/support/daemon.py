@@ -11,12 +11,15 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from tests.support.forked import Forked
 from tests.support.waiting import PATIENCE, until
 
 READY_LIMIT_S = 30.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
+_LINKER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+LOOPCHECK = "tests.support.loopcheck"
 _HERE = Path(__file__).parent
 
 
@@ -50,7 +53,7 @@ class Daemon:
         self.shim = shim
         self.log = self.root / "pccheckd.log"
         self.stderr: int | None = None  #: a descriptor that takes the place of the log
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -75,7 +78,7 @@ class Daemon:
 
     def command(self, *flags: str) -> list[str]:
         return [
-            sys.executable, "-m", "tests.support.loopcheck", "--storage", str(self.storage),
+            sys.executable, "-m", LOOPCHECK, "--storage", str(self.storage),
             "--socket", str(self.socket), *self.flags, *flags,
         ]  # fmt: skip
 
@@ -88,6 +91,17 @@ class Daemon:
             keep["PCC_SHIM_ARM"] = str(self.armed)
         return keep
 
+    def spawn(self, environment: dict[str, str], log: int, *flags: str) -> None:
+        """Starts the process. Forks it, unless another program comes first, or the linker has to
+        look for other libraries."""
+        python, _, module, *arguments = command = self.command(*flags)
+        outputs: dict[str, Any] = {"stdout": log, "stderr": self.stderr or log, "env": environment}
+        linked = all(environment.get(name) == os.environ.get(name) for name in _LINKER)
+        if (python, module) == (sys.executable, LOOPCHECK) and linked:
+            self.process = Forked(arguments, **outputs)
+        else:
+            self.process = subprocess.Popen(command, **outputs)
+
     def start(self, *flags: str) -> Self:
         """Waits for the daemon's READY; raises with its log when the daemon ends before."""
         notify = self.root / "notify"
@@ -95,10 +109,7 @@ class Daemon:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears, self.log.open("ab") as log:
             ears.bind(str(notify))
             ears.settimeout(0.2)
-            self.process = subprocess.Popen(
-                self.command(*flags), stdout=log, stderr=self.stderr or log,
-                env=self.environment() | {"NOTIFY_SOCKET": str(notify)},
-            )  # fmt: skip
+            self.spawn(self.environment() | {"NOTIFY_SOCKET": str(notify)}, log.fileno(), *flags)
             for _ in range(int(READY_LIMIT_S / 0.2)):
                 try:
                     if b"READY=1" in ears.recv(4096):

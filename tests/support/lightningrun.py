@@ -9,6 +9,7 @@ the same. Without "job" a training is undisturbed: the others have to compute th
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -288,6 +289,7 @@ def forked(output: Path, options: Options) -> int:
 def main() -> None:
     folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # optimizers import it
     for name, options in scenarios:
         output = folder / f"{name}.{os.environ.get('RANK', '0')}"
         code = forked(output, options)

@@ -106,10 +106,8 @@ class ServedDaemon(Daemon):
         environment = self.environment() | {
             "NOTIFY_SOCKET": str(manager.path), "FDSTORE": str(manager.limit),
         }  # fmt: skip
-        command = self.command(*flags)
         if names:
             environment |= {"LISTEN_FDS": str(len(names)), "LISTEN_FDNAMES": ":".join(names)}
-            command = [*_LISTENING, *command]
 
         def place() -> None:
             high = [os.dup(fd) for fd in given]  # out of the way of the numbers to come
@@ -119,10 +117,13 @@ class ServedDaemon(Daemon):
             os.closerange(3 + len(given), 4096)
 
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, close_fds=not names,
-                preexec_fn=place if names else None,
-            )  # fmt: skip
+            if not names:
+                self.spawn(environment, log.fileno(), *flags)
+            else:
+                self.process = subprocess.Popen(
+                    [*_LISTENING, *self.command(*flags)], stdout=log, stderr=log, env=environment,
+                    close_fds=False, preexec_fn=place,
+                )  # fmt: skip
         for _ in range(int(READY_LIMIT_S / 0.1)):
             if manager.ready.wait(0.1):
                 return self

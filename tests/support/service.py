@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,15 +43,15 @@ class Service(Daemon):
 
     def start(self, *flags: str, listener: socket.socket | None = None) -> Self:
         """Returns at READY; passes `listener` as pccheckd.socket does."""
-        command, files = self.command(*flags), ()
-        if listener is not None:
-            number = listener.fileno()
-            command = [command[0], "-c", _HAND_OVER, str(number), *command]
-            files = (number,)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=self.environment(), pass_fds=files
-            )
+            if listener is None:
+                self.spawn(self.environment(), log.fileno(), *flags)
+            else:
+                number = listener.fileno()
+                command = [sys.executable, "-c", _HAND_OVER, str(number), *self.command(*flags)]
+                self.process = subprocess.Popen(
+                    command, stdout=log, stderr=log, env=self.environment(), pass_fds=(number,)
+                )
         self.wait_for(lambda said: said == "READY=1")
         return self
 

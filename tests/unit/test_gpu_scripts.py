@@ -18,6 +18,7 @@ import pytest
 
 from bench.gpu import check
 from tests.support import fakegpu
+from tests.support.programs import Program
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="of the machine without one")
 PROBE = [sys.executable, "bench/gpu/probe.py", "--small"]
@@ -91,13 +92,17 @@ def test_every_bench_takes_what_check_gives_it(commands: Commands) -> None:
     made = commands("benches")
     benches = {name: command for name, command in made.items() if "bench.gpu." in " ".join(command)}
     assert benches.keys() == {"bandwidth", "resume", "train_in_memory", "train"}
-    for name, command in {**benches, "probe": commands("checks")["probe"]}.items():
-        ran = subprocess.run(
-            [*command, "--no-such-flag"], cwd=check.ROOT, check=False, capture_output=True,
-            text=True,
-        )  # fmt: skip
-        last = ran.stderr.strip().splitlines()[-1]
-        assert last.endswith("error: unrecognized arguments: --no-such-flag"), (name, ran.stderr)
+    ended = subprocess.run(
+        [*commands("checks")["probe"], "--no-such-flag"], cwd=check.ROOT, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    said = {"probe": ended.stderr}
+    for name, (_, _, module, *words) in benches.items():
+        with Program(module, *words, "--no-such-flag") as bench:
+            said[name] = bench.finish()
+    for name, text in said.items():
+        last = text.strip().splitlines()[-1]
+        assert last.endswith("error: unrecognized arguments: --no-such-flag"), (name, text)
     assert made["carried wheel"][-1].endswith(".whl")
     assert made["build"][-1] == str(check.ROOT)
 
