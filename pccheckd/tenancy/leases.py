@@ -82,6 +82,8 @@ class Leases:
             return False
         try:
             item.volume.spare(sequence, spared)
-        except (OSError, ValueError, _core.NativeError):  # recycled, or its volume is closed
+        except (OSError, _core.NativeError):  # recycled
             return False
+        except ValueError:  # closed, and about to be opened again: `renew` follows
+            pass
         return True

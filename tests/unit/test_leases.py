@@ -74,6 +74,21 @@ def test_the_oldest_one_that_makes_room_ends_first() -> None:
     leases.give_back(8)
 
 
+def test_a_volume_that_is_being_opened_again_is_leased_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    volume, leases = made()
+
+    def closed(*_: object) -> None:
+        raise ValueError("this Volume is closed")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(volume, "spare", closed)
+        leases.take(1, session=8)
+    leases.renew()
+    assert volume.spared == {1}
+
+
 def test_leases_hold_in_a_volume_that_was_read_again() -> None:
     volume, leases = made()
     leases.take(1, session=8)
