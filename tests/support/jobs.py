@@ -150,6 +150,9 @@ class Tenant:
     def begin_read(self) -> None:
         self.calls.append("read")
 
+    async def opened(self) -> None:
+        """No volume is being opened again."""
+
     def end_read(self) -> None:
         self.calls.append("read ended")
 
