@@ -294,7 +294,8 @@ class Tenant:
         if busy >= info.slots - info.keep:
             return False
         with contextlib.suppress(ValueError):  # it is being reopened
-            used = busy + len(current.checkpoints) + current.quarantined
+            durable = {found.sequence for found in current.checkpoints} | self._appearing.keys()
+            used = busy + len(durable) + current.quarantined
             if used < info.slots or current.volume.has_expendable():
                 return True
         return self.leases.oldest_for_room() is not None

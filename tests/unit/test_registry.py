@@ -737,6 +737,27 @@ def test_the_first_rank_that_asks_decides_whether_all_skip(
     run(work)
 
 
+def test_a_checkpoint_that_the_volume_does_not_list_yet_has_its_slot(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(registry: Registry) -> None:
+        _, tenant = await registry.tenant(KEY)
+        item = tenant.volumes.open[0]
+        full = SimpleNamespace(has_expendable=lambda: False)
+        free = item.info.slots - len(item.checkpoints)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(item, "volume", full)
+            assert free > 0 and tenant.has_room()
+            listed = [one.sequence for one in item.checkpoints]
+            tenant._appearing = dict.fromkeys(listed, 1)
+            assert tenant.has_room()
+            tenant._appearing |= dict.fromkeys(range(100, 100 + free), 1)
+            assert not tenant.has_room()
+        await tenant.close()
+
+    run(work)
+
+
 def test_what_was_requested_before_a_refusal_does_not_end_it(
     run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
