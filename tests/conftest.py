@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
@@ -25,8 +26,10 @@ if TYPE_CHECKING:  # the process that only distributes tests need not import tor
 #: that the fault shim knows all calls of, whatever disk the tests run on.
 SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
 
-
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+# A shell without job control starts background jobs with SIGINT ignored, and children inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
