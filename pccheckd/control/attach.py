@@ -159,18 +159,18 @@ class AttachServer(Background):
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        told: int | None = None  # the error that was logged, until a process can connect
+        logged: int | None = None  # the last error, until a process can connect again
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
-                if error.errno != told:
-                    told = error.errno
-                    why = f"{error.strerror}{_ACCEPT_FIXES.get(told or 0, '')}"
+                if error.errno != logged:
+                    logged = error.errno
+                    why = f"{error.strerror}{_ACCEPT_FIXES.get(logged or 0, '')}"
                     LOG.warning("no process can connect: %s", why)
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
-            told = None
+            logged = None
             connection.setblocking(False)
             self._connections.spawn(self._serve(connection))
 

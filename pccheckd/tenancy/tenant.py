@@ -711,7 +711,7 @@ class Tenant:
         if not await port.unbind(current.volume, UNBIND_LIMIT_S):
             raise RefusedError("the stopped volume still has writes in progress")
         async with self.lock:
-            began = self._reading > 0  # a read, meanwhile
+            began = self._reading > 0  # a read, while the writes were waited for
             if not began and self.port is port and self.volumes.current is current:
                 self._all_open.clear()
                 try:

@@ -118,7 +118,7 @@ class VolumeSet:
         self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks
         #: Files that could not be opened, and why.
         self.unreadable: dict[Path, PccheckError] = {}
-        self._tried: dict[Path, tuple[int, ...]] = {}  # what those were that are wrong
+        self._tried: dict[Path, tuple[int, ...]] = {}  # marks of files whose content is wrong
         #: Opened, but no longer at their path: closed as soon as they are unused.
         self.gone: list[OpenVolume] = []
         self.loss = ""  # what happened to a file while it was open, until one is durable elsewhere
@@ -189,8 +189,8 @@ class VolumeSet:
 
     async def load(self) -> None:
         """Opens the files on the disk that are not open yet. Those that cannot be opened go to
-        `unreadable`, and are tried again: when they have changed, if what is in them is wrong, and
-        else each time, since a lock, an error of the disk or a lack of descriptors may pass."""
+        `unreadable`. A file with wrong content is tried again when it has changed. Any other file
+        is tried each time: a lock, an error of the disk or a lack of descriptors may pass."""
         files = await self._engine.call(
             self.key.uid, layout.list_volumes, self._config.storage, **self.key._asdict()
         )
