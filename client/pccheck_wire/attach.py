@@ -5,6 +5,7 @@ Every call has a deadline. Nothing here is thread-safe."""
 from __future__ import annotations
 
 import os
+import select
 import socket
 from pathlib import Path
 from typing import Self
@@ -12,7 +13,7 @@ from typing import Self
 from . import codec, peer
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, socket_name
 from .connection import Connection, raise_failure
-from .errors import ProtocolError, error_from_wire
+from .errors import ProtocolError, WaitTimeoutError, error_from_wire
 from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
 
 CONNECT_LIMIT_S = 10.0
@@ -72,33 +73,68 @@ class Attachment:
         self.close()
 
 
+class Attempt:
+    """A connection that has sent `Hello`. The answer may be waited for more than once."""
+
+    def __init__(
+        self, hello: Hello, path: str | os.PathLike[str] | None = None, *,
+        timeout_s: float = CONNECT_LIMIT_S,
+    ) -> None:  # fmt: skip
+        """Raises DaemonUnreachableError (no process listens), RefusedError (the listening process
+        is not trusted), WaitTimeoutError."""
+        self._descriptors_wanted = 0 if hello.role is Role.OBSERVER else 2
+        self._connection = Connection(socket_name(path), timeout_s=timeout_s)
+        try:
+            self._connection.send(codec.encode(hello), timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def answered(self) -> bool:
+        """Whether `finish` would not wait: an answer has come, or the daemon has ended."""
+        arrivals = select.poll()
+        arrivals.register(self._connection.socket, select.POLLIN)
+        return bool(arrivals.poll(0))
+
+    def finish(self, *, timeout_s: float) -> Attachment:
+        """Raises WaitTimeoutError, and may then be called again. After another error the attempt is
+        over: ProtocolError (another version), DaemonUnreachableError when the daemon ends, the
+        error with which the daemon refuses."""
+        descriptors: list[int] = []
+        try:
+            plain, descriptors = self._connection.receive(timeout_s, descriptors_max=2)
+            raise_failure(plain)
+            welcome = codec.from_plain(plain, Welcome)
+            if welcome.protocol != PROTOCOL_VERSION or len(descriptors) != self._descriptors_wanted:
+                raise ProtocolError(
+                    f"the daemon at {self._connection.path} answered with protocol "
+                    f"{welcome.protocol} and {len(descriptors)} descriptors, not "
+                    f"{PROTOCOL_VERSION} and {self._descriptors_wanted}",
+                    hint=SAME_VERSION_HINT,
+                )
+            return Attachment(self._connection, welcome, descriptors)
+        except WaitTimeoutError:
+            raise
+        except BaseException:
+            self.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 def connect(
     hello: Hello, path: str | os.PathLike[str] | None = None, *, timeout_s: float = CONNECT_LIMIT_S
 ) -> Attachment:
-    """Connects, sends `Hello` and returns the session.
-
-    Raises DaemonUnreachableError (no process listens), ProtocolError (another version),
-    RefusedError (the listening process is not trusted), the error with which the daemon refuses, or
-    WaitTimeoutError.
-    """
-    connection = Connection(socket_name(path), timeout_s=timeout_s)
-    descriptors: list[int] = []
+    """Connects, sends `Hello` and returns the session. Raises the errors of `Attempt`."""
+    attempt = Attempt(hello, path, timeout_s=timeout_s)
     try:
-        plain, descriptors = connection.exchange(codec.encode(hello), timeout_s, descriptors_max=2)
-        raise_failure(plain)
-        welcome = codec.from_plain(plain, Welcome)
-        wanted = 0 if hello.role is Role.OBSERVER else 2
-        if welcome.protocol != PROTOCOL_VERSION or len(descriptors) != wanted:
-            raise ProtocolError(
-                f"the daemon at {connection.path} answered with protocol {welcome.protocol} and "
-                f"{len(descriptors)} descriptors, not {PROTOCOL_VERSION} and {wanted}",
-                hint=SAME_VERSION_HINT,
-            )
-        return Attachment(connection, welcome, descriptors)
-    except BaseException:
-        connection.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
+        return attempt.finish(timeout_s=timeout_s)
+    except WaitTimeoutError:
+        attempt.close()
         raise
 
 

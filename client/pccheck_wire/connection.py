@@ -46,18 +46,31 @@ class Connection:
             raise self._error(error, timeout_s) from error
 
     def exchange(
-        self, message: bytes, timeout_s: float, *, number: int = 0, descriptors_max: int = 0
+        self, message: bytes, timeout_s: float, *, number: int = 0
     ) -> tuple[dict[str, object], list[int]]:
-        """Sends a message and returns the answer with its descriptors, which the caller must close.
-        With the `number` of a request it skips late answers to earlier requests.
+        """Sends a message and returns the answer. Raises what `send` and `receive` do."""
+        self.send(message, timeout_s)
+        return self.receive(timeout_s, number=number)
+
+    def send(self, message: bytes, timeout_s: float) -> None:
+        """Raises WaitTimeoutError, DaemonUnreachableError."""
+        try:
+            self.socket.settimeout(timeout_s)
+            self.socket.send(message, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise self._error(error, timeout_s) from error
+
+    def receive(
+        self, timeout_s: float, *, number: int = 0, descriptors_max: int = 0
+    ) -> tuple[dict[str, object], list[int]]:
+        """Returns an answer with its descriptors, which the caller must close. With the `number` of
+        a request it skips late answers to earlier requests.
 
         Raises WaitTimeoutError at the deadline, DaemonUnreachableError when the daemon ends before
         it answers, ProtocolError.
         """
         deadline = time.monotonic() + timeout_s
         try:
-            self.socket.settimeout(_left(deadline))
-            self.socket.send(message, socket.MSG_NOSIGNAL)
             while True:
                 answer, descriptors = self._receive(deadline, descriptors_max)
                 # 0: the daemon could not read the number

@@ -43,7 +43,7 @@ MODES = (
 VICTIMS = ("trainer", "nobody", "daemon", "trainer", "both")
 GEOMETRY = ("--chunk", "256KiB", "--block-bytes", "64KiB", "--engine", "pwrite")
 ROUNDS_PER_NODE = 8
-SOON_S = 30.0  # in which whoever lives has to get on
+SOON_S = 120.0  # in which whoever lives has to get on, also on a slow disk
 LOST = 700  # an error after which a context is of no use
 
 

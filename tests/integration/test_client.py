@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from pccheck import (
     UsageError,
     WaitTimeoutError,
 )
+from pccheck.daemon import session
 from pccheck.restoring import reading as restore
 from pccheck.state import plan
 from tests.support.daemon import Daemon
@@ -200,6 +202,27 @@ def test_a_stopped_daemon_costs_one_stall_and_then_nothing(
         handle = client.checkpoint([tensor])
         if handle.state is not CheckpointState.SKIPPED:
             break
+    assert handle.wait_durable(30).step == handle.step
+
+
+def test_a_daemon_that_answers_late_is_connected_then(
+    daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens volumes on a slow disk, or starts while systemd holds its socket."""
+    monkeypatch.setattr(session, "BACKOFF_SLOW_S", 3600.0)
+    client = connect(daemon, stall_limit_s=0.3)
+    client.checkpoint([1]).wait_durable(30)
+    daemon.kill()
+    daemon.start().kill(signal.SIGSTOP)
+    try:
+        with pytest.warns(UserWarning, match="did not answer within 0.3 s"):
+            assert client.checkpoint([2]).state is CheckpointState.FAILED
+        assert client.checkpoint([3]).state is CheckpointState.FAILED
+    finally:
+        daemon.kill(signal.SIGCONT)
+    deadline = time.monotonic() + 60
+    while (handle := client.checkpoint([4])).state is CheckpointState.FAILED:
+        assert time.monotonic() < deadline
     assert handle.wait_durable(30).step == handle.step
 
 

@@ -15,7 +15,13 @@ from pccheck.daemon import session as module
 from pccheck.daemon.session import Session
 from pccheck.job.naming import Identity
 from pccheck.warn import Warner
-from pccheck_wire.errors import DaemonUnreachableError, PccheckError, RefusedError, StorageFullError
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    PccheckError,
+    RefusedError,
+    StorageFullError,
+    WaitTimeoutError,
+)
 from pccheck_wire.messages import Done, Goodbye, Hello, Register, Registered, Restored
 
 MIB = 1 << 20
@@ -71,19 +77,38 @@ class Daemons:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
         self.error: Exception | None = None
-        self.attempts: list[Hello] = []
+        self.attempts: list[Attempt] = []
         self.incarnation, self.storage = 5, "disk"
         self.newest_step: int | None = None
         self.protected_step: int | None = None
-        monkeypatch.setattr(module.attach, "connect", self._connect)
+        self.is_late = False
+        monkeypatch.setattr(module.attach, "Attempt", lambda *given, **_: Attempt(self, *given))
         monkeypatch.setattr(module, "Connection", lambda made, **_: made)
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
 
-    def _connect(self, hello: Hello, _path: Path, *, timeout_s: float) -> Connection:
-        self.attempts.append(hello)
-        if self.error is not None:
-            raise self.error
-        return Connection(self, hello)
+
+class Attempt:
+    """One Hello; `closed` when the client has given it up, or the daemon has refused it."""
+
+    def __init__(self, daemons: Daemons, hello: Hello, _path: Path) -> None:
+        daemons.attempts.append(self)
+        self.daemons, self.hello, self.closed = daemons, hello, False
+
+    @property
+    def answered(self) -> bool:
+        return not self.daemons.is_late
+
+    def finish(self, *, timeout_s: float) -> Connection:
+        assert not self.closed
+        if self.daemons.is_late:
+            raise WaitTimeoutError(f"no answer in {timeout_s} s")
+        if self.daemons.error is not None:
+            self.close()
+            raise self.daemons.error
+        return Connection(self.daemons, self.hello)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -135,6 +160,38 @@ def test_a_daemon_that_refuses_is_asked_seldom(daemons: Daemons, error: Exceptio
     assert len(daemons.attempts) == (1 if slow else 2)
 
 
+def test_an_attempt_that_was_not_answered_in_time_goes_on(daemons: Daemons) -> None:
+    """Without another one, and without waiting for it again."""
+    made, daemons.is_late = session(), True
+    for _ in range(5):
+        assert made.reconnect() is None
+        daemons.now_s += module.BACKOFF_SLOW_S + 1
+    daemons.is_late = False
+    assert made.reconnect() is made.current() is not None
+    assert [attempt.closed for attempt in daemons.attempts] == [False]
+
+
+@pytest.mark.parametrize("end", [Session.close, Session.forget_in_child])
+def test_the_end_of_a_client_is_the_end_of_its_attempt(
+    daemons: Daemons, end: Callable[[Session], None]
+) -> None:
+    made, daemons.is_late = session(), True
+    made.reconnect()
+    end(made)
+    assert [attempt.closed for attempt in daemons.attempts] == [True]
+
+
+def test_after_an_attempt_that_was_refused_late_there_is_another(daemons: Daemons) -> None:
+    made, daemons.is_late = session(), True
+    made.reconnect()
+    daemons.is_late, daemons.error = False, GONE
+    assert made.reconnect() is None
+    daemons.error = None
+    daemons.now_s += module.BACKOFF_SLOW_S + 1
+    assert made.reconnect() is not None
+    assert [attempt.closed for attempt in daemons.attempts] == [True, False]
+
+
 def test_a_reconnect_repeats_who_it_is(daemons: Daemons) -> None:
     made, first = connected(daemons)
     made.took_over(first, 8)  # type: ignore[arg-type]
@@ -170,7 +227,7 @@ def test_a_reconnect_names_the_start_that_it_restored_in(daemons: Daemons) -> No
     client.announce(connection, MIB)
     connection.lives = False
     client.reconnect()
-    assert [hello.incarnation for hello in daemons.attempts] == [0, 9]
+    assert [attempt.hello.incarnation for attempt in daemons.attempts] == [0, 9]
 
 
 def test_an_empty_volume_counts_as_restored(daemons: Daemons) -> None:

@@ -16,7 +16,13 @@ from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
 from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, some
-from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError, RefusedError
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    PccheckError,
+    ProtocolError,
+    RefusedError,
+    WaitTimeoutError,
+)
 from pccheck_wire.messages import Goodbye, Hello, Register, Registered, ReplyBody, Restored, Role
 from pccheck_wire.units import MIB
 
@@ -27,7 +33,7 @@ CONNECT_LIMIT_S = 10.0
 RETRY_CONNECT_S = 2.0
 BACKOFF_FIRST_S = 0.1
 BACKOFF_LAST_S = 5.0
-#: After a daemon that runs and does not answer, or refuses.
+#: After a daemon that runs and refuses, or accepts no connection.
 BACKOFF_SLOW_S = 30.0
 GOODBYE_LIMIT_S = 30.0
 GOODBYE_LEAST_S = 1.0
@@ -66,6 +72,7 @@ class Session:
         self._stall_limit_s = stall_limit_s
         self._warner = warner
         self._connection: Connection | None = None
+        self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
         self._delay_s = BACKOFF_FIRST_S
         self._next_try_s = 0.0  # time.monotonic()
         self._registered_bytes = 0
@@ -91,8 +98,9 @@ class Session:
     def reconnect(self) -> Connection | None:
         """For a training loop without a connection: tries again, at most as often as the back-off
         allows; None on failure, and `error` has the reason."""
-        self.close()
-        if time.monotonic() >= self._next_try_s:
+        self._end()
+        attempt = self._attempt
+        if attempt.answered if attempt is not None else time.monotonic() >= self._next_try_s:
             try:
                 return self.require(timeout_s=min(self._stall_limit_s, RETRY_CONNECT_S))
             except PccheckError:
@@ -100,12 +108,11 @@ class Session:
         return None
 
     def _connect(self, timeout_s: float) -> Connection:
-        self.close()
+        self._end()
         try:
             _require_files()
             self._connection = Connection(
-                attach.connect(self._hello(), self._where(), timeout_s=timeout_s),
-                saves_alone=self.saves_alone(self.identity.world_size),
+                self._attach(timeout_s), saves_alone=self.saves_alone(self.identity.world_size)
             )
         except (PccheckError, OSError, zmq.ZMQError) as error:
             self.error = _as_ours(error)
@@ -118,6 +125,19 @@ class Session:
         self.error = None
         self._delay_s, self._next_try_s = BACKOFF_FIRST_S, 0.0
         return self._connection
+
+    def _attach(self, timeout_s: float) -> attach.Attachment:
+        """Goes on with an attempt that was not answered in time: a daemon that opens volumes on a
+        slow disk answers late."""
+        attempt, self._attempt = self._attempt or self._begin(timeout_s), None
+        try:
+            return attempt.finish(timeout_s=timeout_s)
+        except WaitTimeoutError:
+            self._attempt = attempt
+            raise
+
+    def _begin(self, timeout_s: float) -> attach.Attempt:
+        return attach.Attempt(self._hello(), self._where(), timeout_s=timeout_s)
 
     def warn_disconnected(self, *, private: bool) -> None:
         """Warns once why there is no connection. `private`: the client starts the daemon itself."""
@@ -230,11 +250,22 @@ class Session:
 
     def forget_in_child(self) -> None:
         """In a forked child: closes the sockets, so that the daemon notices the parent's end."""
+        self._give_up_attempt()
         if self._connection is not None:
             self._connection.forget_in_child()
 
     def close(self) -> None:
         """Ctrl-C does not keep the session open; what is left then, a second call ends."""
+        self._give_up_attempt()
+        self._end()
+
+    def _give_up_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close()
+            self._attempt = None
+
+    def _end(self) -> None:
+        """Ends the connection, if there is one."""
         connection = self._connection
         if connection is None:
             return
