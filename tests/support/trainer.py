@@ -237,6 +237,7 @@ class Trainer:
         self.process.start()
         theirs.close()
         self.durable = -1  #: newest step that run() has told of
+        self._ended: list[tuple[Any, ...]] = []  # the end of a command, read by drain()
         self.warnings: list[str] = []
 
     @property
@@ -249,6 +250,8 @@ class Trainer:
         self._link.send((name, arguments, options))
 
     def _receive(self, limit_s: float) -> tuple[Any, ...]:
+        if self._ended:
+            return self._ended.pop()
         if not self._link.poll(limit_s):
             raise AssertionError("the trainer does not answer: it hangs")
         return tuple(self._link.recv())
@@ -267,7 +270,7 @@ class Trainer:
     @property
     def has_answered(self) -> bool:
         """The command has ended, or raised."""
-        return self._link.poll(0)
+        return bool(self._ended) or self._link.poll(0)
 
     def wait_for_durable(self, step: int, limit_s: float = ANSWER_LIMIT_S) -> int:
         """During a posted run(): waits until it reports `step`, or a later one, as durable."""
@@ -278,12 +281,14 @@ class Trainer:
         return self.durable
 
     def drain(self) -> int:
-        """Reads the last reports of a dead trainer; returns the newest durable step among them."""
+        """Reads the reports of run() so far; returns the newest durable step among them."""
         try:
             while self._link.poll(0):
-                kind, value, *_ = self._link.recv()
-                if kind == "durable":
-                    self.durable = max(self.durable, value)
+                message = self._link.recv()
+                if message[0] == "durable":
+                    self.durable = max(self.durable, message[1])
+                else:
+                    self._ended.append(message)
         except (EOFError, OSError):
             pass
         return self.durable
