@@ -1,8 +1,8 @@
 """Row 4 of the fault plan: block-level EIO under ext4 and xfs, with the real engines.
 
-Every case is a daemon on a device that begins to fail in reads, writes or flushes, at an operation
-drawn by chance, once or until it is mended. Training goes on all the while; then, on the mended
-device, what was acknowledged is recovered with the right bytes and new checkpoints become durable.
+Every case is a daemon on a device whose reads, writes or flushes fail: from a random operation on,
+once or until the device is repaired. Training goes on during the fault. On the repaired device the
+acknowledged checkpoint is recovered with the right bytes, and new checkpoints become durable.
 
     python -m tests.integration.fault_campaign [--cases 120] [--seed 1] [--only SEED:NUMBER]
 """
@@ -41,7 +41,7 @@ class Case:
     kind: str
     persistent: bool
     skip: int
-    dram: str  # little: recovery reads the device, and no checkpoint can move to another slot
+    dram: str  # with 1MiB a recovery reads the device, and no checkpoint can move to another slot
 
     def __str__(self) -> str:
         lasting = "persistent" if self.persistent else "transient"
@@ -50,7 +50,7 @@ class Case:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Without end; every combination once in each round."""
+    """Endless; every combination once in each round."""
     chance = random.Random(seed)
     while True:
         for file_system, engine, kind, persistent in itertools.product(
@@ -61,14 +61,14 @@ def cases(seed: int) -> Iterator[Case]:
 
 
 class Life:
-    """One case: a daemon, a trainer, and what the trainer was told."""
+    """One case: a daemon, a trainer, and what the daemon acknowledged."""
 
     def __init__(self, disk: FaultyDisk, case: Case, seen: Counter[str]) -> None:
         self.disk, self.case, self.seen = disk, case, seen
         self.step = self.acknowledged = 0
 
     def save(self, rank: Rank) -> bool:
-        """A checkpoint with an end, whichever; true when it is acknowledged."""
+        """Saves a checkpoint and waits for its end; true when it is acknowledged."""
         self.step += 1
         state = rank.wait(rank.begin(self.step, payload_of(self.step, SIZE)))
         self.seen[State(state.outcome).name.lower()] += 1
@@ -77,7 +77,7 @@ class Life:
         return state.outcome in ACKNOWLEDGED
 
     def read(self, rank: Rank) -> int:
-        """The step that is recovered, with its very bytes; 0 when the device lets nothing be."""
+        """Restores and checks the bytes; returns the step, 0 when nothing could be read."""
         try:
             opened = rank.open()
             if not isinstance(opened, Opened):
@@ -102,7 +102,7 @@ class Life:
                 self.save(rank)
                 self.read(rank)
             self.seen["struck"] += self.disk.mend() > 0
-            well = any(self.save(rank) for _ in range(6))  # unless the file system has given up
+            well = any(self.save(rank) for _ in range(6))  # false when the file system has stopped
             self.seen["went on at once" if well else "file system gave up"] += 1
         assert daemon.process is not None and daemon.process.poll() is None, "the daemon died"
         assert daemon.stop() in (0, 1)
@@ -138,8 +138,8 @@ def run_case(disk: FaultyDisk, case: Case, seen: Counter[str]) -> None:
 
 
 def run(count: int, seed: int, only: int | None = None, stride: int = 1) -> Counter[str]:
-    """The counts, of every `stride`-th case; raises at the first violation, after it has printed
-    how to see it again."""
+    """Plays every `stride`-th case and returns the counts. Raises at the first violation, after
+    printing how to repeat the case."""
     seen: Counter[str] = Counter()
     with ExitStack() as stack:
         disks: dict[str, FaultyDisk] = {}

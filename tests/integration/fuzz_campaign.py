@@ -3,7 +3,7 @@ packets for the attach socket of a real daemon, before and after the handshake.
 
     python -m tests.integration.fuzz_campaign [--decoded 3000000] [--packets 100000] [--seed 1]
 
-A finding leaves its seed, its number and the bytes in build/fuzz-*.bin and is said on the way out.
+The bytes of a finding are kept in build/fuzz-*.bin; its seed and number are printed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def hello() -> bytes:
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:
-    """A few bytes or runs of bytes changed, doubled, moved or cut."""
+    """A copy in which some bytes, or runs of bytes, are changed, doubled, moved or cut."""
     out = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 4))):
         at, end = sorted((chance.randrange(len(out) + 1), chance.randrange(len(out) + 1)))
@@ -86,7 +86,7 @@ def found(data: bytes, seed: int, number: int) -> None:
 
 
 def decode(count: int, seed: int) -> Counter[str]:
-    """Whatever it is, it is a message or a ProtocolError; a message survives the way back."""
+    """Bytes decode to a message or raise ProtocolError; the message survives a round trip."""
     chance, seen = random.Random(seed), Counter[str]()
     seeds = [codec.encode(Request(n, b"0" * 16, body)) for n, body in enumerate(BODIES, 1)]
     for number in range(count):
@@ -104,14 +104,14 @@ def decode(count: int, seed: int) -> Counter[str]:
 
 
 class Attached:
-    """A connection that is made anew whenever the daemon has ended it."""
+    """A connection that is opened again whenever the daemon has closed it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.session: attach.Attachment | None = None
 
     def first(self, data: bytes) -> None:
-        """In the place of the hello."""
+        """Sends the bytes in place of the hello."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
             peer.settimeout(10)
             peer.connect(str(self.path))
@@ -131,7 +131,7 @@ class Attached:
             self.close()
         except BlockingIOError:
             pass
-        except (OSError, PccheckError):  # a session of ours is still being ended
+        except (OSError, PccheckError):  # the daemon has not ended the last session yet
             self.close()
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Attached:
 
 
 def packets(count: int, seed: int) -> Counter[str]:
-    """The daemon lives, says nothing of a fault of its own, and serves an innocent trainer."""
+    """The daemon does not end, logs no internal error, and serves an innocent trainer."""
     chance, seen = random.Random(seed), Counter[str]()
     flags = ("--chunk", "64KiB", "--block-bytes", "4KiB", "--dram", "4MiB")
     with Daemon(*flags, "--max-storage", "200MiB", "--engine", "pwrite") as daemon:

@@ -1,13 +1,21 @@
-"""Kills and faults of the driver, at random, while GPU tensors are saved; recovers after each.
+"""Random kills and driver faults while GPU tensors are saved; a recovery after each.
 
     python -m tests.integration.gpu_campaign --rounds 60 --seed 1
 
-A round: a trainer trains on the stand-in and saves every step with the gate on, in one of the ways
-(pull, push, copies on the device first); a fault strikes daemon or trainer at some moment; then
-trainer, daemon, both or nobody is killed. Judged after every round: who lives goes on and is
-unharmed; the recovered step is not older than the last acknowledged one; the bytes are those of
-one step, regenerated and compared; nothing stays mapped; the next checkpoint is right. Memory of
-dead trainers reads as garbage here, so that a byte taken from one is seen.
+A round: a trainer trains on the stand-in and saves every step with the gate on, by pull or push,
+with or without a copy on the device first. A fault hits the daemon or the trainer at some moment.
+Then the trainer, the daemon, both or none is killed.
+
+Checked after every round:
+
+- A trainer that was not killed goes on, and its tensors are undamaged.
+- The recovered step is not older than the last acknowledged step.
+- The recovered bytes are those of one step (made again and compared).
+- No memory of a dead trainer stays mapped.
+- The next checkpoint is right.
+
+The memory of dead trainers reads as garbage here, so a byte copied from it is detected.
+
 """
 
 from __future__ import annotations
@@ -34,29 +42,30 @@ PARTS = (
     Part(150_000), Part(40_001, "bfloat16"), Part(9_000, kind="buffer"), Part(3_000, device=HOST),
     Part(5_000, "float16", kind="frozen"),
 )  # fmt: skip
-#: "auto" pulls, until it is refused. (Demanded pull that was refused fails until the next session.)
+#: "auto" pulls until a pull is refused. (transfer="pull" would fail from then on, until the next
+#: session.)
 MODES = (
     {"transfer": "auto", "snapshot": "overlap"}, {"transfer": "push", "snapshot": "overlap"},
     {"transfer": "auto", "snapshot": "device"}, {"transfer": "push", "snapshot": "device"},
     {"transfer": "auto", "snapshot": "blocking"}, {"transfer": "push", "snapshot": "blocking"},
 )  # fmt: skip
-VICTIMS = ("trainer", "nobody", "daemon", "trainer", "both")
+VICTIMS = ("trainer", "none", "daemon", "trainer", "both")
 GEOMETRY = ("--chunk", "256KiB", "--block-bytes", "64KiB", "--engine", "pwrite")
 ROUNDS_PER_NODE = 8
-SOON_S = 120.0  # in which whoever lives has to get on, also on a slow disk
-LOST = 700  # an error after which a context is of no use
+SOON_S = 120.0  # for the next durable checkpoint, also on a slow disk
+LOST = 700  # CUDA error that makes a context unusable
 
 
 @dataclass
 class Tally:
-    """Counts of what was tried and how it ended, and what was wrong."""
+    """How often each fault was tried, how the rounds ended, and what was wrong."""
 
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     violations: list[str] = field(default_factory=list)
 
     def told(self, rounds: int, seed: int) -> int:
-        """Prints them; the exit code."""
+        """Prints the counts; returns the exit code."""
         print(f"seed {seed}: {rounds} rounds, {len(self.violations)} violations")
         for name, count in sorted((self.kinds + self.outcomes).items()):
             print(f"  {name:34} {count}")
@@ -67,7 +76,7 @@ class Tally:
 
 @dataclass
 class Scene:
-    """What a fault may reach for."""
+    """What a fault acts on."""
 
     node: Node
     trainer: GpuTrainer
@@ -121,15 +130,15 @@ def _slow(scene: Scene) -> None:
 
 
 def _held(scene: Scene) -> None:
-    """Sometimes past the stall limit."""
+    """Sometimes longer than the stall limit."""
     scene.copier.hold_copies(after=scene.rng.randint(0, 5))
-    time.sleep(scene.rng.choice([0.01, 0.1, 0.8]))  # how long the driver hangs is the fault
+    time.sleep(scene.rng.choice([0.01, 0.1, 0.8]))  # the length of the hang is part of the fault
     scene.copier.release_copies()
 
 
 def _stopped(scene: Scene) -> None:
     scene.node.daemon.kill(signal.SIGSTOP)
-    time.sleep(scene.rng.choice([0.01, 0.1, 0.8]))  # so is this
+    time.sleep(scene.rng.choice([0.01, 0.1, 0.8]))  # likewise
     scene.node.daemon.kill(signal.SIGCONT)
 
 
@@ -149,7 +158,7 @@ FAULTS: dict[str, Callable[[Scene], None]] = {
     "context lost": _context_lost,
 }  # fmt: skip
 
-NOT_EARLY = ("no memory", "context lost")  #: without them there is no model
+NOT_EARLY = ("no memory", "context lost")  #: a trainer needs memory and a context for its model
 
 
 class Campaign:
@@ -165,7 +174,7 @@ class Campaign:
         return self.tally
 
     def _on_one_node(self, count: int) -> int:
-        """Plays up to so many rounds, until the node is of no use any more; how many it were."""
+        """Plays up to `count` rounds, until the node is unusable; returns how many were played."""
         dram = self.rng.choice(["1MiB", "2MiB", "16MiB"])
         played = 0
         try:
@@ -219,7 +228,7 @@ class Campaign:
             trainer.wait_for_durable(self.rng.randint(1, 6), SOON_S)
             time.sleep(self.rng.random() * 0.02)  # not synchronisation: the moment is the test
             FAULTS[name](scene)
-        time.sleep(self.rng.random() * 0.05)  # so it is here
+        time.sleep(self.rng.random() * 0.05)  # likewise
         if victim in ("daemon", "both"):
             node.daemon.kill()
         if victim in ("trainer", "both"):
@@ -230,7 +239,7 @@ class Campaign:
         if not node.alive():
             node.faults.set(lose_context=0, copy_fail_code=0)
             node.start()
-        if victim in ("nobody", "daemon"):
+        if victim in ("none", "daemon"):
             acknowledged = self._lives_on(scene, acknowledged, stop)
         trainer.kill()
         acknowledged = max(acknowledged, trainer.drain())
@@ -238,12 +247,13 @@ class Campaign:
             node.faults.wait_for(lambda f: f.open_mappings == 0, SOON_S)
         judge(self.tally, node, job, acknowledged)
         if lost:
-            node.daemon.kill()  # a lost context lets go of nothing before its process ends
+            node.daemon.kill()  # only the end of its process unmaps what a lost context has mapped
         return not lost
 
     def _lives_on(self, scene: Scene, acknowledged: int, stop: Path) -> int:
-        """None of the trainer's tensors was harmed; and unless his GPU is gone, or his session
-        takes it for broken, because a copy that was under way failed, he saves again."""
+        """Checks a trainer that was not killed: its tensors are undamaged, and its next checkpoint
+        becomes durable. No checkpoint is expected after the GPU is lost, or after a copy failed
+        under way: then the session treats the GPU as broken. Returns the newest durable step."""
         trainer = scene.trainer
         lost = _has_lost(trainer.faults)
         broken = trainer.faults.copy_fail_async != 0 and trainer.faults.copy_fail_at == 0
@@ -267,7 +277,7 @@ class Campaign:
 
 
 def judge(tally: Tally, node: Node, job: str, acknowledged: int) -> None:
-    """A new trainer recovers and goes on."""
+    """A new trainer restores, checks the result, and saves again."""
     trainer = node.connect(PARTS, job=job)
     done = trainer.restore()
     step = done["step"] if done["found"] else -1
@@ -290,19 +300,19 @@ def judge(tally: Tally, node: Node, job: str, acknowledged: int) -> None:
 
 
 def _has_lost(faults: Faults) -> bool:
-    """Whether a fault that cannot be undone was given to the process."""
+    """Whether the process got a fault that cannot be undone."""
     return faults.lose_context != 0 or faults.copy_fail_code == LOST
 
 
 def _mend(faults: Faults) -> None:
-    """No fault any more, but for what has been lost already."""
+    """Ends all faults; a lost context stays lost."""
     faults.set(copy_fail_at=0, copy_slow_kinds=0, open_fail_count=0, export_fail_count=0)
     faults.set(alloc_fail_count=0, register_fail_count=0)
     faults.release_copies()
 
 
 def run(rounds: int, seed: int) -> Tally:
-    """`rounds` of them, ways, faults and victims in turn, moments at random."""
+    """Plays `rounds` rounds: modes, faults and victims in turn, moments at random."""
     return Campaign(seed).play(rounds)
 
 

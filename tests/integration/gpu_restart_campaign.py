@@ -2,10 +2,13 @@
 
     python -m tests.integration.gpu_restart_campaign --rounds 60 --seed 1
 
-A round: checkpoints of state on the stand-in's GPU are being copied, are copied, or are written
-when the daemon is killed, with or without its trainer. What was seen copied is recovered, it or a
-newer step, with the bytes of one step; what was copied in part is dropped; a trainer that lives
-shares its memory anew, and what is pulled from it then becomes durable.
+A round: the daemon is killed, with or without its trainer, while checkpoints of state on the
+stand-in's GPU are being copied, are copied, or are being written.
+
+Checked: a checkpoint that was seen copied, or a newer one, is recovered with the bytes of one step.
+A checkpoint that was copied only in part is dropped. A trainer that was not killed exposes its
+memory again, and its next checkpoints become durable.
+
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from tests.support.trainer import RemoteError
 MOMENTS = ("copying", "copied", "writing")
 VICTIMS = ("daemon", "both")
 SNAPSHOTS = ("overlap", "device")
-#: Slow enough that a copied checkpoint is not durable yet; with little memory, most of it is then
-#: on the disk only.
+#: So slow that a copied checkpoint is not durable yet. With little memory most of its bytes are
+#: only on the disk by then.
 PACES = (
     ("--dram", "16MiB", "--max-bandwidth", "4MiB"),
     ("--dram", "16MiB", "--max-bandwidth", "16MiB"),
@@ -53,7 +56,7 @@ def _round(tally: Tally, rng: random.Random, number: int) -> None:
         if victim == "both":
             trainer.signal(signal.SIGKILL)
         node.start()
-        if rng.random() < 0.2:  # while it goes on with what is left
+        if rng.random() < 0.2:  # while the new daemon writes what it took over
             node.daemon.kill()
             node.start()
         if victim == "daemon":
@@ -67,9 +70,9 @@ def _round(tally: Tally, rng: random.Random, number: int) -> None:
 
 
 def _train_to(node: Node, trainer: GpuTrainer, rng: random.Random, moment: str) -> int:
-    """The last checkpoint has come that far; the newest step that is copied."""
+    """Trains until the last checkpoint is in state `moment`; returns the newest copied step."""
     step = trainer.step()
-    if moment == "copying":  # for certain, and some of it is there
+    if moment == "copying":  # no checkpoint before it is in flight, and some bytes are copied
         for handle in range(step - 1):
             trainer.wait_durable(handle, SOON_S)
         node.faults.hold_copies(after=rng.randint(0, 5))  # a checkpoint is six copies
@@ -83,7 +86,7 @@ def _train_to(node: Node, trainer: GpuTrainer, rng: random.Random, moment: str) 
 
 
 def _go_on(node: Node, trainer: GpuTrainer) -> int:
-    """The trainer finds the new daemon by itself; what is pulled by that one becomes durable."""
+    """The trainer finds the new daemon by itself, and a checkpoint by pull becomes durable."""
     for _ in range(TRIES_MAX):
         step: int = trainer.step()
         handle = trainer.checkpoint()
@@ -94,7 +97,7 @@ def _go_on(node: Node, trainer: GpuTrainer) -> int:
             wrong = trainer.check(step)
             assert not wrong, f"the living trainer: {wrong}"
             return step if state == "durable" else 0
-    raise AssertionError("the trainer did not come back")
+    raise AssertionError("the trainer did not reconnect")
 
 
 def _is_connected(trainer: object) -> bool:
@@ -102,7 +105,7 @@ def _is_connected(trainer: object) -> bool:
 
 
 def run(rounds: int, seed: int) -> Tally:
-    """Moments, victims and ways in turn; how fast the disk is, and when exactly, at random."""
+    """Moments and victims in turn; pace, kind of snapshot and exact moment at random."""
     rng, tally = random.Random(seed), Tally()
     for number in range(rounds):
         try:

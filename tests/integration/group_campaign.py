@@ -1,14 +1,21 @@
-"""Kills ranks of a group, its daemon, or all at once, and restarts the group in every way there is.
+"""Kills ranks of a group, its daemon, or all at once, and restarts the group in every way.
 
     python -m tests.integration.group_campaign --rounds 500 --seed 1 [--only ROUND]
 
-A round draws a group (ranks, sizes, slots, pace) and a chain of starts: how each begins (restores,
-says fresh, forgets to restore, with another number of ranks, killed before all had connected), what
-happens in it, and what dies. Judged at every restore, by what the ranks themselves had seen: all
-restore the same step, of one start, with the bytes of that start, rank and step; nothing older than
-what all had seen durable, or copied where the daemon was spared; never empty over something; a
-start with another number of ranks is refused with both numbers; a run that forgot to restore costs
-nothing; and ranks in lockstep go on getting common checkpoints.
+A round draws a group (ranks, sizes, slots, pace) and a chain of starts. A start restores, passes
+fresh=True, or forgets to restore. It may have another number of ranks, or be killed before all
+ranks have connected. Drawn as well: what happens during the start, and what is killed at its end.
+
+Checked at every restore, against what the ranks have observed:
+
+- All ranks restore the same step of one start, with the bytes of that start, rank and step.
+- The step is not older than what all ranks had seen durable, or had seen copied if the daemon was
+  not killed.
+- A restore is never empty when the job has a checkpoint.
+- A start with another number of ranks is refused, and the error names both numbers.
+- A run that forgot to restore destroys no checkpoint.
+- Ranks in lockstep keep getting common checkpoints.
+
 """
 
 from __future__ import annotations
@@ -54,11 +61,11 @@ class Start:
     world: int
     launch: str
     death: str
-    connect: int = 0  # only so many ranks before they are killed; 0: all
-    begins: bool = False  # ... one of which has asked for a checkpoint by then
+    connect: int = 0  # that many ranks connect and are killed; 0: all connect
+    begins: bool = False  # one of them has requested a checkpoint by then
     globals: int = 0  # common checkpoints to wait for; 0: killed after `steps`
     steps: int = 0
-    base: int = 0  # of one that does not restore
+    base: int = 0  # first step, less 1, of a start that does not restore
     event: str = ""
     who: int = 0
     when: int = 0
@@ -96,7 +103,7 @@ class Round:
 
 
 def draw(seed: int, number: int) -> Round:
-    """Everything that a round does, by chance; the same for the same numbers."""
+    """Draws a round; the same arguments give the same round."""
     rng = random.Random(f"{seed}/{number}")
     world = rng.choice([1, 2, 2, 2, 2, 3, 3, 4])
     keep = rng.randint(1, 2)
@@ -154,7 +161,7 @@ def draw(seed: int, number: int) -> Round:
 
 @dataclass
 class Tally:
-    """Counts of what was killed and judged, and what was wrong."""
+    """Counts of kills and of checked restores, and what was wrong."""
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     starts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -168,16 +175,16 @@ class Tally:
 
 @dataclass
 class Run:
-    """What is known of a start that is over."""
+    """What the ranks of a start had observed when it ended."""
 
     number: int
     world: int
     base: int
     durable: list[int]  # indices that all ranks saw durable
-    copied: list[int]  # ... copied, and no daemon has died since
+    copied: list[int]  # indices that all ranks saw copied; empty if a daemon died later
     some_durable: bool
     some_asked: bool
-    renewed: int = 0  # the index at which a rank's second client began, which did not restore
+    renewed: int = 0  # index at which a second client of a rank began, without a restore
 
     @property
     def newest(self) -> int:
@@ -209,15 +216,15 @@ class Player:
         self.violations.append(f"{self.label}: {what}")
 
     def bound(self) -> Bound | None:
-        """The newest step that a restore must not fall behind."""
+        """A restore must return this step or a newer one."""
         for run in reversed(self.runs):
             if run.newest:
                 return run.number, run.base + run.newest, run.world
         return None
 
     def protect(self) -> None:
-        """A start begins that restores nothing. What it must leave alone is what the last run had
-        before a second client, which restored nothing either, began: it is worth more."""
+        """Before a start that restores nothing: it must keep what the last run had. If a second
+        client began in that run without a restore, it must keep what the run had before it."""
         for run in reversed(self.runs):
             if run.newest:
                 first = [n for n in (*run.durable, *run.copied) if n < run.renewed]
@@ -429,7 +436,7 @@ class Player:
 
 
 def _require_training(ranks: list[Any]) -> None:
-    """Raises what a rank raised."""
+    """Raises the error of a rank that has ended."""
     for member in ranks:
         if member.has_answered:
             member.answer(ANSWER_S)
@@ -439,8 +446,8 @@ def _require_training(ranks: list[Any]) -> None:
 def judge(
     bound: Bound | None, runs: list[Run], world: int, found: list[tuple[Any, ...]]
 ) -> tuple[str, int | None]:
-    """What is wrong with what the ranks restored ("" when nothing is), and the step they go on
-    from: 0 when there is none, None when they were refused."""
+    """Returns what is wrong with the restore ("" when it is right), and the step from which the
+    ranks continue: 0 when the job has no checkpoint, None when the restore was refused."""
     kinds = {one[0] for one in found}
     if len(kinds) > 1:
         return "differs by rank", None

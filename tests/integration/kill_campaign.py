@@ -2,8 +2,9 @@
 
     python -m tests.integration.kill_campaign --rounds 200 --seed 1 [--engine mmap]
 
-Judged after every round: the recovered step is not older than the last acknowledged one, and the
-bytes are those of its step, regenerated and compared. Prints counts per victim and state.
+Checked after every round: the recovered step is not older than the last acknowledged step, and the
+recovered bytes are those of that step (made again and compared). Prints counts per victim and
+state.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from tests.support.daemon import Daemon
 from tests.support.trainer import RemoteError, Trainer
 
 COUNTS = [200_000, 5, 150_001]
-#: Float32 elements that no step changes: whole chunks, and as much as is worth a base.
+#: Float32 elements that no step changes: whole chunks, and enough that later checkpoints refer to
+#: them.
 FROZEN = 33 * 65536
-#: State of the protocol -> where the daemon is killed to be in it for certain.
+#: State of a checkpoint -> points at which a killed daemon is certainly in that state.
 DAEMON_POINTS = {
     "copying": ["data:1", "data:2"],
     "copied": ["data:6", "manifest"],
     "writing": ["data:3", "data:4", "flush:1", "flush:3"],
     "publishing": ["record-a:1", "record-a:3", "record-b:1", "record-b:2"],
 }
-#: What is killed in turn; the states that pass quickest come twice.
+#: What is killed, in turn; the shortest states come twice.
 ROTATION = (
     *DAEMON_POINTS, "copied", "publishing", "trainer copying", "trainer copied", "trainer writing",
     "random",
 )  # fmt: skip
-#: With other engines than `pwrite`: the shim does not see their data being written.
+#: For other engines than `pwrite`: the shim does not see how they write data.
 OTHER_ROTATION = (
     "writing", "publishing", "trainer copying", "random", "publishing", "trainer writing", "random",
 )  # fmt: skip
@@ -42,7 +44,7 @@ OTHER_ROTATION = (
 
 @dataclass
 class Tally:
-    """Counts of what was killed where, and what was wrong."""
+    """Counts of kills by victim and state, and what was wrong."""
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     states: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -53,7 +55,7 @@ class Tally:
 
 
 def judge(tally: Tally, label: str, acknowledged: int, daemon: Daemon) -> int:
-    """Starts everything again and compares; the step recovered (0 = none)."""
+    """A new trainer restores and compares; returns the restored step, 0 for none."""
     with Trainer() as trainer:
         trainer.open(COUNTS, frozen=tally.frozen, socket=str(daemon.socket), job="job")
         done = trainer.restore()
@@ -70,7 +72,7 @@ def judge(tally: Tally, label: str, acknowledged: int, daemon: Daemon) -> int:
 
 
 def _train_until(trainer: Trainer, rng: random.Random) -> int:
-    """Lets a posted run go on until some step is durable; the newest acknowledged one."""
+    """Waits until a posted run has reported a random step as durable; returns the newest one."""
     return trainer.wait_for_durable(rng.randint(1, 6))
 
 
@@ -80,7 +82,7 @@ def _points(state: str, engine: str) -> list[str]:
 
 
 def _kill_daemon_at_point(tally: Tally, state: str, point: str, flags: tuple[str, ...]) -> None:
-    """The shim kills the daemon inside the protocol; the trainer lives on and is then ended."""
+    """The shim kills the daemon at `point`; the trainer survives, and is killed later."""
     label = f"daemon/{state}/{point}"
     spec = f"kill:{'data:7' if point == 'manifest' else point}"
     with Daemon(*flags, shim=spec) as daemon, Trainer() as trainer:
@@ -121,7 +123,7 @@ def _kill_trainer_in_state(
         if also_daemon:
             daemon.kill()
             daemon.start()
-        # P1: what was seen copied becomes durable, unless the daemon's memory went too
+        # P1: a copied checkpoint becomes durable, unless the daemon was killed as well
         promised = 2 if seen in ("copied", "writing", "durable") and not also_daemon else 1
         judge(tally, f"{victim}/{state}", 2 if seen == "durable" else promised, daemon)
     tally.kills[f"{victim} {seen}"] += 1
@@ -151,7 +153,7 @@ def _kill_at_random(tally: Tally, rng: random.Random, flags: tuple[str, ...]) ->
 
 
 def run(rounds: int, seed: int, engine: str = "pwrite", frozen: int = 0) -> Tally:
-    """`rounds` kills, by `ROTATION`."""
+    """Plays `rounds` kills in the order of `ROTATION`."""
     rng = random.Random(seed)
     tally = Tally(frozen=frozen)
     flags = (

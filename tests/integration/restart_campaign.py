@@ -2,9 +2,9 @@
 
     python -m tests.integration.restart_campaign --rounds 200 --seed 1
 
-Judged like the kill campaign, with the stronger promise: what was seen copied before the daemon was
-killed is recovered after its restart, it or a newer step, with the bytes of its step; and a trainer
-that lives goes on without being told anything.
+Checked like the kill campaign, with a stronger promise: a checkpoint that was seen copied before
+the daemon was killed, or a newer one, is recovered after the restart. A trainer that was not killed
+goes on by itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.manager import ServedDaemon
 from tests.support.trainer import RemoteError, Trainer
 
 ROTATION = ("both", "daemon", "both", "trainer, then daemon", "daemon", "inside")
-#: Where the shim kills a daemon whose checkpoints are copied, or may be.
+#: Where the shim kills the daemon: its checkpoints are copied then, or may be.
 POINTS = ("data:1", "data:3", "data:6", "flush:1", "flush:2", "record-a:1", "record-b:1")
 FLAGS = ("--chunk", "256KiB", "--block-bytes", "64KiB")
-#: Slow enough that a copied checkpoint is not durable yet; with little memory, most of it is then
-#: on the disk only.
+#: So slow that a copied checkpoint is not durable yet. With little memory most of its bytes are
+#: only on the disk by then.
 PACES = (
     ("--dram", "16MiB", "--max-bandwidth", "4MiB"),
     ("--dram", "16MiB", "--max-bandwidth", "32MiB"),
@@ -36,13 +36,13 @@ PACES = (
 
 @dataclass
 class Tally(kill_campaign.Tally):
-    """Also how often something was copied and not durable when the daemon died."""
+    """Also counts rounds in which a checkpoint was copied, but not durable, at the kill."""
 
     copied: int = 0
 
 
 def _copied(states: list[str]) -> int:
-    """The newest step of those; step n is handle n - 1."""
+    """The newest copied step; step n has handle n - 1."""
     seen = ("copied", "writing", "durable", "global")
     return max((n for n, state in enumerate(states, 1) if state in seen), default=0)
 
@@ -76,7 +76,7 @@ def _round(tally: Tally, rng: random.Random, victim: str) -> None:
         if victim == "both":
             trainer.signal(signal.SIGKILL)
         daemon.start()
-        if rng.random() < 0.2:  # while it goes on with what is left
+        if rng.random() < 0.2:  # while the new daemon writes what it took over
             daemon.kill()
             daemon.start()
         if victim in ("daemon", "inside"):
@@ -87,7 +87,7 @@ def _round(tally: Tally, rng: random.Random, victim: str) -> None:
 
 
 def _train_into(daemon: ServedDaemon, trainer: Trainer) -> tuple[int, list[str]]:
-    """Checkpoints until the shim has killed the daemon; what was copied by then."""
+    """Saves until the shim has killed the daemon; returns the newest copied step."""
     daemon.armed.touch()
     promised, states = 0, list[str]()
     for _ in range(400):
@@ -101,7 +101,7 @@ def _train_into(daemon: ServedDaemon, trainer: Trainer) -> tuple[int, list[str]]
 
 
 def _go_on(tally: Tally, label: str, trainer: Trainer) -> int:
-    """The trainer lives: it finds the new daemon by itself, and a new step becomes durable."""
+    """The trainer finds the new daemon by itself, and a new step becomes durable."""
     for _ in range(400):
         step = trainer.step()
         handle = trainer.checkpoint()
@@ -119,7 +119,7 @@ def _is_connected(trainer: object) -> bool:
 
 
 def run(rounds: int, seed: int, frozen: int = 0) -> Tally:
-    """`rounds` kills, by `ROTATION`."""
+    """Plays `rounds` kills in the order of `ROTATION`."""
     rng = random.Random(seed)
     tally = Tally(frozen=frozen)
     for number in range(rounds):

@@ -2,10 +2,13 @@
 
     python -m tests.integration.sharded_campaign --rounds 20 --seed 1
 
-One job goes through all rounds: a checkpoint is asked for at every step, with on_busy="skip", and a
-rank, all ranks, or daemon and ranks die at any moment. Judged at every restore: all ranks restore
-the same step, with the parameters and moments that the ranks of the run that saved it had after
-that step, bit by bit, and no step older than the newest one that a rank had seen common.
+One job goes through all rounds. It requests a checkpoint at every step, with on_busy="skip". One
+rank, all ranks, or daemon and ranks are killed at a random moment.
+
+Checked at every restore: all ranks restore the same step; parameters and moments are equal, bit by
+bit, to those that the saving run had after that step; and the step is not older than the newest
+step that a rank had seen common.
+
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tests.support.waiting import PATIENCE
 
 START_S = 90.0 * PATIENCE
 VICTIMS = ("all", "one", "one, then all", "daemon, then all", "all, then daemon")
-RANKS = (4, 4, 2, 1)  # in turn
+RANKS = (4, 4, 2, 1)  # of the starts, in turn
 FLAGS = ("--chunk", "64KiB", "--block-bytes", "64KiB", "--dram", "16MiB", "--slots", "4")
 
 
@@ -39,7 +42,7 @@ class Tally:
     kills: Counter[str] = field(default_factory=Counter)
     starts: Counter[str] = field(default_factory=Counter)
     restored: int = 0
-    recut: int = 0  # restored by another number of ranks than had saved it
+    recut: int = 0  # restored by another number of ranks than saved it
     steps: int = 0
     common: int = 0  # rounds in which a new step was seen common
     violations: list[str] = field(default_factory=list)
@@ -52,7 +55,7 @@ class Campaign:
         self.tally = tally
         self.place = place
         self.daemon = daemon
-        self.digests: dict[int, tuple[str, int]] = {}  # of a step, and how many ranks made it
+        self.digests: dict[int, tuple[str, int]] = {}  # step -> digest, number of ranks
         self.common = 0  # the newest step that every rank has seen common
 
     def round(self, number: int, ranks: int, victim: str, rng: random.Random) -> None:
@@ -86,7 +89,7 @@ class Campaign:
                 launcher.wait(START_S)
 
     def _wait(self, out: Path, ranks: int, steps: int, launcher: Program) -> None:
-        """Until every rank has made so many steps."""
+        """Until every rank has made that many steps."""
         deadline = time.monotonic() + START_S
         while any(len(_lines(out, rank)) < steps + 1 for rank in range(ranks)):
             if launcher.poll() is not None or time.monotonic() > deadline:
@@ -138,7 +141,7 @@ class Campaign:
 
 
 def _lines(out: Path, rank: int) -> list[list[str]]:
-    """What was printed whole: the last line may be cut."""
+    """The complete lines: the last line may be cut off."""
     path = out / str(rank)
     text = path.read_text() if path.exists() else ""
     return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -166,7 +169,7 @@ def run(rounds: int, seed: int) -> Tally:
                 campaign.round(number, ranks, victim, rng)
             except AssertionError as error:
                 tally.violations.append(f"round {number} ({ranks} ranks, {victim}): {error}")
-                break  # what is restored next is not known
+                break  # the next restored step is unknown
     return tally
 
 
