@@ -1,4 +1,4 @@
-"""Fixtures: daemons and trainers that end with the test, whatever happens to it."""
+"""Fixtures: daemons and trainers that end with the test, also when the test fails."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # the process that only distributes tests need not import tor
     from tests.support.gpunode import Node
     from tests.support.trainer import Trainer
 
-#: Small enough that a checkpoint of a few MiB has many chunks and blocks; and the storage engine
-#: that the fault shim knows all calls of, whatever disk the tests run on.
+#: So small that a checkpoint of a few MiB has many chunks and blocks; and, on any disk, the storage
+#: engine whose calls the fault shim intercepts.
 SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -77,7 +77,7 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def start_daemon(stack: ExitStack) -> Callable[..., Daemon]:
-    """A started daemon; extra flags come after the small geometry and win."""
+    """A started daemon; its flags override those of the small geometry."""
 
     def start(*flags: str, shim: str = "", storage: object = None) -> Daemon:
         return stack.enter_context(Daemon(*SMALL, *flags, shim=shim, storage=storage)).start()  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from pccheck_wire.errors import StorageFullError
 from pccheckctl.export import command, torch_file
 from pccheckctl.output import files
 from tests.support.ctl import Ctl
-from tests.support.volumes import WIDE, Rank, floats, make, mapping, numbers, scribble
+from tests.support.volumes import WIDE, Rank, damage, floats, make, mapping, numbers
 
 pytest.importorskip("safetensors")
 torch = pytest.importorskip("torch")
@@ -151,7 +151,7 @@ def test_an_unknown_part_names_those_there(ctl: Ctl, storage: Path, tmp_path: Pa
 def test_a_sequence_is_chosen_and_damage_of_others_is_no_matter(
     ctl: Ctl, storage: Path, tmp_path: Path
 ) -> None:
-    scribble(storage, 30)
+    damage(storage, 30)
     target = tmp_path / "a.safetensors"
     ran = ctl(storage, "export", "job", "-o", target, "--sequence", 1, "--json")
     assert ran.code == 0
@@ -161,7 +161,7 @@ def test_a_sequence_is_chosen_and_damage_of_others_is_no_matter(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_passed_over_or_told(ctl: Ctl, storage: Path, tmp_path: Path, kind: str) -> None:
-    scribble(storage, 30)
+    damage(storage, 30)
     chosen = ("export", "job", "-o", tmp_path / "a", "--format", kind)
     ran = ctl(storage, *chosen, "--step", 30)
     assert ran.code == 13

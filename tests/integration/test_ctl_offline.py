@@ -17,7 +17,7 @@ from pccheck_wire.tree import Sequence, Tag
 from pccheckctl import cli
 from pccheckctl.commands import listing, show, status, verify  # noqa: F401
 from tests.support.ctl import Ctl
-from tests.support.volumes import Rank, make, mapping, scribble
+from tests.support.volumes import Rank, damage, make, mapping
 
 # -- status, list, show ------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ def test_what_there_is_none_of_is_named(ctl: Ctl, storage: Path) -> None:
     ran = ctl(storage, "verify", "job", "--step", 7, "--rank", 2)
     assert ran.code == 13
     assert "there is no checkpoint of job 'job' of rank 2 of step 7 in" in ran.err
-    scribble(storage, 20)
+    damage(storage, 20)
     (bad,) = [one for one in ctl(storage, "verify", "--json").json["checkpoints"] if one["reason"]]
     assert bad["reason"] == "a checksum does not fit"
     assert bad["result"] == "damaged" and "damaged" not in bad
@@ -216,7 +216,7 @@ def test_verify_reads_everything(ctl: Ctl, storage: Path) -> None:
 
 
 def test_verify_finds_damage(ctl: Ctl, storage: Path) -> None:
-    scribble(storage, 20)
+    damage(storage, 20)
     ran = ctl(storage, "verify", "job", "--json")
     assert ran.code == 14
     assert {c["step"]: c["result"] for c in ran.json["checkpoints"]} == {

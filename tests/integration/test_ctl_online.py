@@ -19,7 +19,7 @@ from pccheckctl import cli, source
 from pccheckctl.commands import verify
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
-from tests.support.volumes import UID, WIDE, floats, make, scribble
+from tests.support.volumes import UID, WIDE, damage, floats, make
 
 Ctl = Callable[..., tuple[int, str, str]]
 
@@ -122,7 +122,7 @@ def test_show(ctl: Ctl) -> None:
 @pytest.mark.usefixtures("way")
 def test_verify_finds_damage(ctl: Ctl, daemon: Daemon) -> None:
     assert ctl("verify", "job")[0] == 0
-    scribble(daemon.storage, 20)
+    damage(daemon.storage, 20)
     code, out, _ = ctl("verify", "job", "--json")
     assert code == 14
     assert {c["step"]: c["result"] for c in json.loads(out)["checkpoints"]} == {
@@ -133,7 +133,7 @@ def test_verify_finds_damage(ctl: Ctl, daemon: Daemon) -> None:
 @pytest.mark.usefixtures("way")
 def test_verify_reads_a_part_and_says_which(ctl: Ctl, daemon: Daemon) -> None:
     """Twenty runs read everything once; the tree is read every time."""
-    scribble(daemon.storage, 20)
+    damage(daemon.storage, 20)
     payload = {c["step"]: c["payload_bytes"] for c in json.loads(ctl("list", "--json")[1])[
         "checkpoints"]}  # fmt: skip
     found, read = [], 0
@@ -185,7 +185,7 @@ def header_bytes(header: dict[str, dict[str, list[int]]]) -> int:
 
 @pytest.mark.usefixtures("way")
 def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) -> None:
-    scribble(daemon.storage, 30)
+    damage(daemon.storage, 30)
     code, out, _ = ctl("recover", "job", "-o", tmp_path / "a.safetensors", "--json")
     assert code == 14
     document = json.loads(out)

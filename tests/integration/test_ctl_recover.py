@@ -12,7 +12,7 @@ import pytest
 from pccheckctl.export import command
 from tests.support import volumes
 from tests.support.ctl import Ctl
-from tests.support.volumes import WIDE, Rank, make, numbers, scribble
+from tests.support.volumes import WIDE, Rank, damage, make, numbers
 
 safetensors = pytest.importorskip("safetensors")
 torch = pytest.importorskip("torch")
@@ -77,7 +77,7 @@ def test_recover_torch(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
 def test_damage_takes_the_one_before_and_says_so(
     ctl: Ctl, storage: Path, tmp_path: Path, name: str
 ) -> None:
-    scribble(storage, 30)
+    damage(storage, 30)
     ran = ctl(storage, "recover", "job", "-o", tmp_path / name, "--json")
     assert ran.code == 14
     assert ran.json["written"][0]["checkpoint"]["step"] == 20
@@ -90,7 +90,7 @@ def test_damage_takes_the_one_before_and_says_so(
 
 def test_when_all_is_damaged_nothing_is_written(ctl: Ctl, storage: Path, tmp_path: Path) -> None:
     for step in (10, 20, 30):
-        scribble(storage, step)
+        damage(storage, step)
     ran = ctl(storage, "recover", "job", "-o", tmp_path / "a.safetensors")
     assert ran.code == 13
     assert "3 checkpoints found damaged" in ran.err
@@ -163,7 +163,7 @@ def test_one_rank_of_a_group_gets_the_common_step(ctl: Ctl, group: Path, tmp_pat
 
 
 def test_damage_on_one_rank_moves_the_whole_group(ctl: Ctl, group: Path, tmp_path: Path) -> None:
-    scribble(group, 20, rank=1)
+    damage(group, 20, rank=1)
     target = tmp_path / "x.safetensors"
     ran = ctl(group, "recover", "job", "-o", target, "--all-ranks", "--json")
     assert ran.code == 14

@@ -21,7 +21,7 @@ from pccheckctl import cli
 from pccheckctl.output.documents import rows, whole
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
-from tests.support.volumes import make, scribble
+from tests.support.volumes import damage, make
 from tests.support.waiting import until
 from tests.unit.test_metrics import labels_in_use, names_in_use
 
@@ -229,7 +229,7 @@ def test_a_failure_is_counted_by_stage(start_daemon: Start, start_trainer: Train
 
 def test_rot_is_found_in_the_background(start_daemon: Start, tmp_path: Path) -> None:
     storage = make(tmp_path / "storage", 10, 20, 30)
-    scribble(storage, 30)
+    damage(storage, 30)
     daemon = start_daemon(
         "--allow-any-filesystem", "--scrub-interval", "1", "--scrub-rate", "1GiB", "--metrics", "0",
         storage=storage,

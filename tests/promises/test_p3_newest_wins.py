@@ -22,7 +22,7 @@ from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import RemoteError, Trainer
-from tests.support.volumes import make, scribble
+from tests.support.volumes import damage, make
 
 Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
@@ -186,7 +186,7 @@ def damaged(start_daemon: Start, tmp_path: Path) -> Daemon:
     """Its newest checkpoint is damaged, and flagged since a reader has met that."""
     storage = make(tmp_path / "storage", 1, 2, 3)
     daemon = start_daemon("--allow-any-filesystem", "--scrub-rate", "0", storage=storage)
-    scribble(storage, 3, at=64)
+    damage(storage, 3, at=128)
     store = DaemonStore(str(daemon.socket), storage)
     with store.reader(store.scan().checkpoints[0]) as reader, pytest.raises(DamagedError):
         reader.read(0, reader.checkpoint.payload_bytes)
@@ -202,7 +202,7 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
         return ran.code, {one["step"]: one["result"] for one in ran.json["checkpoints"]}[3]
 
     assert result(*served) == (14, "damaged")
-    scribble(damaged.storage, 3, at=64)  # what the disk had lost is there again
+    damage(damaged.storage, 3, at=128)  # what the disk had lost is there again
     assert result("verify", "job", "--json", storage=damaged.storage) == (14, "damaged")
     assert result(*served, "--read-data-subset", "50%") == (14, "damaged")
     assert flagged(damaged.storage) == [3]

@@ -1,7 +1,7 @@
 """Runs a module's main() as another uid: python -m tests.support.as_user UID pccheckctl.cli ARG...
 
-Everything is imported before the uid changes, since the interpreter itself may lie where that user
-cannot go (a virtual environment in root's home).
+Everything is imported before the uid changes: the other user may have no access to the directory of
+the interpreter (a virtual environment in root's home).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _import_all(package: str) -> None:
 
 
 def import_all(package: str) -> None:
-    """What a daemon or a command needs, down to what it or the standard library imports late."""
+    """Imports what a daemon or a command needs, with what is usually imported late."""
     for name in ("pccheck_wire", "pccheck_native", "pccheck_store", package):
         if name != "tests.support":  # the target has imported what it needs
             _import_all(name)
@@ -46,7 +46,7 @@ def import_all(package: str) -> None:
 
 
 def fork_as(uid: int, work: Callable[[], str]) -> str:
-    """What `work` returns in a child of another uid."""
+    """Runs `work` in a forked child of another uid; returns its result."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -27,7 +27,7 @@ def deadline(seconds: float = LIMIT_S) -> int:
 
 
 def address(memory: bytearray) -> int:
-    """Its address; the caller must keep it alive and not resize it."""
+    """The address of the bytes; the caller must keep them alive and not resize them."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -111,7 +111,7 @@ class Loop:
         self, snapshot: int, extents: Sequence[bytearray], tree: bytes = b"tree", *, step: int = 0,
         inline: int = 0, frozen: int = 0,
     ) -> int:  # fmt: skip
-        """Waits until it is durable and returns the sequence."""
+        """Saves, waits until the checkpoint is durable, and returns its sequence."""
         layout = self.submit(snapshot, extents, tree, inline=inline)
         sequence = self.begin(snapshot, step, layout, tree, frozen)
         assert self.link.wait(snapshot, "copied", deadline())
@@ -119,7 +119,7 @@ class Loop:
         return sequence
 
     def load(self, sequence: int, sizes: Sequence[int], tree_bytes: int) -> list[bytearray]:
-        """Through the channel into fresh memory; the tree comes last."""
+        """Loads through the channel into new memory; the tree comes last."""
         layout = plan(sizes, tree_bytes)
         into = [bytearray(size) for size in (*sizes, tree_bytes)]
         places = (*layout.offsets, layout.tree_offset)

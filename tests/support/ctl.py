@@ -22,8 +22,8 @@ class Ran:
 
 
 def written(ctl: Ctl, socket: Path, what: str = "written_bytes") -> dict[int, list[int]]:
-    """By step, what each rank wrote, of the checkpoints that the daemon knows: of one job. Or
-    another number of them."""
+    """By step, the bytes that each rank wrote (or another number of each checkpoint), of the
+    checkpoints of a job that the daemon knows."""
     found: dict[int, list[int]] = {}
     document = ctl(None, "status", "--json", "--socket", socket).json
     for rank in sorted(document["ranks"], key=lambda one: one["rank"]):

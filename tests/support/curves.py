@@ -1,10 +1,9 @@
-"""Training scripts in processes of their own: the losses that they print, their SIGKILL, and where
-two runs differ.
+"""Training scripts in processes of their own: reads their losses, kills them, compares two runs.
 
 A script prints `step 7 loss 0.25` for each step, with all digits, so that equal text is equal bits;
-ranks print `rank 1 step 7 loss 0.25`. Two of those may come in one line, because Python under
-torchrun writes a line and its end one after the other. After a restore a script prints `resumed at
-step 7`, or leaves that to the client, which says where a job named after its script continues.
+ranks print `rank 1 step 7 loss 0.25`. Two such texts may share a line, because Python under
+torchrun writes a line and its end separately. After a restore a script prints `resumed at step 7`;
+or the client prints where a job that is named after its script continues.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A loss that is not the one of the run it should equal."""
+    """A step at which two runs have different losses."""
 
     step: int
     rank: int
@@ -67,7 +66,7 @@ class Difference:
 
 
 def differences(wanted: Run, *others: Run) -> list[Difference]:
-    """By step. A step that several of the runs made is compared for each of them."""
+    """The differences by step. A step that several runs made is compared for each run."""
     found = [
         Difference(step, rank, loss, wanted.losses.get(step, {}).get(rank, "none"))
         for run in others
@@ -80,7 +79,7 @@ def differences(wanted: Run, *others: Run) -> list[Difference]:
 
 
 class Trainer:
-    """One launch of a script: by Python, or with `ranks` by torchrun. Iterate `steps()`."""
+    """One launch of a script, by Python or, with `ranks`, by torchrun. Iterate over `steps()`."""
 
     def __init__(
         self,
@@ -90,7 +89,7 @@ class Trainer:
         ranks: int = 0,
         cwd: Path | None = None,
     ) -> None:
-        """`variables` of its environment; those of PCcheck are not inherited."""
+        """`variables` are added to the environment; PCcheck's own variables are not inherited."""
         self._script = str(script)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
@@ -112,7 +111,7 @@ class Trainer:
         self._limit.start()
 
     def steps(self) -> Iterator[int]:
-        """Each step as its line arrives, until the script ends."""
+        """Yields each step when its line arrives, until the script ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             for found in LOSS.finditer(line):
@@ -126,7 +125,7 @@ class Trainer:
                 self.run.said.append(rest)
 
     def finish(self) -> Run:
-        """Reads to the end. Raises RuntimeError, with its last lines, when the script failed."""
+        """Reads to the end. Raises RuntimeError with the last lines when the script failed."""
         for _ in self.steps():
             pass
         self._limit.cancel()
@@ -140,7 +139,7 @@ class Trainer:
         return self.run
 
     def kill(self) -> Run:
-        """SIGKILL; returns with what it had printed until then."""
+        """Sends SIGKILL, and returns when all that was printed is read."""
         self.send_kill()
         for _ in self.steps():
             pass
@@ -149,8 +148,8 @@ class Trainer:
         return self.run
 
     def send_kill(self) -> None:
-        """To every process that runs the script: torchrun, the ranks, the workers of data loaders;
-        not to a private daemon, which is a child, too."""
+        """Kills every process that runs the script: torchrun, ranks, workers of data loaders. A
+        private daemon, also a child, is not killed."""
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
             for one in (launcher, *launcher.children(recursive=True)):

@@ -1,4 +1,4 @@
-"""A real pccheckd for tests: its own storage, socket and notify socket; ended by process id."""
+"""A real pccheckd for tests, with storage, socket and notify socket of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HERE = Path(__file__).parent
 
 
 def build(name: str) -> Path:
-    """Compiles a library to preload once per checkout and returns it."""
+    """Compiles a library for LD_PRELOAD, once per checkout; returns its path."""
     source = _HERE / f"{name}.c"
     target = _HERE / "build" / f"{name}.so"
     if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
@@ -52,7 +52,7 @@ class Daemon:
         self.flags = flags
         self.shim = shim
         self.log = self.root / "pccheckd.log"
-        self.stderr: int | None = None  #: a descriptor that takes the place of the log
+        self.stderr: int | None = None  #: a descriptor that is used instead of the log file
         self.process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
@@ -61,14 +61,14 @@ class Daemon:
         return self.process.pid
 
     def open_to_everybody(self) -> None:
-        """Users of any uid may connect, as with --group in a directory of the service."""
+        """Lets every user connect, as --group does in the directory of a service."""
         self.root.chmod(0o755)
         self.socket.parent.chmod(0o711)
         self.socket.chmod(0o666)
 
     @property
     def blocking(self) -> Path:
-        """Calls on the event loop that may block; see loopcheck.py."""
+        """The log of blocking calls on the event loop; see loopcheck.py."""
         return self.root / "blocking"
 
     @property
@@ -92,8 +92,8 @@ class Daemon:
         return keep
 
     def spawn(self, environment: dict[str, str], log: int, *flags: str) -> None:
-        """Starts the process. Forks it, unless another program comes first, or the linker has to
-        look for other libraries."""
+        """Starts the process: forked from a server, unless another program starts the daemon, or
+        the linker has to find other libraries."""
         python, _, module, *arguments = command = self.command(*flags)
         outputs: dict[str, Any] = {"stdout": log, "stderr": self.stderr or log, "env": environment}
         linked = all(environment.get(name) == os.environ.get(name) for name in _LINKER)
@@ -103,7 +103,7 @@ class Daemon:
             self.process = subprocess.Popen(command, **outputs)
 
     def start(self, *flags: str) -> Self:
-        """Waits for the daemon's READY; raises with its log when the daemon ends before."""
+        """Waits for READY; raises with the log when the daemon ends before."""
         notify = self.root / "notify"
         notify.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ears, self.log.open("ab") as log:
@@ -120,12 +120,12 @@ class Daemon:
         raise AssertionError(f"pccheckd did not get ready:\n{self.log.read_text()}")
 
     def logs(self, text: str) -> None:
-        """Waits until the log has the text: a thread writes the log, after the page of the session
-        and answers have changed."""
+        """Waits until the log has the text: a thread writes the log, later than the page of the
+        session and the answers."""
         until(lambda: text in self.log.read_text(), self.log.read_text)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal; after SIGKILL the process is gone on return."""
+        """Sends a signal. With SIGKILL it returns when the process has ended."""
         assert self.process is not None
         self.process.send_signal(number)
         if number == signal.SIGKILL:
@@ -139,7 +139,7 @@ class Daemon:
             raise AssertionError(f"pccheckd did not end:\n{self.log.read_text()}") from None
 
     def stop(self) -> int:
-        """SIGTERM and wait; the exit code."""
+        """Sends SIGTERM and waits; returns the exit code."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)

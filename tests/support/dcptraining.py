@@ -33,7 +33,7 @@ LAST = 3
 
 
 def built(seed: int = 0) -> nn.Sequential:
-    """The last layer is smaller than any number of ranks: some hold nothing of it."""
+    """The last layer has fewer rows than there are ranks: some ranks hold nothing of it."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(33, 18), nn.GELU(), nn.Linear(18, 1), nn.BatchNorm1d(1))
 
@@ -48,7 +48,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 class Progress:
-    """A Stateful with values that are no tensors."""
+    """A Stateful whose values are not tensors."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -63,7 +63,7 @@ class Progress:
 
 
 def whole(value: Any) -> Any:
-    """With whole tensors, and without objects."""
+    """The state with whole tensors, without objects."""
     if isinstance(value, Progress):
         return whole(value.values)
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ def whole(value: Any) -> Any:
 
 
 def differences(found: Any, wanted: Any, path: str = "") -> list[str]:
-    """The paths at which two whole states differ, bit by bit."""
+    """The paths at which two whole states differ in a bit."""
     if isinstance(wanted, dict) and isinstance(found, dict) and found.keys() == wanted.keys():
         return [
             line for key in wanted for line in differences(found[key], wanted[key], f"{path}.{key}")

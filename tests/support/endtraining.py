@@ -22,7 +22,7 @@ from pccheck import PCcheckClient, PccheckWarning, UsageError
 from tests.support.trainer import Commands, Trainer
 
 WIDTH = 32
-#: Enough bytes that a copy is not over before training changes something.
+#: So many bytes that training changes something before a copy is complete.
 HIDDEN = 4096
 
 
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 class Training:
-    """A model and its optimizer; what a scenario has beyond that is in `things`."""
+    """A model and its optimizer; `things` has what a scenario attaches."""
 
     def __init__(self) -> None:
         self.model = network()
@@ -80,7 +80,7 @@ class AveragesForEvaluation(Training):
 
 
 class SkippedSteps(Training):
-    """A GradScaler that skips steps: the very first one, too."""
+    """A GradScaler that skips steps, also the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Accumulation(Training):
 
 
 class InBackward(Training):
-    """An optimizer for each parameter, whose step runs in backward."""
+    """One optimizer for each parameter; its step runs in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class ScheduleFree(Training):
 
 
 class Several(Training):
-    """Two models, each with an optimizer and a scheduler, that train in turn, and one more."""
+    """Two models that train in turn, each with an optimizer and a scheduler; and a third model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,10 +227,10 @@ class EndCommands(Commands):
     """Adds `train`, and loops that a signal stops."""
 
     def train(self, name: str, socket: str = "", *, steps: int, kill: int = 0) -> tuple[int, Any]:
-        """The first step, and the losses up to `steps` as text. Without a socket undisturbed.
-        After step `kill` it waits until that is durable, and kills itself."""
+        """Returns the first step, and the losses up to `steps` as text. Without a socket it trains
+        undisturbed. After step `kill` it waits until that step is durable, and kills itself."""
         warnings.simplefilter("error", PccheckWarning)
-        torch.manual_seed(7 + bool(socket and not kill))  # a resumed one must not need the seed
+        torch.manual_seed(7 + bool(socket and not kill))  # a resumed run must not need the seed
         training = TRAININGS[name]()
         if not socket:
             torch.manual_seed(1)
@@ -252,7 +252,7 @@ class EndCommands(Commands):
         return first, losses
 
     def compiled(self, socket: str) -> tuple[dict[str, int], dict[str, int]]:
-        """What Dynamo counts without a client, and with one that saves every step."""
+        """Dynamo's counters without a client, and with a client that saves every step."""
         from torch._dynamo import config
         from torch._dynamo.utils import counters
 
@@ -276,7 +276,7 @@ class EndCommands(Commands):
         return found[0], found[1]
 
     def until_stopped(self, socket: str, rank: int, world_size: int, store: str) -> tuple[int, int]:
-        """`until_stopped` as a rank. Answers ("durable", step) after each step."""
+        """Runs `until_stopped` as a rank. Reports ("durable", step) after each step."""
         distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
@@ -284,7 +284,7 @@ class EndCommands(Commands):
         return until_stopped(client, lambda step: self.link.send(("durable", step)))
 
     def paced(self, socket: str, rank: int, store: str, steps: int, pause_s: float) -> list[int]:
-        """As one of two ranks: the steps after which should_checkpoint() had it save."""
+        """One of two ranks: returns the steps at which should_checkpoint() was true."""
         distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=2
         )
@@ -301,8 +301,8 @@ class EndCommands(Commands):
         return saved
 
     def cut_off(self, socket: str, rank: int, store: str) -> list[bool]:
-        """As one of two ranks, of which rank 1 loses the connection to the other one: what
-        should_stop() says before, then, after, and when rank 1 gets a signal."""
+        """One of two ranks; rank 1 loses its connection for a while. Returns what should_stop() was
+        before, meanwhile, afterwards, and when rank 1 got a signal."""
         distributed.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=2
         )
@@ -315,13 +315,13 @@ class EndCommands(Commands):
             says.append(client.should_stop())
             distributed.all_reduce = reduce
             says.append(client.should_stop())
-            distributed.barrier()  # the script's own collectives go on
+            distributed.barrier()  # the script's own collectives still work
             if rank == 1:
                 signal.raise_signal(signal.SIGTERM)
             return [*says, client.should_stop()]
 
     def signalled(self, socket: str) -> dict[str, Any]:
-        """What signals do to one process, step by step."""
+        """The effects of signals on one process, step by step."""
         seen: list[int] = []
         found: dict[str, Any] = {"seen": seen}
         signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
@@ -359,7 +359,7 @@ def _lost(*_: object) -> NoReturn:
 
 
 class Closure(Training):
-    """Does something in the middle of an optimizer's step."""
+    """Calls `in_the_step` in the middle of an optimizer's step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,8 +387,8 @@ def _error(function: Callable[[], object]) -> str:
 
 
 def until_stopped(client: PCcheckClient, tell: Callable[[int], object]) -> tuple[int, int]:
-    """Trains in step with the other ranks, and saves only when it is to stop. Returns the last
-    step, and the one that is durable."""
+    """Trains in lockstep with the other ranks, and saves only before it stops. Returns the last
+    step and the durable step."""
     with client:
         training = Accumulation()
         client.attach(rng=True, **training.things)
@@ -397,7 +397,7 @@ def until_stopped(client: PCcheckClient, tell: Callable[[int], object]) -> tuple
         while not stops:
             number += 1
             training.step(number)
-            distributed.barrier()  # as the sum of gradients is one
+            distributed.barrier()  # as the sum of gradients does
             tell(number)
             stops = client.should_stop()
         client.checkpoint(step=number)
@@ -407,7 +407,7 @@ def until_stopped(client: PCcheckClient, tell: Callable[[int], object]) -> tuple
 
 
 def main() -> None:
-    """As a rank that torchrun has started."""
+    """A rank that torchrun has started."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()

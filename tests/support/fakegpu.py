@@ -6,8 +6,8 @@
     optimizer.step()            # only enqueues: the CPU runs ahead of the stream
     assert gpu.read(weights).equal(...)
 
-On the stand-in these are CPU tensors over device memory: torch believes them to be on the CPU, and
-`pccheck.state.devices` is made to say where they are. Work on them belongs into `launch()`.
+On the stand-in these are CPU tensors over device memory: torch regards them as CPU tensors, and
+`pccheck.state.devices` is patched to report their GPU. Change them only within `launch()`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ __all__ = [
     "StreamSGD", "choose", "environment", "is_real", "module_to", "new_directory",
 ]  # fmt: skip
 
-_ROUNDING = 512  # torch's caching allocator: sizes, blocks, and what gets one of its own
+# torch's caching allocator: rounding, small and large blocks, allocations above the latter
+_ROUNDING = 512
 _SMALL, _SMALL_BLOCK = 1 << 20, 2 << 20
 _LARGE, _LARGE_BLOCK = 10 << 20, 20 << 20
 _HUGE_ROUNDING = 2 << 20
@@ -85,10 +86,10 @@ class StandGpu:
         self._called = standin.HOST_FUNCTION(self._call)
         self._failures: list[BaseException] = []
         self._graph: _Graph | None = None
-        self._unused: dict[int, list[int]] = {}  # device: blocks that torch would keep for later
+        self._unused: dict[int, list[int]] = {}  # device -> blocks that torch would keep for later
 
     def install(self) -> StandGpu:
-        """From now on the client treats tensors of this object as GPU tensors."""
+        """Makes the client treat tensors of this object as GPU tensors."""
         from pccheck.state import devices
 
         devices.device_of = self.device_of
@@ -129,7 +130,7 @@ class StandGpu:
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: int = 0
     ) -> torch.Tensor:
-        """New memory, of undefined content."""
+        """A tensor in new memory; its content is undefined."""
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
@@ -140,21 +141,21 @@ class StandGpu:
     def unshareable(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: int = 0
     ) -> torch.Tensor:
-        """Memory that has no IPC handle, as with expandable segments."""
+        """A tensor in memory without an IPC handle, as with expandable segments."""
         count = torch.Size(shape).numel()
         address = self._block(count * dtype.itemsize, device, "standinAllocUnshareable")
         return self._over(address, count, dtype).view(tuple(shape))
 
     def apart(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy on device 0 in an allocation of its own, however small; for free()."""
+        """A copy on device 0 in an allocation of its own, of any size; for free()."""
         address = self._block(-(-source.nbytes // _ROUNDING) * _ROUNDING, 0)
         fresh = self._over(address, source.numel(), source.dtype).view(tuple(source.shape))
         fresh.copy_(source.detach())
         return fresh
 
     def free(self, tensor: torch.Tensor) -> None:
-        """Of a tensor with an allocation of its own (10 MiB or more): gives the memory back. The
-        tensor must not be touched again."""
+        """Frees the memory of a tensor with an allocation of its own (10 MiB or more). The tensor
+        must not be used again."""
         index = self._index(tensor.data_ptr())
         assert index is not None, "not a tensor of this GPU"
         address, _, device = self._blocks[index]
@@ -164,7 +165,7 @@ class StandGpu:
         del self._blocks[index]
 
     def keep_unused(self, nbytes: int, device: int = 0) -> None:
-        """As after tensors of this size were freed: torch's allocator keeps their memory."""
+        """As if tensors of this size were freed: torch's allocator keeps their memory."""
         with self.cuda.on(device):
             self._unused.setdefault(device, []).append(self.cuda.out("cuMemAlloc_v2", nbytes))
 
@@ -241,11 +242,11 @@ class StandGpu:
         try:
             with torch.no_grad():
                 self._calls.pop(number or 0)()
-        except BaseException as error:  # told by synchronize(): nobody else would hear it
+        except BaseException as error:  # raised by synchronize(): it would be lost otherwise
             self._failures.append(error)
 
     def launch(self, function: Callable[[], object], device: int = 0) -> None:
-        """Enqueues the call on the current stream, as a kernel; it runs in the stream's thread."""
+        """Enqueues the call on the current stream, like a kernel; the stream's thread runs it."""
         if self._graph is not None and self.capturing():
             self._graph.functions.append(function)
             return
@@ -263,7 +264,7 @@ class StandGpu:
             raise self._failures.pop(0)
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its content on the CPU, after all work is done."""
+        """The content as a CPU tensor, after all enqueued work."""
         self.synchronize()
         return tensor.detach().clone()
 
@@ -280,7 +281,7 @@ class StandGpu:
 
     @contextmanager
     def capture(self, device: int = 0) -> Iterator[Graph]:
-        """As torch.cuda.graph: what is launched is recorded for replay(), and does not run.
+        """Like torch.cuda.graph: launched calls are recorded for replay(), and do not run.
 
         Raises at the end if any thread made a forbidden call.
         """

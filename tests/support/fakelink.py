@@ -13,7 +13,7 @@ from pccheck_wire.messages import CheckpointState, Done, Expose
 
 
 class FakeLink:
-    """Snapshots change only when a test changes them; `calls` has every call in order."""
+    """Only the test changes snapshots; `calls` has every call in order."""
 
     chunk_bytes = 4096
 
@@ -32,7 +32,7 @@ class FakeLink:
         self.behind: dict[int, int] = {}  # so often a snapshot's streams have not come to it
         self.expose_error: Exception | None = None
         self.no_staging = False
-        self.interrupt: str = ""  # a call in which Ctrl-C arrives
+        self.interrupt: str = ""  # the call that Ctrl-C interrupts
 
     def _note(self, name: str, *values: Any) -> None:
         self.calls.append((name, *values))
@@ -134,7 +134,7 @@ class FakeLink:
             error_name=self.errors.get(snapshot, ""),
         )  # fmt: skip
 
-    # -- what link and daemon do by themselves
+    # -- what a real link and daemon would do by themselves
 
     def copied(self, snapshot: int) -> None:
         self.words[snapshot] = WORD_COPIED
@@ -188,7 +188,7 @@ class FakeConnection:
         return PccheckError("the daemon has ended")
 
     def exposed(self) -> list[int]:
-        """Maps of which every piece has arrived."""
+        """The maps whose pieces have all arrived."""
         return [body.map for body in self.sent if isinstance(body, Expose) and not body.more]
 
 

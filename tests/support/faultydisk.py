@@ -17,14 +17,14 @@ from tests.support.daemon import build
 from tests.support.waiting import until
 
 READ, WRITE, FLUSH = 1, 2, 4
-#: The least that mkfs.xfs takes, and enough for a few small volumes.
+#: The minimum of mkfs.xfs, and enough for a few small volumes.
 DISK_BYTES = 320 << 20
 TOOLS = ("nbdkit", "nbdfuse", "losetup", "fusermount3", "mkfs.ext4", "mkfs.xfs")
 LIMIT_S = 30.0
 
 
 def missing() -> str:
-    """Why this machine cannot have such a disk; "" if it can."""
+    """Why this machine cannot make such a disk; "" if it can."""
     if os.getuid() != 0:
         return "needs root, to mount"
     for tool in TOOLS:
@@ -82,19 +82,19 @@ class FaultyDisk:
         _run("mount", self._loop, str(self.mount))
 
     def fail(self, kinds: int, *, skip: int, persistent: bool) -> None:
-        """From now on, after `skip` more operations of these kinds."""
+        """Lets operations of these kinds fail, after `skip` more of them."""
         self._control[4:16] = struct.pack("<III", skip, persistent, 0)
         self._control[0:4] = struct.pack("<I", kinds)
 
     def mend(self) -> int:
-        """Ends the fault; returns how many operations have failed. Mounts the file system again if
-        it has stopped (because its journal could not be written)."""
+        """Ends the fault; returns how many operations have failed. Remounts a file system that has
+        stopped because its journal could not be written."""
         self._control[0:4] = bytes(4)
         return int(struct.unpack("<I", self._control[12:16])[0])
 
     def remount(self) -> None:
-        """No process may use it meanwhile. A process that has just copied all mounts into a new
-        namespace keeps the stopped file system for a moment."""
+        """No process may use the file system meanwhile. A process that has just copied all mounts
+        into a new namespace keeps the stopped file system for a moment."""
 
         def is_readable() -> bool:
             _run("umount", str(self.mount))
@@ -112,7 +112,7 @@ class FaultyDisk:
             self._control[0:4] = bytes(4)
             subprocess.run(["umount", str(self.mount)], capture_output=True)
             subprocess.run(["losetup", "-d", self._loop], capture_output=True)
-            deadline = time.monotonic() + LIMIT_S  # the loop device lets go of it a little later
+            deadline = time.monotonic() + LIMIT_S  # the loop device closes the file later
             while (
                 subprocess.run(
                     ["fusermount3", "-u", str(self._fuse)], capture_output=True

@@ -3,8 +3,8 @@ the CPU time, and the tests start more than a thousand daemons.
 
     python -m tests.support.forked
 
-is that process; it ends when its stdin, a socket, is closed. A daemon's parent is a process of its
-own, which waits for the daemon and tells how it ended."""
+is that process; it ends when its stdin, a socket, is closed. Each
+daemon has a parent process of its own, which waits for the daemon and reports how it ended."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _daemon(request: bytes, stdout: int, stderr: int) -> int:
 def main() -> int:
     importlib.import_module("pccheckd.lifecycle")  # pccheckd.cli does so late
     control = socket.socket(fileno=os.dup(0))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the waiting processes automatically
     while True:
         request, given, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not request:
@@ -111,11 +111,11 @@ def main() -> int:
     if child == 0:
         os.close(tell)
         return _daemon(request, stdout, stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: for the daemon, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon
     for each in (0, stdout, stderr):
         os.close(each)
     os.write(tell, _NUMBER.pack(child))
-    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # nobody gets its number yet
+    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its process id is not reused yet
     assert ended is not None
     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     os.write(tell, _NUMBER.pack(code))

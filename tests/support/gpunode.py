@@ -1,4 +1,4 @@
-"""A node with GPUs: one daemon, trainers, and the stand-in's faults and counters of each."""
+"""A node with GPUs: one daemon and its trainers, each with the stand-in's faults and counters."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class KeptDaemon(ServedDaemon):
 
 
 class Node:
-    """`node.faults` are the daemon's, `trainer.faults` a trainer's. At the end a living daemon must
-    map no memory of dead trainers.
+    """`node.faults` is for the daemon's driver, `trainer.faults` for a trainer's. At the end a
+    daemon that still runs must map no memory of dead trainers.
 
-    `blind`: the daemon has no driver. `driver`: the driver's faults from the start on. `visible`:
-    the GPUs that the daemon sees. `memory_bytes`: all memory of a GPU; each context takes
-    `context_bytes` of it. `kept`: a manager keeps the descriptors of a killed daemon for the next.
+    `blind`: the daemon has no driver. `driver`: faults of the daemon's driver from the start on.
+    `visible`: the GPUs that the daemon sees. `memory_bytes`: all memory of a GPU; each context
+    takes `context_bytes` of it. `kept`: a manager keeps the descriptors of a killed daemon for the
+    next daemon.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Node:
         return self
 
     def ready(self, parts: tuple[Part, ...] = PARTS, **options: Any) -> GpuTrainer:
-        """A trainer: step 1 is durable, everything is exposed, and step 2 is done."""
+        """A trainer after step 2; step 1 is durable, and all tensors are exposed."""
         trainer = self.connect(parts, **options)
         trainer.step()
         assert trainer.wait_durable(trainer.checkpoint()) == "durable"
@@ -85,13 +86,13 @@ class Node:
         self, parts: tuple[Part, ...] = PARTS, *, environment: dict[str, str] | None = None,
         **options: Any,
     ) -> GpuTrainer:  # fmt: skip
-        """A trainer that has opened a client for job "job"."""
+        """A trainer with a client for job "job"."""
         trainer = self.process(**environment or {})
         self.open(trainer, parts, **options)
         return trainer
 
     def process(self, **environment: str) -> GpuTrainer:
-        """A trainer that has done nothing yet; its faults can be set."""
+        """A trainer that has not loaded the driver yet; its faults can be set."""
         faults = Faults(self.directory / f"trainer-{next(self._numbers)}.faults")
         gpus = {}
         if not fakegpu.is_real():
@@ -121,7 +122,7 @@ class Node:
             time.sleep(0.05)
 
     def transfer(self) -> tuple[str, str]:
-        """How the only session's GPU tensors are transferred, and why."""
+        """How GPU tensors of the only session are transferred, and why."""
         (session,) = self.status()["sessions"]
         return session["transfer"], session["transfer_reason"]
 

@@ -26,16 +26,16 @@ from .fakegpu import Gpu
 from .trainer import Commands, Trainer
 
 if not fakegpu.is_real():
-    standin.build()  # once, in the process that trainers are forked from
+    standin.build()  # once, in the process from which trainers are forked
 
-_PER_STEP = 31  # odd: 256 steps differ
+_PER_STEP = 31  # odd: the bytes of 256 steps all differ
 _PER_STEP_INVERSE = 223
 _OUT_OF_MEMORY = 2
-MOMENT = 100  # added to a tensor's number
+MOMENT = 100  # added to the number of a moment's parameter
 
 
 class Part(NamedTuple):
-    """One tensor of the model. Buffers and what is frozen change in forward."""
+    """One tensor of the model. Forward changes buffers and frozen tensors."""
 
     count: int
     dtype: str = "float32"
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     shareable: bool = True
 
 
-#: Several chunks of 1 MiB with the moments, some of everything.
+#: Tensors of every kind; with the moments several chunks of 1 MiB.
 PARTS = (
     Part(300_000), Part(7, "bfloat16"), Part(90_001, "float16"), Part(5_000, kind="buffer"),
     Part(1_000, device=HOST),
@@ -58,7 +58,7 @@ def expected(step: int, number: int, nbytes: int) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, in place; torch does not count what is written there."""
+    """The bytes of a dense tensor, in place; torch does not count changes to them."""
     return tensor.data.reshape(-1).view(torch.uint8)
 
 
@@ -100,7 +100,7 @@ def _tensor(gpu: Gpu, part: Part) -> torch.Tensor:
 class Advance(torch.optim.Optimizer):
     """Adds to every byte of its parameters and of their moments, which appear at the first step.
 
-    GPU tensors change when the stream gets there. `host_steps` is as Adam's `step`: on the CPU.
+    GPU tensors change when the stream runs the update. `steps` is on the CPU, as Adam's `step`.
     """
 
     def __init__(self, gpu: Gpu, model: Model) -> None:
@@ -136,7 +136,7 @@ def ordinal(tensor: torch.Tensor) -> int:
 
 
 def advance(gpu: Gpu, tensor: torch.Tensor, steps: int = 1, *, counted: bool = True) -> None:
-    """Does what an optimizer's kernel does; torch counts the change when it is enqueued."""
+    """Changes a tensor as an optimizer's kernel does; torch counts the change at the call."""
     place, more = raw(tensor), steps * _PER_STEP % 256
     if counted:
         torch.autograd.graph.increment_version(tensor)
@@ -147,7 +147,7 @@ def advance(gpu: Gpu, tensor: torch.Tensor, steps: int = 1, *, counted: bool = T
 
 
 def wrong_in(state: dict[str, Any], step: int, model: Model) -> str:
-    """What is wrong with a recovered state, CPU tensors all; "" when nothing is."""
+    """What is wrong with a recovered state of CPU tensors; "" when it is right."""
     if state["model"].keys() != model.numbers.keys():
         return f"tensors of {sorted(state['model'])}"
     for name, tensor in state["model"].items():
@@ -168,7 +168,7 @@ def wrong_in(state: dict[str, Any], step: int, model: Model) -> str:
 
 
 class GpuCommands(Commands):
-    """`step()` only enqueues; what looks at bytes waits for the stream first, but for peek()."""
+    """`step()` only enqueues; calls that look at bytes wait for the stream first, except peek()."""
 
     def open(  # type: ignore[override]
         self,
@@ -186,7 +186,7 @@ class GpuCommands(Commands):
             (now or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
         if uid is not None:
             os.setgroups([])
-            import_all("pccheck")  # it may lie where that user cannot go
+            import_all("pccheck")  # the other user may have no access to the files
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
         self.kept = ExitStack()
@@ -204,11 +204,11 @@ class GpuCommands(Commands):
         return os.getpid()
 
     def attach(self) -> None:
-        """After open(attach=False)."""
+        """Attaches after open(attach=False)."""
         self.client.attach(model=self.model, optimizer=self.optimizer)
 
     def step(self, count: int = 1, *, ask: bool = True) -> int:
-        """Forward changes what nothing guards, then comes the update."""
+        """Forward changes tensors that no gate guards; then comes the update."""
         for _ in range(count):
             self.forward(ask=ask)
             self.optimizer.step()
@@ -218,8 +218,8 @@ class GpuCommands(Commands):
         self, steps: int, every: int, *, stop: str = "", seed: int = 0, churn: bool = False
     ) -> tuple[int, dict[str, int]]:
         """Trains until the file `stop` exists; reports ("durable", step) when a newer step is
-        durable. Returns the last step, and how many of the checkpoints that the daemon received
-        ended how.
+        durable. Returns the last step, and counts of how the checkpoints that reached the
+        daemon have ended.
         """
         rng, told = random.Random(seed), -1
         for _ in range(steps):
@@ -240,8 +240,8 @@ class GpuCommands(Commands):
         return self.optimizer.now, collections.Counter(states)
 
     def move_part0(self) -> None:
-        """Other memory of its own for part 0; that before is given back, so that its address may be
-        that of the next. Everything was read by then, or given up."""
+        """Moves part 0 to another allocation and frees the one before, so that its address may be
+        used again. Every snapshot was read by then, or given up."""
         self.client.gate()
         self.gpu.synchronize()
         try:
@@ -256,7 +256,7 @@ class GpuCommands(Commands):
         self.moved = fresh
 
     def forward(self, *, ask: bool = True) -> None:
-        """Changes buffers as it likes, and what is frozen behind a gate if `ask`."""
+        """Changes buffers at any time, and frozen tensors after a gate if `ask`."""
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
         for tensor in self.model.buffers():
             advance(self.gpu, tensor)
@@ -266,7 +266,7 @@ class GpuCommands(Commands):
             advance(self.gpu, tensor)
 
     def step_aside(self, late_s: float) -> int:
-        """A step in another stream, which runs it with this delay. For the stand-in."""
+        """A step in another stream, which is delayed by `late_s`. Only on the stand-in."""
         with self.gpu.on_stream(self.gpu.new_stream()):
             self.gpu.launch(lambda: time.sleep(late_s))  # type: ignore[attr-defined]
             return self.step()
@@ -295,7 +295,7 @@ class GpuCommands(Commands):
         return self.peek(step)
 
     def peek(self, step: int) -> str:
-        """What is off from the step now; with the stand-in this does not wait for the stream."""
+        """How the state differs from that of `step`; does not wait for the stand-in's stream."""
         for name, tensor in self.model.state_dict().items():
             if told := off_by(raw(tensor).cpu(), step, self.model.numbers[name]):
                 return told
@@ -324,7 +324,7 @@ class GpuCommands(Commands):
         return told
 
     def reopen(self, **options: Any) -> None:
-        """Another client of this process, for the same state."""
+        """Makes another client in this process, for the same state."""
         self.client = PCcheckClient(**options)
         self.client.attach(model=self.model, optimizer=self.optimizer)
 

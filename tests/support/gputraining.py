@@ -14,7 +14,7 @@ class Graph(Protocol):
 
 
 class Gpu(Protocol):
-    """What tests may do with a GPU, real or not. Devices are CUDA ordinals."""
+    """The calls of tests on a GPU, real or not. Devices are CUDA ordinals."""
 
     real: bool
 
@@ -31,7 +31,7 @@ class Gpu(Protocol):
 
 
 def module_to(gpu: Gpu, module: torch.nn.Module) -> torch.nn.Module:
-    """Moves parameters and buffers onto the GPU, in place; tied ones stay tied."""
+    """Moves parameters and buffers to the GPU, in place; tied tensors stay tied."""
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,9 +55,9 @@ def module_to(gpu: Gpu, module: torch.nn.Module) -> torch.nn.Module:
 class StreamSGD(torch.optim.Optimizer):
     """SGD with momentum that only enqueues: `step()` returns before anything has changed.
 
-    Gradients are those in `.grad` when the stream gets there, else noise made from seed and step,
-    so that two runs with one seed are the same bit for bit. `state[p]["step"]` is a CPU tensor, as
-    Adam's.
+    The stream uses the gradients in `.grad`; without gradients it uses noise made from seed and
+    step, so two runs with the same seed are equal bit for bit. `state[p]["step"]` is a CPU
+    tensor, as Adam's is.
     """
 
     def __init__(

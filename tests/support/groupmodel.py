@@ -1,14 +1,15 @@
 """A model of the volumes and trainers of one job, around the real `group.py`, and a search through
 all its states.
 
-What `group.py` decides is only right together with what the publishers of the volumes do with it
-(`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c), in any order of events,
-however late they hear of it, whoever dies when. So this walks breadth first through every state
-that a small job can reach and asks in each of them: if everything were killed now, would the ranks
-restore what they were told they have? And: does anybody wait for ever?
+The decisions of `group.py` must be right together with what the publishers of the volumes do with
+them (`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c): in any order of
+events, with agreements that arrive late, and with deaths at any moment. The search visits every
+state that a small job can reach, breadth first, and asks in each state: if all processes were
+killed now, would the ranks restore what they were told is durable? And: does a rank wait for ever?
 
-Sequences, steps and incarnations are counted from the smallest that still means something, so that
-a job that runs for ever has finitely many states, and the search can be complete.
+Sequences, steps and incarnations are counted from the smallest one that still matters. So a job
+that never ends has finitely many states, and the search can be complete.
+
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ SOURCE = Path(__file__).parents[2] / "native/pccheck_native/group.py"
 #: A checkpoint is one number: sequence, step, incarnation, damaged, world size.
 SEQUENCE, STEP, RUN, DAMAGED = 12, 7, 3, 4
 WORLD = 3  # the mask
-#: One in flight is that number with its state in the two lowest bits.
+#: A checkpoint in flight is that number with its state in the two lowest bits.
 WAITING, COPYING, COPIED = range(3)
-#: A process. AWAY: it lives, and has no session; NEW: it has connected, and not restored.
+#: A process. AWAY: alive, without a session; NEW: connected, and has not restored yet.
 DEAD, LIVE, AWAY, NEW = range(4)
 ALWAYS = 9  # a budget that does not shrink
 UNCHOSEN, NOTHING = 1, 2  # what a start restores: not known yet; no checkpoint
@@ -39,30 +40,30 @@ UNTOLD: Obeyed = (0, 0, ())
 
 
 class Config(NamedTuple):
-    """One job, and what may happen to it how often."""
+    """One job, and how often each event may happen to it."""
 
     name: str
     world: int
     slots: int
     keep: int
     lanes: int
-    #: "prompt": every publisher always obeys what would be agreed on now. "late": each one hears of
-    #: it when it hears of it. "stale": and of what was agreed on earlier. "unseen": and the daemon
-    #: looks at the volumes when it looks at them.
+    #: "prompt": every publisher obeys the current agreement. "late": each publisher gets the
+    #: current agreement at some later time. "stale": as "late", and the agreement may be an earlier
+    #: one. "unseen": as "late", and the daemon looks at the volumes at some later time.
     mode: str = "prompt"
-    lead: int = 1  # by how many requests a rank may be ahead of the slowest
+    lead: int = 1  # requests by which a rank may be ahead of the slowest rank
     queue: int = 1  # requests that may wait for a slot, per rank
     fails: int = 0
     skips: int = 0
-    cuts: int = 0  # sessions that end and come back
-    deaths: int = 0  # of one rank, or of all
+    cuts: int = 0  # sessions that end, and whose clients reconnect
+    deaths: int = 0  # deaths of one rank, or of all ranks
     daemons: int = 0  # deaths of the daemon
-    store: bool = False  # what was copied survives it
-    blackouts: int = 0  # deaths of everything
-    starts: int = 0  # after deaths
+    store: bool = False  # copied checkpoints survive the daemon
+    blackouts: int = 0  # power failures
+    starts: int = 0  # new starts after deaths
     damages: int = 0
-    worlds: tuple[int, ...] = ()  # sizes of the starts that follow, where they differ
-    fresh: bool = False  # the starts that follow restore nothing, and wait for nothing
+    worlds: tuple[int, ...] = ()  # sizes of the later starts, if they differ
+    fresh: bool = False  # the later starts restore nothing, and do not wait
     alone: int = 0  # the rank that saves in a world of one
     limit: int = 1 << 62  # states
 
@@ -76,7 +77,7 @@ class Config(NamedTuple):
 
     @property
     def is_enough(self) -> bool:
-        """In lockstep without faults nobody waits for a rank that waits, with so many slots."""
+        """With so many slots, in lockstep and without faults, no rank waits for a waiting rank."""
         return self.is_faultless and self.lead <= 1 and self.slots >= self.lanes + self.keep
 
     @property
@@ -94,7 +95,7 @@ class Outcome(NamedTuple):
     config: Config
     states: int
     closed: bool  # the search reached every state
-    violation: str  # "" or which invariant, and how
+    violation: str  # the broken invariant, and how; "" when all hold
     trace: list[str]
 
 
@@ -104,19 +105,19 @@ Seen = tuple[tuple[int, ...], tuple[int, ...]]
 class One(NamedTuple):
     """A rank and its volume."""
 
-    held: tuple[int, ...]  # as the record says, oldest first; its trainer was told of all
+    held: tuple[int, ...]  # in the record, oldest first; its trainer was told of each
     flight: tuple[int, ...]
     process: int
     asked: int  # -1 without a session
-    step: int  # that it saves next
-    obeys: Obeyed  # what its publisher was told last
-    lost: tuple[int, ...]  # held no more, and all ranks may yet have been told of them
-    seen: Seen | None  # "unseen": held and pending ones, as the daemon last looked
+    step: int  # that the rank saves next
+    obeys: Obeyed  # the last agreement that its publisher got
+    lost: tuple[int, ...]  # no longer held; all ranks may have been told of them
+    seen: Seen | None  # "unseen": what the daemon last saw held and pending
     lone: bool  # its volume belongs to a start of one rank
 
 
 class Rank:
-    """A One that the search has met, with what follows from it alone."""
+    """A One that the search has met, and values derived from it."""
 
     __slots__ = (
         "copied", "has", "held", "is_unseen", "known", "moving", "number", "numbers", "one", "runs",
@@ -130,22 +131,22 @@ class Rank:
         codes = [*one.held, *one.lost, *(flying >> 2 for flying in one.flight)]
         seen = one.seen or ((), ())
         codes += [*seen[0], *seen[1]]
-        #: Bit n - 1 is set for what is named n.
+        #: Bit n - 1 is set for sequence n.
         self.numbers = _bits([*map(_sequence, codes), *one.obeys[:2]])
         steps = [code >> STEP & 31 for code in codes]
         self.steps = _bits(steps if one.process == DEAD else [*steps, one.step])
         self.runs = frozenset(code >> RUN & 15 for code in codes)
         self.has = frozenset([*one.held, *pending])
         copied = [flying >> 2 for flying in one.flight if flying & 3 == COPIED]
-        self.copied = frozenset([*one.held, *copied])  # all of it is with the daemon
+        self.copied = frozenset([*one.held, *copied])  # the daemon has all bytes
         self.waiting = waiting = sum(flying & 3 == WAITING for flying in one.flight)
         lanes = len(one.flight) - waiting
         self.moving = lanes > 0
-        #: The next checkpoint has a lane and no slot.
+        #: The next checkpoint has a lane, and waits for a slot.
         self.waits = (
             waiting > 0 and lanes < config.lanes and (lanes + len(one.held) >= config.slots)
         )
-        #: What the daemon knows of it, and what is on the disk: interned by Search.
+        #: What the daemon knows of the rank, and what is on the disk.
         self.known = (*(one.seen or (one.held, pending)), one.asked)
         self.held = one.held
         self.is_unseen = one.seen is not None and one.seen != (one.held, pending)
@@ -153,14 +154,14 @@ class Rank:
 
 class State(NamedTuple):
     ranks: tuple[int, ...]
-    last: int  # sequence given out
-    given: tuple[int, ...]  # that some rank may still ask for
-    #: The newest sequence that all ranks were told of, or had copied when the rules ended it; -1:
-    #: none.
+    last: int  # the newest sequence that was given out
+    given: tuple[int, ...]  # checkpoints that some rank may still ask for
+    #: The newest sequence that all ranks were told of, or that all had copied when the rules
+    #: ended it; -1: none.
     top: int
-    ever: int  # how many were common, up to `keep`
-    choice: int  # what the start restores until all have; 0: all have
-    above: int  # those who join that start have passed the sequences up to this one
+    ever: int  # number of checkpoints that were common, up to `keep`
+    choice: int  # what the start restores; 0: all ranks have restored
+    above: int  # ranks that join the start have passed all sequences up to this
     run: int
     world: int
     mark: int  # the newest sequence that a record has named
@@ -169,7 +170,7 @@ class State(NamedTuple):
 
 
 class Smaller(NamedTuple):
-    """Counts what is there from 1, in its order."""
+    """Numbers what is there from 1 on, in the same order."""
 
     numbers: tuple[int, ...]
     steps: tuple[int, ...]
@@ -194,12 +195,12 @@ class Smaller(NamedTuple):
 
 Label = tuple[int, str, object]
 Made = tuple[Label, State]
-#: What one rank may do by itself: label, its next number, what it costs (-1: nothing).
+#: What one rank may do by itself: label, its next number, the budget it takes (-1: none).
 Move = tuple[Label, int, int]
 
 
 def load() -> Any:
-    """The real group.py, which needs no compiled module; each time another one, to be changed."""
+    """A new copy of the real group.py, which a test may change. It needs no compiled module."""
     module = types.ModuleType("group_under_test")
     sys.modules[module.__name__] = module
     exec(compile(SOURCE.read_text(), str(SOURCE), "exec"), module.__dict__)
@@ -207,14 +208,14 @@ def load() -> Any:
 
 
 class Rules:
-    """What is decided, and how volumes and daemon obey. A mutant changes something here."""
+    """The decisions, and how volumes and daemon obey them. A mutant changes one of these."""
 
     def __init__(self) -> None:
         self.group = load()
         self.numbers = self.group.Numbers
-        self.forgets = False  # what is durable counts as over before the daemon looks
-        self.waits_for_flight = True  # whoever restores waits for what is in flight
-        self.passes_numbers = True  # whoever comes back has passed all numbers that were given out
+        self.forgets = False  # a durable checkpoint is not pending, even before the daemon looks
+        self.waits_for_flight = True  # a restore waits for checkpoints in flight
+        self.passes_numbers = True  # a rank that reconnects has passed all numbers given out
 
     def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
         return self.group.agree(ranks, world, keep, short)
@@ -230,7 +231,7 @@ class Rules:
         return sequence < obeys[1]
 
     def is_lone(self, held: tuple[int, ...], *, lone: bool) -> bool:
-        """Whether a volume decides by itself: `lone`, it belongs to a start of one rank."""
+        """Whether a volume decides by itself. `lone`: it belongs to a start of one rank."""
         return lone and all(one & WORLD == 1 for one in held)
 
     def lone_expendable(self, held: tuple[int, ...], slots: int, keep: int) -> list[int]:
@@ -267,7 +268,7 @@ class Search:
         self.unseen = config.mode == "unseen"
         self._ranks: list[Rank] = []
         self._numbers: dict[One, int] = {}
-        # Asked again and again with the same arguments, and pure:
+        # Results of pure functions, which get the same arguments again and again:
         self._lowered: dict[tuple[int, Smaller], int] = {}
         self._moves: dict[Any, list[Move]] = {}
         self._told: dict[tuple[int, Obeyed], int] = {}
@@ -284,7 +285,7 @@ class Search:
         gc.disable()  # states have no cycles, and there are millions
         try:
             outcome = self._walk(None)
-            return self._walk({}) if outcome.violation else outcome  # again, for the way to it
+            return self._walk({}) if outcome.violation else outcome  # again, to record the trace
         finally:
             gc.enable()
 
@@ -292,7 +293,7 @@ class Search:
         config = self.config
         frontier = [self.first()]
         seen = set(frontier)
-        met: set[State] = set()  # as they came: half of them come again
+        met: set[State] = set()  # before canonical(): half of them come again
         while frontier:
             following: list[State] = []
             for state in frontier:
@@ -325,7 +326,7 @@ class Search:
         return way[::-1]
 
     def told(self, state: State) -> str:
-        """A state, for people."""
+        """A state as text."""
         parts = []
         for number in state.ranks:
             one = self._ranks[number].one
@@ -355,12 +356,12 @@ class Search:
         return range(world) if world > 1 else (self.config.alone,)
 
     def _savers(self, code: int, place: int) -> Sequence[int]:
-        """The ranks of the start that asked for a checkpoint that `place` has."""
+        """The ranks of the start that saved a checkpoint which the rank `place` has."""
         return range(code & WORLD) if code & WORLD > 1 else (place,)
 
     def number(self, one: One) -> int:
-        """The number by which states name a rank. What its publisher obeys is cut down to what can
-        still make a difference: a rank's later checkpoints have higher sequences than these."""
+        """The number by which states name a rank. The agreement that its publisher obeys is reduced
+        to what can still matter: later checkpoints of the rank have higher sequences."""
         obeys = one.obeys
         if obeys is not UNTOLD:
             mine = [code >> SEQUENCE for code in one.held]
@@ -375,7 +376,7 @@ class Search:
 
     def canonical(self, state: State) -> State:
         """The same state with the smallest sequences, steps and incarnations: only their order
-        makes a difference."""
+        matters."""
         known = self._ranks
         ranks, last, given, top, ever, choice, above, run, world, mark, budget, decided = state
         found = [known[number] for number in ranks]
@@ -429,7 +430,7 @@ class Search:
         )
 
     def _forget(self, state: State) -> tuple[int, ...]:
-        """Without the lost ones that not all ranks can ever have been told of."""
+        """The ranks, without lost checkpoints that some rank can never have been told of."""
         ones = [self._ranks[number].one for number in state.ranks]
         made = list(state.ranks)
         for rank, one in enumerate(ones):
@@ -497,7 +498,7 @@ class Search:
         return found
 
     def _said(self, state: State, agreed: Obeyed) -> list[Obeyed]:
-        """What may be agreed on now: the daemon asks for each rank that waits for a slot."""
+        """Possible agreements: the daemon makes one for each rank that waits for a slot."""
         ranks = enumerate(state.ranks)
         short = [place for place, number in ranks if self._ranks[number].waits]
         return [agreed, *(self.agreed(state, place) for place in short)]
@@ -528,7 +529,7 @@ class Search:
         """The ranks that may ask for their next checkpoint."""
         ranks = [self._ranks[number] for number in state.ranks]
         steps = [rank.one.step for rank in ranks if rank.one.process in (LIVE, AWAY)]
-        if state.choice:  # some have not restored, and the others wait for them in their steps
+        if state.choice:  # the other ranks wait for those that have not restored
             steps.append(self._first_step(state))
         below = min(steps, default=0) + self.config.lead
         return {
@@ -561,7 +562,7 @@ class Search:
         return (place, "asks for", number), made
 
     def _take(self, state: State, one: One) -> int:
-        """From the real Numbers."""
+        """The next sequence, from the real Numbers."""
         key = state.last, state.given, state.run, one.step, one.asked
         number = self._taken.get(key)
         if number is None:
@@ -575,7 +576,7 @@ class Search:
     def _all_moves(
         self, number: int, obeys: Obeyed, room: Obeyed, may_skip: bool, may_fail: bool, place: int
     ) -> Iterator[Move]:
-        """What changes nothing but the rank."""
+        """Events that change only the rank itself."""
         rank = self._ranks[number]
         one, config = rank.one, self.config
         waiting = [flying for flying in one.flight if flying & 3 == WAITING]
@@ -603,14 +604,14 @@ class Search:
                 yield (place, "fails", sequence), self._end(one, flying), FAIL
 
     def _end(self, one: One, flying: int, *, seen: bool = False) -> int:
-        """A checkpoint is over. `seen`: the daemon ended it itself."""
+        """The rank without a checkpoint that has ended. `seen`: the daemon itself ended it."""
         known = one.seen
         if known is not None and seen:
             known = known[0], tuple(code for code in known[1] if code != flying >> 2)
         return self.number(one._replace(flight=_put(one.flight, flying), seen=known))
 
     def _publish(self, state: State, place: int, rank: Rank, flying: int, obeys: Obeyed) -> Made:
-        """The publisher: superseded, or a record with it and without what it lets go."""
+        """The publisher supersedes the checkpoint, or writes a record with it."""
         code = flying >> 2
         sequence = code >> SEQUENCE
         key = rank.number, flying, obeys
@@ -634,8 +635,8 @@ class Search:
         return (place, "has durable", sequence), made._replace(mark=max(state.mark, sequence))
 
     def _at_end(self, state: State, place: int, number: int) -> State:
-        """With another rank in this place, where the rules have ended something. What all ranks had
-        copied without a failure was to become durable: it counts as if they had been told so."""
+        """With another rank in this place, a checkpoint of which the rules have ended. If all ranks
+        had copied it without a failure, it counts as if they were told that it is durable."""
         made = _at(state, place, number)
         top, above = state.top, state.above
         for code in self._ranks[state.ranks[place]].has - self._ranks[number].has:
@@ -686,7 +687,7 @@ class Search:
     def _hear(
         self, found: list[Made], state: State, place: int, rank: Rank, agreed: Obeyed
     ) -> None:
-        """The publisher is told of an agreement; the daemon looks at the volume."""
+        """The publisher gets an agreement; the daemon looks at the volume."""
         one = rank.one
         if rank.is_unseen:
             now = one.held, tuple([flying >> 2 for flying in one.flight])
@@ -701,7 +702,7 @@ class Search:
                 found.append(((place, "hears", said), _at(state, place, heard)))
 
     def _suffer(self, found: list[Made], state: State, place: int, one: One) -> None:
-        """What happens to one rank."""
+        """Faults of one rank."""
         budget = state.budget
         if one.process == LIVE:
             if budget[CUT]:
@@ -723,8 +724,8 @@ class Search:
                     found.append(((place, "rots", _name(code)), rots))
 
     def _join(self, found: list[Made], state: State, place: int, one: One) -> None:
-        """A process of the new start connects, and restores when nothing of the run before is in
-        flight any more."""
+        """A process of the new start connects. It restores when no checkpoint of the run before is
+        in flight any more."""
         if one.process == DEAD:
             said = [*self._obeyed(state), state.decided, self.agreed(state)]
             passed = max([state.above, *(number for each in said for number in each[2])])
@@ -749,18 +750,18 @@ class Search:
         return [self._ranks[number].one.obeys for number in state.ranks]
 
     def _all_joined(self, state: State) -> State:
-        """No longer a new start, if all are there."""
+        """The start is complete once all its ranks have restored."""
         ranks = [self._ranks[state.ranks[place]].one for place in self._members(state.world)]
         if all(one.process in (LIVE, AWAY) for one in ranks):
             return state._replace(choice=0)
         return state
 
     def _first_step(self, state: State) -> int:
-        """That a start saves."""
+        """The first step that a start saves."""
         return 1 + (state.choice >> STEP & 31 if state.choice > NOTHING else 0)
 
     def _has_older_flight(self, state: State) -> bool:
-        """Whoever restores waits for what the run before has in flight."""
+        """Whether the run before has checkpoints in flight, for which a restore waits."""
         return any(
             flying >> RUN + 2 & 15 != state.run
             for number in state.ranks
@@ -768,7 +769,7 @@ class Search:
         )
 
     def _cut(self, state: State, place: int, process: int) -> State:
-        """A session ends: what was copied goes on."""
+        """A session ends: only copied checkpoints stay in flight."""
         one = self._ranks[state.ranks[place]].one
         flight = tuple(flying for flying in one.flight if flying & 3 == COPIED)
         seen = one.seen
@@ -787,13 +788,13 @@ class Search:
     def _all_cut(self, state: State, process: int) -> State:
         for place, number in enumerate(state.ranks):
             was = self._ranks[number].one.process
-            if was != DEAD:  # one that is new connects again
+            if was != DEAD:  # a NEW process connects again
                 state = self._cut(state, place, DEAD if was == NEW else process)
         return state
 
     def _damage(self, state: State, place: int, one: One, code: int) -> State:
-        """Then what all were told of is no more than what all still have; and if their publishers
-        do not know yet, not even that."""
+        """Damages a checkpoint. The promise shrinks to what all ranks still have; to nothing while
+        publishers may not know of the damage."""
         held = tuple(other | DAMAGED if other == code else other for other in one.held)
         made = _spend(_at(state, place, self.number(one._replace(held=held))), DAMAGE)
         chosen, count, _ = self.restored(made)
@@ -801,7 +802,7 @@ class Search:
         return made._replace(top=top, ever=min(made.ever, count))
 
     def _disasters(self, found: list[Made], state: State, ones: list[One]) -> None:
-        """What happens to all."""
+        """Faults of all ranks at once."""
         budget = state.budget
         live = sum([one.process != DEAD for one in ones])
         if budget[DEATH] and live > 1:
@@ -820,7 +821,7 @@ class Search:
             self._start(found, state)
 
     def _daemon_dies(self, state: State, store: bool) -> State:
-        """And the next one opens the volumes, and what was copied, if the store has it."""
+        """The next daemon opens the volumes, and with a store continues copied checkpoints."""
         made = self._all_cut(state, AWAY)
         last = state.mark
         for place, number in enumerate(made.ranks):
@@ -835,7 +836,7 @@ class Search:
         return made._replace(last=last, given=(), above=last, decided=UNTOLD)
 
     def _start(self, found: list[Made], state: State) -> None:
-        """The launcher ends the remaining ranks and starts again; what was copied still flies."""
+        """The launcher ends the remaining ranks and starts again; copied ones stay in flight."""
         world = state.world
         if self.config.worlds:
             turn = (self.config.starts - state.budget[START]) % len(self.config.worlds)
@@ -882,8 +883,8 @@ class Search:
         return found
 
     def restored(self, state: State) -> tuple[int, int, str]:
-        """What all ranks restore if everything is killed now (0: refused, or NOTHING), how many
-        are common, and what is wrong with that."""
+        """What all ranks would restore if all processes were killed now (0: refused, or NOTHING),
+        how many checkpoints are common, and what is wrong with that ("" when it is right)."""
         known = self._ranks
         key = tuple([known[number].held for number in state.ranks])
         found = self._restored.get(key)
@@ -918,7 +919,7 @@ class Search:
     # -- what must always hold -----------------------------------------------------------------
 
     def violation(self, state: State) -> str:
-        """Which invariant does not hold; "" when all do."""
+        """The invariant that does not hold; "" when all hold."""
         chosen, common, wrong = self.restored(state)
         top = state.top
         if wrong:
@@ -954,7 +955,7 @@ class Search:
         return ""
 
     def _can_go_on(self, state: State, place: int, rank: Rank) -> bool:
-        """It has a slot for its next checkpoint, gets one, or need not have it any more."""
+        """The rank has or gets a slot for its next checkpoint, or that checkpoint is given up."""
         one = rank.one
         if not rank.waits:
             return True
@@ -964,7 +965,8 @@ class Search:
         return given_up or bool(self.expendable(one.held, said, one.lone))
 
     def _is_coming(self, state: State, ranks: list[Rank], place: int) -> bool:
-        """What this rank waits for waits for no slot: its end makes it common, or given up."""
+        """The rank gets its slot without a rank that waits for a slot: some checkpoint can still
+        become common, or be given up."""
         if self.expendable(ranks[place].held, self.agreed(state, place), ranks[place].one.lone):
             return True
         if any(rank.is_unseen for rank in ranks):
@@ -985,13 +987,13 @@ class Search:
         )
 
     def _stuck(self, state: State, short: list[int]) -> str:
-        """No rank that waits can go on. Then it is known for whom, and they can ask for more."""
+        """No waiting rank can go on. Then the ranks for which it waits must be able to ask."""
         known = self._as_ranks([self._ranks[number].known for number in state.ranks])
         for place in short:
             agreement = self.rules.agree(known, state.world, self.config.keep, [place])
             late = self.rules.group.lagging(known, state.world, place, agreement)
             if not set(late) & self._asking(state):
-                return f"(4) rank {place} waits for a slot, and for nobody who asks: {late}"
+                return f"(4) rank {place} waits for a slot, and for no rank that asks: {late}"
             if self.config.is_enough:
                 return f"(5) rank {place} waits for a slot, in lockstep, for {late}"
         return ""
@@ -1013,13 +1015,13 @@ def _names(bits: int) -> tuple[int, ...]:
 
 
 def _at(state: State, place: int, number: int) -> State:
-    """With another rank in this place."""
+    """The state with another rank in this place."""
     ranks = state[0]
     return tuple.__new__(State, ((*ranks[:place], number, *ranks[place + 1 :]), *state[1:]))
 
 
 def _cut(obeys: Obeyed, least: int, there: Iterable[int]) -> Obeyed:
-    """What of it makes a difference for sequences from `least` on, and for those in `there`."""
+    """The part of an agreement that matters for sequences from `least` on, and for `there`."""
     oldest, newest, given_up = obeys
     return (
         oldest if oldest > least else 0,

@@ -1,9 +1,9 @@
-"""Hostile clients, one attack for each name in ATTACKS, run as another uid beside a daemon:
+"""Hostile clients: one attack for each name in ATTACKS, run by another user of the daemon:
 
     python -m tests.support.as_user UID tests.support.hostile ATTACK SOCKET JSON
 
-JSON is what the attacker knows of its victim. It prints "enough" after some steps, continues until
-its input ends, and then prints how many steps it made. It ignores the daemon's answers."""
+JSON is what the attacker knows of the attacked job. The attacker ignores the daemon's answers. It
+prints "enough" after some steps, continues until its input ends, and prints its number of steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from pccheck_wire.messages import (
 from tests.support.rank import Rank, payload_of
 
 ENOUGH = 15
-LIFE_S = 120  # it ends by itself, whatever becomes of the test
+LIFE_S = 120  # the attacker ends by itself, also when the test was killed
 Step = Iterator[None]
 
 
@@ -159,7 +159,7 @@ class Attacker:
             yield
 
     def sessions(self) -> Step:
-        """As many as there can be, each with memory and a volume."""
+        """As many sessions as possible, each with memory and a volume."""
         held: list[attach.Attachment] = []
         for number in itertools.count():
             try:
@@ -171,8 +171,8 @@ class Attacker:
             yield
 
     def minimal_sessions(self) -> Step:
-        """The least memory in each of many sessions, which answer nothing. Where one was ended,
-        there is another one at once."""
+        """Many sessions that answer nothing, each with the least memory. A session that the daemon
+        ends is replaced at once."""
         held: dict[int, attach.Attachment] = {}
         for number in itertools.cycle(range(24)):
             if number in held and self.has_ended(held[number].socket):
@@ -217,7 +217,7 @@ class Attacker:
             yield
 
     def endless_starts(self) -> Step:
-        """Many processes, of worlds of any size, each of which saves a little and ends."""
+        """Many processes, in worlds of any size. Each saves a little and ends."""
         for number in itertools.count(1):
             world = self.chance.choice([1, 2, 3, 65536])
             fields = {
@@ -283,7 +283,7 @@ class Attacker:
             yield
 
     def wrong_endpoint(self) -> Step:
-        """The victim's own address, which the attacker cannot have guessed."""
+        """Requests to the endpoint of another user; a real attacker could not guess its address."""
         while True:
             dealer = self.control(self.victim["endpoint"])
             for _ in range(20):
@@ -316,7 +316,7 @@ class Attacker:
             yield
 
     def verify_loops(self) -> Step:
-        """Reads as much of its own as it can, in several sessions."""
+        """Verifies its own checkpoints all the time, in several sessions."""
         with Rank(Path(self.path), job="evil") as rank:
             rank.register(8 << 20)
             rank.save(1, payload_of(1, 8 << 20))
@@ -329,7 +329,7 @@ class Attacker:
             yield
 
     def others_snapshots(self) -> Step:
-        """What belongs to other ranks and users, asked for by its number."""
+        """Asks for checkpoints of other ranks and users by their numbers."""
         fields = {"world_size": 2, "local_world_size": 2, "launch": "one"}
         mine, other = self.attach(rank=0, **fields), self.attach(rank=1, **fields)
         mine.request(Register(1 << 20), timeout_s=20)

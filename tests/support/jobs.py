@@ -1,4 +1,4 @@
-"""A job whose tenants are fakes: tests set what a rank holds, and read what it was made to obey."""
+"""A job with fake tenants: tests set what a rank holds, and read the agreements it got."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = Config(Path("/none"), Path("/none/socket"), dram_bytes=1 << 24)
 
 
 def owner(rank: int, *, world: int = 2, solo: bool = False, start: int = 1) -> Owner:
-    """A process of a rank; `start` tells the processes of one rank from each other."""
+    """A process of a rank; `start` distinguishes the processes of one rank."""
     return Owner(
         session=10 * start + rank, pid=100 * start + rank, world_size=world,
         local_world_size=world, fresh=False, process=bytes([start, rank]), solo=solo,
@@ -110,7 +110,7 @@ class Ledger:
 
 @dataclass(eq=False)
 class Tenant:
-    """As much of a tenant as a job uses."""
+    """The part of a tenant that a job uses."""
 
     rank: int
     volumes: Volumes = field(default_factory=Volumes)
@@ -151,7 +151,7 @@ class Tenant:
         self.calls.append("read")
 
     async def opened(self) -> None:
-        """No volume is being opened again."""
+        """Does nothing: no volume is being opened."""
 
     def end_read(self) -> None:
         self.calls.append("read ended")
@@ -221,7 +221,7 @@ class Ranks:
     def ask(
         self, rank: int, step: int, *, on_busy: str = "wait", repeat: int = 0
     ) -> tuple[int, int]:
-        """Incarnation and sequence of a requested checkpoint."""
+        """Requests a checkpoint; returns its incarnation and sequence."""
         item = Checkpoint(
             session=1, snapshot=1, step=step, payload_bytes=10, tree_offset=0, tree_bytes=1,
             skip_when_busy=on_busy == "skip", incarnation=1, world_size=self.world,
@@ -236,7 +236,7 @@ class Ranks:
         return asyncio.run(ask())
 
     def left(self, rank: int, process: bytes) -> None:
-        """A process ends, and the ranks decide."""
+        """Ends the process of a rank; the remaining ranks decide."""
 
         async def end() -> None:
             self.job.left(rank, process)

@@ -1,10 +1,10 @@
-"""Trainings with Lightning, which print what they compute bit for bit.
+"""Trainings with Lightning that print their results with all digits.
 
     python -m tests.support.lightningrun FOLDER '[["name", {"option": value}], ...]'
 
 Each runs in a forked process of its own, which may kill itself, so that Lightning is imported once.
 FOLDER/NAME.RANK gets the output, with the exit code as last line. Under torchrun every rank does
-the same. Without "job" a training is undisturbed: the others have to compute the same.
+the same. A training without "job" is undisturbed: the other trainings must have the same results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Options = dict[str, Any]
 
 
 class Items(Dataset[torch.Tensor]):
-    """Draws random numbers for every item, and no two items are equal."""
+    """Draws random numbers for every item; no two items are equal."""
 
     def __len__(self) -> int:
         return ITEMS
@@ -153,7 +153,7 @@ def train(options: Options) -> None:
 
 
 def order(options: Options) -> None:
-    """Says when the training waits for a copy."""
+    """Records when the training waits for a copy."""
     saver = PCcheckCallback(1, job=options["job"])
 
     class Spy(Callback):
@@ -183,7 +183,7 @@ def folds(options: Options) -> None:
 
 
 def paths(options: Options) -> None:
-    """ModelCheckpoint, save_checkpoint() with paths of PCcheck; the script has a client, too."""
+    """ModelCheckpoint and save_checkpoint() with pccheck:// paths; the script has a client, too."""
     job, folder = options["job"], Path(options["folder"])
     client = PCcheckClient(job)
     saver = PCcheckCallback(0)  # finds the client by PCCHECK_JOB
@@ -219,7 +219,7 @@ def paths(options: Options) -> None:
 
 
 def crowded(options: Options) -> None:
-    """ModelCheckpoint keeps more checkpoints than may be pinned; each one is a new best."""
+    """ModelCheckpoint keeps more checkpoints than may be pinned; each is a new best."""
     job = options["job"]
     best = ModelCheckpoint(f"pccheck://{job}", monitor="epoch", mode="max", save_top_k=2)
     with PCcheckClient(job) as client:
@@ -229,7 +229,7 @@ def crowded(options: Options) -> None:
 
 
 def refused(options: Options) -> None:
-    """ModelCheckpoints that cannot save to their path: fit() says so, and does not train."""
+    """ModelCheckpoints that cannot save to their path: fit() raises, and does not train."""
     place = f"pccheck://{options['job']}"
     for files in (
         ModelCheckpoint(place, save_last=True),
@@ -253,7 +253,7 @@ KINDS = {
 
 
 def meet(place: Path) -> None:
-    """torchrun's store has the addresses of the training before: rank 0 opens another one."""
+    """Rank 0 opens another store: torchrun's store has addresses of the previous training."""
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     if os.environ["RANK"] == "0":
         with socket.socket() as free:

@@ -2,9 +2,9 @@
 
     python -m tests.support.loaderranks KIND WORKERS [KILL_AFTER]
 
-KIND: ddp or fsdp. The usual loop: epochs, and in each all batches of the loader. Every rank prints
-the items of each batch. After step KILL_AFTER the ranks wait until they all have the checkpoint of
-that step, and kill themselves.
+KIND: ddp or fsdp. A loop over epochs, and over the batches of the loader. Every rank prints the
+items of each batch. After step KILL_AFTER the ranks wait until the checkpoint of that step is
+global, and kill themselves.
 """
 
 from __future__ import annotations

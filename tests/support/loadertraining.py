@@ -1,4 +1,4 @@
-"""Training with dropout over a shuffled loader, which prints every loss bit for bit.
+"""Training with dropout over a shuffled loader; prints every loss with all digits.
 
     python -m tests.support.loadertraining SOCKET LOADER WORKERS STEPS EVERY [KILL_AFTER]
 
@@ -36,7 +36,7 @@ class Order(Sampler[int]):
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.skip = 0  # batches of the next epoch that were given already
+        self.skip = 0  # batches of the next epoch that were already returned
 
     def __len__(self) -> int:
         return ITEMS
@@ -73,7 +73,7 @@ class Plain(DataLoader[torch.Tensor]):
 
 
 class Wrapped:
-    """Something of one's own around a loader."""
+    """A wrapper of the script around a loader."""
 
     def __init__(self, workers: int) -> None:
         self.inner = Plain(workers)

@@ -1,9 +1,9 @@
-"""Runs pccheckd and checks that no thread with an event loop calls what may wait for a disk, a GPU
-or another user (ARCHITECTURE.md, invariants 7 and 8).
+"""Runs pccheckd, and checks that no thread with an event loop makes a call that may wait for a
+disk, a GPU or another user (ARCHITECTURE.md, invariants 7 and 8).
 
     PCC_LOOP_CHECK=FILE python -m tests.support.loopcheck FLAGS OF PCCHECKD...
 
-Each such call goes to FILE with its stack; `tests.support.daemon` then fails the test."""
+Each such call is written to FILE with its stack; `tests.support.daemon` then fails the test."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def watched(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_files(storage: str) -> None:
-    """Everything that names a file below the storage directory."""
+    """Reports calls that name a file below the storage directory."""
     reporting = False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ from .trainer import Commands, Trainer
 LAYERS = 6
 FROZEN = 24 << 20
 ADAPTERS = 512 << 10
-#: Adapters, as much momentum, the tree; a block at each end of them, and the manifest.
+#: Adapters, as many bytes of momentum, and the tree; a block at each end of them; the manifest.
 CHANGED = 2 * ADAPTERS + (64 << 10)
 
 
@@ -37,7 +37,7 @@ class Lora(torch.nn.Module):
 
 class LoraCommands(Commands):
     def open(self, counts: list[int], **options: Any) -> int:
-        """`counts`: the bytes that are frozen, if not FROZEN."""
+        """`counts`: the number of frozen bytes, by default FROZEN."""
         model = self.lora = Lora(*counts)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.sgd = torch.optim.SGD(trained, lr=0.5, momentum=0.9)
@@ -46,7 +46,7 @@ class LoraCommands(Commands):
         return 0
 
     def save(self, step: int) -> int:
-        """One step, and a checkpoint; its handle."""
+        """Makes a step and a checkpoint; returns its handle."""
         for parameter in self.lora.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.full_like(parameter, float(step))
@@ -55,7 +55,7 @@ class LoraCommands(Commands):
         return len(self.handles) - 1
 
     def train(self, step: int) -> None:
-        """One step, and a checkpoint that is durable."""
+        """Makes a step, and waits until its checkpoint is durable."""
         self.handles[self.save(step)].wait_durable(60)
 
     def merge(self) -> None:

@@ -17,12 +17,12 @@ from .daemon import READY_LIMIT_S, Daemon
 
 STORE_MAX = 512
 _FDS_MAX = 64
-#: The shell has the pid of what it becomes.
+#: exec keeps the process id of the shell.
 _LISTENING = ["/bin/sh", "-c", 'LISTEN_PID=$$ exec "$@"', "sh"]
 
 
 class Manager:
-    """Its end of one notify socket. A thread answers, as the daemon waits for answers."""
+    """The manager's end of one notify socket. A thread answers, because the daemon waits."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class Manager:
             return sorted(self.store)
 
     def put(self, name: str, fd: int) -> None:
-        """As if a daemon had stored it; takes the descriptor."""
+        """Keeps a descriptor as if a daemon had stored it; takes ownership."""
         with self._lock:
             old = self.store.pop(name, None)
             if old is not None:
@@ -91,7 +91,7 @@ class Manager:
 
 
 class ServedDaemon(Daemon):
-    """A daemon under such a manager: what it stores comes back to it when it is started again."""
+    """A daemon under such a manager: a restarted daemon gets the stored descriptors."""
 
     def __init__(self, *flags: str, shim: str = "", storage: Path | None = None,
                  store_max: int = STORE_MAX) -> None:  # fmt: skip
@@ -110,7 +110,7 @@ class ServedDaemon(Daemon):
             environment |= {"LISTEN_FDS": str(len(names)), "LISTEN_FDNAMES": ":".join(names)}
 
         def place() -> None:
-            high = [os.dup(fd) for fd in given]  # out of the way of the numbers to come
+            high = [os.dup(fd) for fd in given]  # above the numbers that the daemon expects
             moved = [_above(fd, 3 + len(given)) for fd in high]
             for number, fd in enumerate(moved):
                 os.dup2(fd, 3 + number, inheritable=True)
@@ -132,7 +132,7 @@ class ServedDaemon(Daemon):
         raise AssertionError(f"pccheckd did not get ready:\n{self.log.read_text()}")
 
     def without_store(self) -> Daemon:
-        """Another start on the same storage, by hand: the descriptors stay where they are."""
+        """Starts a daemon on the same storage without the manager, which keeps the descriptors."""
         plain = Daemon(*self.flags, storage=self.storage)
         plain.root, plain.socket, plain.log = self.root, self.socket, self.log
         return plain.start()
@@ -147,5 +147,5 @@ class ServedDaemon(Daemon):
 
 
 def _above(fd: int, floor: int) -> int:
-    """A copy of it that is not below `floor`."""
+    """A duplicate of the descriptor, numbered `floor` or higher."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD, floor)

@@ -38,7 +38,7 @@ STALL_LIMIT_S = 20.0 * PATIENCE
 POLL_S = 0.0005
 AWAY_S = 0.01
 COPIED, DURABLE, GLOBAL, ENDED, ASKED = 1, 2, 4, 8, 16
-STARTS_STRIDE, RANK_STRIDE = 80_000, 20_000  #: float32 holds three times their sums exactly
+STARTS_STRIDE, RANK_STRIDE = 80_000, 20_000  #: 3 x their sums are exact in float32
 _HEAD = 64
 _VOUCHED = {
     State.COPIED: COPIED,
@@ -53,12 +53,12 @@ _OVER = frozenset((State.DURABLE, State.GLOBAL, State.SUPERSEDED, State.SKIPPED,
 
 
 def stamp(start: int, rank: int, step: int) -> int:
-    """Names a state."""
+    """A number that names a start, a rank and a step."""
     return start * STARTS_STRIDE + rank * RANK_STRIDE + step
 
 
 class Board:
-    """What the ranks of one start show each other and the test. One writer per word."""
+    """What the ranks of one start report to each other and to the test. One writer per word."""
 
     def __init__(self, path: Path, *, make: bool = False) -> None:
         nbytes = 8 * (_HEAD + STEPS_MAX * RANKS_MAX)
@@ -71,14 +71,14 @@ class Board:
         self._words[rank] = step
 
     def at(self, world: int) -> int:
-        """The step that every rank has come to."""
+        """The step that every rank has reached."""
         return min(self._words[:world])
 
     def came(self, rank: int) -> int:
         return self._words[rank]
 
     def stop(self, step: int) -> None:
-        """The ranks end their run before this step; for tests that do not kill them."""
+        """Ends the run of all ranks before this step; for tests that do not kill them."""
         self._words[16] = step
 
     @property
@@ -89,7 +89,7 @@ class Board:
         self._words[8 + rank] = step
 
     def connected_since(self, world: int) -> int:
-        """The first step that no rank asked an earlier daemon for."""
+        """The first step that no rank requested from an earlier daemon."""
         return max(self._words[8 : 8 + world])
 
     def waited(self, rank: int, seconds: float) -> None:
@@ -127,7 +127,7 @@ class Board:
 
 
 class _Member(Commands):
-    """A rank that connects, restores and trains on command; the kinds differ in how they save."""
+    """A rank that connects, restores and trains on command. Subclasses differ in how they save."""
 
     def begin_start(self, plan: dict[str, Any]) -> int:
         """Connects. `plan` has its identity; see `group_campaign`."""
@@ -155,9 +155,9 @@ class _Member(Commands):
         raise NotImplementedError
 
     def train(self, base: int, **spec: Any) -> None:
-        """Steps from `base` on until it is killed, or the board says stop. `spec`: interval_s;
-        alone (no lockstep, `alone` steps); skips, fails, renews: indices of this rank's steps at
-        which it makes no checkpoint, one that fails, or a new client first."""
+        """Trains from `base` on until the process is killed, or the board has stop set. `spec`:
+        interval_s; alone (`alone` steps, not in lockstep); skips, fails, renews: indices of steps
+        without a checkpoint, with a failing checkpoint, or with a new client."""
         self.base, index = base, 0
         board, rank = self.board, self.rank
         while not spec.get("alone") or index < spec["alone"]:
@@ -184,7 +184,7 @@ class _Member(Commands):
                 self.look()
 
     def finish(self, limit_s: float = 30.0) -> None:
-        """Looks until everything in flight has ended."""
+        """Calls look() until no checkpoint is in flight."""
         deadline = time.monotonic() + limit_s
         while self.flying and time.monotonic() < deadline:
             self.look()
@@ -203,8 +203,8 @@ class _Member(Commands):
         raise NotImplementedError
 
     def tell(self, index: int, state: State, sequence: int, reason: Any) -> bool:
-        """Writes observations to the board; returns whether no more will come."""
-        flags = _VOUCHED.get(state, 0)  # the sequence of what ended is that of a newer one
+        """Writes an observation to the board; returns whether it is the last of this checkpoint."""
+        flags = _VOUCHED.get(state, 0)  # an ended checkpoint has the sequence of a newer one
         self.board.note(self.rank, index, flags, sequence if flags & COPIED else 0)
         if state in (State.FAILED, State.SKIPPED):
             self.say(index, state.name, reason())
@@ -215,7 +215,7 @@ class _Member(Commands):
 
 
 class WireMember(_Member):
-    """Without torch: the wire and bytes."""
+    """A rank without torch: only the wire, and bytes."""
 
     def connect(self) -> None:
         self.restored: int | None = 0 if self.plan["how"] == "fresh" else None
@@ -260,7 +260,7 @@ class WireMember(_Member):
         super().train(base, **spec)
 
     def update(self, step: int) -> None:
-        """What a gate does: the update waits until the snapshots before were read."""
+        """Acts as a gate: the update waits until earlier snapshots have been read."""
         session = self.session
         if session is None:
             return
@@ -286,7 +286,7 @@ class WireMember(_Member):
                 self.next_try = time.monotonic() + 0.05
                 self.say(index, "AWAY", str(error))
         if self.session is None:
-            time.sleep(AWAY_S)  # or it would run through thousands of steps without a daemon
+            time.sleep(AWAY_S)  # else it would make thousands of steps without a daemon
             return
         self.board.note(self.rank, index, ASKED)
         data = payload_of(stamp(self.plan["start"], self.rank, step), self.plan["nbytes"])
@@ -298,7 +298,7 @@ class WireMember(_Member):
         self.flying[index] = snapshot
 
     def _free_entry(self) -> None:
-        """Waits for the snapshot whose entry of the page is used again, and sees how it ended."""
+        """Waits for the snapshot whose entry in the page is used again, and notes how it ended."""
         session = self.session
         before = session.snapshots - SNAPSHOTS + 1 if session is not None else 0
         if session is not None and before > 0:
@@ -307,7 +307,7 @@ class WireMember(_Member):
             self.look()
 
     def renew(self) -> None:
-        """As a new client in the same process: it does not know what the first one restored."""
+        """Becomes a new client in the same process, which does not know what was restored."""
         if self.session is not None:
             self.finish(5.0)
             self.session.close()
@@ -324,7 +324,7 @@ class WireMember(_Member):
         alive = session.link.alive()
         for index, snapshot in list(self.flying.items()):
             found = session.link.state(snapshot)
-            if found is None:  # its entry of the page is used again; the daemon still knows it
+            if found is None:  # its entry in the page is used again; the daemon still knows it
                 try:
                     grouped = alive and self.world > 1  # it may have become global since
                     known = session.describe(snapshot, limit_s=1.0) if grouped else None
@@ -343,7 +343,7 @@ class WireMember(_Member):
                     try:
                         return session.describe(snapshot, limit_s=1.0).reason
                     except (PccheckError, AssertionError):
-                        alive = False  # killed meanwhile: the other questions would wait as long
+                        alive = False  # the daemon was killed: more requests would wait as long
                 return "unknown"
 
             if not alive and state in (State.FAILED, State.SKIPPED):
@@ -365,7 +365,7 @@ def _state_of(found: LinkState) -> State:
 
 
 class ClientMember(_Member):
-    """With torch, an attached optimizer and the real client."""
+    """A rank with torch, an attached optimizer and the real client."""
 
     def connect(self) -> None:
         plan = self.plan
@@ -425,7 +425,7 @@ class ClientMember(_Member):
 
 
 class Member(Trainer):
-    """A rank's process; killed however often."""
+    """The process of a rank; may be killed several times."""
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -441,5 +441,5 @@ class Client(Member):
 
 
 def tensor_of(start: int, rank: int, step: int, nbytes: int) -> Any:
-    """What a `Client` rank has saved."""
+    """The tensor that a `Client` rank has saved."""
     return expected(stamp(start, rank, step), 0, nbytes // 4)

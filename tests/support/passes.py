@@ -15,7 +15,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def run(work: Callable[[Loop], Awaitable[None]], limit_s: float = 60.0) -> None:
-    """Runs `work` with the loop that runs it."""
+    """Runs `work`, which gets the loop as argument."""
 
     async def all_of_it() -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A payload in plain memory, without daemon or native code: what the copy thread and a load do.
+"""A payload in plain memory, without daemon or native code: does what a copy and a load do.
 
 GPU memory is host memory here; `FakeDevices` only defines which GPU a tensor is on.
 """
@@ -82,7 +82,7 @@ def build(snapshot: Snapshot) -> bytearray:
 
 
 def _build_devices(part: DevicePart, payload: bytearray) -> int:
-    """Staging, then the copy of the device part; where it ends."""
+    """Stages, then copies the device part; returns where that part ends."""
     room = {d: ctypes.create_string_buffer(n) for d, n in part.staging_bytes.items()}
     staging = {d: ctypes.addressof(memory) for d, memory in room.items()}
     for copies in (part.aside, part.staged):

@@ -1,5 +1,5 @@
-"""Programs that import torch, in processes of their own that need not import it: they are forked
-from a server process that has imported it already, which makes hundreds of them cheap."""
+"""Programs that import torch, in processes of their own. A server process that has imported torch
+forks them, which makes hundreds of them cheap."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CONTEXT.set_forkserver_preload(
 
 
 class Program:
-    """`python -m MODULE WORDS`, with the names of subprocess.Popen; `ranks`: of one job, and the
-    process is their launcher, torchrun's. Calls the module's `main`. Killed with the block."""
+    """`python -m MODULE WORDS`, with the methods of subprocess.Popen. Calls `main` of the module.
+    With `ranks` the process is torchrun, and starts that many. The end of the block kills it."""
 
     def __init__(
         self, module: str, *words: object, ranks: int = 0,
         environment: dict[str, str] | None = None, output: int | None = None,
     ) -> None:  # fmt: skip
-        """Both outputs go to the file descriptor `output`; without one, to `stdout`."""
+        """stdout and stderr go to the file descriptor `output`, by default to `self.stdout`."""
         read, write = os.pipe() if output is None else (-1, os.dup(output))
         self.stdout = open(read) if output is None else None  # noqa: SIM115, PTH123
         theirs = Connection(write, readable=False)
@@ -65,7 +65,7 @@ class Program:
         return self.returncode
 
     def finish(self) -> str:
-        """What it prints until it ends."""
+        """Waits for the end; returns what the program has printed."""
         assert self.stdout is not None
         said = self.stdout.read()
         self.wait()
@@ -102,7 +102,7 @@ def _start(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # it has inherited the server's
+    multiprocessing.set_start_method("fork", force=True)  # inherited from the server
     sys.argv = [module, *map(str, words)]
     main: Callable[[], None] = importlib.import_module(module).main
     try:
@@ -112,7 +112,7 @@ def _start(
 
 
 def _launch(main: Callable[[], None], ranks: int) -> None:
-    """As `torchrun --standalone`, whose workers are forked."""
+    """Acts as `torchrun --standalone`, but forks the workers."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}

@@ -1,4 +1,4 @@
-"""A rank without torch: the wire, the native link and bytes of its own. For tests of the daemon."""
+"""A rank without torch, for tests of the daemon: the wire, the native link and plain bytes."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from pccheck_wire.messages import (
 from tests.support.waiting import PATIENCE, until
 
 LIMIT_S = 30.0 * PATIENCE
-SLICE_NS = 50_000_000  # between two looks whether the daemon lives
+SLICE_NS = 50_000_000  # between two checks that the daemon runs
 
 
 def payload_of(seed: int, size: int) -> bytes:
-    """Bytes that can be made again from the seed."""
+    """Random bytes; the same for the same seed."""
     word = struct.pack("<QQ", seed * 0x9E3779B97F4A7C15 % 2**64, size)
     return (word * (size // len(word) + 1))[:size]
 
@@ -55,7 +55,7 @@ class NoAnswerError(AssertionError):
 
 
 class Rank:
-    """One session, as trainer by default; `save` and `load` whole payloads of bytes."""
+    """One session, by default of a trainer; `save` and `load` take payloads of bytes."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class Rank:
         self._socket.linger = 0
         self._socket.connect(self.welcome.endpoint)
         self._numbers = itertools.count(1)
-        self.snapshots = 0  # that were asked for; the newest one's id
+        self.snapshots = 0  # number of requested snapshots; the id of the newest
         self._loads = itertools.count(1)
         self._kept: dict[int, object] = {}  # by snapshot: buffers that are being read
 
     def ask(self, body: RequestBody, limit_s: float = LIMIT_S) -> ReplyBody:
-        """Over ZeroMQ; raises the daemon's failure."""
+        """Sends a request over ZeroMQ; raises the failure that the daemon returns."""
         number = next(self._numbers)
         self._send(number, body)
         deadline = time.monotonic() + limit_s
@@ -106,8 +106,8 @@ class Rank:
         raise NoAnswerError(f"no answer to {body}")
 
     def ask_again(self, body: RequestBody) -> ReplyBody:
-        """The same, as often as it takes: what is sent before libzmq notices the end of a front is
-        lost. For requests that may be sent twice."""
+        """Repeats a request until it is answered: a message that is sent before libzmq notices the
+        end of a front is lost. Only for requests that may be sent twice."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             try:
@@ -132,8 +132,8 @@ class Rank:
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
         frozen: int = 0, offered: int | None = None,
     ) -> int:  # fmt: skip
-        """Asks for a snapshot of `data`, whose last 8 bytes are its tree; the snapshot's id. Its
-        `frozen` bytes are offered; `offered` tells the link another number than the daemon."""
+        """Requests a snapshot of `data`, whose last 8 bytes are its tree; returns its id. The
+        `frozen` bytes are offered; `offered` gives the link a wrong number of them."""
         self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
@@ -152,7 +152,7 @@ class Rank:
         return snapshot
 
     def until_copying(self, snapshot: int) -> None:
-        """Until it has its slot."""
+        """Waits until the snapshot has a slot."""
         until(lambda: self.describe(snapshot).state is CheckpointState.COPYING)
 
     def _is_read(self, snapshot: int) -> bool:
@@ -176,7 +176,7 @@ class Rank:
         return state
 
     def save(self, step: int, data: bytes) -> LinkState:
-        """Saves and waits until it, or a newer one, is durable."""
+        """Saves, and waits until this checkpoint or a newer one is durable."""
         state = self.wait(self.begin(step, data))
         durable = (CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED)
         assert state.outcome in durable, state
@@ -201,7 +201,7 @@ class Rank:
         return found
 
     def load(self, opened: Opened) -> tuple[int, bytes]:
-        """The native result code and the payload."""
+        """Returns the native result code and the payload."""
         load = next(self._loads)
         buffer = ctypes.create_string_buffer(opened.payload_bytes)
         ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, opened.payload_bytes)
@@ -209,7 +209,7 @@ class Rank:
         try:
             self.ask(Read(load, opened.sequence, 0, opened.payload_bytes, self.rank))
         except PccheckError:
-            with contextlib.suppress(TimeoutError):  # it is closed all the same
+            with contextlib.suppress(TimeoutError):  # the session is closed in any case
                 self.link.load_wait(load, 0)
             raise
         code = self.link.load_wait(load, time.monotonic_ns() + int(LIMIT_S * 1e9))

@@ -78,8 +78,8 @@ def _program(permitted: list[int]) -> bytes:
 
 
 def _become_nobody(libc: ctypes.CDLL) -> None:
-    """If the interpreter is in root's home, this user may also read every file, because the daemon
-    starts further processes. It keeps no other capability."""
+    """If the interpreter is in root's home, the process keeps the capability to read every file,
+    because the daemon starts further processes. It keeps no other capability."""
     places = (Path(sys.executable).resolve(), Path(sys.prefix), Path(__file__))
     closed = any(not up.stat().st_mode & stat.S_IXOTH for place in places for up in place.parents)
     libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
@@ -98,7 +98,7 @@ def main() -> int:
     from tests.support import as_user
 
     permitted = [int(number) for number in sys.argv[1].split(",")]
-    as_user.import_all("pccheckd")  # where that user cannot go, he cannot import from either
+    as_user.import_all("pccheckd")  # the other user may have no access to these directories
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() == 0:
         _become_nobody(libc)

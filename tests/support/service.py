@@ -14,7 +14,7 @@ from typing import Self
 from tests.support.daemon import READY_LIMIT_S, Daemon
 from tests.support.waiting import until
 
-#: Becomes the daemon, with descriptor 3 and LISTEN_PID as a manager would have it.
+#: Runs the daemon with descriptor 3 and LISTEN_PID as a manager sets them.
 _HAND_OVER = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); "
     "os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS='1', LISTEN_FDNAMES='attach'); "
@@ -23,7 +23,7 @@ _HAND_OVER = (
 
 
 class Service(Daemon):
-    """Like Daemon, but its notify socket stays, and a file of configuration is there."""
+    """Like Daemon, with a notify socket that stays open and a configuration file."""
 
     def __init__(self, *flags: str, watchdog_s: float = 0, **options: str) -> None:
         super().__init__(*flags, **options)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ class Service(Daemon):
         return super().environment() | told
 
     def start(self, *flags: str, listener: socket.socket | None = None) -> Self:
-        """Returns at READY; passes `listener` as pccheckd.socket does."""
+        """Starts the daemon and waits for READY; passes `listener` as pccheckd.socket does."""
         with self.log.open("ab") as log:
             if listener is None:
                 self.spawn(self.environment(), log.fileno(), *flags)
@@ -56,11 +56,11 @@ class Service(Daemon):
         return self
 
     def wait_log(self, wanted: str) -> None:
-        """A thread writes the log, later than the line is made."""
+        """Waits for a line of the log: a thread writes the log, later than the line is made."""
         until(lambda: wanted in self.log.read_text(), self.log.read_text)
 
     def wait_for(self, wanted: Callable[[str], bool], limit_s: float = READY_LIMIT_S) -> str:
-        """The next notification that is `wanted`; earlier ones are kept in `heard`."""
+        """Waits for a notification that is `wanted`; keeps earlier notifications in `heard`."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             said = self._listen()
@@ -94,7 +94,7 @@ class Service(Daemon):
 
 
 def listen_at(path: Path) -> socket.socket:
-    """As systemd makes the socket of pccheckd.socket."""
+    """A socket as systemd makes it for pccheckd.socket."""
     path.parent.mkdir(mode=0o750, exist_ok=True)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.bind(os.fspath(path))

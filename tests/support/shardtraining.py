@@ -1,8 +1,8 @@
 """A rank that trains a sharded model, to be started by torchrun.
 
-Prints what every step left, as one digest of the whole parameters and moments (gathered from all
-ranks) to DIGESTS/RANK: `step digest common`, where `common` is the newest step that the rank knows
-all ranks to have. The first line is of the restored step, 0 when there was none.
+Writes a line for every step to DIGESTS/RANK: `step digest common`. The digest is of the whole
+parameters and moments, gathered from all ranks. `common` is the newest step that the rank knows to
+be global. The first line is for the restored step, 0 if nothing was restored.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .torchrun import started
 
 COUNTED = 16  # handles that are looked at
 FROZEN = 36_000_300 // 28 * 28  # bytes, with --frozen
-#: In which states all ranks have a checkpoint: of several ranks, and of one.
+#: The states of a checkpoint that all ranks have: with several ranks, and with one.
 ENDED = ((CheckpointState.GLOBAL,), (CheckpointState.DURABLE, CheckpointState.GLOBAL))
 
 
 def built(cut: str, size: int, *, frozen: bool = False) -> nn.Module:
-    """`cut`: fsdp, hsdp (two replicas), tp (two ranks share a layer) or none. Sizes that no number
-    of ranks divides. `frozen`: with a large table that does not train."""
+    """`cut`: fsdp, hsdp (two replicas), tp (two ranks share a layer) or none. No number of ranks
+    divides the sizes. `frozen`: with a large table that is not trained."""
     torch.manual_seed(0)
     norm = nn.LayerNorm(7)  # used twice: its parameters are tied
     model = nn.Sequential(nn.Linear(33, 18), nn.GELU(), nn.Linear(18, 7), norm, norm)
@@ -76,8 +76,8 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def keep_whole(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What an export must have: whole tensors, gathered by torch; and what an import reads: the
-    shards as torch's own checkpoint has them."""
+    """Writes what an export must equal (whole tensors, gathered by torch), and what an import reads
+    (the shards, saved by torch)."""
     parameters = optimizer.param_groups[0]["params"]
     found = {
         "model": {name: whole(tensor) for name, tensor in model.state_dict().items()},
@@ -95,7 +95,7 @@ def keep_whole(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
 def launch(
     daemon: Daemon, job: str, digests: Path, *flags: str, ranks: int
 ) -> tuple[int, str, list[list[str]]]:
-    """How the ranks ended, and the steps and digests that each has printed."""
+    """Runs the ranks; returns how they ended, and the steps and digests that each printed."""
     digests.mkdir()
     program = ("tests.support.shardtraining", digests)
     with started(daemon, job, ranks, *program, *flags) as launcher:

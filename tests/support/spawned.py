@@ -1,5 +1,5 @@
-"""`python -m tests.support.spawned SOCKET HOW`: ranks of mp.spawn, which have no RANK; each prints
-a line."""
+"""`python -m tests.support.spawned SOCKET HOW`: ranks of mp.spawn, which do not have
+the variable RANK. Each prints a line."""
 
 import sys
 from tempfile import TemporaryDirectory

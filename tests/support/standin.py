@@ -1,7 +1,7 @@
-"""The stand-in CUDA driver for tests (tests/standin): built, loaded into processes, made to fail.
+"""The stand-in CUDA driver for tests (tests/standin): builds it, loads it, and injects faults.
 
-Every process that is to have "GPUs" gets `environment(...)`; a process that runs already (a forked
-trainer) calls `load()` before anything asks for libcuda.so.1.
+A process with "GPUs" is started with `environment(...)`. A process that runs already (a forked
+trainer) calls `load()` before libcuda.so.1 is opened.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WAIT_LIMIT_S = 60.0
 
 @functools.cache
 def build() -> Path:
-    """Makes libcuda.so.1 when its sources are newer, and returns it."""
+    """Builds libcuda.so.1 if its sources are newer; returns its path."""
     subprocess.run(["make", "-s", "-C", str(_SOURCE)], check=True)
     return _SOURCE / "build" / "libcuda.so.1"
 
 
 def new_directory() -> Path:
-    """For the device memory of one test, in DRAM where that is possible. The caller removes it."""
+    """A directory for the device memory of one test, in DRAM if possible. The caller removes it."""
     shared = Path("/dev/shm")
     parent = shared if os.access(shared, os.W_OK) else None
     directory = Path(tempfile.mkdtemp(prefix="pcc-gpu-", dir=parent))
@@ -61,11 +61,11 @@ def environment(
     memory_bytes: int = 0,
     context_bytes: int = 0,
 ) -> dict[str, str]:
-    """What a process needs to find the stand-in instead of a driver.
+    """The variables with which a process finds the stand-in instead of a driver.
 
-    `visible` is as CUDA_VISIBLE_DEVICES. `dead`: the result of copies from a dead exporter's
-    memory, "scramble", "error" or "keep". All processes of a test need the same `memory_bytes` (all
-    memory of a device) and `context_bytes` (what a context takes of it).
+    `visible` is as CUDA_VISIBLE_DEVICES. `dead`: the result of copies from a dead
+    exporter's memory, "scramble", "error" or "keep". All processes of a test need the same
+    `memory_bytes` (all memory of a device) and `context_bytes` (what a context takes of it).
     """
     others = os.environ.get("LD_LIBRARY_PATH", "")
     found = {
@@ -116,8 +116,8 @@ class Faults:
         return {name: getattr(self, name) for name in _WORDS[1:]}
 
     def fail_copy(self, nth: int, code: int, *, kinds: int = TO_HOST, behind: bool = True) -> None:
-        """The nth copy from now. `behind`: the call succeeds, and a later call in the stream
-        fails."""
+        """Lets the nth copy from now fail. `behind`: the call succeeds, and a later call in the
+        stream fails."""
         self.set(copy_fail_kinds=kinds, copy_fail_code=code, copy_fail_async=int(behind))
         self.set(copy_fail_at=nth)
 
@@ -125,7 +125,7 @@ class Faults:
         self.set(copy_us_per_mib=us_per_mib, copy_slow_kinds=kinds)
 
     def hold_copies(self, *, after: int = 0, kinds: int = TO_HOST) -> None:
-        """All but the next `after` copies wait until release_copies()."""
+        """Lets all copies after the next `after` wait until release_copies()."""
         self.set(copy_hold_skip=after, copy_hold_kinds=kinds)
 
     def release_copies(self) -> None:
@@ -218,8 +218,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 class Driver:
-    """The driver in this process: `cuda.code("cuInit", 0)` is a result, `cuda("cuInit", 0)` raises
-    it. A first parameter that is an out-pointer comes back from `out(...)`.
+    """The driver in this process. `cuda.code("cuInit", 0)` returns the result code, and
+    `cuda("cuInit", 0)` raises it; `out(...)` returns the value of a first parameter that is an
+    out-pointer.
     """
 
     def __init__(self) -> None:
@@ -237,14 +238,14 @@ class Driver:
             raise DriverError(call, code)
 
     def out(self, call: str, *arguments: Any) -> int:
-        """Of a call whose first parameter is the result."""
+        """Calls a function whose first parameter is an out-pointer; returns its value."""
         value = ctypes.c_uint64()
         self(call, ctypes.byref(value), *arguments)
         return value.value
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """In the device's primary context, which stays retained."""
+        """Makes the primary context of the device current; it stays retained."""
         if device not in self._contexts:
             self("cuInit", 0)
             self._contexts[device] = self.out("cuDevicePrimaryCtxRetain", device)
@@ -257,5 +258,5 @@ class Driver:
 
 @functools.cache
 def load() -> Driver:
-    """The stand-in becomes this process's libcuda.so.1: later dlopen()s find it by its soname."""
+    """Loads the stand-in into this process: a later dlopen("libcuda.so.1") finds it."""
     return Driver()

@@ -30,6 +30,6 @@ def torchrun(daemon: Daemon, job: str, ranks: int, module: str) -> subprocess.Po
 def started(
     daemon: Daemon, job: str, ranks: int, module: str, *words: object, output: IO[str] | None = None
 ) -> Program:
-    """The same by what the command calls, without importing torch for each rank."""
+    """Does the same without importing torch for each rank."""
     number = None if output is None else output.fileno()
     return Program(module, *words, ranks=ranks, environment=variables(daemon, job), output=number)

@@ -1,7 +1,7 @@
 """A real training process for tests, with commands over a pipe.
 
-Every element of its state is a function of the step. So any tensor read back shows its step, and a
-mix of two steps cannot pass. Trainers are forked from a server process that has
+Every element of its state is a function of the step. So a tensor that is read back shows its
+step, and a mix of two steps is detected. Trainers are forked from a server process that has
 imported torch already, which makes hundreds of kills cheap.
 """
 
@@ -23,16 +23,16 @@ from pccheck_wire.errors import CheckpointFailedError
 from tests.support.programs import CONTEXT
 
 ANSWER_LIMIT_S = 120.0
-FROZEN = 1000  # in the place of the index of a tensor that no step changes
+FROZEN = 1000  # as `index`: a tensor that no step changes
 
 
 def expected(step: int, index: int, count: int) -> torch.Tensor:
-    """What tensor `index` holds after `step`: float32, exact below 2**24."""
+    """The values of tensor `index` after `step`: float32, exact below 2**24."""
     return (torch.arange(count, dtype=torch.float32) % 65521) + float(step * 3 + index)
 
 
 def mismatch(tensors: list[torch.Tensor], step: int) -> str:
-    """Empty when every tensor is exactly that of `step`, else what is wrong."""
+    """What is wrong with tensors that should be those of `step`; "" when nothing is."""
     for index, tensor in enumerate(tensors):
         wanted = expected(step, index, tensor.numel())
         if not torch.equal(tensor.detach().reshape(-1), wanted):
@@ -42,7 +42,7 @@ def mismatch(tensors: list[torch.Tensor], step: int) -> str:
 
 
 class Stamp(torch.optim.Optimizer):
-    """An optimizer whose step writes `expected(step)` in place, as slowly as memory goes."""
+    """An optimizer whose step writes `expected(step)` in place."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -56,7 +56,7 @@ class Stamp(torch.optim.Optimizer):
                 parameter.copy_(expected(self.now, index, parameter.numel()).view_as(parameter))
 
 
-#: torch loads its compiler with the first optimizer; here, once, and not in every forked trainer.
+#: torch loads its compiler with the first optimizer: here once, instead of in every forked trainer.
 Stamp([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
@@ -130,7 +130,7 @@ class Commands:
         return self.state(handle)
 
     def ended(self, handle: int, timeout: float = 60) -> str:
-        """Waits for its end on this rank, and returns the state."""
+        """Waits until the checkpoint has ended on this rank; returns its state."""
         with contextlib.suppress(CheckpointFailedError):
             self.handles[handle].wait_durable(timeout)
         return self.state(handle)
@@ -154,7 +154,7 @@ class Commands:
         return [self.state(i) for i in range(len(self.handles))]
 
     def watch(self, handle: int, state: str) -> str:
-        """Spins until the handle is in `state` or past it; for kills at a named state."""
+        """Spins until the handle has reached `state`; for kills in a given state."""
         order = ["requested", "copying", "copied", "writing"]
         while True:
             now = self.state(handle)
@@ -236,7 +236,7 @@ class Trainer:
         )
         self.process.start()
         theirs.close()
-        self.durable = -1  #: newest step that run() has told of
+        self.durable = -1  #: the newest durable step that run() has reported
         self._ended: list[tuple[Any, ...]] = []  # the end of a command, read by drain()
         self.warnings: list[str] = []
 
@@ -246,7 +246,7 @@ class Trainer:
         return self.process.pid
 
     def post(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Starts a command; `answer()` collects it."""
+        """Starts a command; `answer()` returns its result."""
         self._link.send((name, arguments, options))
 
     def _receive(self, limit_s: float) -> tuple[Any, ...]:
@@ -269,11 +269,11 @@ class Trainer:
 
     @property
     def has_answered(self) -> bool:
-        """The command has ended, or raised."""
+        """Whether the command has returned or raised."""
         return bool(self._ended) or self._link.poll(0)
 
     def wait_for_durable(self, step: int, limit_s: float = ANSWER_LIMIT_S) -> int:
-        """During a posted run(): waits until it reports `step`, or a later one, as durable."""
+        """During a posted run(): waits until `step` or a later step is reported as durable."""
         while self.durable < step:
             kind, value, *_ = self._receive(limit_s)
             assert kind == "durable", (kind, value)

@@ -14,6 +14,7 @@ from tests.support.coreloop import BLOCK_BYTES, STRIDE_BYTES, Layout, Loop, plan
 
 UID = 7
 WIDE = 40_000  # float32 elements of the large tensor: many blocks, several chunks
+WIDE_AT = 64  # its offset in the payload
 
 
 def mapping(**items: Node) -> Mapping:
@@ -29,8 +30,8 @@ def floats(step: int, count: int) -> bytearray:
 
 
 def state_of(step: int) -> tuple[list[bytearray], Node]:
-    """Extents and root of a state that has one of each kind: contiguous, tied, transposed,
-    expanded, 0-d, empty, complex, of a dtype that safetensors lacks; leaves of all sorts."""
+    """Extents and root of a state with a tensor of each kind (contiguous, tied, transposed,
+    expanded, 0-d, empty, complex, of a dtype that safetensors lacks) and a leaf of each type."""
     extents = [
         floats(step, 12),
         floats(step, WIDE),
@@ -92,7 +93,7 @@ class Rank(Loop):
         )  # fmt: skip
 
     def put(self, step: int, *, state: tuple[list[bytearray], Node] | None = None) -> int:
-        """Saves a state and returns its sequence, when it is durable."""
+        """Saves a state; returns its sequence when the checkpoint is durable."""
         extents, root = state or state_of(step)
         offsets = plan([len(extent) for extent in extents], 0).offsets
         described = tree.Tree(
@@ -114,26 +115,9 @@ def make(storage: Path, *steps: int, **rank: object) -> Path:
     return storage
 
 
-def scribble(storage: Path, step: int, *, rank: int = 0, at: int = 0) -> None:
-    """Turns over a byte of the payload of a checkpoint, wherever it lies in its file."""
-    one = next(c for c in catalog.scan(storage).checkpoints if (c.step, c.rank) == (step, rank))
-    wanted = bytes(floats(step, WIDE))[:64]
-    data = one.volume_path.read_bytes()
-    places = [i for i in range(0, len(data), 64) if data[i : i + 64] == wanted]
-    descriptor = os.open(one.volume_path, os.O_RDWR)
-    try:
-        for place in places:
-            byte = os.pread(descriptor, 1, place + at)[0] ^ 0xFF
-            os.pwrite(descriptor, bytes([byte]), place + at)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    assert places
-
-
-def damage(storage: Path, step: int, *, at: int, rank: int = 0) -> None:
-    """Turns over the byte of a checkpoint's payload at this offset; its block does not fit its
-    checksum any more. `at` < 0 counts from the tree, which follows the tensors."""
+def damage(storage: Path, step: int, *, at: int = WIDE_AT, rank: int = 0) -> None:
+    """Inverts the byte of a checkpoint's payload at this offset: its block no longer matches its
+    checksum. `at` < 0 counts from the tree, which follows the tensors."""
     (one,) = (c for c in catalog.scan(storage).checkpoints if (c.step, c.rank) == (step, rank))
     descriptor = os.open(one.volume_path, os.O_RDWR)
     try:
@@ -147,7 +131,7 @@ def damage(storage: Path, step: int, *, at: int, rank: int = 0) -> None:
 
 
 def bases(storage: Path) -> dict[tuple[int, int], int]:
-    """Of the checkpoints that refer to another one, by rank and step: its step."""
+    """For checkpoints that refer to another checkpoint: rank and step -> step of the other."""
     found = catalog.scan(storage).checkpoints
     steps = {(one.rank, one.sequence): one.step for one in found}
     return {(one.rank, one.step): steps[one.rank, one.base] for one in found if one.base}
@@ -171,8 +155,8 @@ def lose_record(path: Path) -> None:
 
 
 def wipe_records(path: Path) -> Callable[[], None]:
-    """Zeroes every commit record of a volume, beside the process that has it open, as a disk does
-    that reads nothing; returns what writes them back."""
+    """Zeroes every commit record of a volume that a process has open, as if the disk returned
+    zeros; returns a function that writes the records back."""
 
     def write(parts: dict[int, bytes]) -> None:
         descriptor = os.open(path, os.O_RDWR)

@@ -19,7 +19,7 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.volumes import Key
 from pccheckd.upkeep import scrub as module
 from pccheckd.upkeep.scrub import Pieces, Scrubber, State
-from tests.support.volumes import UID, Rank, make, scribble
+from tests.support.volumes import UID, Rank, damage, make
 
 KEY = Key(UID, "job", 0)
 
@@ -102,7 +102,7 @@ def test_everything_is_read(run: Callable[..., None]) -> None:
 @pytest.mark.parametrize("loaded", [False, True])
 def test_damage_is_flagged_as_recovery_does(run: Callable[..., None], loaded: bool) -> None:
     async def work(place: Place) -> None:
-        scribble(place.config.storage, 2)
+        damage(place.config.storage, 2)
         if loaded:
             await place.registry.existing(KEY)
         await place.pass_()
@@ -189,7 +189,7 @@ def test_damage_that_cannot_be_read_again_is_not_believed(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work(place: Place) -> None:
-        scribble(place.config.storage, 2)
+        damage(place.config.storage, 2)
         check, met = Pieces.check, 0
 
         def going(self: Pieces, volume: Volume, sequence: int, offset: int, length: int) -> None:
@@ -211,12 +211,12 @@ def test_damage_that_is_gone_loses_its_flag(
     run: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(place: Place) -> None:
-        scribble(place.config.storage, 2, at=64)
+        damage(place.config.storage, 2, at=128)
         await place.pass_()
         assert damaged(place.config.storage) == [2]
         await place.pass_()  # it is read again each time
         assert damaged(place.config.storage) == [2]
-        scribble(place.config.storage, 2, at=64)
+        damage(place.config.storage, 2, at=128)
         await place.pass_()
         assert damaged(place.config.storage) == []
         assert place.results == {"ok": 7, "damaged": 1}
@@ -273,7 +273,7 @@ def test_a_volume_that_cannot_be_checked_does_not_keep_the_others_from_it(
 ) -> None:
     async def work(place: Place) -> None:
         make(place.config.storage, 5, job="later")
-        scribble(place.config.storage, 2)
+        damage(place.config.storage, 2)
 
         async def existing(key: Key) -> None:
             raise DamagedError(f"{key} cannot be loaded")
@@ -479,7 +479,7 @@ def test_what_was_stored_comes_back(tmp_path: Path) -> None:
 
 def test_the_flag_is_the_one_that_readers_set(run: Callable[..., None]) -> None:
     async def work(place: Place) -> None:
-        scribble(place.config.storage, 3)
+        damage(place.config.storage, 3)
         await place.pass_()
         path = layout.volume_path(place.config.storage, UID, "job", 0)
         volume = Volume(path, writable=False, allow_buffered=True)
