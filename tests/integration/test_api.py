@@ -1,4 +1,4 @@
-"""The Python API against a real daemon: what its calls take, give back and refuse."""
+"""The Python API against a real daemon: what its calls accept, return and refuse."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_attached_state_needs_a_step(connect: Connect) -> None:
     with pytest.raises(UsageError, match=r"checkpoint\(step=step\)"):
         client.checkpoint()
     client.checkpoint(step=10).wait_durable(30)
-    assert client.checkpoint([torch.ones(1)]).step == 11  # a given state is counted
+    assert client.checkpoint([torch.ones(1)]).step == 11  # steps of a given state are counted
 
 
 def test_steps_that_go_back_are_told_once(connect: Connect) -> None:
@@ -292,7 +292,7 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
         client._recovery.torn = "of an earlier restore that did not finish"
         assert client.restore(only="model").step == 1
         assert torch.equal(model.weight, saved)
-        assert client._recovery.torn  # the other things may still be a mix
+        assert client._recovery.torn  # the other attached things may still be a mix
         client._recovery.torn = ""
         with pytest.warns(
             PccheckWarning, match=r"step 1 that was restored only in part \(model, seen\)"
@@ -311,7 +311,7 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
 def test_a_dict_of_a_models_tensors_is_put_back_into_the_model(
     connect: Connect, attached: Callable[[torch.nn.Module], dict[str, Any]]
 ) -> None:
-    """As users of torch.save write it."""
+    """As a script with torch.save does."""
     saved, model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with connect() as client:
         client.attach(**attached(saved))
@@ -442,14 +442,14 @@ def test_a_thread_that_waits_for_an_answer_holds_no_other_up(
             pass
         connection.post(Describe(1))
         connection.pump()
-        assert waits.is_alive()  # it still waits, and has let this thread through
+        assert waits.is_alive()  # it still waits, and has released the lock
     finally:
         daemon.kill(signal.SIGCONT)
     waits.join(60)
     assert not waits.is_alive() and not errors
 
 
-# -- who a client is ---------------------------------------------------------------------------
+# -- the identity of a client --------------------------------------------------------------------
 
 
 def test_a_second_client_of_this_process_takes_over(connect: Connect) -> None:

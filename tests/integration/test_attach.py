@@ -1,4 +1,4 @@
-"""What cannot be read, over the attach socket of a real daemon: answered, and no harm."""
+"""Unreadable messages on the attach socket of a real daemon: they are answered, and do no harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """A request of a version to come."""
+    """A request of a later version."""
 
     TAG: ClassVar[str] = "future"
     number: int = 5
@@ -72,14 +72,15 @@ def test_what_cannot_be_read_is_answered_with_the_fix(
 
 
 @pytest.mark.parametrize("mangle", [False, True])
-def test_who_asks_hears_it_at_once(
+def test_an_unreadable_request_is_answered_at_once(
     start_daemon: Start, monkeypatch: pytest.MonkeyPatch, mangle: bool
 ) -> None:
-    """And not at his limit, which is long for a verify."""
+    """An error is returned at once, not at the time limit of the request, which is long for a
+    verify."""
     daemon = start_daemon()
     with attach.observe(daemon.socket) as observer:
         with monkeypatch.context() as patch:
-            if mangle:  # so that the number cannot be told either
+            if mangle:  # so that the number of the request cannot be read either
                 patch.setattr(codec, "encode", lambda _: b"\xc1")
             with pytest.raises(ProtocolError, match=r"cannot be read.*same version"):
                 observer.request(cast(RequestBody, Future()), timeout_s=LIMIT_S)
@@ -98,7 +99,8 @@ def test_a_hello_that_cannot_be_read_is_answered_too(start_daemon: Start) -> Non
 
 
 def test_a_flood_that_is_not_read_stays_in_its_own_socket(start_daemon: Start) -> None:
-    """Nothing of it is taken in while its answers are not read; others are served."""
+    """The daemon reads no more requests while their answers are not read; other clients are
+    served."""
     daemon = start_daemon()
     with attach.observe(daemon.socket) as flood, attach.observe(daemon.socket) as other:
         flood.socket.setblocking(False)

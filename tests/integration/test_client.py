@@ -106,7 +106,7 @@ def test_a_given_state(daemon: Daemon, connect: Connect, state: Any) -> None:
 def test_the_garbage_collector_does_not_run_during_restore(
     daemon: Daemon, connect: Connect
 ) -> None:
-    """It would look at every object of the process, for what is gone soon anyway."""
+    """The collector would visit every object of the process, and free nothing."""
     model = torch.nn.ParameterList(torch.ones(4) for _ in range(3000))
     client = connect(daemon)
     client.attach(model=model)
@@ -170,7 +170,7 @@ def test_buffers_are_as_they_were_at_the_call(
 def test_frozen_parameters_are_as_they_were_at_the_call(
     start_daemon: Callable[..., Daemon], connect: Connect
 ) -> None:
-    """An average of the weights is updated after the step, and no gate holds that back."""
+    """An average of the weights is updated after the step, and no gate holds the update back."""
     client = connect(start_daemon(*SLOW))
     model = torch.nn.ParameterList([torch.ones(1_000_000)])
     average = copy.deepcopy(model).requires_grad_(False)
@@ -208,7 +208,7 @@ def test_a_stopped_daemon_costs_one_stall_and_then_nothing(
 def test_a_daemon_that_answers_late_is_connected_then(
     daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It opens volumes on a slow disk, or starts while systemd holds its socket."""
+    """The daemon opens volumes on a slow disk, or starts while systemd holds its socket."""
     monkeypatch.setattr(session, "BACKOFF_SLOW_S", 3600.0)
     client = connect(daemon, stall_limit_s=0.3)
     client.checkpoint([1]).wait_durable(30)
@@ -288,7 +288,8 @@ def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
 def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
     daemon: Daemon, connect: Connect
 ) -> None:
-    """A call of another thread, which the child does not have: nobody would end it there."""
+    """Another thread is in a call; the child does not have that thread, so the call would never
+    end."""
     client, inside, end = connect(daemon), threading.Event(), threading.Event()
 
     def call() -> None:
@@ -357,7 +358,7 @@ def test_steps_and_metadata_are_taken_by_value(daemon: Daemon, connect: Connect)
 
 
 class Lazy(dict[str, float]):
-    """Loads its items when they are asked for, and can no more."""
+    """A dict that loads its items on access, and no longer can."""
 
     def items(self) -> Any:
         raise RuntimeError("the tracker is gone")

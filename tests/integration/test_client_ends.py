@@ -1,4 +1,4 @@
-"""How clients come to an end: dropped, interrupted, in front of a daemon that is stopped."""
+"""How clients end: out of scope, interrupted, or with a stopped daemon."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
 def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
     start_daemon: Callable[..., Daemon], tmp_path: Path, method: str
 ) -> None:
-    """Where atexit does not run."""
+    """atexit does not run there."""
     script = tmp_path / "train.py"
     script.write_text(CHILD)
     daemon = start_daemon(*SLOW)
@@ -106,8 +106,8 @@ def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
 def test_a_client_that_started_its_daemon_is_closed_when_it_goes_out_of_scope(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At once, and not when Python collects cycles: connects that failed while the daemon started
-    hold no frame of the caller."""
+    """At once, not when Python collects cycles: failed attempts to connect keep no frame of the
+    caller."""
     with Daemon() as place:  # never started: its directories are used
         runtime = place.root / "r"
         runtime.mkdir(mode=0o700)
@@ -142,7 +142,7 @@ def test_a_client_that_is_garbage_does_not_hang(start_daemon: Callable[..., Daem
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[float], None]]:
-    """Ctrl-C for this thread, in so many seconds."""
+    """Sends Ctrl-C to this thread after that many seconds."""
     timers: list[threading.Timer] = []
 
     def start(after_s: float) -> None:
@@ -185,7 +185,7 @@ def test_waits_can_be_interrupted(
         interrupt(0.2)
         with pytest.raises(KeyboardInterrupt):
             _ = handle.wait_durable() if where == "wait" else optimizer.step()
-        if where == "gate":  # nobody waits any more before the tensors change
+        if where == "gate":  # no gate waits any more before the tensors change
             assert handle.state is CheckpointState.FAILED
             with pytest.raises(CheckpointFailedError, match="interrupted"):
                 handle.wait_durable(30)
@@ -206,7 +206,7 @@ def test_closing_before_a_stopped_daemon_is_bounded(start_daemon: Callable[..., 
     before = time.monotonic()
     client.close()
     daemon.kill(signal.SIGCONT)
-    assert time.monotonic() - before < 20  # saying goodbye has the limit of everything else
+    assert time.monotonic() - before < 20  # the request that ends the session has the same limit
 
 
 def test_an_exception_in_the_loop_comes_through(start_daemon: Callable[..., Daemon]) -> None:
@@ -221,7 +221,7 @@ def test_an_exception_in_the_loop_comes_through(start_daemon: Callable[..., Daem
 
 
 def test_a_private_daemon_ends_with_the_last_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every time, however long the daemon takes to notice that the session has ended."""
+    """Every time, also if the daemon is slow to notice the end of the session."""
     with Daemon() as place:  # never started: its directories are used
         runtime = place.root / "r"
         runtime.mkdir(mode=0o700)
@@ -264,7 +264,8 @@ else:
 def test_a_private_daemon_ends_with_the_last_client_of_a_forked_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The child has a copy of its parent's client, which is none of its own."""
+    """The child has a copy of its parent's client, which does not count as a client of the
+    child."""
     with Daemon() as place:  # never started: its directories are used
         runtime = place.root / "r"
         runtime.mkdir(mode=0o700)

@@ -1,4 +1,5 @@
-"""A job continues with other settings than before: what is restored, what stays, what is said."""
+"""A job continues with other settings than before: what is restored, what stays, what is
+reported."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def test_an_incomplete_state_of_generators_changes_nothing(connect: Connect) -> 
     assert client.restore(only=["model", "optimizer"]).step == 3
 
 
-# -- names that only one side has ----------------------------------------------------------------
+# -- names that are only attached, or only in the checkpoint -------------------------------------
 
 
 def test_the_names_that_both_sides_have_are_in_the_hint(connect: Connect) -> None:
@@ -235,7 +236,8 @@ def test_a_longer_cosine_and_a_new_rate_are_set_after_the_restore(connect: Conne
 def test_another_optimizer_gets_only_what_it_has(
     connect: Connect, kind: Any, options: dict[str, Any]
 ) -> None:
-    """Its learning rate and weight decay, with what a scheduler keeps; it begins with no state."""
+    """The learning rate, the weight decay and what a scheduler keeps; its state is empty at
+    first."""
     before = kit(lr=0.01, weight_decay=0.125, betas=(0.8, 0.9))
     torch.optim.lr_scheduler.StepLR(before["optimizer"], 2)
     save(connect, **before)
@@ -256,11 +258,11 @@ def test_another_optimizer_gets_only_what_it_has(
 
 
 class Own(lr_scheduler.CosineAnnealingLR):
-    """A script's own name for it."""
+    """An optimizer class of the script."""
 
 
 class Linear(lr_scheduler.LRScheduler):
-    """A script's own, of no class of torch."""
+    """A scheduler of the script, of no class of torch."""
 
     step_size = 1
 
@@ -295,7 +297,7 @@ def exponential(o: Any) -> Any:
     ],
 )  # fmt: skip
 def test_another_scheduler_is_refused(connect: Connect, then: Any, now: Any, words: str) -> None:
-    """Its load_state_dict() takes any attributes, and it would compute with those."""
+    """load_state_dict() of the scheduler accepts any attributes, and would compute with them."""
     before, after = kit(), kit()
     save(connect, **before, scheduler=then(before["optimizer"]))
     after["scheduler"] = now(after["optimizer"])
@@ -332,7 +334,7 @@ def test_a_scheduler_of_a_class_of_the_script(connect: Connect, then: Any, now: 
 
 
 class Counting(torch.optim.SGD):
-    """Makes an option in its first step, as Lamb and Adan of timm do."""
+    """An optimizer that adds an option in its first step, as Lamb and Adan of timm do."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for group in self.param_groups:

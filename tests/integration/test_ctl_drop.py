@@ -224,7 +224,7 @@ def test_the_daemon_of_a_directory_does_not_drop_for_a_copy_of_it(
     ctl: Ctl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The copy has the note that names the daemon's socket."""
+    """The copy contains the file that names the socket of the daemon."""
     monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
     start_daemon("--allow-any-filesystem", storage=storage)
     copy = Path(shutil.copytree(storage, tmp_path / "copy"))
@@ -249,7 +249,7 @@ HOUR_S = 3600.0
 
 
 def finish(daemon: Daemon, trainer: Trainer, *, done: bool = True) -> None:
-    """Saves and ends; returns when the daemon has seen the end."""
+    """Saves and ends; returns when the daemon has noticed the end."""
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
     trainer.close(done=done)
@@ -262,14 +262,14 @@ def jobs_of(daemon: Daemon) -> set[str]:
 
 
 def watched(daemon: Daemon) -> dict[str, float]:
-    """For how long the daemon has seen which finished jobs left alone, as it remembers."""
+    """Finished jobs, and for how long the daemon has seen each of them unused."""
     path = daemon.storage / finished.NAME
     rows = json.loads(path.read_text())["jobs"] if path.exists() else []
     return {row["job"]: row["idle_s"] for row in rows}
 
 
 def restart_later(daemon: Daemon, seconds: float) -> None:
-    """As if daemons had watched for so long."""
+    """Restarts the daemon as if daemons had watched the jobs for that long."""
     daemon.stop()
     path = daemon.storage / finished.NAME
     document = json.loads(path.read_text())
@@ -280,7 +280,7 @@ def restart_later(daemon: Daemon, seconds: float) -> None:
 
 
 def looks(daemon: Daemon) -> None:
-    """Has it look at what has finished, once more than it does by itself."""
+    """Makes the daemon look for finished jobs once more."""
     path = daemon.storage / finished.NAME
     path.unlink(missing_ok=True)  # it is read at the start only
     daemon.kill(signal.SIGHUP)
@@ -290,7 +290,7 @@ def looks(daemon: Daemon) -> None:
 def test_finished_jobs_expire_and_others_do_not(
     start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
 ) -> None:
-    """What is due is said first, and dropped at a later look."""
+    """A job that is due is announced first, and dropped at a later look."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
     for job, done in (("running", False), ("over", True)):
         finish(daemon, start_trainer(daemon, job=job), done=done)
@@ -308,7 +308,8 @@ def test_finished_jobs_expire_and_others_do_not(
 def test_a_wall_clock_that_jumps_makes_no_job_old(
     start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
 ) -> None:
-    """Written in 1970, and the clock was set later; or looked at by one that is ahead."""
+    """A job that was written before the clock was set (1970), or that is read with a clock that is
+    ahead."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
     finish(daemon, start_trainer(daemon))
     daemon.stop()
@@ -324,8 +325,8 @@ def test_a_wall_clock_that_jumps_makes_no_job_old(
 def test_a_finished_job_that_was_started_anew_does_not_expire(
     start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
 ) -> None:
-    """Not while a trainer is connected, not when it was killed, and not soon after it has finished
-    again."""
+    """Not while a trainer is connected, not after the trainer was killed, and not soon after the
+    job has finished again."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
     finish(daemon, start_trainer(daemon))
     looks(daemon)

@@ -1,4 +1,4 @@
-"""`pccheckctl export` on real volumes: what other software loads is what was saved."""
+"""`pccheckctl export` on real volumes: other software loads what was saved."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def load(target: Path, kind: str) -> Any:
-    """What the format's own loader gives."""
+    """Loads a file with the loader of its format."""
     if kind == "safetensors":
         from safetensors.torch import load_file
 
@@ -78,7 +78,7 @@ def test_a_model_loads_under_its_own_names(
 def test_a_directory_has_the_whole_state_and_its_values(
     ctl: Ctl, storage: Path, tmp_path: Path
 ) -> None:
-    """Also under the names that other software would ask with: nested, as in the state dict."""
+    """Also under the names that other software uses: nested, as in the state dict."""
     target = tmp_path / "state"
     assert ctl(storage, "export", "job", "-o", target, "--format", "dcp").code == 0
     state = {
@@ -233,7 +233,7 @@ def test_a_state_larger_than_memory_lies_beside_the_file(
 def test_a_full_disk_is_told_as_such(
     ctl: Ctl, disk: Path, tmp_path_factory: pytest.TempPathFactory, kind: str
 ) -> None:
-    """torch's writers bury it under errors of their own."""
+    """torch's writers hide it behind errors of their own."""
     storage = make(tmp_path_factory.mktemp("elsewhere") / "storage", 10)
     with (disk / "filler").open("wb") as filler:
         os.posix_fallocate(filler.fileno(), 0, os.statvfs(disk).f_bavail * 4096 - WIDE)
@@ -246,7 +246,7 @@ def test_a_full_disk_is_told_as_such(
 def test_what_does_not_fit_takes_no_space_from_others(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ext4 allocates all that is left before it refuses."""
+    """ext4 allocates all free space before it refuses."""
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda _fd, _at, nbytes: asked.append(nbytes))
     with (disk / "file").open("wb") as file:
@@ -258,7 +258,8 @@ def test_what_does_not_fit_takes_no_space_from_others(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_wait_for_the_import_of_torch(number: signal.Signals) -> None:
-    """What torch imports swallows exceptions: the export would go on, or fail at half a module."""
+    """Modules that torch imports swallow exceptions: the export would go on, or fail at a
+    half-imported module."""
 
     def terminated(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -1,5 +1,5 @@
-"""`pccheckctl import`: what other software wrote is what a script's `restore()` gets, bit for bit;
-and what was exported comes back."""
+"""`pccheckctl import`: `restore()` returns what other software wrote, bit for bit; and an export
+can be imported again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 Start = Callable[..., Daemon]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-#: torch cannot save these; what becomes of them is said by the export.
+#: torch cannot save these; the export reports how it stores them.
 UNSAVED = {
     name for name in tree.ITEM_BYTES
     if name.startswith("bits") or name.strip("uint") in map(str, range(1, 8))
@@ -36,7 +36,7 @@ HELD = sorted(name for name in tree.ITEM_BYTES if hasattr(torch, name) and name 
 
 
 class Things:
-    """What a script attaches."""
+    """The things that a script attaches."""
 
     def __init__(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ def saved(daemon: Daemon, job: str, things: Things, step: int) -> dict[str, Any]
 
 
 def test_a_part_may_have_any_name(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
-    """Also that of the first parameter of a method."""
+    """Also the name of the first parameter of a method."""
     daemon, path = start_daemon(), tmp_path / "in.pt"
     torch.save({"self": {"w": torch.ones(3)}}, path)
     assert online(ctl, daemon, "import", "job", path).code == 0
@@ -145,7 +145,7 @@ def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: P
 def test_an_optimizer_without_state_comes_back(
     start_daemon: Start, ctl: Ctl, tmp_path: Path
 ) -> None:
-    """Although torch.distributed.checkpoint leaves out its empty dict of states."""
+    """torch.distributed.checkpoint leaves out the empty dict of states."""
     daemon, given = start_daemon(), Things(3)
     given.optimizer = torch.optim.SGD(given.model.parameters(), lr=3.0)
     given.optimizer.step()
@@ -166,7 +166,7 @@ def test_an_optimizer_without_state_comes_back(
 def test_a_model_comes_back_from_safetensors(
     start_daemon: Start, ctl: Ctl, tmp_path: Path, kind: str
 ) -> None:
-    """Each format has a part only; what it cannot hold is named."""
+    """The format holds only a part; the rest is named."""
     daemon = start_daemon()
     given = Things(3)
     saved(daemon, "source", given, 7)
@@ -320,7 +320,7 @@ def test_files_of_scripts(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None
 
 
 def test_without_a_daemon(ctl: Ctl, tmp_path: Path) -> None:
-    """A private daemon writes it, also into a directory that is new."""
+    """A private daemon imports, also into a new directory."""
     safetensors_torch.save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors", {"step": "4"})
     words = ("import", "job", tmp_path / "w.safetensors")
     ran = ctl(tmp_path / "storage", *words)
@@ -402,7 +402,7 @@ def test_what_is_wrong_with_a_file_is_said(start_daemon: Start, ctl: Ctl, tmp_pa
         return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
 
     for foreign in (b"root:x:0:0:root:/root:/bin/bash\n", b"hello\n", b"\x80\x02u."):
-        file.with_suffix(".pt").write_bytes(foreign)  # that torch takes for instructions
+        file.with_suffix(".pt").write_bytes(foreign)  # that torch executes as instructions
         assert str(file.with_suffix(".pt")) in told(file.with_suffix(".pt"), code=1)
 
     safetensors_torch.save_file({"w": torch.ones(300)}, file)

@@ -1,5 +1,5 @@
-"""What is legal in a state, and what another user has called things, ends no command in a traceback
-and moves no cursor."""
+"""Unusual states and hostile names of another user: no command ends in a traceback, and no name
+moves the cursor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save(storage: Path, root: Node) -> Path:
 
 
 def every_command(storage: Path, ctl: Ctl, tmp_path: Path) -> dict[str, tuple[int, str, str]]:
-    """What show, verify and export in each format made of it."""
+    """The results of show, verify and export in each format."""
     commands: dict[str, list[str]] = {
         "show": ["show", "job"], "json": ["show", "job", "--json"], "verify": ["verify"],
         "pt": ["export", "job", "-o", str(tmp_path / "a.pt")],

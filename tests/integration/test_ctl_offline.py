@@ -1,4 +1,4 @@
-"""`pccheckctl` on real volumes, without a daemon: what there is, and errors."""
+"""`pccheckctl` on real volumes, without a daemon: listings and errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_show_passes_over_damage_and_says_so(ctl: Ctl, storage: Path) -> None:
 
 
 def test_a_long_list_of_values_has_one_line(ctl: Ctl, tmp_path: Path) -> None:
-    """Or the state of Python's random generator would be all that anybody sees."""
+    """Otherwise the state of Python's random generator would fill the screen."""
     twenty = Sequence(Tag.TUPLE, list(range(100, 120)))
     root = mapping(seed=Sequence(Tag.TUPLE, [3, twenty, None]), names=Sequence(Tag.LIST, ["a"]))
     place = tmp_path / "storage"
@@ -161,7 +161,8 @@ def test_a_job_name_cannot_leave_the_directory(ctl: Ctl, storage: Path) -> None:
 def test_a_hint_names_commands_that_can_be_pasted(
     ctl: Ctl, tmp_path: Path, command: str, see: str, before: bool
 ) -> None:
-    """They ask whom the failed command asked, whatever characters the path has."""
+    """The commands name the same daemon or directory as the failed command, with any characters in
+    the path."""
     place = make(tmp_path / "a b", 10)
     given = ["--storage", str(place)]
     words = [*given, *command.split()] if before else [*command.split(), *given]
@@ -175,7 +176,8 @@ def test_a_hint_names_commands_that_can_be_pasted(
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A storage directory that other users can get at; what lies above `tmp_path` is closed."""
+    """A storage directory that other users have access to; the directories above `tmp_path` are
+    closed."""
     with tempfile.TemporaryDirectory(prefix="pcc-") as place:
         Path(place).chmod(0o755)
         yield make(Path(place) / "storage", 10)

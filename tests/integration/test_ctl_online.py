@@ -41,7 +41,8 @@ def ctl(daemon: Daemon, capsys: pytest.CaptureFixture[str]) -> Ctl:
 
 @pytest.fixture(params=["files", "daemon"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Checkpoints are read from the files, or through the daemon by who may not open them."""
+    """Reads checkpoints from the files, or through the daemon as a user who may not open the
+    files."""
     if request.param == "daemon":
         monkeypatch.setattr(source, "_may_read", lambda _: False)
     return str(request.param)
@@ -94,8 +95,8 @@ OURS = {
 
 @pytest.mark.parametrize("command", ["status", "list"])
 def test_asking_the_daemon_imports_what_it_needs_and_no_more(daemon: Daemon, command: str) -> None:
-    """Whoever types the command waits for every module: pathlib and json take a third of the time
-    of bare Python, dataclasses as much, torch a second. Lists, because times vary."""
+    """The user waits for every import: pathlib and json take a third of the start of bare Python,
+    dataclasses as much, torch a second. The test compares lists of modules, because times vary."""
     places = {str(Path(module.__file__).parents[1]) for module in (pccheckctl, msgpack)}
     asking = f"['--socket', {str(daemon.socket)!r}, {command!r}]"
     code = (
@@ -132,7 +133,7 @@ def test_verify_finds_damage(ctl: Ctl, daemon: Daemon) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_verify_reads_a_part_and_says_which(ctl: Ctl, daemon: Daemon) -> None:
-    """Twenty runs read everything once; the tree is read every time."""
+    """Twenty runs together read everything; each run reads the tree."""
     damage(daemon.storage, 20)
     payload = {c["step"]: c["payload_bytes"] for c in json.loads(ctl("list", "--json")[1])[
         "checkpoints"]}  # fmt: skip
@@ -179,7 +180,7 @@ def test_export_a_part_of_an_older_one(ctl: Ctl, tmp_path: Path) -> None:
 
 
 def header_bytes(header: dict[str, dict[str, list[int]]]) -> int:
-    """Bytes of all tensors."""
+    """The number of bytes of all tensors."""
     return max(entry["data_offsets"][1] for name, entry in header.items() if name[0] != "_")
 
 
@@ -191,7 +192,7 @@ def test_recover_passes_over_damage(ctl: Ctl, daemon: Daemon, tmp_path: Path) ->
     document = json.loads(out)
     assert document["written"][0]["checkpoint"]["step"] == 20
     assert [s["checkpoint"]["step"] for s in document["skipped"]] == [30]
-    # Who asks for another one has not missed anything, though the daemon has flagged the newest.
+    # A reader of another checkpoint is not warned, although the daemon has flagged the newest one.
     assert ctl("export", "job", "-o", tmp_path / "b.safetensors", "--step", 20)[0] == 0
 
 
@@ -241,7 +242,7 @@ def test_what_only_a_daemon_knows_is_asked_of_the_private_daemon_of_a_directory(
     tmp_path: Path,
     command: str,
 ) -> None:
-    """A pccheckd that autostart=True did not start leaves no note of its socket."""
+    """A pccheckd that autostart=True did not start leaves no file with its socket."""
     words = [*command.split(), *([str(tmp_path / "x.html")] * command.startswith("report"))]
     words += ["--timeout", "0"] * command.startswith("wait")
     monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")

@@ -134,7 +134,7 @@ def test_a_header_is_padded_and_without_holes(ctl: Ctl, storage: Path, tmp_path:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Path:
-    """Two ranks that have steps 10 and 20 in common; rank 0 also has 30."""
+    """Two ranks with common steps 10 and 20; rank 0 also has 30."""
     place = make(tmp_path / "storage", 10, 20, 30, rank=0, world_size=2)
     return make(place, 10, 20, rank=1, world_size=2)
 
@@ -190,7 +190,7 @@ def test_a_missing_rank_is_never_made_up_for(ctl: Ctl, tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
     storage: Path, ctl: Ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the choice and the reading a writer goes once around its slots."""
+    """Between choice and read a writer uses each slot once."""
     original = command.write
     rounds = []
 

@@ -53,7 +53,7 @@ def document(daemon: Daemon, body: Status | ListVolumes | Verify) -> dict[str, o
 
 
 def saved(daemon: Daemon, *steps: int, size: int = SIZE, **options: object) -> None:
-    """A run that saves these steps, each waited for, and ends."""
+    """A run that saves these steps, waits for each, and ends."""
     with Rank(daemon.socket, **options) as rank:  # type: ignore[arg-type]
         rank.register(size)
         for step in steps:
@@ -235,7 +235,7 @@ def test_ranks_recover_the_newest_step_that_all_have(start_daemon: Start) -> Non
         rank.register(SIZE)
         rank.save(4, payload_of(4, SIZE))
     states = [group[0].wait(group[0].begin(step, payload_of(step, SIZE))) for step in range(5, 12)]
-    assert states[-1].outcome == CheckpointState.SKIPPED  # its slots hold what the other may need
+    assert states[-1].outcome == CheckpointState.SKIPPED  # the other rank may need its slots
     for rank in group:
         rank.close()
     group = [Rank(daemon.socket, rank=n, world_size=2, launch="b") for n in range(2)]
@@ -334,7 +334,7 @@ def test_users_are_apart(start_daemon: Start) -> None:
             attach.connect(
                 Hello(PROTOCOL_VERSION, Role.READER, "", 1, job="job", uid=0), daemon.socket
             )
-        saved(daemon, 7, job="job")  # the same name, but his own volume
+        saved(daemon, 7, job="job")  # the same name, but a volume of this user
         with Rank(daemon.socket) as rank:
             return str(rank.restore()[0].step)
 

@@ -28,7 +28,7 @@ from tests.support.trainer import Commands, Trainer
 
 Start = Callable[..., Daemon]
 STEPS, KILLED = 8, 4
-#: A copy is not over before training changes something.
+#: So many bytes that training changes something before a copy is complete.
 SLOW = ("--dram", "2MiB", "--max-bandwidth", "16MiB")
 
 
@@ -58,7 +58,7 @@ def test_a_client_neither_breaks_graphs_nor_compiles_again(
 def test_ranks_stop_after_the_same_step(
     start_daemon: Start, stack: ExitStack, tmp_path: Path, told: tuple[int, ...]
 ) -> None:
-    """Also when only one of them gets the signal."""
+    """Also when only one rank gets the signal."""
     socket = str(start_daemon().socket)
     ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
     for rank, trainer in enumerate(ranks):
@@ -85,7 +85,7 @@ def test_ranks_that_cannot_agree_any_more_neither_hang_nor_stop_without_a_signal
 def test_torchrun_stops_all_ranks_after_the_same_step(
     start_daemon: Start, stack: ExitStack
 ) -> None:
-    """Each of its workers gets the signal somewhere else in its step."""
+    """Each worker gets the signal at another point of its step."""
     run = torchrun(start_daemon(), "job", 2, "tests.support.endtraining")
     stack.callback(run.terminate)
     assert run.stdout is not None
@@ -181,7 +181,7 @@ def flushed(commands: Commands, deadline_s: float) -> int | None:
 
 
 def test_after_a_signal_nothing_waits_for_long(start_daemon: Start) -> None:
-    """At the deadline, and not less than 5 s."""
+    """Until the deadline, and for at least 5 s."""
     daemon = start_daemon()
     client = PCcheckClient("job", socket=daemon.socket, stall_limit_s=1e5)
     attached(client)
@@ -198,7 +198,7 @@ def test_after_a_signal_nothing_waits_for_long(start_daemon: Start) -> None:
 
 
 def test_what_is_copied_at_the_deadline_has_not_failed(start_daemon: Start) -> None:
-    """flush() has waited until then, so close() does not wait again."""
+    """flush() has waited until the deadline, so close() does not wait again."""
     daemon = start_daemon("--max-bandwidth", "128KiB")
     client = PCcheckClient("job", socket=daemon.socket)
     attached(client)

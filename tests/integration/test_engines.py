@@ -1,4 +1,4 @@
-"""The promises with every storage engine, and how the daemon comes by one."""
+"""The promises with every storage engine, and how the daemon chooses an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def status_of(daemon: Daemon) -> dict[str, Any]:
 def test_it_survives_trainer_and_daemon(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--engine", ENGINE)
     trainer = start_trainer(daemon)
-    for _ in range(6):  # every slot more than once
+    for _ in range(6):  # uses every slot more than once
         trainer.step()
         trainer.wait_durable(trainer.checkpoint())
     assert trainer.recover()["wrong"] == ""
@@ -57,7 +57,7 @@ def test_what_is_copied_is_made_durable_at_the_end(
     trainer.wait_copied(trainer.checkpoint())
     trainer.kill()
     assert daemon.stop() == 0
-    daemon.start("--engine", "pwrite")  # what one has written, another one reads
+    daemon.start("--engine", "pwrite")  # each engine reads what the others have written
     again = start_trainer(daemon, [6 * MIB])
     assert again.restore()["step"] == 1
     assert again.check(1) == ""
@@ -76,7 +76,7 @@ def test_an_error_of_the_disk(start_daemon: Start, start_trainer: Connect, fault
     expected = "failed" if fault == "eio:record-a:1" else "durable"
     assert trainer.state(handle) == expected
     trainer.step()
-    trainer.checkpoint()  # tells of the failure, and has the volume opened again
+    trainer.checkpoint()  # reports the failure; the volume is opened again
     trainer.evaluate(_settled)
     trainer.step()
     assert trainer.wait_durable(trainer.checkpoint()) == "durable"

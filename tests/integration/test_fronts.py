@@ -1,4 +1,4 @@
-"""libzmq in processes of its own: what their users can do to them reaches nobody else."""
+"""libzmq in one process per user: what a user does to that process affects no other user."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 
 
 def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:
-    """The process that takes a user's requests, once it is there."""
+    """Waits for the process that reads the user's requests; returns it."""
     uid = os.getuid() if uid is None else uid
     wanted = ["pccheckd.front.program", str(framing.VERSION), str(uid)]
 
     def found() -> psutil.Process | None:
         for child in psutil.Process(daemon.pid).children():
-            with contextlib.suppress(psutil.Error):  # it ends this moment
+            with contextlib.suppress(psutil.Error):  # it has just ended
                 if child.cmdline()[3:6] == wanted:
                     return child
         return None
@@ -72,7 +72,7 @@ def plain(endpoint: str) -> socket.socket:
 
 
 def exhaust(endpoint: str, victim: psutil.Process) -> None:
-    """Connects and says nothing, again and again, until the process has ended."""
+    """Connects and sends nothing, again and again, until the process has ended."""
     held = []
     while lives(victim):
         try:
@@ -92,13 +92,13 @@ def zmtp(endpoint: str) -> socket.socket:
     ready = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     made.sendall(bytes((4, len(ready))) + ready)
     heard = b""
-    while b"ROUTER" not in heard:  # it hangs up on who does not wait for that
+    while b"ROUTER" not in heard:  # a peer that does not wait for it is disconnected
         heard += made.recv(200)
     return made
 
 
 def saves_again(rank: Rank, step: int) -> None:
-    """Requests that were under way may be lost, and say so; later ones are durable."""
+    """Requests that were under way may be lost, and are reported; later checkpoints are durable."""
     for _ in range(TRIES):
         data = payload_of(step, SIZE)
         if rank.wait(rank.begin(step, data)).outcome != CheckpointState.FAILED:
@@ -214,14 +214,14 @@ def test_training_goes_on_when_its_front_is_killed(
     assert trainer.answer() == 3000
     trains_on(trainer)
     ends = {"durable", "superseded", "failed", "skipped"}
-    until(lambda: set(trainer.states()) <= ends, trainer.states)  # the last ones are still written
+    until(lambda: set(trainer.states()) <= ends, trainer.states)  # some may still be written
     assert "abandoned" not in trainer.warnings
     assert daemon.log.read_text().count("connected (session") == 1
     daemon.logs("killed by SIGKILL")
 
 
 def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
-    """And it says why; when it comes later after all, it is too late."""
+    """It fails with a reason, and is refused when it arrives later after all."""
     daemon = start_daemon()
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
@@ -241,8 +241,8 @@ def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
 def test_a_restore_survives_the_end_of_its_front(
     start_daemon: Start, start_trainer: Connect, delay_s: float
 ) -> None:
-    """Whichever of its requests is lost, it is sent again, and not waited for in vain. Each time
-    with a daemon of its own: the more fronts end, the later the next one starts."""
+    """Any lost request of a restore is sent again at once. Each case has its own daemon, because
+    every end of a front delays the start of the next one."""
     daemon = start_daemon()
     trainer = start_trainer(daemon)
     trains_on(trainer)
@@ -258,7 +258,8 @@ def test_a_restore_survives_the_end_of_its_front(
 
 
 def test_an_endpoint_that_was_removed_is_made_anew(start_daemon: Start) -> None:
-    """With the next session; those there are find it, too, once the way they had is gone."""
+    """At the next session. Existing sessions find the new endpoint when their connection is
+    gone."""
     daemon = start_daemon()
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)

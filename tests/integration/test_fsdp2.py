@@ -1,5 +1,5 @@
-"""examples/fsdp2.py: two ranks that are killed and go on are bit for bit two that were not; three
-go on, too."""
+"""examples/fsdp2.py: two ranks that are killed and resume equal an undisturbed run bit for bit;
+three ranks can resume as well."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Start = Callable[..., Daemon]
 
 
 class Launched(Trainer):
-    """The same by what torchrun calls."""
+    """Ranks launched through what torchrun calls, without importing torch for each rank."""
 
     def __init__(self, daemon: Daemon, job: str, steps: int, ranks: int) -> None:
         flags = ("--steps", steps, "--every", 3)
         self.follow(started(daemon, job, ranks, "examples.fsdp2", *flags))
 
     def send_kill(self) -> None:
-        """To torchrun's process and the ranks."""
+        """Kills torchrun's process and the ranks."""
         launcher = psutil.Process(self.process.pid)
         for one in (launcher, *launcher.children(recursive=True)):
             one.kill()

@@ -33,7 +33,8 @@ def ended(trainer: GpuTrainer, handle: int) -> str:
 
 
 def goes_on(trainer: GpuTrainer, tries: int = 2) -> None:
-    """Training is unharmed, and one of the next checkpoints is durable and right."""
+    """Checks that training is undamaged, and that one of the next checkpoints is durable and
+    right."""
     step = trainer.step()
     assert trainer.check(step) == ""
     for _ in range(tries):
@@ -78,7 +79,7 @@ def test_pulled_copies_that_always_fail_end_in_push(start_node: Start) -> None:
 
 
 def test_a_failing_disk_is_no_reason_to_push(start_node: Start) -> None:
-    """Checkpoints fail under their copies, one after the other, and no GPU is to blame."""
+    """Checkpoints fail during their copies, one after another, and the GPU is not the cause."""
     node = start_node("--slots", "16", shim="dead:data:1")
     trainer = node.ready(WIDE)
     node.daemon.armed.touch()
@@ -96,7 +97,8 @@ def test_a_failing_disk_is_no_reason_to_push(start_node: Start) -> None:
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_daemons_context_is_lost(start_node: Start, behind: bool) -> None:
-    """That checkpoint fails, later ones are pushed, status says so until the daemon is new."""
+    """The checkpoint fails, later ones are pushed, and status reports it until the daemon is
+    restarted."""
     node = start_node()
     trainer = node.ready()
     node.faults.fail_copy(2, LOST, behind=behind)
@@ -137,7 +139,7 @@ def test_the_daemons_context_is_lost_between_checkpoints(start_node: Start) -> N
 
 
 def test_a_handle_does_not_open_later(start_node: Start) -> None:
-    """Moments appear, and their allocation cannot be opened: pushed from then on."""
+    """Moments appear, and the daemon cannot open their allocation: push is used from then on."""
     node = start_node("--dram", "128MiB")
     trainer = node.connect((Part(OWN), Part(500)))
     assert ended(trainer, trainer.checkpoint()) == "durable"
@@ -158,7 +160,7 @@ def test_memory_is_not_exported_any_more(start_node: Start) -> None:
 
 
 def allocate_anew(trainer: Any) -> bool:
-    """Frees part 0 and takes the same amount again; whether it has the same address."""
+    """Frees part 0 and allocates as much again; returns whether the address is the same."""
     trainer.gpu.synchronize()
     old = trainer.model.part0.data
     address, now = old.data_ptr(), trainer.optimizer.now
@@ -170,7 +172,7 @@ def allocate_anew(trainer: Any) -> bool:
 
 
 def test_other_memory_at_the_old_address(start_node: Start) -> None:
-    """Nothing that Python could compare has changed; the daemon's mapping is of freed memory."""
+    """Python sees no difference, but the daemon has mapped memory that was freed."""
     node = start_node("--dram", "128MiB")
     trainer = node.ready((Part(OWN), Part(500)))
     assert trainer.evaluate(allocate_anew)
@@ -218,7 +220,7 @@ def test_a_pushed_copy_is_refused(start_node: Start) -> None:
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
 def test_the_trainers_context_is_lost(start_node: Start, transfer: str, snapshot: str) -> None:
-    """Nothing can be saved any more, and nothing hangs; the checkpoint before is safe."""
+    """No later checkpoint can be saved, no call hangs, and the previous checkpoint is safe."""
     node = start_node()
     trainer = node.ready(transfer=transfer, snapshot=snapshot, stall_limit_s=2)
     trainer.faults.set(lose_context=LOST)
@@ -259,7 +261,7 @@ def test_the_trainers_context_is_lost_under_a_copy(start_node: Start) -> None:
 
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
 def test_no_room_for_staging(start_node: Start, snapshot: str) -> None:
-    """checkpoint() returns when the tensors were read then, and says so once."""
+    """checkpoint() then returns when the tensors have been read, with one warning."""
     node = start_node("--dram", "128MiB", memory_bytes=49 << 20)
     parts = (Part(OWN), Part(OWN // 2, kind="buffer"), Part(500))
     trainer = node.connect(parts, snapshot=snapshot)
@@ -275,7 +277,7 @@ def test_no_room_for_staging(start_node: Start, snapshot: str) -> None:
 
 
 def fill(trainer: Any) -> None:
-    """Takes all of the GPU's memory: as torch has, when its cache is what nobody else can have."""
+    """Allocates all memory of the GPU, as torch's cache may."""
     size = 16 << 20
     while size >= 4096:
         try:
@@ -285,7 +287,7 @@ def fill(trainer: Any) -> None:
 
 
 def test_a_gpu_whose_memory_torch_keeps_for_later(start_node: Start) -> None:
-    """There is none for the daemon's context, nor for the probe, before torch gives some back."""
+    """There is no memory for the daemon's context, nor for the probe, until torch frees some."""
     node = start_node("--dram", "128MiB", memory_bytes=96 << 20, context_bytes=8 << 20)
     trainer = node.connect((Part(OWN), Part(500)), attach=False)
     trainer.step()
@@ -307,7 +309,7 @@ def test_the_daemon_has_its_part_of_a_gpu_before_training_begins(start_node: Sta
 
 
 def test_a_gpu_that_is_full_for_a_while(start_node: Start) -> None:
-    """Push, and pull when there is room."""
+    """Push is used, and pull when there is memory again."""
     node = start_node("--dram", "128MiB", memory_bytes=96 << 20, context_bytes=8 << 20)
     trainer = node.connect((Part(OWN), Part(500)), attach=False)
     trainer.step()
@@ -339,12 +341,12 @@ def test_staging_is_tried_again_when_there_is_room(start_node: Start) -> None:
 
 
 def staged(_trainer: Any) -> int:
-    """Copies on the device, which only staging makes here."""
+    """The number of copies on the device; only staging makes them here."""
     return fakegpu.Faults(Path(os.environ["PCCHECK_STANDIN_FAULTS"])).copies_on_device
 
 
 def hold_back(trainer: Any) -> None:
-    """What torch keeps is in use now."""
+    """Uses the memory that torch keeps for later."""
     trainer.held, trainer.gpu._unused = trainer.gpu._unused, {}
 
 

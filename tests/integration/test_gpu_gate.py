@@ -1,4 +1,4 @@
-"""The gate on a GPU: the stream waits for the copy, the CPU does not, and neither for ever."""
+"""The gate on a GPU: the stream waits for the copy, with a limit; the CPU does not wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT_LIMIT_S = 2.0 if fakegpu.is_real() else 0.5  # a real driver makes a conte
 
 @contextmanager
 def held_back(node: Node) -> Iterator[None]:
-    """The daemon copies nothing of GPUs meanwhile."""
+    """Holds all copies of the daemon from GPUs within the block."""
     if fakegpu.is_real():
         node.daemon.kill(signal.SIGSTOP)
     else:
@@ -48,13 +48,13 @@ def saved_step_2(trainer: GpuTrainer, handle: int) -> None:
 
 
 def part0_now(trainer: Any) -> str:
-    """What part 0 is off from step 2, without waiting for the stream."""
+    """How part 0 differs from step 2, without waiting for the stream."""
     return off_by(raw(trainer.model.part0), 2, 0)
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_the_stream_waits_and_the_cpu_does_not(start_node: Start, own_stream: bool) -> None:
-    """What forward changes before the gate is asked was copied aside: it is of step 2, too."""
+    """Tensors that forward changes before the gate were copied aside: they are of step 2, too."""
     node = start_node()
     trainer = node.ready(own_stream=own_stream)
     with held_back(node):
@@ -85,7 +85,7 @@ def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None
 
 @stand_in
 def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
-    """Shows that the tests above can fail: the same, and an update that asks nobody and that torch
+    """Shows that the tests above can fail: the same with an update that has no gate and that torch
     does not count."""
     node = start_node()
     trainer = node.ready(gate="manual")
@@ -141,8 +141,8 @@ def ask_and_update(trainer: Any) -> None:
 
 
 def test_buffers_may_change_at_once(start_node: Start) -> None:
-    """Batch statistics: no gate is asked, and they change many times. So may a frozen average once
-    it is known that it moves."""
+    """Batch statistics change many times without a gate. So may a frozen average, once the client
+    has seen it change."""
     node = start_node()
     parts = (Part(300_000), Part(70_000, kind="buffer"), Part(500, "int8", kind="buffer"),
              Part(9_000, "bfloat16", kind="frozen"))  # fmt: skip
@@ -195,7 +195,7 @@ def test_staging_memory_in_use_is_busy(start_node: Start) -> None:
 
 
 def busy_for_long(trainer: Any) -> tuple[int, list[str]]:
-    """Checkpoints behind work that takes the GPU far longer than the stall limit."""
+    """Enqueues checkpoints behind work that takes the GPU far longer than the stall limit."""
     goes_on = threading.Event()
     trainer.gpu.launch(goes_on.wait)
     threading.Timer(3 * STALL_LIMIT_S, goes_on.set).start()
@@ -240,7 +240,7 @@ def test_a_blocking_snapshot_was_read_on_return(start_node: Start) -> None:
 
 
 def recovers(trainer: GpuTrainer) -> None:
-    """Checkpoints succeed again, sooner or later."""
+    """Checks that checkpoints succeed again after some time."""
 
     def succeeds() -> bool:
         trainer.step()
@@ -255,7 +255,7 @@ def recovers(trainer: GpuTrainer) -> None:
 
 
 def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
-    """The snapshot has failed then, checkpoints are skipped, training goes on."""
+    """The checkpoint then fails, later checkpoints are skipped, training goes on."""
     node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S)
     with held_back(node):
@@ -292,7 +292,8 @@ def test_a_dead_daemon_lets_the_stream_go(start_node: Start) -> None:
 
 
 def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
-    """Stopped past the deadline, and continued: the trainer was let go, so the snapshot failed."""
+    """The daemon is stopped beyond the deadline and continued. The update went on, so the
+    checkpoint failed."""
     node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S)
     node.daemon.kill(signal.SIGSTOP)
@@ -311,7 +312,7 @@ def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
 
 
 def test_an_interrupt_lets_the_stream_go(start_node: Start) -> None:
-    """close() with a copy under way: the stream is not left waiting."""
+    """close() while a copy is under way: the stream does not wait any longer."""
     node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S)
     with held_back(node):
@@ -370,7 +371,7 @@ DEVICE_PARTS = PARTS[:4]
 
 
 def test_a_recorded_step_ends_the_trust_in_hooks(start_node: Start) -> None:
-    """Replays call no hooks: from then on checkpoint() returns when the copy is complete."""
+    """Replays run no hooks: from then on checkpoint() returns when the copy is complete."""
     node = start_node()
     trainer = node.ready(DEVICE_PARTS)
     trainer.evaluate(record_a_step)
@@ -424,7 +425,7 @@ def checkpoint_then_record(trainer: Any) -> None:
 
 
 def test_an_error_that_is_raised(start_node: Start) -> None:
-    """on_error="raise": the step goes on, the next checkpoint() says what became of this one."""
+    """on_error="raise": the step goes on, and the next checkpoint() raises the failure."""
     node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S, on_error="raise")
     with held_back(node):

@@ -181,7 +181,7 @@ LARGE = (Part(1_300_000), Part(200_000), Part(3_000, device=HOST))
 
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 def test_jobs_share_little_memory(start_node: Start, transfer: str) -> None:
-    """What one has pinned goes to the other while both go on."""
+    """Pinned memory of one job goes to the other job while both go on."""
     node = start_node("--dram", "12MiB")
     first = node.ready(LARGE, transfer=transfer)
     second = node.ready(LARGE, transfer=transfer, job="other")

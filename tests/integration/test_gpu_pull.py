@@ -1,4 +1,4 @@
-"""Pull: the daemon copies out of the trainer's GPU memory, exactly what it needs, and lets go."""
+"""Pull: the daemon copies exactly the needed bytes from the trainer's GPU memory, and unmaps it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_pulled_and_comes_back(start_node: Start) -> None:
 
 
 def odd_state(trainer: Any) -> None:
-    """A module with everything that a tensor can be."""
+    """A module with tensors of every kind."""
     gpu, model = trainer.gpu, torch.nn.Module()
     torch.manual_seed(3)
     for dtype in (
@@ -99,7 +99,7 @@ def save_odd(trainer: Any) -> int:
 
 
 def recovered_odd(trainer: Any) -> list[str]:
-    """Names of what is not the same in recover()'s state."""
+    """Names of the tensors that differ in the state of recover()."""
     state = trainer.client.recover().state["model"]
     live = trainer.odd.state_dict()
     wrong = [
@@ -152,7 +152,7 @@ def test_everything_that_a_tensor_can_be(start_node: Start) -> None:
 
 
 def take_before(trainer: Any) -> None:
-    """The seed is the same: what was saved is what was made."""
+    """Made again from the same seed, the state equals the saved one."""
     trainer.before = clones(trainer.odd.state_dict())
 
 
@@ -181,7 +181,7 @@ def test_state_that_appears_is_exposed_beside_the_rest(start_node: Start) -> Non
 
 
 def replace_part0(trainer: Any) -> None:
-    """Other memory, the same content."""
+    """Replaces the memory of part 0; the content stays."""
     trainer.gpu.synchronize()
     trainer.old = trainer.model.part0.data
     trainer.model.part0.data = trainer.gpu.like(trainer.old)
@@ -255,7 +255,7 @@ def test_only_what_is_needed_is_mapped(start_node: Start) -> None:
 
 
 def test_many_small_tensors_take_few_copies(start_node: Start) -> None:
-    """They lie in one block of torch's allocator: they are copied with the room between them."""
+    """They are in one block of torch's allocator, and are copied with the gaps between them."""
     node = start_node()
     parts = (*(Part(1 + i % 3) for i in range(300)), Part(2, kind="buffer"), Part(9_000))
     trainer = node.ready(parts)
@@ -298,7 +298,7 @@ def test_restarts_leave_nothing_behind(start_node: Start) -> None:
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
 def test_a_byte_of_a_dead_trainer_never_counts(start_node: Start, snapshot: str) -> None:
-    """SIGKILL in mid-copy: what is read then is garbage, and the checkpoint before is recovered."""
+    """SIGKILL in mid-copy: later copies read garbage, and the previous checkpoint is recovered."""
     node = start_node()
     trainer = node.connect(snapshot=snapshot)
     trainer.step()
@@ -318,7 +318,8 @@ def test_a_byte_of_a_dead_trainer_never_counts(start_node: Start, snapshot: str)
 
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 def test_few_copies_are_ahead_of_those_of_training(start_node: Start) -> None:
-    """The trainer's own copies use the same engine: its `.item()` waits for what is ahead."""
+    """The trainer's own copies use the same engine: its `.item()` waits for copies that are
+    ahead."""
     node = start_node("--chunk", "16MiB", "--dram", "256MiB")
     trainer = node.ready((Part(8 << 20),))  # six chunks, with the moments
     node.faults.hold_copies(after=0)

@@ -1,4 +1,4 @@
-"""Push from a GPU: chosen where nothing can be pulled, told why, right, and never a deadlock."""
+"""Push from a GPU: used where pull is impossible, with the reason; right, and without deadlocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE = (Part(3_000_000), Part(5_000, kind="buffer"), Part(100_000, device=HOST)
 
 
 def saves(trainer: GpuTrainer, steps: int = 3) -> None:
-    """Checkpoints of this many steps, updates right behind them; the newest is right."""
+    """Saves this many steps, each followed at once by an update; checks the newest checkpoint."""
     for _ in range(steps):
         trainer.step()
         last = trainer.checkpoint()
@@ -32,7 +32,8 @@ def saves(trainer: GpuTrainer, steps: int = 3) -> None:
 
 
 def pushed(node: Node, trainer: GpuTrainer, why: str) -> None:
-    """Push was chosen, for this reason; what was pushed comes back, to the GPU, too."""
+    """Checks that push was chosen, for this reason, and that the state can be restored, also to the
+    GPU."""
     saves(trainer)
     transfer, reason = node.transfer()
     assert transfer == "push"
@@ -95,7 +96,7 @@ def test_a_daemon_that_cannot_open_handles(start_node: Start, code: int, word: s
 
 @stand_in
 def test_a_driver_that_does_not_know_how_long_imported_memory_is(start_node: Start) -> None:
-    """Asked in another way; when that fails, too, both answers are told."""
+    """The daemon asks in another way; if that fails as well, it reports both errors."""
     node = start_node()
     node.faults.set(range_fail=1)
     trainer = node.connect()
@@ -139,7 +140,8 @@ def test_a_driver_that_does_not_start(start_node: Start) -> None:
 
 
 def pulls_later(node: Node, trainer: GpuTrainer) -> None:
-    """The next checkpoints are pushed, and after some of them pull is tried again."""
+    """Checks that the next checkpoints are pushed, and that pull is tried again after some of
+    them."""
     assert node.transfer()[0] == "push"
     for _ in range(12):
         saves(trainer, 1)
@@ -148,7 +150,7 @@ def pulls_later(node: Node, trainer: GpuTrainer) -> None:
 
 @stand_in
 def test_a_driver_that_works_after_some_time(start_node: Start) -> None:
-    """As at boot: modules and devices come after the daemon."""
+    """As at boot: kernel modules and devices are loaded after the daemon starts."""
     node = start_node(driver={"init_fail_code": 802})
     trainer = node.connect()
     saves(trainer)
@@ -159,7 +161,7 @@ def test_a_driver_that_works_after_some_time(start_node: Start) -> None:
 
 @stand_in
 def test_a_driver_that_is_slow_to_start(start_node: Start) -> None:
-    """Nobody waits for it for long, and it is used once it answers."""
+    """No client waits for the driver for long; it is used as soon as it answers."""
     node = start_node(driver={"init_hold": 1})
     trainer = node.connect()
     saves(trainer)
@@ -221,7 +223,8 @@ def test_all_copies_are_enqueued_and_the_cpu_goes_on(start_node: Start) -> None:
 
 @stand_in
 def test_the_host_waits_while_copies_are_to_be_enqueued(start_node: Start) -> None:
-    """Less memory than the snapshot: no stream may wait for copies that are not enqueued yet."""
+    """The DRAM is smaller than the snapshot: no stream may wait for copies that are not enqueued
+    yet."""
     node = start_node("--dram", "3MiB")
     trainer = node.connect(LARGE, transfer="push")
     trainer.step()
@@ -243,8 +246,8 @@ def test_the_host_waits_while_copies_are_to_be_enqueued(start_node: Start) -> No
 @pytest.mark.parametrize("transfer", ["push", "pull"])
 @pytest.mark.parametrize("snapshot", ["overlap", "device", "blocking"])
 def test_one_hardware_queue_is_no_deadlock(start_node: Start, transfer: str, snapshot: str) -> None:
-    """All streams share a queue, as the GPU may have it: a stream that waits for a copy behind it
-    would never end. With a tenth of the memory that the snapshot needs."""
+    """All streams share one hardware queue, as on some GPUs: a stream that waits for a later copy
+    in the queue would wait for ever. The DRAM is a tenth of the snapshot."""
     node = start_node("--dram", "3MiB")
     node.faults.set(one_queue=1)
     trainer = node.process()

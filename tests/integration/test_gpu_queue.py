@@ -1,4 +1,4 @@
-"""Checkpoints that wait for a slot while what they are to be read from changes."""
+"""Checkpoints that wait for a slot while the memory of their tensors is replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW = "slow:data:1000000"  # while it is armed
 
 
 def replace_part0(trainer: Any) -> None:
-    """As `p.data = other`, in stream order; nobody waits, and the old memory does not change."""
+    """Like `p.data = other`, in stream order; no gate waits, and the old memory does not change."""
     old = trainer.model.part0.data
     fresh = trainer.gpu.tensor(old.shape)
     trainer.gpu.launch(lambda: raw(fresh).copy_(raw(old)))
@@ -29,7 +29,8 @@ def replace_part0(trainer: Any) -> None:
 
 
 def fill_up(node: Node, **options: Any) -> tuple[GpuTrainer, int, int]:
-    """A trainer; a checkpoint that has the only lane, and a slow disk; one that waits for it."""
+    """A trainer on a slow disk, with a checkpoint that has the only lane and another one that
+    waits."""
     trainer = node.ready(PARTS, **options)
     node.daemon.armed.touch()
     first = trainer.checkpoint()
@@ -60,7 +61,7 @@ def test_a_replaced_tensor_does_not_fail_the_one_that_waits(start_node: Start) -
 
 
 def test_pull_that_was_demanded_fails_the_newer_one(start_node: Start) -> None:
-    """The one that waits is not harmed; the next one is pulled."""
+    """The waiting checkpoint does not fail; the next one is pulled."""
     node = start_node(*FULL, shim=SLOW)
     trainer, first, second = fill_up(node, transfer="pull")
     trainer.evaluate(replace_part0)

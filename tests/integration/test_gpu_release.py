@@ -1,4 +1,5 @@
-"""The daemon's part of a GPU goes back when nobody uses it, and is made anew for who comes next."""
+"""The daemon releases its context on a GPU that no trainer uses, and makes a new one for the next
+trainer."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def saves(trainer: GpuTrainer) -> None:
 
 
 def test_a_gpu_that_no_trainer_uses_is_given_back(start_node: Start) -> None:
-    """Killed or closed, with what the daemon has cached of it still pinned; and the next trainer
-    restores from that cache, and is pulled from again."""
+    """After the trainer was killed or closed, while the daemon's cache is still pinned. The next
+    trainer restores from that cache, and pull works again."""
     node = start_node("--gpu-release", "200ms")
     for orderly in (False, True):
         trainer = node.connect()
@@ -56,7 +57,7 @@ def test_a_gpu_whose_trainer_only_computes_is_kept(start_node: Start) -> None:
 
 
 def test_the_first_of_two_gpus_is_kept_for_the_memory_pinned_by_it(start_node: Start) -> None:
-    """Memory is pinned by one GPU for all: it stays while any is copied into it."""
+    """One GPU pins the memory for all GPUs: the pin stays while any GPU copies into it."""
     node = start_node("--gpu-release", "50ms", devices=2)
     first = node.connect(environment={"PCCHECK_STANDIN_VISIBLE": "0"})
     saves(first)
@@ -83,7 +84,7 @@ def test_a_gpu_that_takes_one_process_is_left_to_the_trainer(start_node: Start) 
 def test_other_processes_have_the_driver_between_two_pieces_of_pinned_memory(
     start_node: Start,
 ) -> None:
-    """A pool that is there already is pinned in one go for the next trainer."""
+    """An existing pool is pinned in one pass for the next trainer."""
     node = start_node("--dram", "64MiB", "--gpu-release", "50ms")
     node.ready().kill()
     node.faults.wait_for(lambda _: is_released(node))

@@ -1,5 +1,5 @@
-"""Restoring to a GPU: copies of many chunks are on their way at once, and whatever ends a restore
-in the middle ends it cleanly."""
+"""Restoring to a GPU: copies of many chunks run at once, and a restore that is interrupted ends
+cleanly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOST = 700  # an error after which the context is of no use
 
 
 def saved(node: Node, steps: int) -> None:
-    """Steps 1 to `steps` were saved by a trainer that is gone; nothing of it is in DRAM."""
+    """A trainer has saved steps 1 to `steps` and ended; no checkpoint is in DRAM."""
     trainer = node.ready(PARTS)
     for _ in range(steps - 1):
         assert trainer.wait_durable(trainer.checkpoint()) == "durable"
@@ -50,7 +50,7 @@ def test_many_chunks_are_in_flight(start_node: Start) -> None:
 
 @pytest.mark.parametrize("at", [-100, 5 * CHUNK, 0])
 def test_damage_under_copies_falls_to_the_one_before(start_node: Start, at: int) -> None:
-    """The chunks before the damaged block are on their way, or there, when it is met."""
+    """Chunks before the damaged block are being copied, or are copied, when the damage is found."""
     node = start_node()
     saved(node, 2)
     damage(node.daemon.storage, 2, at=at)
@@ -68,7 +68,7 @@ def test_damage_under_copies_falls_to_the_one_before(start_node: Start, at: int)
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_the_context_is_lost_under_a_restore(start_node: Start, after: int) -> None:
-    """It raises; another process restores the very same checkpoint."""
+    """restore() raises; another process restores the same checkpoint."""
     node = start_node()
     saved(node, 1)
     node.start()
@@ -89,13 +89,13 @@ def test_the_context_is_lost_under_a_restore(start_node: Start, after: int) -> N
 
 
 def lose(faults: Faults) -> None:
-    """The context goes while copies are on their way."""
+    """Loses the context while copies are under way."""
     faults.wait_for(lambda f: f.held_copies > 0)
     faults.set(lose_context=LOST)
 
 
 def test_the_daemon_dies_under_a_restore(start_node: Start) -> None:
-    """No copy is left that would write to the tensors after the exception."""
+    """After the exception no copy writes to the tensors."""
     node = start_node()
     saved(node, 1)
     node.start()

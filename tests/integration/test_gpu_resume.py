@@ -1,4 +1,4 @@
-"""Training on a GPU that is killed and goes on is bit for bit the training that was not."""
+"""Training on a GPU that is killed and resumed equals an undisturbed training bit for bit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def train(trainer: Any, first: int, last: int, every: int) -> None:
 
 
 def train_on(trainer: Any) -> None:
-    """Until it is killed, which is not long after the eighth step is durable."""
+    """Trains until it is killed, soon after step 8 is durable."""
     for step in range(1, 100_000):
         train(trainer, step, step, 2)
         if any(h.step >= 8 and h.state.name == "DURABLE" for h in trainer.handles[-100:]):
@@ -144,7 +144,7 @@ def test_resumed_training_is_the_same(
 
 
 def test_a_damaged_gradient_would_be_seen(start_node: Start) -> None:
-    """Shows that the test above can fail: one bit of one batch, and all that follows differs."""
+    """Shows that the test above can fail: one changed bit of one batch changes all later losses."""
     node = start_node()
     one, other = start(node, "float32", job="one"), start(node, "float32", job="other")
     one.evaluate(Call(train, 1, 5, 2))

@@ -1,4 +1,4 @@
-"""What a reviewer of the GPU data path found: each was once a failed promise."""
+"""Regressions of the GPU data path: each of these promises was once broken."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def durable_and_right(trainer: GpuTrainer, handle: int, step: int) -> None:
 
 
 def test_a_gpu_without_two_free_mebibytes(start_node: Start) -> None:
-    """torch has taken all of its memory: there is no room for the probe, so that tensors are
-    pushed. Every checkpoint failed instead."""
+    """torch has allocated all memory, so there is none for the probe: tensors are pushed. Before,
+    every checkpoint failed."""
     node = start_node()
     trainer = node.connect(PARTS, attach=False)
     trainer.step()
@@ -41,8 +41,8 @@ def test_a_gpu_without_two_free_mebibytes(start_node: Start) -> None:
 
 
 def test_memory_that_the_daemon_cannot_pin(start_node: Start) -> None:
-    """The driver has pinned the page for the probe, but does not pin the pool: tensors are pushed.
-    The session had no memory at all instead, and every checkpoint stalled."""
+    """The driver pins the page of the probe, but not the pool: tensors are pushed. Before, the
+    session got no memory, and every checkpoint stalled."""
     node = start_node()
     first = node.connect(PARTS)
     first.step()
@@ -66,8 +66,8 @@ def allocate_anew(trainer: Any) -> None:
 
 
 def test_a_handle_whose_old_mapping_is_in_the_way(start_node: Start) -> None:
-    """Drivers refuse a handle with ALREADY_MAPPED (208) when the importer still maps what was at
-    that address before. The old mappings are closed, and it is tried again."""
+    """Drivers refuse a handle with ALREADY_MAPPED (208) while the importer still maps earlier
+    memory of that address. The daemon closes the old mappings and tries again."""
     node = start_node("--dram", "128MiB")
     trainer = node.connect((Part(OWN), Part(500)))
     trainer.step()
@@ -97,8 +97,8 @@ def checkpoint_and_replay(trainer: Any) -> None:
 
 
 def test_a_step_recorded_before_attach(start_node: Start) -> None:
-    """Optimizers that are not `capturable` can be recorded as well (SGD, say): no hook is trusted
-    before it was seen to run."""
+    """Optimizers that are not `capturable` can be recorded as well (for example SGD): a hook is
+    trusted only after it has run."""
     node = start_node()
     trainer = node.connect(PARTS, attach=False)
     trainer.step()
@@ -109,8 +109,8 @@ def test_a_step_recorded_before_attach(start_node: Start) -> None:
 
 
 def test_what_is_not_pulled_any_more_is_not_mapped_either(start_node: Start) -> None:
-    """The daemon let go of nothing when the trainer turned to push, and so neither could freed
-    memory be used again."""
+    """Before, the daemon unmapped nothing when the trainer changed to push, so freed memory could
+    not be used again."""
     node = start_node("--dram", "128MiB")
     trainer = node.connect((Part(OWN), Part(500)))
     trainer.step()
@@ -125,8 +125,8 @@ def test_what_is_not_pulled_any_more_is_not_mapped_either(start_node: Start) -> 
 
 
 def test_a_restore_after_one_that_broke_off_early(start_node: Start) -> None:
-    """The first ends here, at the GPU's failure, while the daemon still reads: the second waits for
-    that. It was refused as busy."""
+    """The first restore ends at a failure of the GPU while the daemon still reads; the second waits
+    for the daemon. Before, it was refused as busy."""
     node = start_node()
     trainer = node.connect((Part(3_000_000), Part(500)))
     trainer.step()
@@ -145,8 +145,9 @@ def long_kernel(trainer: Any) -> None:
 
 
 def test_a_cpu_far_ahead_of_its_stream(start_node: Start) -> None:
-    """The limit is for a stream that waits for us. It counted while the GPU had not even come to
-    the snapshot, so that of a trainer who is far ahead no checkpoint was ever copied."""
+    """The stall limit counts only while a stream waits for the daemon. Before, it also counted
+    until the GPU had reached the snapshot, so a trainer that was far ahead never got a
+    checkpoint."""
     node = start_node()
     trainer = node.connect(PARTS, stall_limit_s=0.5)
     trainer.step()

@@ -1,5 +1,5 @@
-"""Unchanged tensors on a GPU are written once, pulled or pushed; what refers to them comes back to
-the GPU after kills."""
+"""Unchanged tensors on a GPU are written once, by pull or push; checkpoints that refer to them are
+restored to the GPU after kills."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANGES = 3 << 20  # at most: moments, too, and whole blocks
 
 
 def update(trainer: Any) -> None:
-    """A step that leaves alone what is frozen."""
+    """A step that changes no frozen tensor."""
     trainer.optimizer.step()
 
 

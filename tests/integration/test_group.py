@@ -38,7 +38,7 @@ SIZE, SIZE_MAX = 4096, 1 << 20
 def ranks(
     connect: Connect, daemon: Daemon, launch: str, world: int = 2, only: int = 0, **options: object
 ) -> list[Trainer]:
-    """`only` the first so many; launch "": none is named."""
+    """Connects the ranks of a start, or `only` the first ones. launch "": no launch id."""
     named = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": launch}
     return [
         connect(
@@ -50,7 +50,7 @@ def ranks(
 
 
 def save(group: list[Trainer], *, to: int = 0, **options: object) -> None:
-    """Every rank takes a step (or the steps up to `to`), and all have its checkpoint."""
+    """Every rank makes a step (or the steps up to `to`); waits until all have its checkpoint."""
     for trainer in group:
         while trainer.step() < to:
             pass
@@ -60,7 +60,7 @@ def save(group: list[Trainer], *, to: int = 0, **options: object) -> None:
 
 
 def restored(group: list[Trainer]) -> list[int]:
-    """The steps, whose content is right."""
+    """Restores all ranks, checks the content, and returns the steps."""
     steps = [trainer.restore()["step"] for trainer in group]
     assert [trainer.check(step) for trainer, step in zip(group, steps, strict=True)] == [
         "" for _ in group
@@ -128,7 +128,7 @@ def test_a_rank_without_checkpoints_is_refused_not_mixed(
 
 
 def test_the_same_launch_id_twice(start_daemon: Start, start_trainer: Connect) -> None:
-    """Launch ids repeat: in a loop of a batch script, for example."""
+    """A launch id may repeat, for example in a loop of a batch script."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0")
     for step in (1, 2, 3):
@@ -160,8 +160,8 @@ def test_the_same_launch_id_without_a_restore_keeps_what_was(
 def test_what_becomes_durable_after_a_run_began_is_kept_for_its_restore(
     start_daemon: Start, start_trainer: Connect, world: int, before: int
 ) -> None:
-    """The newest checkpoint of the run before was still being written when one came that forgets
-    to restore; with `before`, another one was durable."""
+    """The newest checkpoint of the previous run was still being written when a run began that
+    forgets to restore. With `before`, an earlier checkpoint was durable."""
     daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "2MiB")
     group = ranks(start_trainer, daemon, "0", world)
     for _ in range(before):
@@ -179,7 +179,7 @@ def test_what_becomes_durable_after_a_run_began_is_kept_for_its_restore(
 
 
 def _waits_for(step: int, trainer: Any) -> int:
-    """The newest step of the run before, once this one is on the disk."""
+    """Waits until this step is on the disk; returns the newest step of the previous run."""
 
     def newest() -> int:
         return max((one.step for one in trainer.client.steps()), default=0)
@@ -189,7 +189,7 @@ def _waits_for(step: int, trainer: Any) -> int:
 
 
 def reconnect(group: list[Trainer]) -> None:
-    """Trains on until every rank has found the daemon's next process."""
+    """Trains until every rank has reconnected to the restarted daemon."""
 
     def are_connected() -> bool:
         for trainer in group:
@@ -201,7 +201,7 @@ def reconnect(group: list[Trainer]) -> None:
 
 
 def ask_until_connected(trainer: Trainer) -> int:
-    """The first checkpoint that reaches the next daemon."""
+    """Saves until a checkpoint reaches the restarted daemon; returns that checkpoint."""
     handles: list[int] = []
     until(lambda: (handles.append(trainer.checkpoint()), trainer.evaluate(_is_connected))[1])
     return handles[-1]
@@ -236,7 +236,7 @@ def _now(trainer: Any) -> int:
 def test_the_first_to_reconnect_does_not_split_the_step(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """Rank 0 finds the new daemon and asks for a step before rank 1 is there."""
+    """Rank 0 reconnects and requests a step before rank 1 has reconnected."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0")
     save(group, to=1)
@@ -258,7 +258,8 @@ def test_the_first_to_reconnect_does_not_split_the_step(
 def test_a_daemon_that_is_restarted_while_the_ranks_come(
     start_daemon: Start, start_trainer: Connect, first_back: int
 ) -> None:
-    """Rank 0 has restored, and rank 1 comes to the next daemon, before or after rank 0 is back."""
+    """Rank 0 has restored. Rank 1 connects to the next daemon, before or after rank 0 has
+    reconnected."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     before = ranks(start_trainer, daemon, "0")
     save(before, to=2)
@@ -290,7 +291,8 @@ def test_a_daemon_that_is_restarted_while_the_ranks_come(
 def test_a_daemon_that_ends_after_a_survivor_has_restored(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """Rank 1 is replaced, and rank 0 restores with it: the next daemon learns that from both."""
+    """Rank 1 is replaced, and rank 0 restores with it: both ranks announce that to the next
+    daemon."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "")
     save(group, to=2)
@@ -300,7 +302,7 @@ def test_a_daemon_that_ends_after_a_survivor_has_restored(
     )
     assert restored([group[1], group[0]]) == [2, 2]
     for trainer in group:
-        trainer.evaluate(_until_answered)  # what restore() has announced
+        trainer.evaluate(_until_answered)  # as restore() has announced
     daemon.kill()
     daemon.start()
     reconnect(group)
@@ -313,7 +315,7 @@ def test_a_daemon_that_ends_after_a_survivor_has_restored(
 def test_one_rank_finds_the_storage_directory_away(
     start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:
-    """What all ranks had stays on the rank that noticed nothing: the directory comes back."""
+    """The other rank keeps what all ranks had, because the directory comes back."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0")
     save(group, to=1)
@@ -339,8 +341,8 @@ def test_one_rank_finds_the_storage_directory_away(
 def test_slots_that_could_not_be_recycled_do_not_skip_for_ever(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """With on_busy="skip" no rank begins a checkpoint that has no slot. A volume is full, because
-    its record failed while the directory was away, and has to be opened again."""
+    """With on_busy="skip" no rank begins a checkpoint without a slot. A volume is full, because its
+    record failed while the directory was away, and must be opened again."""
     daemon = start_daemon("--slots", "3", "--keep", "1")
     group = ranks(start_trainer, daemon, "0", on_busy="skip")
     save(group, to=1)
@@ -368,7 +370,7 @@ def _register(trainer: Any) -> None:
 
 
 def renew(trainer: Trainer, daemon: Daemon, rank: int, **options: object) -> None:
-    """Closes the client; a new one in the same process goes on with the same tensors."""
+    """Closes the client; a new client in the same process goes on with the same tensors."""
     trainer.evaluate(_Renew(str(daemon.socket), rank, options))
 
 
@@ -407,7 +409,7 @@ def test_a_new_client_in_a_rank_does_not_split_the_job(
 def test_a_new_client_that_says_fresh_again_does_not_split_the_job(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """As a script does that makes its client twice, with the same arguments."""
+    """A script makes its client twice, with the same arguments."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0", fresh=True)
     save(group, to=2)
@@ -444,7 +446,7 @@ def test_a_start_killed_before_all_were_there(start_daemon: Start, start_trainer
     again = [first, second]
     assert restored(again) == [3, 3]
     save(again)
-    daemon.kill()  # what the daemon knows of who belongs together goes with it
+    daemon.kill()  # the daemon with its knowledge of the group ends as well
     daemon.start()
     reconnect(again)
     save(again)
@@ -455,7 +457,7 @@ def test_a_start_killed_before_all_were_there(start_daemon: Start, start_trainer
 
 @pytest.fixture
 def members() -> Iterator[Members]:
-    """Connects all ranks of a start to a daemon, and closes at the end."""
+    """Connects all ranks of a start, and closes them at the end of the block."""
     made: list[Rank] = []
 
     def connect(daemon: Daemon, world: int = 2, **options: Any) -> list[Rank]:
@@ -473,7 +475,7 @@ def members() -> Iterator[Members]:
 
 
 def listed(rank: Rank) -> list[int]:
-    """The steps that its volume holds, newest first."""
+    """The steps in the volume of a rank, newest first."""
     found = rank.ask(ListVolumes("job"))
     assert isinstance(found, Report)
     rows: Any = found.document["checkpoints"]
@@ -481,7 +483,7 @@ def listed(rank: Rank) -> list[int]:
 
 
 def steps_of_all(group: list[Rank]) -> list[int]:
-    """That they restore; the group ends."""
+    """The steps that the ranks restore; ends the group."""
     found = [rank.open() for rank in group]
     for rank in group:
         rank.close()
@@ -492,7 +494,7 @@ def steps_of_all(group: list[Rank]) -> list[int]:
 def test_one_rank_after_two_recycles_nothing_that_the_two_had(
     start_daemon: Start, members: Members, fresh: bool
 ) -> None:
-    """Rank 0 was ahead of rank 1, so its own newest checkpoints are worth nothing to the job."""
+    """Rank 0 was ahead of rank 1, so its newest checkpoints are of no use to the job."""
     daemon = start_daemon("--slots", "3", "--keep", "1")
     first, second = members(daemon)
     for rank in (first, second):
@@ -520,8 +522,8 @@ def test_one_rank_after_two_recycles_nothing_that_the_two_had(
 def test_what_two_ranks_had_in_flight_takes_nothing_from_them(
     start_daemon: Start, members: Members
 ) -> None:
-    """Rank 0 has written it after a start of one rank has begun, and rank 1 still writes it when
-    the node goes down."""
+    """After a start of one rank has begun, rank 0 finishes its part, and rank 1 is still writing
+    when the node fails."""
     daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "1MiB")
     group = members(daemon)
     for rank in group:
@@ -543,7 +545,7 @@ def test_what_two_ranks_had_in_flight_takes_nothing_from_them(
 
 
 def divided(group: list[Rank], step: int) -> str:
-    """Every rank saves a step: "" when all of them have it, else what each rank was told."""
+    """Every rank saves a step. Returns "" when all have the step, else the state on each rank."""
     made = {rank: rank.begin(step, payload_of(step, SIZE)) for rank in group}
     for rank, snapshot in made.items():
         rank.wait(snapshot)
@@ -562,8 +564,8 @@ def divided(group: list[Rank], step: int) -> str:
 def test_a_file_of_one_rank_that_cannot_be_read_does_not_divide_the_step(
     start_daemon: Start, members: Members, readable: bool
 ) -> None:
-    """The numbers of all ranks are above all that may be in the file from the first checkpoint on:
-    it may be the last one. `readable`: the rank has another file, which it restores."""
+    """From the first checkpoint on, all ranks use sequences above any that the file may contain.
+    `readable`: the rank has another file, which it restores."""
     daemon = start_daemon()
     for rank in (group := members(daemon)):
         rank.save(1, payload_of(1, SIZE))
@@ -697,7 +699,8 @@ def test_a_step_that_one_rank_leaves_out_is_given_up_on_all(
 def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """It was reported as durable here, and stays so: only the waiting for all ranks fails."""
+    """The checkpoint was reported as durable on this rank, and stays so: only the wait for all
+    ranks fails."""
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0")
     save(group, to=1)
@@ -819,7 +822,7 @@ def test_status_says_which_rank_holds_the_others_back(
         step = group[0].step()
         group[1].step()
         group[0].checkpoint()
-        if step % 3 == 0:  # it keeps asking, and never for what the other one has
+        if step % 3 == 0:  # it keeps asking, but never for a step of the other rank
             group[1].checkpoint(step=10_000 + step)
         return ctl(None, *asked).code != 0
 

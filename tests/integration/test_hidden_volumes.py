@@ -1,5 +1,5 @@
-"""Directories that cannot be read, and something else where a volume should be: the job is refused,
-and told in every place that a user looks at. Other jobs and users notice nothing."""
+"""Unreadable directories, and other files in place of a volume: the job is refused, and every place
+that a user looks at reports the cause. Other jobs and users are not affected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.waiting import until
 Start = Callable[..., Daemon]
 
 
-#: Files and directories can be closed to a process without these, also if it is root's.
+#: Without these capabilities file permissions apply to a process of root as well.
 CONFINED = (
     "setpriv", "--bounding-set=-dac_override,-dac_read_search",
     "--inh-caps=-dac_override,-dac_read_search", "--",
@@ -183,7 +183,8 @@ def test_something_else_in_place_of_a_job_is_no_empty_job(
 def test_what_was_found_at_the_start_is_told_until_it_is_mended(
     start_daemon: Start, ctl: Ctl, lost: str
 ) -> None:
-    """Before the job is back: nobody looks into the log until then."""
+    """Status reports the problem before the job is started again: users do not read the log until
+    then."""
     daemon = start_daemon()
     save(daemon, "job", 1, 2)
     daemon.stop()
@@ -208,7 +209,7 @@ def test_what_was_found_at_the_start_is_told_until_it_is_mended(
 
 
 def test_a_volume_that_cannot_be_read_is_no_empty_volume(start_daemon: Start, ctl: Ctl) -> None:
-    """Beside the daemon that has it open. Its checkpoints are durable, and may come back."""
+    """A daemon has the volume open. Its checkpoints are durable, and may become readable again."""
     daemon = start_daemon()
     save(daemon, "other", 5)
     with PCcheckClient("job", socket=daemon.socket) as client:

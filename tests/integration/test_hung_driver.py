@@ -1,4 +1,4 @@
-"""A CUDA driver that never answers, as a broken one: ranks get in, and push."""
+"""A CUDA driver that never answers: ranks connect, and use push."""
 
 from __future__ import annotations
 

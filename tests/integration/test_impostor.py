@@ -1,5 +1,5 @@
-"""Another user's process in the daemon's place: clients do not speak to it. A daemon of another
-user where root has put it: they do."""
+"""Clients do not talk to another user's process in the daemon's place. They do talk to a daemon of
+another user in a directory that root has made."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Strangers(Daemon):
 
 @pytest.fixture
 def impostor(stack: ExitStack) -> Daemon:
-    """It made its directory where everybody may, and lets everybody in."""
+    """A process that made its directory in a public place, and accepts every user."""
     daemon = stack.enter_context(Strangers(*SMALL))
     daemon.root.chmod(0o711)
     for directory in (daemon.storage, daemon.socket.parent):

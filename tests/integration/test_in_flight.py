@@ -1,4 +1,4 @@
-"""N checkpoints really are in flight at once; back-pressure; superseding; growth."""
+"""N checkpoints are in flight at once; back-pressure; superseding; growth."""
 
 from __future__ import annotations
 

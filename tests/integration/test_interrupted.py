@@ -1,5 +1,5 @@
-"""Signal handlers and other threads that take checkpoints at the worst of times: what becomes
-durable is one step, and nothing is raised into the training loop."""
+"""Signal handlers and other threads that call checkpoint() at the worst moments: a durable
+checkpoint is of one step, and nothing is raised into the training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = [300_000, 300_000]
 
 
 class Halting(torch.optim.Optimizer):
-    """Writes `expected(step)`, and calls `between` when half of it is written."""
+    """Writes `expected(step)`, and calls `between` after half of the values."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -50,7 +50,7 @@ class Kit:
         client.attach(model=self.model, optimizer=self.optimizer, **more)
 
     def recovered(self) -> str:
-        """What is wrong with the newest durable one."""
+        """What is wrong with the newest durable checkpoint."""
         found = self.client.recover()
         tensors = [found.state["model"][f"parts.{index}"] for index in range(len(COUNTS))]
         return mismatch(tensors, found.step)
@@ -64,7 +64,7 @@ def client(start_daemon: Callable[..., Daemon]) -> Iterator[PCcheckClient]:
 
 @pytest.fixture
 def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """What SIGUSR1 does from now on."""
+    """Makes SIGUSR1 call this function."""
     with ExitStack() as stack:
 
         def put(work: Callable[[], object]) -> None:
@@ -93,7 +93,7 @@ def test_a_handler_in_the_middle_of_an_update_gets_no_checkpoint(
     assert handle.state is CheckpointState.SKIPPED
     assert "middle of a step" in handle.reason
     assert kit.recovered() == ""
-    last = client.checkpoint(step=kit.optimizer.now)  # between two steps all is well again
+    last = client.checkpoint(step=kit.optimizer.now)  # a call between two steps saves again
     last.wait_durable(30)
     assert kit.recovered() == ""
 
@@ -128,7 +128,7 @@ def test_a_step_that_failed_does_not_count_as_one_that_goes_on(client: PCcheckCl
 
 
 class Asking:
-    """State that calls something while it is asked for."""
+    """An attached object whose state_dict() calls a function."""
 
     def __init__(self) -> None:
         self.asked: Callable[[], object] = lambda: None
@@ -173,7 +173,7 @@ def test_a_handler_in_the_middle_of_restoring_gets_none_either(
 def test_a_handler_at_the_end_of_a_gate_gets_none_either(
     client: PCcheckClient, on_signal: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it handed over would be torn by the update that the gate lets go."""
+    """The update behind the gate would change the tensors of that checkpoint."""
     handles: list[Any] = []
     Kit(client)
     gate = client._saver.gate
@@ -197,7 +197,7 @@ def test_a_handler_that_closes_does_not_break_the_call_it_came_in(
 
 
 def test_a_thread_that_saves_beside_training_saves_whole_steps(client: PCcheckClient) -> None:
-    """However its calls fall in with the steps: what is durable is one of them."""
+    """Calls at any moment of a step: every durable checkpoint is of one step."""
     kit, calls, ended = Kit(client), threading.Semaphore(0), threading.Event()
 
     def save() -> None:
@@ -238,8 +238,8 @@ def interrupting(codes: set[CodeType], at: int) -> Callable[..., Any]:
 
 
 def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Callable[..., Daemon]) -> None:
-    """A notebook's cell is interrupted and run again: its session ends wherever Ctrl-C arrived, or
-    at the next close(), as the refusal says."""
+    """The cell of a notebook is interrupted and run again. Its session ends wherever Ctrl-C
+    arrived, or at the next close(), as the error message says."""
     socket = start_daemon().socket
     ends = (PCcheckClient._leave, Session.close, Connection.close, Attachment.close)
     codes = {end.__code__ for end in ends}
@@ -295,7 +295,7 @@ def test_ctrl_c_at_the_start_of_a_thread_costs_no_later_verdict(
         client.checkpoint(step=1)
     handle = client.checkpoint(step=2)
     watched = threading.Thread(target=handle.wait_durable, args=(30,))
-    watched.start()  # the training thread is the one that gives verdicts, and does not call
+    watched.start()  # the training thread gives verdicts, and makes no call
     watched.join()
     assert handle.state is CheckpointState.DURABLE
 

@@ -1,6 +1,6 @@
-"""A training that is killed in the middle of an epoch goes on with the very same numbers, although
-its loader draws from the generators when it makes an iterator. Ranks of another number begin the
-epoch again, all of them."""
+"""A training that is killed in the middle of an epoch resumes with the same numbers, although its
+loader draws from the generators when it makes an iterator. With another number of ranks, all ranks
+begin the epoch again."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_losses_are_equal_bit_for_bit(
 def test_a_checkpoint_at_the_end_of_an_epoch(
     start_daemon: Callable[..., Daemon], loader: str
 ) -> None:
-    """The next iterator draws in the undisturbed training, too."""
+    """The next iterator also draws in the undisturbed training."""
     socket = start_daemon().socket
     undisturbed = ran("", loader, 0, STEPS, 8)
     ran(socket, loader, 0, STEPS, 8, 9, code=-signal.SIGKILL)
@@ -59,7 +59,8 @@ def test_a_checkpoint_at_the_end_of_an_epoch(
 
 @TORCHDATA
 def test_a_loader_under_another_name_is_told(tmp_path: Path) -> None:
-    """Once, and not of a second loader beside loader=, nor where no generators are attached."""
+    """One warning; none for a second loader beside loader=, and none without attached
+    generators."""
     loader = torchdata(0)
     for rng, names, told in (
         (True, ["data", "validation"], 1),
@@ -85,8 +86,8 @@ def test_another_number_of_ranks_begins_the_epoch_again(
     start_daemon: Callable[..., Daemon],
     kind: str, workers: int, ranks: int, again: int, kill_after: int,
 ) -> None:  # fmt: skip
-    """A position counts the batches of one rank among so many. Every rank gets its part of the
-    epoch that was interrupted, from the start and in the order of that epoch. Rank 0, which has
+    """The position of a loader is only valid for the same number of ranks. Every rank gets its part
+    of the interrupted epoch, from the start and in the order of that epoch. Rank 0, which has
     saved, gets its generators back."""
     daemon = start_daemon()
     program = ("tests.support.loaderranks", kind, workers)

@@ -1,5 +1,5 @@
 """Both replicas of the newest commit record are damaged: recovery goes back a checkpoint, and every
-place that a user looks at says so. No crash leaves a volume like that."""
+place that a user looks at reports it. No crash leaves such a volume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that gets no checkpoints is what `pccheckctl status` says first."""
+"""`pccheckctl status` reports a job without checkpoints first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer
     assert "30.0 MiB" in told.out
     assert "REFUSED" in next(line for line in told.out.splitlines() if line.startswith("big"))
     ranks = {rank["job"]: rank for rank in status(daemon)["ranks"]}
-    assert ranks["big"]["counters"]["failed"] >= 2  # the last one is told with the next
+    assert ranks["big"]["counters"]["failed"] >= 2  # the next failure reports the last one
     assert "takes" in ranks["big"]["refused"]["message"]
     assert ranks["fits"]["refused"] is None
     daemon.logs("job 'big' rank 0 of uid")
@@ -105,7 +105,8 @@ def test_a_refusal_ends_with_the_room(start_daemon: Start, start_trainer: Connec
 
 
 def test_a_refusal_ends_with_the_next_checkpoint_that_fits(start_daemon: Start) -> None:
-    """A larger state was refused. What fits into the volume that is there asks for no room."""
+    """A larger state was refused. A state that fits into the existing volume needs no more
+    space."""
     daemon = start_daemon("--max-storage", "30MiB")
     with PCcheckClient("job", socket=daemon.socket) as client:
         client.checkpoint([torch.zeros(MIB)], step=1).wait_durable(60)
@@ -132,7 +133,7 @@ def gone(daemon: Daemon, trainer: Trainer, job: str = "big") -> None:
 def test_a_refused_job_is_the_loudest_after_its_end(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """Without a volume only the daemon knows of it, until the job is dropped."""
+    """Without a volume only the daemon knows of the job, until the job is dropped."""
     daemon = start_daemon("--max-storage", "30MiB")
     assert saved(start_trainer(daemon, [MIB], job="fits"))[0] == "durable"
     big = start_trainer(daemon, [8 * MIB], job="big")
@@ -170,7 +171,7 @@ def test_a_later_run_that_saves_ends_the_warning(
 def test_a_job_without_a_durable_checkpoint_is_named_by_the_next_daemon(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """It has a volume, so that anybody can see that there is nothing in it."""
+    """The job has a volume, so a new daemon finds that it is empty."""
     daemon = start_daemon(shim="dead:data:1")
     trainer = start_trainer(daemon, job="big")
     daemon.armed.touch()
@@ -201,7 +202,8 @@ def test_a_job_without_a_durable_checkpoint_is_named_by_the_next_daemon(
 def test_a_run_that_ends_in_its_first_copy_is_no_trouble_beside_older_checkpoints(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """Its older checkpoints are there, and only its own end was in the way: nothing is wrong."""
+    """Older checkpoints exist, and the last one failed only because the run ended: nothing is
+    wrong."""
     daemon = start_daemon()
     trainer = start_trainer(daemon, job="big")
     assert saved(trainer)[0] == "durable"
@@ -267,7 +269,8 @@ def test_a_job_whose_last_checkpoints_failed_is_named(
 def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """And from which step a restart resumes; exit code 0 and one early warning are not enough."""
+    """The run reports its lost checkpoints at its end, with the step from which a restart resumes:
+    exit code 0 and one early warning are not enough."""
     daemon = start_daemon()
     trainer = start_trainer(daemon)
     for _ in range(3):
@@ -280,7 +283,7 @@ def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
     assert "step 4 failed: the volume's file was removed or moved away" in first
     assert "step 5 failed: the storage directory" in second  # the first words no longer suffice
     assert "create the directory again" in second
-    assert "Traceback" not in daemon.log.read_text()  # of what is no defect
+    assert "Traceback" not in daemon.log.read_text()  # not a defect
     trainer.close()
     last = trainer.warnings[-1]
     assert "5 checkpoints failed since step 3, up to step 8: the storage directory" in last
@@ -328,7 +331,8 @@ def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
 def test_a_volume_that_cannot_be_made_is_no_busy_daemon(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """Any error but a full disk: such checkpoints were skipped, and a run ended without a word."""
+    """Any error except a full disk. Before, such checkpoints were skipped, and a run ended without
+    a warning."""
     daemon = start_daemon()
     place = daemon.storage / str(os.geteuid())
     trainer = start_trainer(daemon)

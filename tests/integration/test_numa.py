@@ -24,7 +24,7 @@ SIZE = 3_000_000
 
 
 def mounts() -> bool:
-    """Whether this user, on this machine, may mount."""
+    """Whether this user may mount on this machine."""
     if shutil.which("unshare") is None or not NODES.is_dir():
         return False
     probe = [*MOUNTED, f"mount --bind / {NODES}"]
@@ -62,7 +62,7 @@ class TwoNodes(Daemon):
 
 @contextmanager
 def bound(cpus: set[int]) -> Iterator[None]:
-    """This thread, which the daemon takes for the trainer, may use these only."""
+    """Binds this thread, which is the trainer for the daemon, to these CPUs."""
     os.sched_setaffinity(0, cpus)
     try:
         yield
@@ -71,7 +71,7 @@ def bound(cpus: set[int]) -> Iterator[None]:
 
 
 def saved(daemon: Daemon, ctl: Ctl) -> object:
-    """The node that the rank's memory was put near, after a checkpoint."""
+    """Saves a checkpoint; returns the node of the rank's memory."""
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))

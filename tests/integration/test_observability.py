@@ -94,7 +94,8 @@ def test_metrics_of_a_job_and_every_name_in_use(start_daemon: Start, start_train
 
 
 def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(start_daemon: Start) -> None:
-    """Its loop stands still while it is traced by a debugger, say; here by a stop."""
+    """The event loop of the daemon hangs, for example under a debugger; here SIGSTOP stops the
+    daemon."""
     daemon = start_daemon("--metrics", "0")
     url = base(daemon)
     daemon.kill(signal.SIGSTOP)

@@ -1,4 +1,5 @@
-"""Models, optimizers and processes unlike the usual ones: saved, restored, and named if not."""
+"""Unusual models, optimizers and processes: they are saved and restored, or the error names
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ Start = Callable[..., Daemon]
     "part", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 4))]
 )
 def test_a_part_of_torch_jit_is_saved_and_restored(start_daemon: Start, part: Any) -> None:
-    """The parts of such a module are no dicts."""
+    """The parts of such a module are not dicts."""
     daemon, saved = start_daemon(), dict[str, Any]()
     for restores in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), part(nn.Linear(4, 4)))
@@ -42,7 +43,7 @@ def test_a_part_of_torch_jit_is_saved_and_restored(start_daemon: Start, part: An
 
 
 class Sharing(torch.optim.Optimizer):
-    """Around another one, whose state and groups are its own."""
+    """A wrapper that shares state and groups with the optimizer inside."""
 
     def __init__(self, parameters: Any) -> None:
         self.inner = torch.optim.Adam(parameters)

@@ -1,4 +1,5 @@
-"""Pinned checkpoints stay: on every rank, over restarts, and never at the price of the next one."""
+"""Pinned checkpoints stay: on every rank, over restarts, and without preventing the next
+checkpoint."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_what_is_protected_for_the_next_run_and_pinned_leaves_a_slot(start_daemo
         save(client, 1)
         client.pin(1)
         save(client, 2, 3, 4)
-    for run in range(3):  # none of them restores: what they may not overwrite adds up
+    for run in range(3):  # no run restores: the checkpoints that they must keep add up
         with client_of(daemon) as client, pytest.warns(UserWarning, match="NOT restored"):
             save(client, *range(100 * run + 10, 100 * run + 16))
             assert (1, True) in steps(client)
@@ -274,7 +275,7 @@ def test_what_another_rank_saved_alone_is_not_pinned(start_daemon: Start) -> Non
 
 
 def test_a_disk_that_cannot_be_written_is_named(start_daemon: Start) -> None:
-    """It has the checkpoint, so "no checkpoint" would be the wrong thing to look into."""
+    """The job has the checkpoint, so "no checkpoint" would be a misleading error."""
     with client_of(daemon := start_daemon(shim="eio:record-a:1")) as client:
         save(client, 1)
         daemon.armed.touch()

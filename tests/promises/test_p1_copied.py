@@ -1,5 +1,5 @@
-"""P1, copied: once a snapshot is copied it, or a newer one, becomes durable, whatever happens to
-the trainer. With real daemons, trainers, files and SIGKILL."""
+"""P1, copied: a copied checkpoint, or a newer one, becomes durable, whatever happens to the
+trainer. With real daemons, trainers, files and SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""P2, durable: it survives SIGKILL, and it is in a file that has its name. Files and directories
-that are removed, replaced, moved or cut under a running daemon are noticed in time."""
+"""P2, durable: a durable checkpoint survives SIGKILL, and is in a file under the expected name. The
+daemon notices in time that files or directories were removed, replaced, moved or truncated."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pccheckctl(daemon: Daemon, *words: str) -> Ran:
 
 
 def until(daemon: Daemon, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first status of which this holds."""
+    """Waits for a status that fulfils a condition; returns the status."""
     return waiting.until(lambda: found if holds(found := status(daemon)) else {})
 
 
@@ -54,15 +54,15 @@ def volume_of(daemon: Daemon) -> Path:
 
 
 def saved(trainer: Trainer) -> tuple[str, str]:
-    """The end of one more checkpoint, and its reason."""
+    """Saves one more checkpoint; returns its last state and the reason."""
     trainer.step()
     handle = trainer.checkpoint()
     return trainer.ended(handle), trainer.reason(handle)
 
 
 def steps_on_disk(daemon: Daemon) -> set[int]:
-    """Of whole checkpoints that anybody can find. In a copy of a file that was being written the
-    older ones may be damaged."""
+    """Steps of the whole checkpoints below a directory. In a copy of a file that was being written,
+    older checkpoints may be damaged."""
     found = set()
     for one in catalog.scan(daemon.storage).checkpoints:
         volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
@@ -86,7 +86,7 @@ def remove_user(volume: Path) -> None:
 
 
 def replace(volume: Path) -> None:
-    """As a backup tool does, or a sync."""
+    """Replaces a file, as a backup tool or rsync does."""
     copy = volume.with_name("copy")
     shutil.copy(volume, copy)
     copy.rename(volume)
@@ -119,7 +119,7 @@ def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
     path = volume_of(daemon)
     deed(path)
     end, reason = saved(trainer)
-    if end == "failed":  # else it was noticed before the record, and another file was made
+    if end == "failed":  # else the daemon noticed before the record, and made another file
         assert str(path) in reason or "volume" in reason
         assert pccheckctl(daemon, "status").code == 3
         assert str(path) in " ".join(status(daemon)["warnings"])
@@ -139,7 +139,7 @@ def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
 def test_a_file_that_goes_while_its_volume_has_stopped_is_replaced(
     start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
 ) -> None:
-    """A commit record failed, so the next save opens the file again, and finds another there."""
+    """A commit record failed, so the next save opens the file again, and finds another file."""
     daemon = start_daemon(shim="eio:record-a:1")
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
@@ -162,7 +162,8 @@ def test_a_file_that_goes_while_its_volume_has_stopped_is_replaced(
 def test_nothing_is_told_durable_that_a_restart_does_not_find(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """Deed after deed, at any moment of a training that saves each step."""
+    """Changes of the storage directory, one after another, at random moments of a training that
+    saves each step."""
     chance = random.Random(SEED)
     daemon = start_daemon()
     trainer = start_trainer(daemon)
@@ -311,7 +312,7 @@ def test_a_storage_directory_that_was_moved_away_and_back(
 def test_a_storage_directory_that_was_made_anew_is_used(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """rm -rf and mkdir: the usual way to begin anew."""
+    """rm -rf and mkdir: the usual way to start over."""
     daemon = start_daemon()
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
@@ -327,7 +328,7 @@ def test_a_storage_directory_that_was_made_anew_is_used(
         ran = subprocess.run(
             second.command(), capture_output=True, text=True, env=second.environment(), timeout=60
         )
-        assert str(daemon.pid) in ran.stderr  # it is locked, too
+        assert str(daemon.pid) in ran.stderr  # the new directory is locked as well
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts")

@@ -1,5 +1,5 @@
-"""P3, newest wins: the newest durable checkpoint is recovered. A damaged one is skipped in favour
-of the one before, and reported; a read error is not damage, and leaves no flag behind."""
+"""P3, newest wins: the newest durable checkpoint is recovered. A damaged checkpoint is skipped in
+favour of the previous one, and reported. A read error is not damage, and leaves no flag behind."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def status(daemon: Daemon) -> dict[str, Any]:
 
 
 def verify(daemon: Daemon, uid: int = -1) -> dict[int, dict[str, Any]]:
-    """By the daemon, everything; by step."""
+    """Verifies all checkpoints through the daemon; returns the results by step."""
     with Observer(str(daemon.socket)) as observer:
         document: dict[str, Any] = observer.verify("job", rank=0, uid=uid)
     return {one["step"]: one for one in document["checkpoints"]}
 
 
 def steps_on_disk(start_daemon: Start, start_trainer: Connect, fault: str, steps: int) -> Daemon:
-    """A daemon that has nothing in memory, and whose disk is to fail."""
+    """A daemon without checkpoints in memory, whose disk will fail."""
     daemon = start_daemon(shim=fault)
     trainer = start_trainer(daemon)
     for _ in range(steps):
@@ -69,7 +69,7 @@ def test_a_read_error_falls_to_the_one_before_and_leaves_no_flag(
     trainer.kill()
     daemon.logs("checkpoint 2 could not be read")
     assert flagged(daemon.storage) == []
-    again = start_trainer(daemon)  # the disk has come to its senses
+    again = start_trainer(daemon)  # the disk works again
     done = again.restore()
     assert (done["step"], done["skipped"]) == (2, [])
     assert again.check(2) == ""
@@ -105,7 +105,8 @@ def group(daemon: Daemon, launch: str) -> Iterator[list[Rank]]:
 
 
 def group_on_disk(start_daemon: Start) -> Daemon:
-    """A daemon that has nothing in memory, and two steps of two ranks on a disk that is to fail."""
+    """A daemon without checkpoints in memory, and two steps of two ranks on a disk that will
+    fail."""
     daemon = start_daemon(shim="dead:read:1")
     with group(daemon, "run-0") as ranks:
         for rank in ranks:
@@ -119,7 +120,7 @@ def group_on_disk(start_daemon: Start) -> Daemon:
 
 
 def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
-    """Its ranks read what was agreed on once, so the next agreement has to be another."""
+    """The ranks read the checkpoint that was agreed on once, so the next agreement must differ."""
     daemon = group_on_disk(start_daemon)
     with group(daemon, "run-1") as ranks:
         daemon.armed.touch()
@@ -137,7 +138,7 @@ def test_a_group_recovers_the_step_before(start_daemon: Start) -> None:
 
 
 def test_a_group_of_which_nothing_can_be_read_is_not_empty(start_daemon: Start) -> None:
-    """However often it is started; and it goes on by itself when the disk is well again."""
+    """At every start; and the job restores by itself once the disk is repaired."""
     daemon = group_on_disk(start_daemon)
     daemon.armed.touch()
     tried = []
@@ -147,9 +148,9 @@ def test_a_group_of_which_nothing_can_be_read_is_not_empty(start_daemon: Start) 
             assert isinstance(opened, Opened)
             assert ranks[0].load(opened)[0] == _core.E_UNREADABLE
             tried.append(opened.step)
-            lost = "[2]" if opened.step == 2 else "[2, 1]"  # the daemon hears of it a moment later
+            lost = "[2]" if opened.step == 2 else "[2, 1]"  # the daemon notices a moment later
             until(daemon, lambda document, lost=lost: lost in " ".join(document["warnings"]))
-            if opened.step == 1:  # nothing is left in this start, which is not the same as nothing
+            if opened.step == 1:  # nothing readable is left; the job is not empty
                 with pytest.raises(NoCheckpointError, match=r"2 .damaged or unreadable., 1 .dam"):
                     ranks[1].open()
     assert tried == [2, 1, 2, 1]
@@ -183,7 +184,8 @@ def test_a_rank_that_asks_again_gets_no_other_step_than_the_others(start_daemon:
 
 @pytest.fixture
 def damaged(start_daemon: Start, tmp_path: Path) -> Daemon:
-    """Its newest checkpoint is damaged, and flagged since a reader has met that."""
+    """A daemon whose newest checkpoint is damaged, and flagged because a reader found the
+    damage."""
     storage = make(tmp_path / "storage", 1, 2, 3)
     daemon = start_daemon("--allow-any-filesystem", "--scrub-rate", "0", storage=storage)
     damage(storage, 3, at=128)
@@ -202,7 +204,7 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
         return ran.code, {one["step"]: one["result"] for one in ran.json["checkpoints"]}[3]
 
     assert result(*served) == (14, "damaged")
-    damage(damaged.storage, 3, at=128)  # what the disk had lost is there again
+    damage(damaged.storage, 3, at=128)  # repairs the damage
     assert result("verify", "job", "--json", storage=damaged.storage) == (14, "damaged")
     assert result(*served, "--read-data-subset", "50%") == (14, "damaged")
     assert flagged(damaged.storage) == [3]

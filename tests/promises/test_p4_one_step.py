@@ -1,6 +1,6 @@
 """P4, one step: a checkpoint with tensors of two steps never becomes durable. An optimizer step
-waits for the copy; a change that nothing holds back fails that checkpoint. The daemon is slow
-here, so that every change comes while the snapshot is read."""
+waits for the copy; a change that nothing holds back fails that checkpoint. The daemon is slow here,
+so that every change happens while the snapshot is read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def frozen() -> nn.Sequential:
 
 
 class Sam(torch.optim.Optimizer):
-    """As it is commonly written: what trains never calls step()."""
+    """SAM as it is commonly written: its step() is never called."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1.0})
@@ -72,11 +72,11 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer.step()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise AssertionError("nobody calls it")
+        raise AssertionError("the script never calls it")
 
 
 class Lookahead:
-    """A wrapper around an optimizer; only what is in `slow` is its own."""
+    """A wrapper around an optimizer, with no state of its own except `slow`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -183,7 +183,7 @@ def clamp(client: PCcheckClient) -> list[Change]:
 
 
 def adversarial(client: PCcheckClient) -> list[Change]:
-    """Two models and two optimizers; what trains the other model is attached, too."""
+    """Two models and two optimizers, all attached."""
     model, other = layers(), layers()
     ours = torch.optim.SGD(model.parameters(), lr=1.0)
     theirs = torch.optim.SGD(other.parameters(), lr=1.0)
@@ -193,7 +193,7 @@ def adversarial(client: PCcheckClient) -> list[Change]:
 
 
 def half_adversarial(client: PCcheckClient) -> list[Change]:
-    """What trains the other model was forgotten."""
+    """The optimizer of the other model is not attached."""
     model, other = layers(), layers()
     ours = torch.optim.SGD(model.parameters(), lr=1.0)
     client.attach(model=model, optimizer=ours, other=other)
@@ -247,7 +247,7 @@ def test_no_torn_checkpoint_is_durable(
                 handle.wait_durable(60)
                 require_whole(client, step)
                 durable += 1
-    assert durable >= 3  # a script is caught once or twice, and is saved from then on
+    assert durable >= 3  # a checkpoint or two fail; later ones become durable
     told = [str(w.message) for w in caught if w.category is PccheckWarning]
     assert len(told) <= 1 and all("gate()" in text for text in told)
 
@@ -261,17 +261,17 @@ def test_the_tensor_that_was_changed_is_named_once(daemon: Daemon, client: PCche
     with pytest.warns(PccheckWarning, match=r"model\.0\.weight .*gate\(\)") as warned:
         changes[0]()
         changes[1]()
-    assert warned[0].filename == __file__  # and not torch's file, from where the hook is called
+    assert warned[0].filename == __file__  # not torch's file, which calls the hook
     daemon.kill(signal.SIGCONT)
     assert failed.state is CheckpointState.FAILED and "model.0.weight" in failed.reason
     handle = client.checkpoint(step=2)
-    assert handle._in_flight.source_read  # from now on checkpoint() returns when it was read
+    assert handle._in_flight.source_read  # from now on checkpoint() returns when the state was read
 
 
 def test_a_change_is_noticed_when_the_trainer_never_calls_again(
     daemon: Daemon, client: PCcheckClient
 ) -> None:
-    """checkpoint(), a change, and then nothing that the client could look at."""
+    """checkpoint(), a change, and then no call in which the client could compare."""
     changes = decay_by_hand(client)
     changes[1]()
     client.checkpoint(step=0).wait_durable(60)
@@ -324,7 +324,7 @@ def test_a_restore_is_no_false_alarm(client: PCcheckClient) -> None:
 
 
 def test_what_was_read_may_be_changed(client: PCcheckClient) -> None:
-    """The handle says when, and then no gate is needed."""
+    """After the handle reports that the state was read, no gate is needed."""
     changes = decay_by_hand(client)
     changes[1]()
     with warnings.catch_warnings():
@@ -374,7 +374,8 @@ def test_frozen_parameters_that_move_are_copied_at_once(
 
 
 def test_the_update_waits_for_the_copy(start_daemon: Start, start_trainer: Connect) -> None:
-    """P4: M < m makes the copy slow; every update meanwhile is held by the gate."""
+    """P4: DRAM smaller than a checkpoint makes the copy slow; the gate holds every update
+    meanwhile."""
     daemon = start_daemon("--dram", "4MiB", "--max-bandwidth", "48MiB")
     trainer = start_trainer(daemon, [8 * MIB])
     handles = []
@@ -387,8 +388,8 @@ def test_the_update_waits_for_the_copy(start_daemon: Start, start_trainer: Conne
 
 
 def test_without_the_gate_the_snapshot_is_torn(start_daemon: Start, start_trainer: Connect) -> None:
-    """Shows that the test above can fail: the same copy, and an update that does not ask, in a way
-    that torch does not count."""
+    """Shows that the test above can fail: the same copy, with an update that has no gate and that
+    torch does not count."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB], gate="manual", hook=False)
     trainer.damage_ungated(1)
@@ -402,7 +403,7 @@ def test_without_the_gate_the_snapshot_is_torn(start_daemon: Start, start_traine
 def test_a_torn_snapshot_fails_where_torch_counts_the_change(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """P4: the same again, but for the counting."""
+    """P4: the same update, which torch counts this time."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB], gate="manual", hook=False)
     trainer.damage_ungated(1)
@@ -416,8 +417,8 @@ def test_a_torn_snapshot_fails_where_torch_counts_the_change(
 def test_an_abandoned_snapshot_is_never_vouched_for(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """The daemon is stopped past the gate's deadline and continued: the trainer was let go, so the
-    snapshot must fail, although the late daemon has all its chunks to copy on."""
+    """The daemon is stopped beyond the deadline of the gate, and continued. The update went on at
+    the deadline, so the checkpoint must fail, although the daemon goes on copying."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB], stall_limit_s=1.0)
     trainer.step()
@@ -426,7 +427,7 @@ def test_an_abandoned_snapshot_is_never_vouched_for(
     handle = trainer.checkpoint()
     assert trainer.watch(handle, "copying") == "copying"
     daemon.kill(signal.SIGSTOP)
-    assert trainer.step() == 3  # held for stall_limit_s, then let go
+    assert trainer.step() == 3  # held for stall_limit_s, then released
     daemon.kill(signal.SIGCONT)
     assert trainer.state(handle) == "failed"
     trainer.kill()

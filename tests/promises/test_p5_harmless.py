@@ -1,5 +1,5 @@
-"""P5, harmless: whatever the daemon, the disk or the process suffers, nothing hangs, nothing ends,
-nothing waits at every interval."""
+"""P5, harmless: faults of the daemon, the disk or the process neither hang nor end the training,
+nor make every checkpoint wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_S = 120.0
 LONELY = 61234  #: a uid with no process but the test's
 ROOT = Path(__file__).parents[2]
 
-#: What every script begins with.
+#: The first lines of every script.
 SCRIPT = """
 import os, signal, sys, time, warnings
 import torch
@@ -48,7 +48,8 @@ def told(running: Program) -> str:
 
 
 def interpreter(text: str, *words: object) -> str:
-    """What a script prints that is not forked: where the start or the end of Python matters."""
+    """Runs a script in a new interpreter, where the start or the end of Python matters; returns
+    what it prints."""
     command = [sys.executable, "-c", SCRIPT + text, *map(str, words)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
     assert ran.returncode == 0, (ran.returncode, ran.stderr)
@@ -76,7 +77,8 @@ print("trained", len(os.listdir("/proc/self/fd")) - top < 20)
 
 
 def test_a_process_without_files_left_trains_on(start_daemon: Start) -> None:
-    """libzmq would end it; and an attempt that fails must not take the last ones away."""
+    """libzmq would abort the process. A failed attempt to connect must not use up the last
+    descriptors."""
     daemon = start_daemon()
     with script(FILES, daemon.socket) as running:
         # A connection that succeeds after a failed attempt is logged before this line.
@@ -109,7 +111,7 @@ print("trained")
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")
 def test_a_process_without_threads_left_trains_on(start_daemon: Start) -> None:
-    """libzmq would end the process."""
+    """libzmq would abort the process."""
     daemon = start_daemon()
     daemon.open_to_everybody()
     with tempfile.TemporaryDirectory(prefix="pcc-") as root:
@@ -140,7 +142,7 @@ print("trained")
 
 
 def test_a_process_without_address_space_is_told_so(start_daemon: Start) -> None:
-    """The daemon has not ended, and starting another one would not help."""
+    """The daemon runs, and another daemon would not help."""
     daemon = start_daemon("--chunk", "16MiB", "--dram", "128MiB")
     with script(SPACE, daemon.socket) as running:
         said = told(running)
@@ -164,7 +166,7 @@ print("at", step, sorted(int(name) for name in os.listdir("/proc/self/fd"))[-1] 
 
 @pytest.mark.long
 def test_a_process_that_replaces_itself_goes_on_where_it_was(start_daemon: Start) -> None:
-    """exec keeps the process id, and closes what is ours."""
+    """exec keeps the process id, and closes the client's descriptors."""
     daemon = start_daemon()
     text = SCRIPT + REPLACED
     assert interpreter(REPLACED, daemon.socket, text) == "at 2 True\n"
@@ -197,11 +199,11 @@ print("trained", client._step)
 def test_workers_that_are_forked_from_a_trainer_do_nothing_of_ours(
     start_daemon: Start, end: str
 ) -> None:
-    """They stay over epochs; and the interpreter may end without close()."""
+    """Workers live for several epochs, and the interpreter may end without close()."""
     daemon = start_daemon()
     assert interpreter(WORKERS, daemon.socket, end) == "trained 24\n"
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
-        assert client.recover().step == 24  # and nobody else has its place
+        assert client.recover().step == 24  # no other trainer has taken its session
 
 
 TERMINATED = """
@@ -253,7 +255,7 @@ print("trained")
 def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
     start_daemon: Start, what: str, killed: bool
 ) -> None:
-    """By whoever cleans /tmp; if the daemon is killed, too, nobody can come back."""
+    """As a clean-up of /tmp does. If the daemon is killed as well, no client can reconnect."""
     daemon = start_daemon()
     with script(REMOVED, daemon.socket, 2.0) as running:
         assert running.line() == "ready\n"

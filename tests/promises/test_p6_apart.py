@@ -1,6 +1,6 @@
-"""P6, apart: clients of another user that mean harm. While each attacks, an innocent trainer's
-checkpoints become durable, a trainer that comes later gets what it needs, and the daemon's own
-memory stays within a bound. Latencies are printed, not judged."""
+"""P6, apart: hostile clients of another user. During each attack the checkpoints of an innocent
+trainer become durable, a later trainer can connect and save, and the memory of the daemon itself
+stays within a bound. Latencies are printed, not checked."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 SIZE = 300_000
 CHECKPOINTS = 8
-#: Above what the daemon has without an attack: queues that are full, and the heap's slack.
+#: More than the daemon uses without an attack: full queues, and unused memory of the heap.
 GROWTH_KIB_MAX = 128 << 10
-#: What there is little of, for an attack on it; else storage.
+#: The resource that is scarce, by attack; by default storage.
 SCARCE = {"minimal_sessions": ("--dram", "16MiB")}
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root, for a user to attack another")
 
 
 def own_memory_kib(pid: int) -> int:
-    """Without the pool, which is shared memory."""
+    """The private memory of the daemon: without the pool, which is shared memory."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1])
@@ -69,7 +69,7 @@ def test_the_others_go_on(start_daemon: Callable[..., Daemon], attack: str) -> N
             assert attacker.stdout is not None and attacker.stdin is not None
             most_kib = before_kib
             attacked_s = []
-            step, left = 3, CHECKPOINTS  # after the attack has got going
+            step, left = 3, CHECKPOINTS  # once the attack has begun
             while left > 0:
                 step += 1
                 attacked_s.append(save(rank, step))
@@ -87,7 +87,7 @@ def test_the_others_go_on(start_daemon: Callable[..., Daemon], attack: str) -> N
             steps = int(attacker.stdout.readline())
         assert attacker.returncode == 0
         assert most_kib - before_kib < GROWTH_KIB_MAX, (before_kib, most_kib)
-        with Rank(daemon.socket, job="late", launch="again") as late:  # sessions can be had again
+        with Rank(daemon.socket, job="late", launch="again") as late:  # sessions are possible
             assert late.restore()[1] == payload_of(2, SIZE)
             late.register(SIZE)
             late.save(3, payload_of(3, SIZE))

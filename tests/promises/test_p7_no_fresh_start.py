@@ -25,7 +25,8 @@ def earlier_run(daemon: Daemon, connect: Connect, step: int = 9) -> None:
 
 
 def forgetful_run(daemon: Daemon, connect: Connect, **options: object) -> Trainer:
-    """Neither restores nor says fresh, and makes more checkpoints than there are slots."""
+    """A run without restore() and without fresh=True, which makes more checkpoints than there are
+    slots."""
     trainer = connect(daemon, **options)
     for _ in range(8):
         trainer.step()
@@ -44,7 +45,7 @@ def test_the_newest_of_the_run_before_is_kept(start_daemon: Start, start_trainer
 def test_a_checkpoint_that_is_still_written_counts(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """The run before was killed when its only checkpoint was copied, and not yet durable."""
+    """The previous run was killed when its only checkpoint was copied, but not durable."""
     daemon = start_daemon("--max-bandwidth", "1MiB")
     trainer = start_trainer(daemon)
     trainer.step(9)
@@ -59,20 +60,20 @@ def test_a_checkpoint_that_is_still_written_counts(
 def test_a_run_that_went_on_in_a_new_directory_is_no_earlier_run(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """The storage directory was removed under daemon and trainer, and then the daemon restarted:
-    what the trainer has saved is its own."""
+    """The storage directory was removed while daemon and trainer ran, and then the daemon
+    restarted: the checkpoints are those of the same run."""
     daemon = start_daemon()
     trainer = start_trainer(daemon)
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
-    new = daemon.root / "new"  # made before the old one goes, so that it has another number
+    new = daemon.root / "new"  # made first, so that it has another inode number
     new.mkdir()
     shutil.rmtree(daemon.storage)
     new.rename(daemon.storage)
     for _ in range(2):
         trainer.step()
         handle = trainer.checkpoint()
-        with contextlib.suppress(RemoteError):  # the first one finds the file gone
+        with contextlib.suppress(RemoteError):  # the first save finds the file gone
             trainer.wait_durable(handle)
     daemon.kill()
     daemon.start()
@@ -120,7 +121,8 @@ def test_a_daemon_that_comes_late_does_not_look_empty(
 def test_what_a_run_took_over_late_is_not_given_away(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """It saved, restored that, and was killed before its next checkpoint; the next run forgets."""
+    """A run saved, restored that checkpoint, and was killed before its next one; the next run
+    forgets to restore."""
     daemon = start_daemon("--slots", "3", "--keep", "2")
     earlier_run(daemon, start_trainer, step=3)
     trainer = start_trainer(daemon)
