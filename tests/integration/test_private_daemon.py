@@ -38,7 +38,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def daemon_of(storage: Path) -> int:
-    """The pid of the directory's daemon, the last one if there is none now."""
+    """The pid of the directory's daemon, of the last daemon if none runs."""
     return int(layout.lock_path(storage).read_text())
 
 
@@ -54,7 +54,7 @@ client.checkpoint([torch.ones(1000)], step=done.step + 1).wait_durable(60)
 
 
 def run(storage: Path, end: str, runtime: Path) -> list[str]:
-    """The step that SCRIPT finds."""
+    """Runs SCRIPT; returns the step that it restores."""
     environment = {"XDG_RUNTIME_DIR": str(runtime), "CUDA_VISIBLE_DEVICES": "3"}
     with script(SCRIPT.format(storage=str(storage), end=end), environment=environment) as program:
         said = program.finish()
@@ -79,7 +79,7 @@ def test_autostart(daemon: Daemon) -> None:
 
 
 def test_begins_anew_when_its_directory_was_removed(daemon: Daemon) -> None:
-    """With the private daemon alive, and with the trainer alive, too."""
+    """While the private daemon runs, and also while the trainer runs."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     assert run(storage, "import os; os.kill(os.getpid(), 9)", runtime) == ["0"]
     pid = daemon_of(storage)
@@ -102,7 +102,7 @@ PCcheckClient(job="job", autostart=True, storage={storage!r})
 
 
 def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
-    """The daemon answers already, and the process that started it has not noticed yet."""
+    """The daemon answers, but the process that started it has not noticed that yet."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     text, environment = (
         DIES_WHILE_IT_WAITS.format(storage=str(storage)),
@@ -204,7 +204,7 @@ for number in range(6):
 
 
 def test_clients_of_a_private_daemon_follow_each_other(daemon: Daemon) -> None:
-    """The next one comes while the daemon ends, since the one before was its last client."""
+    """The next client connects while the daemon ends, because the previous client was its last."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     text, environment = CLIENTS.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
     with script(text, environment=environment) as program:
@@ -232,7 +232,8 @@ client.close()
 
 
 def test_a_private_daemon_that_was_killed_is_started_again(daemon: Daemon) -> None:
-    """Nobody but the trainer would: its next checkpoints find a new one, which ends with it."""
+    """The trainer starts a new daemon at one of its next checkpoints; that daemon ends with the
+    trainer."""
     storage, runtime = daemon.root / "private", daemon.root / "r"
     text, environment = KILLED.format(storage=str(storage)), {"XDG_RUNTIME_DIR": str(runtime)}
     with script(text, environment=environment) as program:
@@ -245,7 +246,7 @@ def test_a_private_daemon_that_was_killed_is_started_again(daemon: Daemon) -> No
 
 
 def test_a_copy_of_a_directory_gets_a_daemon_of_its_own(daemon: Daemon) -> None:
-    """The copy has the note of the first directory's daemon, which lives."""
+    """The copy contains the file that names the daemon of the first directory, which still runs."""
     first, copy, runtime = daemon.root / "first", daemon.root / "copy", daemon.root / "r"
     assert run(first, KILL, runtime) == ["0"]
     shutil.copytree(first, copy)
@@ -268,7 +269,7 @@ def test_a_directory_that_was_moved_gets_another_daemon(daemon: Daemon) -> None:
 
 
 def test_one_path_in_two_containers_is_two_directories(daemon: Daemon) -> None:
-    """They share the runtime directory, and not what is mounted at the path."""
+    """The containers share the runtime directory, but have different file systems at the path."""
     runtime, path = daemon.root / "r", daemon.root / "ckpt"
     path.mkdir()
     text = SCRIPT.format(storage=str(path), end=KILL)
@@ -312,7 +313,7 @@ for step, line in enumerate(sys.stdin, 1):
 def test_a_daemon_with_a_trainer_is_not_ended_by_a_process_that_cannot_connect(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two jobs with a /tmp each use one directory."""
+    """Two jobs, each with its own /tmp, use one directory."""
     storage, runtime, other = daemon.root / "private", daemon.root / "r", daemon.root / "r2"
     other.mkdir(mode=0o700)
     monkeypatch.setattr(autostart, "_END_LIMIT_S", 0.5)
@@ -326,7 +327,7 @@ def test_a_daemon_with_a_trainer_is_not_ended_by_a_process_that_cannot_connect(
             assert trainer.stdout.readline() == f"{step}\n"
             socket = layout.noted_socket(storage)
             if socket is not None:
-                socket.unlink()  # from here on nothing can connect to it
+                socket.unlink()  # from here on no process can connect to it
             else:
                 with pytest.raises(PccheckError, match="for another training process"):
                     private(storage, other)
@@ -353,7 +354,7 @@ with PCcheckClient(job="auto", autostart=True, storage=sys.argv[1]) as client:
 
 
 def test_sigterm_to_a_whole_job_step_loses_no_last_checkpoint(daemon: Daemon) -> None:
-    """It reaches the trainer and its private daemon at once."""
+    """The signal reaches the trainer and its private daemon at once."""
     storage, environment = daemon.root / "private", {"XDG_RUNTIME_DIR": str(daemon.root / "r")}
     with script(PREEMPTED, storage, environment=environment) as program:
         said = program.finish()

@@ -1,4 +1,4 @@
-"""The blocks of docs/python.md run as they are printed, one after another."""
+"""The code blocks of docs/python.md run as printed, one after another."""
 
 from __future__ import annotations
 

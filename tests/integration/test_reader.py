@@ -1,5 +1,5 @@
-"""`pccheck.Reader`: reads beside a trainer that keeps saving, through restarts, and from a
-directory; a lease holds what it has opened, and never holds up a checkpoint."""
+"""`pccheck.Reader` reads while a trainer saves, through restarts of the daemon, and from a
+directory. A lease keeps an open checkpoint, but never delays a new one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZE = 4096
 
 
 def save(trainer: Trainer, *, metadata: object = None, count: int = 1) -> int:
-    """Takes steps, and saves each durably; the last one."""
+    """Makes steps, and waits until each is durable; returns the last step."""
     for _ in range(count):
         step = trainer.step()
         handle = trainer.checkpoint(metadata=metadata)
@@ -168,7 +168,8 @@ def test_a_lease_holds_an_old_step_until_the_reader_closes_or_is_killed(
 
 
 def until_only_kept(daemon: Daemon, trainer: Trainer) -> int:
-    """Saves until the daemon has seen the end of a reader, and nothing is leased. The last step."""
+    """Saves until the daemon has noticed the end of a reader and no lease is left. Returns the last
+    step."""
     with Reader("job", socket=daemon.socket) as reader:
         for _ in range(50):
             last = save(trainer)
@@ -181,7 +182,7 @@ def until_only_kept(daemon: Daemon, trainer: Trainer) -> int:
 def test_leases_never_stop_checkpoints(
     start_daemon: Start, start_trainer: Start, slots: int
 ) -> None:
-    """The oldest ones end when a checkpoint has no slot; the reader gets an error, and never the
+    """When a checkpoint has no slot, the oldest leases end. The reader gets an error, never the
     bytes of another checkpoint."""
     daemon = start_daemon("--slots", str(slots))
     trainer = start_trainer(daemon, COUNTS)
@@ -206,7 +207,7 @@ def test_leases_never_stop_checkpoints(
 def test_a_lease_ends_rather_than_that_a_checkpoint_is_skipped(
     start_daemon: Start, stack: ExitStack, world: int
 ) -> None:
-    """Also while another checkpoint is in flight, and will free a slot."""
+    """Also while another checkpoint is in flight that will free a slot."""
     daemon = start_daemon("--slots", "4")
     ranks = [
         stack.enter_context(Session(daemon.socket, rank=rank, world_size=world))
@@ -296,7 +297,7 @@ def test_damage_is_an_error_and_the_one_before_is_read(tmp_path: Path) -> None:
 
 
 def test_values_of_every_kind(tmp_path: Path) -> None:
-    """Views, tensors without elements, arrays; into memory that lies in another way."""
+    """Views, empty tensors, arrays; into memory of another layout."""
     with Reader("job", storage=make(tmp_path / "storage", 10)) as reader, reader.open() as one:
         assert one.metadata == {"note": "step 10"}
         state, leaves = one.read(), one.leaves()

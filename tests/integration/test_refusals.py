@@ -1,4 +1,5 @@
-"""Everything that cannot work gives one clear error that names the fix, and loses nothing."""
+"""Every setup that cannot work is refused with one clear error that names the fix, and without
+loss."""
 
 from __future__ import annotations
 
@@ -186,12 +187,12 @@ def test_a_volume_that_cannot_be_read_is_kept_and_named(
     trainer.step()
     handle = trainer.checkpoint()
     trainer.step()
-    assert trainer.state(handle) == "failed"  # nothing is written over what may be rescued
+    assert trainer.state(handle) == "failed"  # the file is not overwritten: it may be rescued
     assert volume.exists()
 
 
 def _pretend_newer_format(volume: Path) -> None:
-    """Raises the version in every record, with a correct CRC: what a later release would write."""
+    """Raises the version in every record, with a correct CRC, as a later release would."""
     data = bytearray(volume.read_bytes())
     for where in (0, 1 << 20, len(data) - (2 << 20), len(data) - (1 << 20)):
         if data[where : where + 8] == b"PCCPREC1":

@@ -1,5 +1,5 @@
-"""Checkpoints that newer ones replace between two reads of them: readers take the newest instead,
-or say what happened; nobody calls it damage."""
+"""Checkpoints that newer ones replace between two reads: readers read the newest one instead, or
+report the replacement. It is never reported as damage."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_read_whose_answer_was_lost_is_begun_again(
 
 @pytest.mark.parametrize("read", ["read", "read_into"])
 def test_a_reader_is_told_so(start_daemon: Callable[..., Daemon], read: str) -> None:
-    """Its lease has ended, since a new checkpoint needed the slot."""
+    """The lease of the reader has ended, because a new checkpoint needed the slot."""
     daemon = start_daemon("--slots", "3")
     store = DaemonStore(str(daemon.socket), daemon.storage)
     with PCcheckClient(job="job", socket=daemon.socket) as client:

@@ -51,8 +51,8 @@ def kill(group: list[Trainer]) -> None:
 def test_ranks_with_different_tensors_do_not_save_what_none_can_restore(
     start_daemon: Start, start_trainer: Connect, more: list[int]
 ) -> None:
-    """An averaged model that only rank 0 attaches: the ranks would divide the state each in its own
-    way, store its parts, and call that global."""
+    """Only rank 0 attaches an averaged model: each rank would divide the state in its own way, and
+    the stored parts would not fit together."""
     daemon = start_daemon()
     group = [
         start_trainer(
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_restores_what_two_have_stored(
 def test_what_is_listed_is_restored_whatever_the_world(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """steps() and restore(step=) speak of the same checkpoints, of one rank as of several."""
+    """steps() and restore(step=) know the same checkpoints, with one rank and with several."""
     daemon = start_daemon("--slots", "6")
     group = ranks(start_trainer, daemon, 2)
     train(group, 3)

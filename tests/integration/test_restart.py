@@ -41,7 +41,7 @@ def serve(stack: ExitStack) -> Serve:
 
 
 def test_copied_survives_the_daemon(serve: Serve, start_trainer: Connect) -> None:
-    """The trainer is dead by then: only the descriptor store has the bytes."""
+    """The trainer has ended before: only the descriptor store has the bytes."""
     daemon = serve(*SLOW)
     trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
@@ -53,7 +53,8 @@ def test_copied_survives_the_daemon(serve: Serve, start_trainer: Connect) -> Non
 
 
 def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None:
-    """It reconnects at a later checkpoint; its old one is durable, and the newer one wins."""
+    """The trainer reconnects at a later checkpoint; the old checkpoint is durable, and the newer
+    one wins."""
     daemon = serve(*SLOW)
     trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
@@ -76,7 +77,7 @@ def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None
 def test_what_was_reported_as_failed_is_named_once_it_is_durable(
     serve: Serve, start_trainer: Connect
 ) -> None:
-    """The handle keeps its state, and says that its checkpoint is durable all the same."""
+    """The handle stays failed, and its reason says that the checkpoint is durable after all."""
     daemon = serve(*SLOW)
     trainer = start_trainer(daemon, [6 * MIB])
     trainer.step()
@@ -114,7 +115,8 @@ def test_what_was_published_as_the_daemon_died_is_named_when_it_is_restored(
 
 
 def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect) -> None:
-    """P3: two are copied when the daemon dies; the newest wins, whichever is written first."""
+    """P3: two checkpoints are copied when the daemon dies; the newest wins, in any order of
+    writes."""
     daemon = serve("--slots", "4", "--keep", "2", "--max-bandwidth", "4MiB")
     trainer = start_trainer(daemon, [4 * MIB])
     for _ in range(2):
@@ -128,7 +130,8 @@ def test_several_in_flight_keep_their_order(serve: Serve, start_trainer: Connect
 
 
 def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) -> None:
-    """m > M: most of it was re-used after it had been written, and lies in its slot only."""
+    """A checkpoint larger than the DRAM: most chunks were written and used again, and their bytes
+    are only in the slot."""
     daemon = serve("--dram", "4MiB", "--max-bandwidth", "12MiB")
     trainer = _copied(start_trainer, daemon, 8)
     daemon.kill()
@@ -182,7 +185,7 @@ def test_a_daemon_that_goes_on_drains_too(serve: Serve, start_trainer: Connect) 
 
 
 def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect) -> None:
-    """A trainer can write to its segments for ever; after `copied` that costs the checkpoint."""
+    """A trainer can always write to its segments; a change after `copied` fails the checkpoint."""
     daemon = serve("--max-bandwidth", "4MiB")
     trainer = start_trainer(daemon, [4 * MIB])
     trainer.step()
@@ -199,7 +202,8 @@ def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect)
 
 
 def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
-    """What does not fit is dropped and reported; what fits continues. The newest comes first."""
+    """Checkpoints that do not fit are dropped and reported, the others continue. The newest comes
+    first."""
     daemon = serve("--dram", "64MiB", "--max-bandwidth", "4MiB")
     trainer = start_trainer(daemon, [8 * MIB])
     trainer.step()
@@ -232,7 +236,7 @@ def test_descriptors_of_others_are_closed(serve: Serve, start_trainer: Connect) 
 
 
 def test_a_full_store(serve: Serve, start_trainer: Connect) -> None:
-    """Without room for more everything works, and less outlives the daemon."""
+    """With a full store everything works, but fewer checkpoints survive the daemon."""
     daemon = serve(store_max=1)
     trainer = start_trainer(daemon)
     trainer.step()
@@ -246,7 +250,8 @@ def test_a_full_store(serve: Serve, start_trainer: Connect) -> None:
 
 
 def test_the_volume_was_used_in_between(serve: Serve, start_trainer: Connect) -> None:
-    """A daemon without the store has had the volume: what it made durable is newer."""
+    """A daemon without the store has used the volume in between: its durable checkpoints are
+    newer."""
     daemon = serve(*SLOW)
     trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
@@ -264,7 +269,7 @@ def test_the_volume_was_used_in_between(serve: Serve, start_trainer: Connect) ->
 
 
 def _copied(start_trainer: Connect, daemon: ServedDaemon, size: int) -> Trainer:
-    """A trainer of `size` MIB, with a checkpoint that is copied and most likely not written yet."""
+    """A trainer of `size` MIB with a checkpoint that is copied, and most likely not written yet."""
     trainer = start_trainer(daemon, [size * MIB])
     trainer.step()
     assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
@@ -281,7 +286,7 @@ def _is_connected(trainer: Any) -> bool:
 
 
 def _scribble(trainer: Any) -> int:
-    """Writes into every mapping of a segment that this process has; how many."""
+    """Writes into every mapped segment of this process; returns their number."""
     count = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "pccheck-segment" not in line:
@@ -333,13 +338,13 @@ def _kept(daemon: ServedDaemon) -> dict[str, Any]:
 
 
 def _durable(daemon: ServedDaemon) -> dict[int, int]:
-    """Step -> sequence of what the volumes hold."""
+    """Step -> sequence of the checkpoints in the volumes."""
     return {one.step: one.sequence for one in catalog.scan(daemon.storage).checkpoints}
 
 
 def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer: Connect) -> None:
-    """P7: the next run connects and does not restore, while the checkpoint of the run before is
-    still being written by a new daemon."""
+    """P7: the next run connects and does not restore, while a new daemon is still writing the
+    checkpoint of the previous run."""
     daemon = serve("--slots", "4", "--keep", "1", "--max-bandwidth", "4MiB")
     trainer = _copied(start_trainer, daemon, 4)
     daemon.kill()
@@ -354,7 +359,8 @@ def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer
 
 @pytest.mark.long
 def test_restarts_at_random() -> None:
-    """A short run of the campaign; `python -m tests.integration.restart_campaign` is the long."""
+    """A short run of the campaign; `python -m tests.integration.restart_campaign` is the long
+    one."""
     seed = int(os.environ.get("PCC_SEED", "1"))
     tally = run(18, seed)
     assert not tally.violations, (seed, tally.violations)

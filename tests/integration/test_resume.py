@@ -1,4 +1,4 @@
-"""Training that stops and goes on is bit for bit the training that did not stop."""
+"""A training that is stopped and resumed equals an undisturbed training bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Counting(optim.SGD):
-    """Keeps something in `state` that is of no parameter, from its first step on."""
+    """An optimizer that keeps an entry of no parameter in `state`, from its first step on."""
 
     def step(self, closure: Any = None) -> Any:
         entry: dict[str, Any] = self.state["all"]  # type: ignore[index]
@@ -73,7 +73,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Run:
-    """One process's worth of training, from a seed."""
+    """A training from a seed, as one process runs it."""
 
     def __init__(self, seed: int, optimizer: str, scheduler: str, dtype: torch.dtype) -> None:
         torch.manual_seed(seed)
@@ -153,7 +153,7 @@ def another_default_device() -> Iterator[None]:
 
 @pytest.mark.usefixtures("another_default_device")
 def test_the_default_device_does_not_matter(start_daemon: Callable[..., Daemon]) -> None:
-    """Scripts set it to their GPU: what comes back is where it was."""
+    """Scripts set it to their GPU; restored tensors are on their original device."""
     model = nn.Linear(3, 3, device="cpu")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with PCcheckClient(job="job", socket=start_daemon().socket, on_error="raise") as client:
@@ -169,7 +169,7 @@ def test_the_default_device_does_not_matter(start_daemon: Callable[..., Daemon])
 
 
 def test_an_interrupted_restore_can_be_repeated(start_daemon: Callable[..., Daemon]) -> None:
-    """Ctrl-C at any moment of it: nothing of the first reading stands in the way."""
+    """Ctrl-C at any moment of a restore: the next restore succeeds."""
     state = nn.ParameterList([torch.ones(8_000_000)])
     with PCcheckClient(job="job", socket=start_daemon().socket) as client:
         client.attach(model=state)

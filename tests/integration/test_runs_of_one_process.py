@@ -1,5 +1,5 @@
-"""Several runs in one process: a second run that continues from the first one by mistake trains
-nothing, and has to be seen; and every run shows in its log whether it was resumed."""
+"""Several runs in one process: a warning if a second run continues from the first one by mistake,
+and so trains nothing. Every run logs whether it was resumed."""
 
 from __future__ import annotations
 

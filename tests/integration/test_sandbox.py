@@ -1,4 +1,4 @@
-"""The daemon does all its work under what pccheckd.service forbids, as an ordinary user."""
+"""The daemon does all its work under the restrictions of pccheckd.service, as an ordinary user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Confined(Daemon):
-    """Its forbidden calls fail with EPERM, as SystemCallErrorNumber= says."""
+    """A daemon whose forbidden calls fail with EPERM, as SystemCallErrorNumber= says."""
 
     allowed: str
 

@@ -42,7 +42,7 @@ class Limited(Daemon):
 
 @pytest.mark.parametrize("limit", [("RLIMIT_MEMLOCK", 0), ("RLIMIT_AS", 780 * MIB)])
 def test_what_the_limits_leave_is_used(limit: tuple[str, int]) -> None:
-    """A checkpoint becomes durable, or is refused in words; the daemon goes on."""
+    """A checkpoint becomes durable, or fails with a reason; the daemon goes on."""
     daemon = Limited("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "1GiB")
     daemon.limit = limit
     with daemon:
@@ -131,8 +131,8 @@ def test_the_default_dram_is_a_quarter_of_the_cgroups_limit(group: Path) -> None
 def test_killed_for_its_memory(
     start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], group: Path
 ) -> None:
-    """The kernel kills the daemon as its memory grows: the trainer goes on, what was durable is
-    there for the next daemon, and the trainer connects to it by itself."""
+    """The kernel kills the daemon when its memory grows: the trainer goes on and connects to the
+    next daemon by itself, and durable checkpoints are not lost."""
     daemon = start_daemon("--dram", "256MiB")
     trainer = start_trainer(daemon, [12_000_000])  # 48 MB
     trainer.step()
@@ -140,7 +140,7 @@ def test_killed_for_its_memory(
     (group / "cgroup.procs").write_text(str(daemon.pid))
     (group / "memory.limit_in_bytes").write_text(str(16 * MIB))
     with ExitStack() as stack:
-        for number in range(4):  # what is new counts against the limit: pages of the pool do
+        for number in range(4):  # new pages of the pool count against the limit
             try:
                 rank = Rank(daemon.socket, job=f"other-{number}")
                 stack.callback(rank.close)

@@ -1,4 +1,5 @@
-"""The daemon under a service manager: what it says when, what it takes over, what it is handed."""
+"""The daemon under a service manager: its notifications, the sockets and descriptors that it
+gets."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SIZE = 3_000_000
 
 @pytest.fixture
 def make(stack: ExitStack) -> Start:
-    """Not started yet."""
+    """A service that is not started yet."""
 
     def made(*flags: str, **options: object) -> Service:
         return stack.enter_context(Service(*SMALL, *flags, **options))  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ def test_sighup_takes_over_what_it_can(make: Start) -> None:
 
 
 def test_a_reload_that_hangs_does_not_hold_the_end_up(make: Start) -> None:
-    """The reader of a pipe waits for a writer, as that of a file on a dead server does."""
+    """Reading a pipe waits for a writer, as reading a file waits for a dead file server."""
     service = make().start()
     service.file.unlink()
     os.mkfifo(service.file)
@@ -146,8 +147,8 @@ def test_a_reload_that_hangs_does_not_hold_the_end_up(make: Start) -> None:
 
 
 def test_sighup_limits_what_is_open(make: Start) -> None:
-    """At a KiB per second the checkpoint would take an hour, and so would its first chunks after
-    the limit has gone if those who wait did not hear of it."""
+    """At a KiB per second the checkpoint would take an hour. So would its first chunks after the
+    limit was raised, if the waiting threads were not told."""
     service = make().start()
 
     def limit(text: str) -> int:
@@ -234,7 +235,7 @@ def test_a_manager_that_listens_elsewhere_is_told(make: Start) -> None:
 
 
 def test_the_end_of_its_terminal_is_its_end(make: Start) -> None:
-    """Then SIGHUP is no wish for a reload."""
+    """SIGHUP from a terminal does not request a reload."""
     service = make()
     ours, theirs = os.openpty()
     take_it = (

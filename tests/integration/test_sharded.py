@@ -1,5 +1,5 @@
-"""DTensors with real ranks: saved by some, killed, and restored in other meshes by other numbers of
-ranks, equal bit by bit."""
+"""DTensors with real ranks: saved, killed, and restored bit by bit in other meshes and by other
+numbers of ranks."""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
 
 
 def written_once(ctl: Ctl, daemon: Daemon, ranks: int, step: int) -> None:
-    """What does not train: each rank refers to what it wrote first in its start, or before."""
+    """Frozen tensors are written once: later checkpoints of a rank refer to the first one of its
+    start, or to an earlier one."""
     assert {(rank, step) for rank in range(ranks)} <= bases(daemon.storage).keys()
     assert max(written(ctl, daemon.socket)[step][:ranks]) < 1 << 20
 
 
 def stored_once(ctl: Ctl, storage: Path) -> None:
-    """The replicas of a tensor share the work."""
+    """Replicas of a tensor are stored once; their ranks divide the work."""
     shown = [ctl(storage, "show", "job", "--rank", rank, "--json").json for rank in range(4)]
     rows = [
         one["shape"][0]
@@ -82,7 +83,8 @@ def stored_once(ctl: Ctl, storage: Path) -> None:
 
 
 def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
-    """Whole tensors, as `full_tensor()` had them; `show` names them; and no rank may be missing."""
+    """An export has whole tensors, equal to `full_tensor()`; `show` lists them; a missing rank is
+    an error."""
     target = place / "export.pt"
     ran = ctl(storage, "export", "job", "-o", target)
     assert ran.code == 0, ran.err
@@ -117,7 +119,7 @@ def exported(ctl: Ctl, storage: Path, place: Path, whole: Any) -> None:
 
 
 def exported_as_directories(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -> None:
-    """One consolidated checkpoint, which loads without ranks; and the same through fsspec."""
+    """An export is one consolidated checkpoint, which loads without ranks, also through fsspec."""
     words = ("export", "job", "--format")
     target = place / "huggingface"
     sizes = ("--only", "model", "--max-shard-size", "1KiB")
@@ -153,7 +155,8 @@ def exported_as_directories(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -
 
 
 def imported(ctl: Ctl, daemon: Daemon, place: Path, whole: Any) -> None:
-    """What torch.distributed.checkpoint has saved of four ranks becomes a job of whole tensors."""
+    """A checkpoint of four ranks by torch.distributed.checkpoint becomes a job with whole
+    tensors."""
     assert len(list(place.glob("*.distcp"))) == 4
     ran = ctl(None, "--socket", daemon.socket, "import", "imported", place, "--step", "3")
     assert ran.code == 0, ran.err
@@ -170,7 +173,7 @@ def load_safetensors(file: Path) -> dict[str, Any]:
 
 
 def recovered(daemon: Daemon, whole: dict[str, Any]) -> None:
-    """A process of its own, to which nothing is attached, gets the blocks of rank 0."""
+    """recover() in another process, with nothing attached, returns the blocks of rank 0."""
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         found = client.recover().state["model"]
     assert found.keys() == whole.keys()
@@ -182,7 +185,7 @@ def recovered(daemon: Daemon, whole: dict[str, Any]) -> None:
 
 
 def read_in_parts(daemon: Daemon, whole: dict[str, Any]) -> None:
-    """By a reader: whole tensors, blocks that cross those of the ranks, and what one rank has."""
+    """A reader reads whole tensors, blocks across several ranks, and the blocks of one rank."""
     with Reader("job", socket=daemon.socket) as reader, reader.open() as one:
         state = one.read()
         assert one.ranks == (0, 1, 2, 3) and equal(state["model"], whole["model"])

@@ -1,5 +1,5 @@
-"""Several jobs share little DRAM: one that holds all of it gives some back while it lives, nobody
-is kept from checkpointing, and what a user may have in all can be limited."""
+"""Several jobs share little DRAM: a job that has all of it gives some back while it runs, every job
+can save, and the DRAM of a user can be limited."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ LIMIT_S = 60.0
 
 
 def dram(daemon: Daemon) -> dict[str, dict[str, int]]:
-    """What each job has and wants; what all have together is never more than there is."""
+    """What each job has and wants; checks that all jobs together have no more than the total."""
     told = status(daemon)
     assert told["pool"]["used_bytes"] <= told["pool"]["budget_bytes"], told["pool"]
     return {rank["job"]: rank["dram"] for rank in told["ranks"]}
 
 
 def has(daemon: Daemon, **expected: int) -> None:
-    """Waits until these jobs have so many MiB."""
+    """Waits until these jobs have that many MiB."""
 
     def reached() -> bool:
         found = dram(daemon)
@@ -57,7 +57,7 @@ def has(daemon: Daemon, **expected: int) -> None:
 def become_nobody(_trainer: Any) -> int:
     os.setgroups([])
     os.setgid(NOBODY)
-    import_all("pccheck")  # it may lie where that user cannot go
+    import_all("pccheck")  # the other user may have no access to it
     os.setuid(NOBODY)
     return os.getuid()
 
@@ -104,7 +104,7 @@ def test_an_idle_job_makes_room(
         assert saves(first) == saves(second) + 0
     recovers(first, 4)
     recovers(second, 4)
-    # A job that is done leaves its memory to the other at once.
+    # A job that has ended frees its memory for the other job at once.
     second.close(done=True)
     has(daemon, first=16, second=0)
     saves(first)
@@ -128,7 +128,7 @@ def test_many_jobs_of_one_user_are_one_user(
 def test_memory_goes_while_checkpoints_are_in_flight(
     stack: ExitStack, start_trainer: Connect, victims: str
 ) -> None:
-    """Whoever is killed in the middle: what was copied becomes durable."""
+    """A process is killed meanwhile: copied checkpoints become durable."""
     daemon = ServedDaemon(*SMALL, "--dram", "16MiB", "--slots", "4", "--keep", "2",
                           "--max-bandwidth", "6MiB")  # fmt: skip
     stack.enter_context(daemon).start()
@@ -161,14 +161,15 @@ def test_memory_goes_while_checkpoints_are_in_flight(
 
 
 def saves_again(trainer: Trainer) -> bool:
-    """After a daemon's restart it connects when a checkpoint is asked for, not at once."""
+    """Saves until a checkpoint succeeds: after a restart of the daemon, a client reconnects at its
+    next checkpoint."""
     trainer.step()
     handle = trainer.checkpoint()
     return bool(trainer.state(handle) != "failed" and trainer.wait_durable(handle))
 
 
 def test_two_chunks_for_everybody(start_daemon: Start) -> None:
-    """Below that there is a refusal, with numbers; and it ends with the reason for it."""
+    """With less memory the job is refused, with numbers. The refusal ends when its reason ends."""
     daemon = start_daemon("--dram", "5MiB")
     with ExitStack() as stack:
         ranks = [stack.enter_context(Rank(daemon.socket, job=f"job{i}")) for i in range(3)]
@@ -189,7 +190,7 @@ def test_two_chunks_for_everybody(start_daemon: Start) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, for two users")
 def test_the_sessions_of_one_user_do_not_hold_all_memory(start_daemon: Start) -> None:
-    """They hold two chunks each, answer nothing, and were there first."""
+    """The sessions connected first, hold two chunks each, and answer nothing."""
     daemon = start_daemon("--dram", "16MiB")
     daemon.open_to_everybody()
     with subprocess.Popen(
@@ -227,12 +228,13 @@ def _chunks(daemon: Daemon) -> int:
 def test_a_stopped_trainer_keeps_only_what_it_holds(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    """It cannot answer; whoever comes is told so in time, and served once it can."""
+    """A stopped trainer cannot answer. A new job gets an error within the time limit, and memory
+    once the trainer answers."""
     daemon = start_daemon("--dram", "16MiB")
     first = start_trainer(daemon, [10 * FLOATS], job="first")
     saves(first)
     has(daemon, first=16)
-    until(lambda: _chunks(daemon) == 16)  # what the trainer has not got yet needs no answer
+    until(lambda: _chunks(daemon) == 16)  # memory that the trainer did not get yet needs no answer
     first.signal(signal.SIGSTOP)
     with Rank(daemon.socket, job="second") as second:
         with pytest.raises(RefusedError, match="being returned") as refused:
@@ -278,7 +280,7 @@ SIZES = (1, 2, 3, 5, 9)
 
 
 class Storm:
-    """Sessions that come and go; each saves payloads that can be made again from their step."""
+    """Sessions that connect and end; each saves payloads that can be made again from their step."""
 
     def __init__(self, daemon: Daemon, seed: int) -> None:
         self.daemon = daemon
@@ -321,7 +323,7 @@ def _connected(daemon: Daemon, name: str) -> Rank:
     while True:
         try:
             return Rank(daemon.socket, job=name)
-        except PccheckError:  # the one before is still being drained
+        except PccheckError:  # the previous session is still being drained
             assert time.monotonic() < deadline
 
 

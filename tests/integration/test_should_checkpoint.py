@@ -24,7 +24,7 @@ LIMIT_S = 120.0
 
 
 class Loop:
-    """Steps that take time and nothing else."""
+    """A loop whose steps only take time."""
 
     def __init__(self, client: PCcheckClient) -> None:
         self._client = client
@@ -32,7 +32,7 @@ class Loop:
         self.saved: list[int] = []
 
     def train_until(self, wanted: Callable[[int], bool]) -> int:
-        """Until a checkpoint comes so many steps after the one before as is `wanted`."""
+        """Trains until the distance of two checkpoints, in steps, is as `wanted`."""
         deadline, since = time.monotonic() + LIMIT_S, len(self.saved)
         for step in self._steps:
             time.sleep(STEP_S)

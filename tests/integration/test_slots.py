@@ -1,4 +1,4 @@
-"""Flags and growth never use a volume up: what is kept is freed when its reason ends."""
+"""Flags and growth never fill a volume for good: a kept slot is freed when its reason ends."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_two_ranks_with_two_slots_go_on(start_daemon: Start) -> None:
 
 
 def test_a_rank_alone_gets_the_slot_of_its_group_back(start_daemon: Start) -> None:
-    """Once it says that it wants nothing of what the group left: one rank has not all of it."""
+    """Once the rank reports that it restores nothing: one rank cannot restore the checkpoints of a
+    group."""
     daemon = start_daemon(*TWO_SLOTS)
     with group(daemon, "a") as ranks:
         save_all(ranks, 1)

@@ -32,7 +32,7 @@ def test_a_full_disk_is_named_and_what_fits_goes_on(
 def test_a_daemon_starts_on_a_disk_without_a_block_left(
     start_daemon: Callable[..., Daemon], disk: Path
 ) -> None:
-    """What is on it may be all that a job can resume from."""
+    """The full disk may have the only checkpoints from which a job can resume."""
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.checkpoint([3]).wait_durable(30)

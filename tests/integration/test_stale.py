@@ -1,5 +1,5 @@
-"""A script that trains another model or optimizer than it has attached saves an old state: that is
-seen, and nothing else is taken for it."""
+"""A script that trains another model or optimizer than the attached ones saves an old state: it is
+warned. Other scripts are not warned."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
 
 
 def said(client: PCcheckClient, train: Train, steps: range, every: int = 1) -> list[str]:
-    """The warnings of an optimizer that stands still."""
+    """The warnings that an attached optimizer makes no steps."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in steps:
@@ -81,7 +81,7 @@ def test_what_is_attached_again_is_no_such_case(client: PCcheckClient) -> None:
 
 
 def accumulates(client: PCcheckClient) -> Train:
-    """The steps are micro-batches; later an update has twice as many."""
+    """The steps are micro-batches; later updates have twice as many of them."""
     model = model_of()
     optimizer = optimizer_of(model)
     client.attach(model=model, optimizer=optimizer)
@@ -96,7 +96,7 @@ def accumulates(client: PCcheckClient) -> Train:
 
 
 def alternates(client: PCcheckClient) -> Train:
-    """A GAN: the generator steps seldom."""
+    """A GAN whose generator makes few steps."""
     models = [model_of(), model_of()]
     optimizers = [optimizer_of(model) for model in models]
     client.attach(generator=models[0], critic=models[1], g=optimizers[0], c=optimizers[1])

@@ -1,7 +1,7 @@
-"""Row 8 of the fault plan, the stateful part: a trainer connects, saves, is killed and comes back,
-the daemon is killed, stopped and started, the job is dropped, in any order; an oracle of a few
-numbers says what has to be recovered. PCC_EXAMPLES=400 runs that many; hypothesis prints what
-fails, as short as it can be, and keeps it in .hypothesis to be run first the next time."""
+"""Row 8 of the fault plan, the stateful part. In any order a trainer connects, saves, is killed and
+reconnects; the daemon is killed, stopped and started; the job is dropped. An oracle of a few
+numbers knows what must be recovered. PCC_EXAMPLES=400 runs that many examples. hypothesis prints
+the shortest failing example, and keeps it in .hypothesis for the next run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever reads the daemon's log may stop reading: that costs lines of the log, nothing else."""
+"""The reader of the daemon's log stops reading: only lines of the log are lost."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _UNDER_JOURNAL = (
 
 
 class Unread(Daemon):
-    """Its stderr is `stderr`, which nobody reads; with `journal` it believes that this is
-    the journal's, whose datagram socket is at that path."""
+    """A daemon whose stderr is the descriptor `stderr`, which no process reads. With `journal`, the
+    path of a datagram socket, the daemon treats stderr as the journal."""
 
     def __init__(self, *flags: str, stderr: int, journal: Path | None = None) -> None:
         super().__init__(*SMALL, *flags)
@@ -49,7 +49,7 @@ class Unread(Daemon):
 
 
 def small_pipe(stack: ExitStack) -> tuple[int, int]:
-    """Its ends, to read and to write; a page is all that it holds."""
+    """The two ends of a pipe that holds one page."""
     reads, writes = os.pipe()
     stack.callback(os.close, reads)
     stack.callback(os.close, writes)
@@ -58,7 +58,7 @@ def small_pipe(stack: ExitStack) -> tuple[int, int]:
 
 
 def fill(daemon: Daemon) -> None:
-    """Hundreds of checkpoints, each of which the log has lines about."""
+    """Saves hundreds of checkpoints, each with lines in the log."""
     data = payload_of(1, SIZE)
     with Rank(daemon.socket, job="saving") as rank:
         rank.register(SIZE)

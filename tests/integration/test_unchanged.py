@@ -91,7 +91,7 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
 
 
 def listed(table: str) -> None:
-    """Size, what of it was written, and where the rest is."""
+    """Size, written bytes, and the checkpoint with the other bytes."""
     headings, *lines = table.splitlines()
     assert headings.split()[5:8] == ["size", "written", "base"]
     found = [line.split()[-6:-1] for line in lines]
@@ -164,7 +164,8 @@ def test_a_pin_takes_a_slot_for_the_base_as_well(start_daemon: Start, slots: int
 
 @pytest.mark.parametrize(("slots", "keep"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
 def test_few_slots(start_daemon: Start, slots: int, keep: int) -> None:
-    """Each goes on for ever; also for a run that has not restored, where it could without bases."""
+    """Every setting can go on for ever; also for a run that has not restored, if it could without
+    bases."""
     daemon = start_daemon("--slots", str(slots), "--keep", str(keep), "--block-bytes", "4KiB")
     with Rank(daemon.socket) as one:
         one.register(SIZE)

@@ -1,5 +1,5 @@
 """Unchanged tensors are not copied into DRAM either: what a checkpoint of adapters on a frozen base
-copies; and what becomes of it when daemon, trainer, base or disk fail."""
+copies, and how it survives failures of daemon, trainer, base or disk."""
 
 from __future__ import annotations
 
@@ -94,13 +94,14 @@ def test_a_pool_smaller_than_what_is_frozen(start_daemon: Start, ctl: Ctl) -> No
 
 
 def damaged(daemon: Daemon) -> set[int]:
-    """The steps of the checkpoints that the volume says are damaged."""
+    """The steps of the checkpoints that are flagged as damaged in the volume."""
     return {one.step for one in catalog.scan(daemon.storage).checkpoints if one.is_damaged}
 
 
 @pytest.mark.parametrize("shim", ["", "kill:record-a:1"])
 def test_the_daemon_is_killed(stack: ExitStack, ctl: Ctl, shim: str) -> None:
-    """What was copied has no chunk for what is frozen; the next daemon finds that in the base."""
+    """A copied checkpoint has no chunks of frozen tensors; the next daemon finds these in the
+    base."""
     slow = ("--max-bandwidth", "16MiB") if not shim else ()
     daemon = stack.enter_context(ServedDaemon(*GEOMETRY, *ROOM, *slow, shim=shim)).start()
     with trainer(daemon) as one:
@@ -123,7 +124,8 @@ def test_the_daemon_is_killed(stack: ExitStack, ctl: Ctl, shim: str) -> None:
 
 
 def test_a_damaged_base(start_daemon: Start, ctl: Ctl) -> None:
-    """Found while the job runs: the next checkpoint is whole again, and needs nothing of it."""
+    """The damage is found while the job runs: the next checkpoint is whole, and does not refer to
+    the base."""
     daemon = start_daemon(*GEOMETRY, *ROOM, "--scrub-interval", "1", "--scrub-rate", "1GiB")
     with trainer(daemon) as one:
         for step in range(1, 4):

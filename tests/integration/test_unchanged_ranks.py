@@ -1,5 +1,5 @@
-"""Unchanged tensors are written once, also where ranks share the work, and other numbers of ranks
-restore it; and with kills between what is referred to and what refers to it. (DTensors:
+"""Unchanged tensors are written once, also if ranks share the work and another number of ranks
+restores; and with kills between a base and the checkpoint that refers to it. (DTensors:
 test_sharded.py; GPUs: test_gpu_unchanged.py.)"""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def ranks(stack: ExitStack, daemon: Daemon, world_size: int) -> list[LoraTrainer
 
 
 def all_of(group: list[LoraTrainer], command: str, *arguments: object) -> list[object]:
-    """What each of them answers, at the same time."""
+    """Runs a call in all trainers at the same time; returns the results."""
     for one in group:
         one.post(command, *arguments)
     return [one.answer() for one in group]
@@ -102,7 +102,7 @@ def test_kills_between_a_base_and_what_refers_to_it(ctl: Ctl, stack: ExitStack) 
     for who, when, kept in KILLS:
         one = stack.enter_context(LoraTrainer())
         step = resumed(one, daemon, promised, digests)
-        for _ in range(2):  # what is referred to is durable, and then what refers to it
+        for _ in range(2):  # first the base is durable, and then the checkpoint that refers to it
             step += 1
             one.train(step)
             digests[step] = one.digest()
@@ -127,7 +127,7 @@ def test_kills_between_a_base_and_what_refers_to_it(ctl: Ctl, stack: ExitStack) 
 
 
 def resumed(one: LoraTrainer, daemon: Daemon, promised: int, digests: dict[int, str]) -> int:
-    """The step, which is no earlier than promised, and as it was."""
+    """Restores; returns the step, which is not older than promised and has the right content."""
     one.open([FEW], socket=str(daemon.socket), job="lora")
     step: int = one.resume() or 0
     assert step >= promised
