@@ -170,7 +170,7 @@ class PCcheckClient:
             self._warner.options = ("--storage", str(self._private.storage))
         private = self._private
 
-        def where() -> str:  # without `self`: a client that nobody holds is closed at once
+        def where() -> str:  # without `self`: a client without references is closed at once
             return socket_name(private.socket if private is not None else path)
 
         self._session = Session(

@@ -22,7 +22,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a client saves; PCcheckClient's docstring says what each means. Raises UsageError."""
+    """How a client saves; PCcheckClient's docstring explains each option. Raises UsageError."""
 
     transfer: str = "auto"
     snapshot: str = "overlap"

@@ -121,7 +121,7 @@ def _run(given: list[str]) -> int:
 
 
 def _shortened(message: str) -> str:
-    """Without its middle, which is that of an argument."""
+    """The message without its middle, which quotes an argument."""
     kept = MESSAGE_MAX // 2
     return message if len(message) <= MESSAGE_MAX else f"{message[:kept]} ... {message[-kept:]}"
 

@@ -271,7 +271,7 @@ def document(
 
 
 def _place(storage: Path, file: VolumeFile) -> dict[str, object]:
-    """Whose it is; a directory may hold every rank, and that of a user every job."""
+    """The job and rank in question: a directory may hold every rank, that of a user every job."""
     rank = None
     with suppress(ValueError):
         rank = parse_volume_path(storage, file.path).rank

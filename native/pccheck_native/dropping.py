@@ -69,7 +69,7 @@ def victims(
 
 
 class JobUse(NamedTuple):
-    """The room that a job takes on a disk."""
+    """The space that a job takes on a disk."""
 
     uid: int
     job: str

@@ -25,7 +25,7 @@ SOCKET_NAME = ".pccheckd.socket"
 _PATH_BYTES_MAX = 4096
 #: An attribute of the directory: its own number, and the identity that it has instead.
 _REPLACES = "user.pccheck.replaces"
-UID_MAX = 2**32 - 2  # (uid_t)-1 means "nobody in particular" to the kernel
+UID_MAX = 2**32 - 2  # for the kernel (uid_t)-1 means "no user"
 RANK_MAX = 65535
 GENERATION_MAX = 10**9 - 1
 _MIB = 1 << 20
@@ -278,7 +278,7 @@ def next_generation(storage: Path, uid: int, job: str, rank: int) -> int:
 
 
 def capacity_for(payload_bytes: int) -> int:
-    """Room that a new volume's slots get: the payload and a little growth."""
+    """The size of a slot in a new volume: the payload and a little growth."""
     rounded = -(-payload_bytes // _MIB) * _MIB
     return rounded + rounded // 32 + _MIB
 

@@ -95,7 +95,7 @@ def verify_part(volume: Volume, found: Checkpoint, subset: Subset) -> int:
 
 
 def parse(text: str, seed: int = 0) -> Subset:
-    """Raises ValueError that says how it is written."""
+    """Raises ValueError with the valid forms."""
     share = re.fullmatch(r"(\d{1,3}(?:\.\d{1,6})?)%", text)
     if share and 0 < float(share[1]) <= 100:
         return Subset(percent=float(share[1]), seed=seed)

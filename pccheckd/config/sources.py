@@ -317,7 +317,7 @@ def warnings(chosen: Config) -> list[str]:
 
 
 def describe(chosen: Config) -> str:
-    """The line that says what this daemon serves."""
+    """The log line with what this daemon serves."""
     return (
         f"socket {chosen.socket}, storage {chosen.storage}, slots {chosen.slots} "
         f"(keep {chosen.keep}, {chosen.in_flight} in flight), "

@@ -301,7 +301,7 @@ class Handlers:
         def ended(_: object) -> None:
             turn.release()
             if not begun.cancelled():
-                begun.exception()  # when the asker has gone, nobody else takes it
+                begun.exception()  # retrieved here, as the asking session may have ended
 
         begun.add_done_callback(ended)
         return await asyncio.shield(begun)

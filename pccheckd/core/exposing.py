@@ -16,7 +16,7 @@ PUSHED = "GPU tensors are pushed instead"
 
 @dataclass(slots=True)
 class Exposing:
-    """The exposure of one session that is on its way."""
+    """The exposure of one session that is being received."""
 
     map: int = 0  # the newest that was begun; numbers only grow
     _open: bool = False

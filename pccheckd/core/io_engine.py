@@ -30,7 +30,7 @@ class IoEngine:
 
     @property
     def reason(self) -> str:
-        """Why it is that one; "" when it is what was asked for."""
+        """Why this one is used; "" when it was requested."""
         return "" if self.running == self.wanted else f"{self.wanted}: {_REFUSED[self.wanted]}"
 
     def document(self) -> dict[str, object]:

@@ -21,7 +21,7 @@ from .exposing import PUSHED
 
 #: A detach drains what is in the ring; the disk is not waited for.
 DETACH_LIMIT_S = 60.0
-#: The hang-up of a previous trainer may be on its way; checked every STEP_S.
+#: The disconnect of a previous trainer may not be noticed yet; checked every STEP_S.
 GRACE_S = 1.0
 STEP_S = 0.02
 #: Memory grows in steps of a segment, so that a session's end does not wait for minutes of page
@@ -157,7 +157,7 @@ class Port:
 
     @property
     def resizes(self) -> bool:
-        """Memory may be on its way to it, or from it."""
+        """Whether a resize is under way."""
         return self._resizing is not None
 
     def adopted(self, nbytes: int) -> None:

@@ -64,7 +64,7 @@ class Job:
         #: By sequence: the rank that requested it first, and how that rank divides its state.
         self._divisions: dict[int, tuple[int, int]] = {}
         self._absent_s: dict[int, float] = {}  # ranks without a process, and since when
-        self._gone: frozenset[int] = frozenset()  # those that are no longer waited for
+        self._gone: frozenset[int] = frozenset()  # ranks for which no other rank waits any more
         self._short: set[int] = set()  # ranks that wait for a slot, until the next decision ...
         self._decided = asyncio.Event()  # ... which sets this
         self._known: dict[int, Rank] = {}  # at the last decision

@@ -349,7 +349,7 @@ class Memory(Background):
                 hint="end some of these sessions, raise --dram, or lower --chunk",
                 retryable=True,
             )  # fmt: skip
-        # Without a claim, memory that is on its way would be nobody's to take back.
+        # Without a claim, memory under way could not be taken back.
         if refusal is not None and claim.share_bytes < least and not claim.port.resizes:
             self.gone(by.number)
             raise refusal

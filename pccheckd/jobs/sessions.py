@@ -43,7 +43,7 @@ class Peer:
     uid: int
     gid: int
     pid: int
-    gone: Callable[[], bool] = lambda: False  # whether it has hung up before the answer
+    gone: Callable[[], bool] = lambda: False  # whether it disconnected before the answer
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +83,7 @@ class Session:
         return self.tenant.key if self.tenant is not None else f"uid {self.uid}"
 
     def is_busy(self) -> bool:
-        """Whether a checkpoint of it is on its way, or one is loaded."""
+        """Whether a checkpoint is in flight, or one is being loaded."""
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
@@ -117,7 +117,7 @@ class Session:
         self.broken.set()
 
     def keeps_memory(self) -> None:
-        """It does not return the DRAM that it was asked for, and others wait for it."""
+        """Ends a session that did not return DRAM for which others wait."""
         LOG.warning(
             "%s: session %d (pid %d) ended: it has not returned DRAM for %g s, since its process "
             "is stopped or its GPU hangs; the client reconnects at a later checkpoint",
@@ -301,8 +301,8 @@ class Sessions:
         return [page_fd, theirs.detach()]
 
     async def _wait_for_predecessor(self, tenant: Tenant, peer: Peer) -> None:
-        """Waits until a trainer that has gone is drained; or for a moment, when its hang-up may be
-        on its way."""
+        """Waits until a trainer that has ended is drained; or for a moment, while its disconnect
+        may not be noticed yet."""
         began = time.monotonic()
         while tenant.owner is not None:
             before = self._sessions.get(tenant.owner.session)
@@ -384,9 +384,9 @@ def _grant_sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def _require_there(peer: Peer) -> None:
-    """Raises RefusedError for a peer that has hung up: it must not take a rank's place."""
+    """Raises RefusedError for a peer that has disconnected: it must not occupy a rank."""
     if peer.gone():
-        raise RefusedError("the process hung up during its handshake")
+        raise RefusedError("the process disconnected during its handshake")
 
 
 def _check_names(hello: Hello) -> None:

@@ -99,7 +99,7 @@ def _sessions(sessions: Iterable[Session]) -> Family:
 
 def _fronts(control: ControlServer) -> Iterator[Family]:
     yield _one("fronts", "Processes that receive users' requests, one per user", control.fronts)
-    text = "How often one of them ended unexpectedly"
+    text = "How often such a process ended unexpectedly"
     yield _one("front_restarts", text, control.restarts, counts=True)
 
 
@@ -145,11 +145,11 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
         return family(name, text, ((k, value(t)) for k, t in rows))
 
     yield each("connected", "1 with a trainer", lambda t: t.owner is not None)
-    text = "1 while its trainer gets no room to save (quota, full disk, no DRAM)"
+    text = "1 while its trainer gets no space to save (quota, full disk, no DRAM)"
     yield each("refused", text, lambda t: t.owner is not None and t.refused is not None)
     text = "Checkpoints in a row that failed since one became durable"
     yield each("failing", text, lambda t: t.ledger.failing if t.owner else 0)
-    yield each("in_flight", "On their way", lambda t: len(t.ledger.live()))
+    yield each("in_flight", "Checkpoints in flight", lambda t: len(t.ledger.live()))
     yield each("waiting", "Waiting for a lane or slot", lambda t: len(t.queue))
     yield family(
         "last_durable_step", "Step of the newest durable one", ((k, f.step) for k, f in newest)

@@ -34,7 +34,7 @@ SECONDS = (
 )  # fmt: skip
 #: By the name behind "pccheck_": the text, and labels besides those of a rank.
 COUNTERS = {
-    "requests": ("Checkpoints that trainers asked for",),
+    "requests": ("Checkpoints that trainers requested",),
     "checkpoints": ("Checkpoints that ended, by result", "result"),
     "failures": ("Failed checkpoints by stage and error", "stage", "error"),
     "durable_bytes": ("Payload that became durable",),

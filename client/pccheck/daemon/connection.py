@@ -50,8 +50,7 @@ _REPEATABLE = (Describe, Goodbye, ListVolumes, Open, Pin, Restored)
 
 
 class RequestLostError(DaemonUnreachableError):
-    """The daemon's process that had the request has ended: nothing says whether it was carried
-    out."""
+    """The daemon's process with the request has ended: whether it was carried out is unknown."""
 
 
 #: One per process, by its id, and never destroyed: a context that is collected together with its

@@ -88,8 +88,8 @@ class PCcheckIO(CheckpointIO):
     `PCcheckCallback` installs one. Without the callback: `Trainer(plugins=[PCcheckIO(client)])`.
     Saving returns at once for `pccheck://JOB`. A path with a step returns when the checkpoint is
     durable and pinned. Removing that path unpins the checkpoint: newer ones then replace it.
-    Lightning removes a path after it has saved the next one: a pin for which there was no room is
-    tried again then.
+    Lightning removes a path after it has saved the next one: a pin without a free slot is tried
+    again then.
     """
 
     def __init__(self, client: PCcheckClient, files: CheckpointIO | None = None) -> None:
@@ -99,7 +99,7 @@ class PCcheckIO(CheckpointIO):
         self.optional = True  #: whether training may begin without a checkpoint
         self.found: Found | None = None  #: what was loaded
         self._paths: dict[int, set[str]] = defaultdict(set)  # that keep a step, or should
-        self._refused: dict[int, RefusedError] = {}  # steps without a pin, until room is made
+        self._refused: dict[int, RefusedError] = {}  # steps without a pin, until a slot is free
 
     def _own(self, path: object) -> Place | None:
         place, mine = place_of(path), self.client.place[0]
@@ -176,7 +176,7 @@ class PCcheckIO(CheckpointIO):
                 self.client.unpin(place.step)
             except PccheckError as error:
                 warn(f"{path} still takes a slot: {error}")
-            for step in tuple(self._refused):  # there may be room now
+            for step in tuple(self._refused):  # a slot may be free now
                 del self._refused[step]
                 try:
                     self.client.pin(step)
@@ -184,7 +184,7 @@ class PCcheckIO(CheckpointIO):
                     self._warn_not_kept(step, error)
 
     def _give_up(self, *, but: int | None = None) -> None:
-        """No removal has made room. Only rank 0 removes, and its pins are those of all ranks."""
+        """No removal has freed a slot. Only rank 0 removes, and its pins hold on all ranks."""
         for step in self._refused.keys() - {but}:
             error = self._refused.pop(step)
             if self.client.place[1] == 0:

@@ -134,7 +134,7 @@ def _judged(same: bool, seconds: list[float]) -> Finding:
 
 
 def room(place: Path, slots: int) -> Iterator[Finding]:
-    """Free space against the volumes there: a volume that becomes too small is replaced by a larger
+    """Compares free space with the volumes: a volume that becomes too small is replaced by a larger
     one, and both exist for a while."""
     usage = shutil.disk_usage(place)
     free = f"{render.size(usage.free)} free of {render.size(usage.total)}"

@@ -169,7 +169,7 @@ def _disk_errors(where: Path) -> Iterator[None]:
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, then all those that it wraps or follows."""
+    """An error, then the errors that it wraps or follows."""
     if error is not None:
         yield error
         for found, _ in getattr(error, "failures", {}).values():
