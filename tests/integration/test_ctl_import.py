@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -384,9 +384,10 @@ def test_nothing_in_a_file_is_executed(start_daemon: Start, ctl: Ctl, tmp_path: 
         dcp_directory._member(dict, "fromkeys")
 
 
-def test_what_is_wrong_with_a_file_is_said(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+@pytest.fixture
+def told(start_daemon: Start, ctl: Ctl) -> Iterator[Callable[..., str]]:
+    """The error of an import into job "job" that fails with this exit code, and saves nothing."""
     daemon = start_daemon()
-    file, index = tmp_path / "a.safetensors", tmp_path / "a.safetensors.index.json"
 
     def told(place: Path, *words: object, code: int) -> str:
         ran = online(ctl, daemon, "import", "job", place, *words)
@@ -394,16 +395,19 @@ def test_what_is_wrong_with_a_file_is_said(start_daemon: Start, ctl: Ctl, tmp_pa
         assert "hint: " in ran.err and "Traceback" not in ran.err, ran.err
         return ran.err
 
+    yield told
+    assert online(ctl, daemon, "show", "job").code == 13
+
+
+def test_a_damaged_safetensors_file_is_refused(told: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+
     def header(entries: object, more: bytes = b"") -> None:
         text = json.dumps(entries).encode()
         file.write_bytes(struct.pack("<Q", len(text)) + text + more)
 
     def entry(kind: str, shape: list[int], *offsets: int) -> dict[str, object]:
         return {"dtype": kind, "shape": shape, "data_offsets": list(offsets)}
-
-    for foreign in (b"root:x:0:0:root:/root:/bin/bash\n", b"hello\n", b"\x80\x02u."):
-        file.with_suffix(".pt").write_bytes(foreign)  # that torch executes as instructions
-        assert str(file.with_suffix(".pt")) in told(file.with_suffix(".pt"), code=1)
 
     safetensors_torch.save_file({"w": torch.ones(300)}, file)
     whole = file.read_bytes()
@@ -422,7 +426,13 @@ def test_what_is_wrong_with_a_file_is_said(start_daemon: Start, ctl: Ctl, tmp_pa
     header({"w": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3)
     assert "w has dtype F6_E2M3" in told(file, code=2)
 
-    file.write_bytes(whole)
+
+def test_an_index_that_does_not_fit_its_files_is_refused(
+    told: Callable[..., str], tmp_path: Path
+) -> None:
+    file, index = tmp_path / "a.safetensors", tmp_path / "a.safetensors.index.json"
+    safetensors_torch.save_file({"w": torch.ones(300)}, file)
+    whole = file.read_bytes()
     for names, words, code in (
         ({"w": "no.safetensors"}, "copy all files", 1), ({"w": "../a.safetensors"}, "name of", 14),
         ({"v": file.name}, "no tensor 'v'", 14), ([], "not an index", 14),
@@ -435,32 +445,52 @@ def test_what_is_wrong_with_a_file_is_said(start_daemon: Start, ctl: Ctl, tmp_pa
     (tmp_path / "b.safetensors").write_bytes(whole)
     assert "a.safetensors, b.safetensors" in told(tmp_path, code=2)
 
+
+def test_a_file_that_torch_did_not_write_is_refused(
+    told: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.pt"
+    for foreign in (b"root:x:0:0:root:/root:/bin/bash\n", b"hello\n", b"\x80\x02u."):
+        file.write_bytes(foreign)  # that torch executes as instructions
+        assert str(file) in told(file, code=1)
     assert "there is no" in told(tmp_path / "nothing.pt", code=2)
     (tmp_path / "empty").mkdir()
     told(tmp_path / "empty", code=2)
-    other = tmp_path / "x.pt"
-    for data in (b"", b"PK", b"hello", whole):
-        other.write_bytes(data)
-        assert "--format" in told(other, code=1)
-    torch.save({"model": {"w": torch.ones(2)}, "step": -1}, other)
-    assert "there is no 'net' in" in told(other, "--as", "model=net", code=2)
-    for names in (["=x"], ["model="], ["a", "a=model"]):
-        told(other, *(word for name in names for word in ("--as", name)), code=2)
-    for step in ("-1", "x", 2**63):
-        assert online(ctl, daemon, "import", "job", other, f"--step={step}").code == 2
-    for state in ([torch.ones(2)], torch.ones(2), {3: torch.ones(2)}, {"step": 3}):
-        torch.save(state, other)
-        told(other, code=2)
-    torch.save({"model": {"w": torch.ones(2)}, "rng": {"torch": torch.ones(2)}}, other)
-    assert "--as generators=rng" in told(other, code=2)
+
+    safetensors_torch.save_file({"w": torch.ones(300)}, tmp_path / "a.safetensors")
+    for data in (b"", b"PK", b"hello", (tmp_path / "a.safetensors").read_bytes()):
+        file.write_bytes(data)
+        assert "--format" in told(file, code=1)
+    told(file, "--format", "dcp", code=1)
     dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for data in (b"", pickle.dumps({}), (tmp_path / "dcp" / ".metadata").read_bytes()[:-20]):
         (tmp_path / "dcp" / ".metadata").write_bytes(data)
         told(tmp_path / "dcp", code=1)
-    told(other, "--format", "dcp", code=1)
-    assert online(ctl, daemon, "show", "job").code == 13  # nothing was saved
 
+
+def test_a_torch_file_without_the_named_parts_is_refused(
+    told: Callable[..., str], tmp_path: Path
+) -> None:
+    file = tmp_path / "a.pt"
+    torch.save({"model": {"w": torch.ones(2)}, "step": -1}, file)
+    assert "there is no 'net' in" in told(file, "--as", "model=net", code=2)
+    for names in (["=x"], ["model="], ["a", "a=model"]):
+        told(file, *(word for name in names for word in ("--as", name)), code=2)
+    for step in ("-1", "x", 2**63):
+        told(file, f"--step={step}", code=2)
+    for state in ([torch.ones(2)], torch.ones(2), {3: torch.ones(2)}, {"step": 3}):
+        torch.save(state, file)
+        told(file, code=2)
+    torch.save({"model": {"w": torch.ones(2)}, "rng": {"torch": torch.ones(2)}}, file)
+    assert "--as generators=rng" in told(file, code=2)
+
+
+def test_a_whole_state_in_safetensors_is_refused(
+    start_daemon: Start, ctl: Ctl, tmp_path: Path
+) -> None:
+    daemon = start_daemon()
     source = tmp_path / "whole.safetensors"
     saved(daemon, "source", Things(3), 7)
     assert online(ctl, daemon, "export", "source", "-o", source).code == 0
-    assert "--only model" in told(source, code=2)
+    ran = online(ctl, daemon, "import", "job", source)
+    assert ran.code == 2 and "--only model" in ran.err
