@@ -145,7 +145,7 @@ def test_two_ranks_resume_one_step(run: Callable[..., list[str]], tmp_path: Path
 
 
 def test_one_client_for_a_job(run: Callable[..., list[str]]) -> None:
-    """The user's own client serves the callback; a newer one ends the checkpoints, not the
+    """The callback uses the user's own client; a newer client ends the checkpoints, not the
     training."""
     run(client=True, every=4, kill_at=9, code=KILLED)
     clash = "\n".join(run(clash=True, every=4))

@@ -142,7 +142,8 @@ def test_a_second_run_in_one_process_is_warned_of(alone: Read) -> None:
 
 
 def test_forward_and_backward_come_before_the_gate(alone: Read) -> None:
-    """From the second step on; at first nobody knows that the attached optimizer trains."""
+    """From the second step on; before its first step the client does not know that the attached
+    optimizer trains."""
     lines = alone("order", "SAVE", "FORWARD", "GRADIENTS", "GATE", "UPDATED")
     starts = [index for index, line in enumerate(lines) if line.startswith("SAVE")]
     assert len(starts) == 6
@@ -166,8 +167,8 @@ def test_the_step_of_a_path(name: str, step: int) -> None:
 
 
 def test_paths_of_pccheck(alone: Read) -> None:
-    """Lightning saves the new best checkpoint before it removes the old one, and there is no room
-    to pin both."""
+    """Lightning saves the new best checkpoint before it removes the old one, and there are not
+    enough slots to pin both."""
     lines = alone("paths")
     assert lines[-1] == "CODE 0", lines
     assert not any("not kept" in line for line in lines)

@@ -124,8 +124,8 @@ def _kill_trainer_in_state(
             daemon.kill()
             daemon.start()
         # P1: a copied checkpoint becomes durable, unless the daemon was killed as well
-        promised = 2 if seen in ("copied", "writing", "durable") and not also_daemon else 1
-        judge(tally, f"{victim}/{state}", 2 if seen == "durable" else promised, daemon)
+        kept = seen == "durable" or (seen in ("copied", "writing") and not also_daemon)
+        judge(tally, f"{victim}/{state}", 2 if kept else 1, daemon)
     tally.kills[f"{victim} {seen}"] += 1
     tally.states[seen] += 1
 

@@ -125,9 +125,9 @@ def ended(daemon: Daemon, job: str) -> bool:
     return job in ranks and not ranks[job]["connected"] and not ranks[job]["in_flight"]
 
 
-def gone(daemon: Daemon, trainer: Trainer, job: str = "big") -> None:
+def gone(daemon: Daemon, trainer: Trainer) -> None:
     trainer.kill()
-    until(daemon, lambda _: ended(daemon, job))
+    until(daemon, lambda _: ended(daemon, "big"))
 
 
 def test_a_refused_job_is_the_loudest_after_its_end(

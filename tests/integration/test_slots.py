@@ -18,20 +18,20 @@ TWO_SLOTS = ("--slots", "2", "--keep", "1")
 
 
 @contextmanager
-def group(daemon: Daemon, launch: str, size: int = SIZE) -> Iterator[list[Rank]]:
+def group(daemon: Daemon, launch: str) -> Iterator[list[Rank]]:
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(Rank(daemon.socket, rank=rank, world_size=2, launch=launch))
             for rank in range(2)
         ]
         for rank in ranks:
-            rank.register(size)
+            rank.register(SIZE)
         yield ranks
 
 
-def save_all(ranks: list[Rank], step: int, size: int = SIZE) -> None:
+def save_all(ranks: list[Rank], step: int) -> None:
     for rank in ranks:
-        rank.save(step, payload_of(step, size))
+        rank.save(step, payload_of(step, SIZE))
 
 
 def common_step(daemon: Daemon, launch: str) -> list[int]:

@@ -24,10 +24,10 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeDevices:
     return FakeDevices().install(monkeypatch)
 
 
-def part(*addresses: int, volatile: int = 0, aside: bool = False, device: int = 0) -> DevicePart:
-    views = [view(address, 512, device) for address in addresses or (1 << 40,)]
+def part(*addresses: int, volatile: int = 0, aside: bool = False) -> DevicePart:
+    views = [view(address, 512, 0) for address in addresses or (1 << 40,)]
     if volatile:
-        views.append(view(3 << 40, volatile, device, volatile=True))
+        views.append(view(3 << 40, volatile, 0, volatile=True))
     made = lay_out(views, Shape(4096, aside)).device
     assert made
     return made

@@ -1,15 +1,19 @@
 """group.py and the publishers of the volumes, in every state that a small job can reach.
 
-What must hold in each of them (tests/support/groupmodel.py asks):
-(1) if everything is killed now, the ranks restore one at least as new as the newest that all of
-    them were told is durable, or that all had copied and that the rules, not a failure, have ended;
-(2) all restore the same one, and every rank has it; (3) one is restored when all had one, and None
-    is said only when no record holds anything;
-(4) nobody waits for a slot for ever; (5) in lockstep with N + keep slots nobody waits for a rank
-    that waits; (6) `keep` common ones stay; (7) without a fault nothing newer than the newest
-    common one is given up.
+What must hold in each state (tests/support/groupmodel.py checks it):
 
-The rules are then broken, one at a time: the same search must see it.
+(1) If all processes are killed now, the ranks restore a checkpoint that is not older than the
+    newest one that all ranks were told is durable. A checkpoint that all ranks had copied, and that
+    the rules ended without a failure, counts as told.
+(2) All ranks restore the same checkpoint, and every rank has it.
+(3) If all ranks had a checkpoint, one is restored. The answer is None only if no record holds a
+    checkpoint.
+(4) No rank waits for a slot for ever.
+(5) In lockstep, with N + keep slots, no rank waits for a waiting rank.
+(6) `keep` common checkpoints stay.
+(7) Without a fault no checkpoint newer than the newest common one is given up.
+
+Then the rules are broken, one at a time, and the same search must find it.
 """
 
 from __future__ import annotations

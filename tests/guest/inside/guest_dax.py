@@ -1,5 +1,5 @@
-"""The engine `pmem` on what it is for: a file system with DAX, here on memory that the kernel was
-told to take for persistent (memmap=). No power is cut: an emulator has no processor cache to lose.
+"""The engine `pmem` on a file system with DAX, here on memory that the kernel treats as persistent
+(memmap=). There is no power cut, because an emulator has no processor cache to lose.
 """
 
 from __future__ import annotations

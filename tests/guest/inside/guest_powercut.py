@@ -1,8 +1,8 @@
-"""A power cut under a file system: all that a disk was told is recorded (dm-log-writes) while a
-daemon saves, and replayed up to each moment at which something had become durable. Whatever a
-trainer had been told is durable by then is recovered, it or a newer step, with its bytes.
+"""A power cut under a file system. While a daemon saves, all requests to the disk are recorded
+(dm-log-writes), and then replayed up to each moment at which a checkpoint had become durable. The
+checkpoint that was reported as durable by then, or a newer one, must be recovered with its bytes.
 
-The seed says which of the writes that no flush covers yet are there as well.
+The seed chooses which writes that no flush covers yet are replayed as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPTIONS = {"ext4": "defaults", "xfs": "nouuid"}
 
 @dataclass
 class Tally:
-    """How many states of the disk were recovered from."""
+    """How many states of the disk were tried, and how the recoveries ended."""
 
     settled: int = 0
     parts: int = 0
@@ -82,7 +82,8 @@ def mark(text: str) -> None:
 
 
 def save_steps(place: Path, engine: str) -> None:
-    """Two are in flight; each is marked once its trainer knows that it is durable."""
+    """Saves with two checkpoints in flight; marks each in the log once its trainer knows that it is
+    durable."""
     with Daemon(*FLAGS, "--engine", engine, storage=place / "storage") as daemon:
         daemon.start()
         with Rank(daemon.socket) as rank:
@@ -100,7 +101,7 @@ def save_steps(place: Path, engine: str) -> None:
 
 
 def recovered_step(storage: Path) -> int:
-    """The newest checkpoint's; 0 without one. Its bytes have to be those of its step."""
+    """The step of the newest checkpoint, 0 without one; checks its bytes."""
     if not storage.is_dir():
         return 0
     found = catalog.scan(storage)
@@ -145,7 +146,7 @@ class Disk:
         self._tally.empty += step == 0
 
     def serve(self) -> None:
-        """A daemon recovers, too, and goes on."""
+        """A daemon recovers as well, and saves again."""
         with (
             mounted(str(MAPPER / "replay"), Path("/mnt/cut"), OPTIONS[self._kind]) as place,
             Daemon(*FLAGS, storage=place / "storage") as daemon,

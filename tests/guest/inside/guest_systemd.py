@@ -139,7 +139,7 @@ def test_reload_takes_over_what_was_changed() -> None:
 
 
 def test_what_was_copied_survives_a_killed_daemon(alice: User) -> None:
-    """P1: the trainer is gone too, so that only systemd's descriptor store has the bytes."""
+    """P1: the trainer is killed as well, so only systemd's descriptor store has the bytes."""
     alice.run(connect, SIZE)
     alice.run(restored)
     alice.run(copy, 2)
@@ -168,7 +168,7 @@ def test_a_trainer_waits_in_the_socket_while_it_restarts(alice: User) -> None:
 
 
 def test_the_watchdog_ends_what_hangs(alice: User) -> None:
-    """Nor does a hang lose what was copied."""
+    """A hang does not lose copied checkpoints either."""
     alice.run(connect, SIZE)
     alice.run(restored)
     before = int(shown("NRestarts"))
@@ -197,8 +197,8 @@ def test_a_stop_makes_durable_what_was_copied(alice: User) -> None:
     assert not SOCKET.exists()
 
 
-def test_nothing_was_told_in_vain() -> None:
-    """What systemd says when it does not understand a unit, a message or a descriptor."""
+def test_systemd_has_understood_everything() -> None:
+    """systemd has logged no unit, message or descriptor that it did not understand."""
     lines = sh("journalctl -b --no-pager -o cat _PID=1").splitlines()
     strange = [
         line

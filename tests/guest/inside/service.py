@@ -49,24 +49,24 @@ def use_disk(device: str) -> None:
 
 
 def shown(name: str, unit: str = "pccheckd.service") -> str:
-    """A property, as systemctl has it."""
+    """A property of the unit, from systemctl."""
     return sh(f"systemctl show --value -p {name} {unit}")
 
 
 def status() -> dict[str, Any]:
-    """As root, who sees all; `degraded` is no error here."""
+    """The status as root, with the jobs of all users; `degraded` is not an error here."""
     return dict(json.loads(sh("pccheckctl status --json", check=False)))
 
 
 def kept_steps() -> set[int]:
-    """By the volumes alone."""
+    """The kept steps, read from the volumes."""
     document = json.loads(sh(f"pccheckctl --storage {STORAGE} list --json"))
     return {one["step"] for one in document["checkpoints"]}
 
 
 def wait_for(what: Callable[[], Any]) -> None:
-    """Until it is true."""
+    """Waits until the condition is true."""
     deadline = time.monotonic() + LIMIT_S
     while not what():
         assert time.monotonic() < deadline, sh("systemctl status pccheckd; journalctl -n 30")
-        time.sleep(0.2)  # neither systemctl nor the journal tells of a change
+        time.sleep(0.2)  # neither systemctl nor the journal reports changes
