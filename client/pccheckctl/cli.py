@@ -196,12 +196,21 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
     return made
 
 
+def _path(text: str) -> str:
+    """Not empty, as of a shell's variable that is not set: that would mean another place."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
+    return text
+
+
 def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
     """Flags that may stand before or after the command."""
     default = None if defaults else argparse.SUPPRESS
-    to.add_argument("--socket", metavar="PATH", default=default, help="the attach socket")
     to.add_argument(
-        "--storage", metavar="DIR", default=default,
+        "--socket", type=_path, metavar="PATH", default=default, help="the attach socket"
+    )
+    to.add_argument(
+        "--storage", type=_path, metavar="DIR", default=default,
         help="a storage directory, to read or measure without a daemon",
     )  # fmt: skip
     to.add_argument("--uid", type=int, default=default, help="whose jobs (for root)")

@@ -143,14 +143,17 @@ class Registry:
         job = self.jobs.get((uid, name))
         return job if job is not None and not job.idle else None
 
-    def listed(self, uid: int | None, name: str) -> set[int]:
-        """The owners of loaded jobs of this name that `status` lists: without a file when they were
-        refused room, or when their files were removed."""
+    def listed(self, uid: int | None, name: str, rank: int | None) -> set[int]:
+        """The owners of loaded jobs of this name that `status` lists with this rank, or with any:
+        without a file when they were refused room, or when their files were removed."""
         return {
             job.uid
             for job in self.jobs.values()
             if job.name == name and uid in (None, job.uid)
-            and any(tenant.refused or tenant.ledger.checkpoints for tenant in job.tenants.values())
+            and any(
+                tenant.refused or tenant.ledger.checkpoints
+                for number, tenant in job.tenants.items() if rank in (None, number)
+            )
         }  # fmt: skip
 
     async def _job(self, uid: int, name: str) -> Job:

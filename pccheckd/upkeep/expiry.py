@@ -42,7 +42,7 @@ async def drop(registry: Registry, asker_uid: int, body: Drop) -> Document:
     files = await engine.look(
         asker_uid, dropping.victims, storage, uid=wanted, job=body.job, rank=body.rank
     )
-    owners = {victim.file.uid for victim in files} or registry.listed(wanted, body.job)
+    owners = {victim.file.uid for victim in files} or registry.listed(wanted, body.job, body.rank)
     owner = owner_of(body.job, body.rank, owners)
     if body.dry_run:
         await registry.require_unused(owner, body.job)

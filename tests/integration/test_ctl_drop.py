@@ -114,6 +114,20 @@ def test_one_rank_alone(start_daemon: Callable[..., Daemon], tmp_path: Path, ctl
     assert "rank 1" in err
 
 
+def test_a_rank_that_a_loaded_job_never_had(
+    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], ctl: Ctl
+) -> None:
+    daemon = start_daemon("--allow-any-filesystem")
+    trainer = start_trainer(daemon)
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.close()
+    for options in (["--dry-run"], ["--yes"]):
+        code, _, err = ctl(daemon, "drop", "job", "--rank", 3, *options)
+        assert code == 13
+        assert "there is no volume of job 'job' rank 3" in err
+    assert ctl(daemon, "show", "job")[0] == 0
+
+
 def test_jobs_of_the_same_name_are_told_apart(
     start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
 ) -> None:

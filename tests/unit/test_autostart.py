@@ -149,6 +149,16 @@ def test_parents_are_not_made(machine: Machine) -> None:
     assert not (machine.path / "disk").exists()
 
 
+@pytest.mark.parametrize("name", ["file", "file/storage"])
+def test_a_file_in_place_of_the_directory_is_told(machine: Machine, name: str) -> None:
+    """Nothing is to be made or mounted there."""
+    (machine.path / "file").touch()
+    with pytest.raises(PccheckError, match="cannot make the storage directory") as raised:
+        PrivateDaemon(machine.path / name).ensure()
+    assert "mount" not in raised.value.hint
+    assert f"{machine.path / 'file'} is not a directory: choose" in raised.value.hint
+
+
 def test_another_process_that_starts_one_is_waited_for(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

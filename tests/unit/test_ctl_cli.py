@@ -100,6 +100,17 @@ def test_two_dashes_are_no_value(arguments: list[str], capsys: pytest.CaptureFix
     assert ": -- is not a value\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--storage", "--socket"])
+def test_a_place_without_a_name_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`--storage "$DIR"` with an unset DIR must not drop a job of another place."""
+    monkeypatch.setenv("PCCHECK_STORAGE", str(tmp_path))
+    for arguments in ([option, "", "drop", "job", "--yes"], ["drop", "job", "--yes", f"{option}="]):
+        assert cli.main(arguments) == 2
+        assert f"argument {option}: '' is not a path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("word", ["z" * 100_000, "9" * 100_000])
 @pytest.mark.parametrize(
     "before", ["", "status --", "list --rank=", "bench --size=", "wait j --timeout=", "completion "]

@@ -93,10 +93,15 @@ class PrivateDaemon:
         try:
             self.storage.mkdir(exist_ok=True)  # not its parents: they may be a disk not mounted yet
         except OSError as error:
+            if isinstance(error, FileExistsError):
+                fix = f"{self.storage} is not a directory:"
+            elif isinstance(error, NotADirectoryError):
+                fix = f"{self.storage.parent} is not a directory:"
+            else:
+                fix = f"make {self.storage.parent} first, or mount its disk; or"
             raise NoStoreError(
                 f"cannot make the storage directory {self.storage}: {error.strerror}",
-                hint=f"make {self.storage.parent} first, or mount its disk; or choose a directory "
-                "on a local disk with storage=",
+                hint=f"{fix} choose a directory on a local disk with storage=",
             ) from error
         with self._locked():
             number = layout.number(self.storage)
