@@ -696,8 +696,8 @@ class PCcheckClient:
         return self._patiently()
 
     def _patiently(self) -> Connection:
-        """The connection, for a call that training cannot begin without: the daemon opens the
-        volumes of all ranks before it answers."""
+        """The connection, for a call before or after training: the daemon opens the volumes of all
+        ranks before it answers."""
         return self._session.require(timeout_s=OPEN_LIMIT_S)
 
     def _expose(self, connection: Connection, step: int) -> None:
@@ -861,7 +861,7 @@ class PCcheckClient:
             try:
                 if self._private is not None:
                     self._private.ensure()
-                self._session.require()
+                self._patiently()
                 self._done = self._session.say_goodbye(True)
             finally:
                 self._leave()

@@ -227,6 +227,12 @@ def test_a_daemon_that_answers_late_is_connected_then(
     assert handle.wait_durable(30).step == handle.step
 
 
+def finished_late(client: PCcheckClient) -> bool:
+    client.close()
+    client.close(done=True)
+    return client.closed
+
+
 def test_a_restore_waits_for_a_daemon_that_answers_late(
     daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +249,7 @@ def test_a_restore_waits_for_a_daemon_that_answers_late(
         return finish(attempt, timeout_s=timeout_s if timeout_s > session.CONNECT_LIMIT_S else 0.1)
 
     monkeypatch.setattr(Attempt, "finish", waits)
-    for call in (PCcheckClient.restore, PCcheckClient.steps):
+    for call in (PCcheckClient.restore, PCcheckClient.steps, finished_late):
         daemon.kill(signal.SIGSTOP)
         try:
             with pytest.warns(UserWarning, match="did not answer within"):
