@@ -38,7 +38,7 @@ from .job.stop import Stop
 from .options import Options, check_flag, check_path, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.loaders import is_torchdata
-from .restoring.reading import Found, RestoreResult
+from .restoring.reading import OPEN_LIMIT_S, Found, RestoreResult
 from .saving.exposure import NoStagingError
 from .saving.in_flight import Checkpoint, Durable, InFlight
 from .saving.interval import Interval
@@ -622,7 +622,7 @@ class PCcheckClient:
         job cannot be read; DaemonUnreachableError and the like."""
         with self._lock:
             self._require_open()
-            return self._recovery.saved(self._session.require())
+            return self._recovery.saved(self._patiently())
 
     def pin(self, step: int) -> None:
         """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
@@ -693,7 +693,12 @@ class PCcheckClient:
             self._saver.leave()
             if self._private is not None:
                 self._private.ensure()
-        return self._session.require()
+        return self._patiently()
+
+    def _patiently(self) -> Connection:
+        """The connection, for a call before or after training: the daemon opens the volumes of all
+        ranks before it answers."""
+        return self._session.require(timeout_s=OPEN_LIMIT_S)
 
     def _expose(self, connection: Connection, step: int) -> None:
         """Shares GPU memory before the first checkpoint, which meets the same failure again."""
@@ -856,7 +861,7 @@ class PCcheckClient:
             try:
                 if self._private is not None:
                     self._private.ensure()
-                self._session.require()
+                self._patiently()
                 self._done = self._session.say_goodbye(True)
             finally:
                 self._leave()

@@ -347,7 +347,12 @@ class VolumeSet:
             with self._engine.room.reserved(key.uid, needed) as before:
                 await self._require_room(needed, before)
                 await self._engine.call(key.uid, create)
-            made = await self._opened(path, generation)
+            try:
+                made = await self._opened(path, generation)
+            except BaseException:  # every request would leave another one
+                with contextlib.suppress(OSError):
+                    await self._engine.call(key.uid, path.unlink, missing_ok=True)
+                raise
         except (OSError, _core.NativeError) as error:
             why = translated(error, f"a volume of {size_text(needed)} for {key}")
             if isinstance(why, StorageFullError) and not why.hint:

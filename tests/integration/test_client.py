@@ -27,6 +27,7 @@ from pccheck import (
 from pccheck.daemon import session
 from pccheck.restoring import reading as restore
 from pccheck.state import plan
+from pccheck_wire.attach import Attachment, Attempt
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
@@ -224,6 +225,40 @@ def test_a_daemon_that_answers_late_is_connected_then(
     while (handle := client.checkpoint([4])).state is CheckpointState.FAILED:
         assert time.monotonic() < deadline
     assert handle.wait_durable(30).step == handle.step
+
+
+def finished_late(client: PCcheckClient) -> bool:
+    client.close()
+    client.close(done=True)
+    return client.closed
+
+
+def test_a_restore_waits_for_a_daemon_that_answers_late(
+    daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as for the checkpoint itself: the daemon opens the volumes of all ranks first."""
+    client = connect(daemon)
+    client.attach(values={"step": 1})
+    client.checkpoint(step=1).wait_durable(30)
+    client.close()
+    finish = Attempt.finish
+
+    def waits(attempt: Attempt, *, timeout_s: float) -> Attachment:
+        if timeout_s > session.CONNECT_LIMIT_S:
+            daemon.kill(signal.SIGCONT)
+        return finish(attempt, timeout_s=timeout_s if timeout_s > session.CONNECT_LIMIT_S else 0.1)
+
+    monkeypatch.setattr(Attempt, "finish", waits)
+    for call in (PCcheckClient.restore, PCcheckClient.steps, finished_late):
+        daemon.kill(signal.SIGSTOP)
+        try:
+            with pytest.warns(UserWarning, match="did not answer within"):
+                client = connect(daemon)
+            client.attach(values={"step": 0})
+            assert call(client)
+        finally:
+            daemon.kill(signal.SIGCONT)
+        client.close()
 
 
 def test_on_error_raise(daemon: Daemon, connect: Connect) -> None:

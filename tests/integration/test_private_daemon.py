@@ -96,7 +96,7 @@ from pccheck import PCcheckClient
 from pccheck.daemon import autostart
 from pccheck.daemon.autostart import PrivateDaemon
 serves = autostart._serves
-autostart._serves = lambda socket: serves(socket) if serves(socket) is None else os._exit(0)
+autostart._serves = lambda *asked: serves(*asked) if serves(*asked) is None else os._exit(0)
 PCcheckClient(job="job", autostart=True, storage={storage!r})
 """
 

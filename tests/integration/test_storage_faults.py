@@ -64,6 +64,33 @@ def test_after_a_failed_record_the_volume_is_read_again(
     assert trainer.state(last) == "durable"
 
 
+def test_a_volume_that_cannot_be_opened_is_told(start_daemon: Start) -> None:
+    """After a restart of the daemon, to a training that has a client: it saves nothing."""
+    daemon = start_daemon(shim="dead:open:1")
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        client.checkpoint([1]).wait_durable(30)
+        daemon.kill()
+        daemon.start()
+        daemon.armed.touch()
+        with pytest.warns(PccheckWarning, match="WITHOUT checkpoints.*Input/output error"):
+            assert client.checkpoint([2]).state is State.FAILED
+        with pytest.warns(PccheckWarning, match="1 checkpoint failed"):
+            client.close()
+
+
+def test_a_new_volume_that_cannot_be_opened_takes_no_space(start_daemon: Start) -> None:
+    daemon = start_daemon(shim="dead:open:1")
+    daemon.armed.touch()
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
+        for _ in range(2):
+            with pytest.raises(CheckpointFailedError, match="Input/output error"):
+                client.checkpoint([1]).wait_durable(30)
+        assert not list(daemon.storage.rglob("*.pcc"))
+        daemon.armed.unlink()
+        client.checkpoint([2]).wait_durable(30)
+        assert len(list(daemon.storage.rglob("*.pcc"))) == 1
+
+
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_a_failure_after_the_call_is_told_by_the_next(start_daemon: Start, on_error: Any) -> None:
     daemon = start_daemon(shim="eio:record-a:1")

@@ -5,6 +5,7 @@
  *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
  *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it, while armed
+ *          "eio:open:1" "dead:open:1"   the same of opening a volume
  *          "slow:data:20000"  every data write takes 20,000 us longer
  * Data that the engine `mmap` stores does not pass here: no data points then. A
  * flush and a record of `mmap` are msync(), of the whole file and of a part.
@@ -14,7 +15,9 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -26,14 +29,15 @@
 #include <time.h>
 #include <unistd.h>
 
-enum point { NO_POINT, DATA, FLUSH, RECORD_A, RECORD_B, READ };
+enum point { NO_POINT, DATA, FLUSH, RECORD_A, RECORD_B, READ, OPEN };
 
-static atomic_int calls[READ + 1];
+static atomic_int calls[OPEN + 1];
 
 static enum point point_named(const char *name, size_t length)
 {
-    static const char *const names[] = {"", "data", "flush", "record-a", "record-b", "read"};
-    for (int i = DATA; i <= READ; i++)
+    static const char *const names[] = {"",         "data", "flush", "record-a",
+                                        "record-b", "read", "open"};
+    for (int i = DATA; i <= OPEN; i++)
         if (strlen(names[i]) == length && strncmp(names[i], name, length) == 0)
             return (enum point)i;
     return NO_POINT;
@@ -90,6 +94,23 @@ static int at(enum point point, int fd)
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+int open(const char *path, int flags, ...)
+{
+    mode_t mode = 0;
+    if (flags & O_CREAT) {
+        va_list more;
+        va_start(more, flags);
+        mode = va_arg(more, mode_t);
+        va_end(more);
+    }
+    int error = is_named_like_one(path) ? reached(OPEN) : 0;
+    if (error) {
+        errno = error;
+        return -1;
+    }
+    return REAL(open)(path, flags, mode);
+}
 
 ssize_t pwrite(int fd, const void *bytes, size_t length, off_t offset)
 {

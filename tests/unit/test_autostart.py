@@ -20,6 +20,7 @@ from pccheck.daemon.autostart import PrivateDaemon
 from pccheck_native import layout
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Report
+from pccheckd.jobs.survey import LIMIT_S
 
 REAL, PYTHON = subprocess.Popen, module.sys.executable
 
@@ -36,6 +37,7 @@ class Machine:
         self.killed: list[tuple[int, int]] = []
         self.ends: int | None = None  # the exit code of what is started
         self.words = ""
+        self.answers_after_s = 0.0
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(path / "run"))
         (path / "run").mkdir(mode=0o700)
         monkeypatch.setattr(module.attach, "observe", self._observe)
@@ -44,9 +46,11 @@ class Machine:
         monkeypatch.setattr(module, "_await_end", lambda *_: True)
         monkeypatch.setattr(module, "_OF_THIS_PROCESS", set())
 
-    def _observe(self, place: Path, **_: object) -> Any:
+    def _observe(self, place: Path, *, timeout_s: float, **_: object) -> Any:
         if place.resolve() not in self.daemons:
             raise DaemonUnreachableError("no daemon listens")
+        if timeout_s < self.answers_after_s:
+            raise WaitTimeoutError(f"no answer in {timeout_s} s")
         sessions = [{"pid": pid} for pid in self.daemons[place.resolve()]]
         report = Report({"sessions": sessions})
         return Answer(SimpleNamespace(storage=self.serves[place.resolve()]), report)
@@ -140,6 +144,14 @@ def test_a_start_that_fails_tells_the_last_line_of_the_log(machine: Machine) -> 
     assert "see its log" in raised.value.hint
     machine.ends, machine.words = None, ""
     machine.daemon().ensure()  # the lock is free again
+
+
+def test_a_daemon_that_still_reads_the_records_is_waited_for(machine: Machine) -> None:
+    """It listens already. On a slow disk that lasts as long as the daemon's own limit."""
+    machine.answers_after_s = LIMIT_S
+    machine.daemon().ensure()
+    machine.daemon().ensure()
+    assert len(machine.started) == 1
 
 
 def test_parents_are_not_made(machine: Machine) -> None:

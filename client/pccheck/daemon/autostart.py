@@ -215,7 +215,7 @@ class PrivateDaemon:
             )  # fmt: skip
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and process.poll() is None:
-            if _serves(self.socket) is not None:
+            if _serves(self.socket, deadline - time.monotonic()) is not None:
                 LOG.warning(
                     "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends "
                     "after its last trainer. If this container or job step ends before, what is "
@@ -272,11 +272,12 @@ def _open_own(path: Path) -> int:
     return file
 
 
-def _serves(socket: Path) -> str | None:
+def _serves(socket: Path, limit_s: float = START_LIMIT_S) -> str | None:
     """layout.number of the directory that the daemon there serves, "" when that is missing; None
-    when no daemon answers."""
+    when no daemon listens. One that starts listens before it has read the records, and answers
+    afterwards."""
     try:
-        with attach.observe(socket, version=VERSION, timeout_s=_PROBE_LIMIT_S, storage="?") as seen:
+        with attach.observe(socket, version=VERSION, timeout_s=limit_s, storage="?") as seen:
             return seen.welcome.storage
     except DaemonUnreachableError:
         return None

@@ -17,6 +17,7 @@ from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
 from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, some
 from pccheck_wire.errors import (
+    CheckpointFailedError,
     DaemonUnreachableError,
     PccheckError,
     ProtocolError,
@@ -324,6 +325,8 @@ def _require_files() -> None:
 
 
 def _as_ours(error: Exception) -> PccheckError:
+    if isinstance(error, CheckpointFailedError):  # it cannot save; it is not only busy
+        return RefusedError(error.message, hint=error.hint, retryable=error.retryable)
     if isinstance(error, PccheckError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE):
