@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.support.forked import Forked
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import PATIENCE, suspend, until
 
 READY_LIMIT_S = 30.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
@@ -125,8 +125,12 @@ class Daemon:
         until(lambda: text in self.log.read_text(), self.log.read_text)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal; after SIGKILL the process is gone on return."""
+        """Sends a signal; on return the process is gone after SIGKILL, and has stopped after
+        SIGSTOP."""
         assert self.process is not None
+        if number == signal.SIGSTOP:
+            suspend(self.process.pid)
+            return
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()

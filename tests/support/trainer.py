@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from pccheck import PCcheckClient
 from pccheck_wire.errors import CheckpointFailedError
 from tests.support.programs import CONTEXT
+from tests.support.waiting import suspend, until
 
 ANSWER_LIMIT_S = 120.0
 FROZEN = 1000  # in the place of the index of a tensor that no step changes
@@ -304,7 +306,7 @@ class Trainer:
         return call
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        suspend(self.pid) if number == signal.SIGSTOP else os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self.process.is_alive():
