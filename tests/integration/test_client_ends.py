@@ -21,6 +21,7 @@ import torch
 
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, UsageError
 from pccheck_native import layout
+from tests.support import stall
 from tests.support.daemon import Daemon
 
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
@@ -200,8 +201,9 @@ def test_any_number_of_seconds_is_a_timeout(start_daemon: Callable[..., Daemon])
 
 def test_closing_before_a_stopped_daemon_is_bounded(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
-    client = PCcheckClient(job="job", socket=daemon.socket, stall_limit_s=0.2)
-    client.checkpoint([1]).wait_durable(30)
+    client = PCcheckClient(job="job", socket=daemon.socket)
+    client.checkpoint([1]).wait_durable(60)
+    stall.shorten(client, 0.2)
     daemon.kill(signal.SIGSTOP)
     before = time.monotonic()
     client.close()

@@ -141,16 +141,17 @@ def test_a_restore_after_one_that_broke_off_early(start_node: Start) -> None:
 
 
 def long_kernel(trainer: Any) -> None:
-    trainer.gpu.launch(lambda: time.sleep(1.5))
+    trainer.gpu.launch(lambda: time.sleep(3.0))
 
 
 def test_a_cpu_far_ahead_of_its_stream(start_node: Start) -> None:
     """The limit is for a stream that waits for us. It counted while the GPU had not even come to
     the snapshot, so that of a trainer who is far ahead no checkpoint was ever copied."""
     node = start_node()
-    trainer = node.connect(PARTS, stall_limit_s=0.5)
+    trainer = node.connect(PARTS)
     trainer.step()
     durable_and_right(trainer, trainer.checkpoint(), 1)
+    trainer.shorten(1.0)
     trainer.step()
     trainer.evaluate(long_kernel)
     handle = trainer.checkpoint()

@@ -419,9 +419,10 @@ def test_an_abandoned_snapshot_is_never_vouched_for(
     """The daemon is stopped past the gate's deadline and continued: the trainer was let go, so the
     snapshot must fail, although the late daemon has all its chunks to copy on."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
-    trainer = start_trainer(daemon, [8 * MIB], stall_limit_s=1.0)
+    trainer = start_trainer(daemon, [8 * MIB])
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
+    trainer.shorten(1.0)
     trainer.step()
     handle = trainer.checkpoint()
     assert trainer.watch(handle, "copying") == "copying"

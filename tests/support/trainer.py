@@ -21,6 +21,7 @@ import torch
 
 from pccheck import PCcheckClient
 from pccheck_wire.errors import CheckpointFailedError
+from tests.support import stall
 from tests.support.programs import CONTEXT
 from tests.support.waiting import suspend, until
 
@@ -191,6 +192,12 @@ class Commands:
                 target = parameter if counted else parameter.data
                 target.copy_(expected(step, index, parameter.numel()))
         return step
+
+    def connected(self) -> bool:
+        return self.client.connected
+
+    def shorten(self, stall_limit_s: float) -> None:
+        stall.shorten(self.client, stall_limit_s)
 
     def close(self, **options: Any) -> None:
         self.client.close(**options)
