@@ -21,6 +21,7 @@ from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.manager import ServedDaemon
 from tests.support.trainer import Trainer
+from tests.support.waiting import until
 
 from .restart_campaign import run
 
@@ -58,13 +59,7 @@ def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None
     trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     daemon.start()
-    durable = ""
-    for _ in range(200):
-        trainer.step()
-        handle = trainer.checkpoint()
-        if trainer.evaluate(_is_connected):
-            durable = trainer.wait_durable(handle)
-            break
+    durable = trainer.wait_durable(trainer.connects_again())
     assert durable in ("durable", "global", "superseded")
     newest = trainer.step(0)
     trainer.kill()
@@ -86,12 +81,13 @@ def test_what_was_reported_as_failed_is_named_once_it_is_durable(
     assert trainer.ended(handle) == "failed"
     assert "pccheckctl list" in trainer.reason(handle)  # not known yet
     daemon.start()
-    for _ in range(600):
+
+    def is_named() -> bool:
         trainer.step()
         trainer.ended(trainer.checkpoint())
-        if "it is durable, as sequence 1" in trainer.reason(handle):
-            break
-    assert "it is durable, as sequence 1" in trainer.reason(handle)
+        return "it is durable, as sequence 1" in trainer.reason(handle)
+
+    until(is_named, lambda: trainer.reason(handle))
     assert trainer.state(handle) == "failed"
 
 
@@ -274,10 +270,6 @@ def _copied(start_trainer: Connect, daemon: ServedDaemon, size: int) -> Trainer:
 def _recovers(trainer: Trainer, step: int) -> None:
     assert trainer.restore()["step"] == step
     assert trainer.check(step) == ""
-
-
-def _is_connected(trainer: Any) -> bool:
-    return bool(trainer.client.connected)
 
 
 def _scribble(trainer: Any) -> int:

@@ -152,12 +152,7 @@ def test_killed_for_its_memory(
     trainer.step(3)
     trainer.checkpoint()  # skipped, with a warning
     daemon.start()
-    for _ in range(200):
-        trainer.step()
-        handle = trainer.checkpoint()
-        if trainer.state(handle) not in ("skipped", "failed"):
-            break
-    assert trainer.wait_durable(handle) == "durable"
+    assert trainer.wait_durable(trainer.connects_again()) == "durable"
     trainer.kill()
     again = start_trainer(daemon, [12_000_000])
     step = again.restore()["step"]

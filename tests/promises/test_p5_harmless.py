@@ -289,18 +289,8 @@ def test_training_goes_on_without_the_daemon(start_daemon: Start, start_trainer:
     told = [w for w in trainer.warnings if "pccheckd" in w]
     assert len(told) == 1, trainer.warnings
     daemon.start()
-    durable = ""
-    for _ in range(200):  # the client reconnects with a back-off, at a later checkpoint
-        trainer.step()
-        handle = trainer.checkpoint()
-        if trainer.evaluate(_is_connected):
-            durable = trainer.wait_durable(handle)
-            break
+    durable = trainer.wait_durable(trainer.connects_again())
     assert durable in ("durable", "global", "superseded")
-
-
-def _is_connected(trainer: object) -> bool:
-    return bool(trainer.client.connected)  # type: ignore[attr-defined]
 
 
 def test_no_daemon_at_all_warns_and_trains_on(stack: object) -> None:

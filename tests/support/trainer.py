@@ -289,6 +289,20 @@ class Trainer:
             self.durable = value
         return self.durable
 
+    def connects_again(self) -> int:
+        """Trains until its client has connected again, which it does at some later checkpoint; the
+        handle of that one."""
+
+        handles: list[int] = []
+
+        def tried() -> bool:
+            self.step()
+            handles.append(self.checkpoint())
+            return bool(self.connected())
+
+        until(tried, lambda: self.warnings)
+        return handles[-1]
+
     def drain(self) -> int:
         """Reads the reports of run() so far; returns the newest durable step among them."""
         try:
