@@ -37,6 +37,7 @@ STEPS_MAX = 4096
 STALL_LIMIT_S = 20.0 * PATIENCE
 POLL_S = 0.0005
 AWAY_S = 0.01
+SLOW_STEP_S = 0.05
 COPIED, DURABLE, GLOBAL, ENDED, ASKED = 1, 2, 4, 8, 16
 STARTS_STRIDE, RANK_STRIDE = 80_000, 20_000  #: float32 holds three times their sums exactly
 _HEAD = 64
@@ -177,7 +178,8 @@ class _Member(Commands):
             if index not in spec.get("skips", ()):
                 self.save(index, base + index, fail=index in spec.get("fails", ()))
             board.waited(rank, time.monotonic() - since)
-            until = time.monotonic() + spec["interval_s"]
+            slowly = index > STEPS_MAX // 4  # or the board is full before a slow disk has anything
+            until = time.monotonic() + (SLOW_STEP_S if slowly else spec["interval_s"])
             self.look()
             while time.monotonic() < until:
                 time.sleep(min(0.001, spec["interval_s"]))

@@ -164,10 +164,13 @@ class Commands:
             if now not in order or order.index(now) >= order.index(state):
                 return now
 
-    def run(self, steps: int, every: int) -> int:
-        """Trains; reports ("durable", step) when a newer step is durable."""
+    def run(self, steps: int, every: int, *, stop: str = "") -> int:
+        """Trains until the file `stop` exists; reports ("durable", step) when a newer step is
+        durable."""
         told = -1
         for _ in range(steps):
+            if stop and Path(stop).exists():
+                break
             now = self.step()
             if now % every == 0:
                 self.checkpoint()
