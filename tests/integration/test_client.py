@@ -249,7 +249,7 @@ def test_on_error_raise(daemon: Daemon, connect: Connect) -> None:
 
 
 def test_a_handle_of_a_dead_daemon(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
-    daemon = start_daemon(*SLOW)
+    daemon = start_daemon("--max-bandwidth", "1MiB")
     client = connect(daemon)
     client.checkpoint([1]).wait_durable(30)
     handle = client.checkpoint([torch.ones(700_000)])
@@ -406,10 +406,10 @@ def test_an_error_that_nobody_has_thought_of_stays_out_of_the_loop(
 def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
     start_daemon: Callable[..., Daemon], connect: Connect
 ) -> None:
-    client = connect(start_daemon("--slots", "6", "--max-bandwidth", "32MiB"))
-    client.checkpoint({"x": torch.zeros(10_000_000)}).wait_durable(60)
-    large = client.checkpoint({"x": torch.zeros(8_000_000)})
-    unasked = client.checkpoint({"x": torch.zeros(4_000_000)})
+    client = connect(start_daemon("--slots", "6", "--max-bandwidth", "8MiB"))
+    client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
+    large = client.checkpoint({"x": torch.zeros(4_000_000)})
+    unasked = client.checkpoint({"x": torch.zeros(2_000_000)})
     small = client.checkpoint({"x": torch.zeros(10)})
     expected = small.wait_durable(60)
     assert expected.step == 4

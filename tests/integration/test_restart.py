@@ -29,7 +29,7 @@ Connect = Callable[..., Trainer]
 Serve = Callable[..., ServedDaemon]
 
 MIB = 1 << 18
-SLOW = ("--max-bandwidth", "8MiB")
+SLOW = ("--max-bandwidth", "4MiB")
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -134,18 +134,18 @@ def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) 
 
 
 def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
-    daemon = serve("--max-bandwidth", "4MiB")
+    daemon = serve("--max-bandwidth", "256KiB")  # none of them gets to the end
     trainer = _copied(start_trainer, daemon, 6)
     trainer.kill()
-    for _ in range(3):
+    for bandwidth in ("256KiB", "256KiB", "1GiB"):
         daemon.kill()
-        daemon.start()
+        daemon.start("--max-bandwidth", bandwidth)
         assert _kept(daemon)["adopted_checkpoints"] == 1
     _recovers(start_trainer(daemon, [6 * MIB]), 1)
 
 
 def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) -> None:
-    daemon = serve("--dram", "4MiB", "--max-bandwidth", "12MiB")
+    daemon = serve("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB])
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())

@@ -26,7 +26,7 @@ Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 
 MIB = 1 << 18  # float32 elements of one MiB
-SLOW = ("--max-bandwidth", "12MiB")
+SLOW = ("--max-bandwidth", "4MiB")
 
 
 @pytest.fixture
