@@ -302,7 +302,6 @@ def test_a_second_signal_hurries(start_daemon: Start) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.wait(rank.begin(1, payload_of(1, SIZE)), copied=True)
-        began = time.monotonic()
         daemon.kill(signal.SIGTERM)
         daemon.logs("stopping")
         daemon.kill(signal.SIGTERM)

@@ -298,7 +298,7 @@ def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
         process = front_of(daemon)
         suspend(process.pid)  # not even one that does not run
         daemon.kill()
-        process.wait(30)
+        process.wait(60)
     daemon.start()
     with Rank(daemon.socket):
         process = front_of(daemon)

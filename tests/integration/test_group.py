@@ -802,7 +802,7 @@ def test_wait_for_global(start_daemon: Start, start_trainer: Connect, ctl: Ctl) 
     second = group[1].checkpoint()
     assert group[1].wait_global(second) == "global"
     assert group[0].wait_global(first) == "global"
-    assert ctl(None, *waiting, "--timeout", "10").code == 0
+    assert ctl(None, *waiting, "--timeout", "60").code == 0
 
 
 def test_status_says_which_rank_holds_the_others_back(

@@ -151,7 +151,7 @@ def test_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> No
     assert daemon_of(storage) == pid and _alive(pid)  # no second daemon was started
     ran = subprocess.run(
         [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "--json", "status"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert json.loads(ran.stdout)["daemon"]["pid"] == pid, ran.stderr
     assert run(storage, "client.close()", second) == ["2"]  # ends it, too

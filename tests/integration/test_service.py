@@ -19,7 +19,6 @@ from tests.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at
 from tests.support.trainer import Trainer
-from tests.support.waiting import until
 
 Start = Callable[..., Service]
 StartTrainer = Callable[..., Trainer]

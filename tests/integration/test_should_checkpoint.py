@@ -20,7 +20,7 @@ from tests.support.endtraining import EndTrainer
 from tests.support.service import Service
 
 STEP_S = 0.003
-LIMIT_S = 120.0
+LIMIT_S = 200.0
 
 
 class Loop:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from tests.support.forked import Forked
 from tests.support.waiting import PATIENCE, suspend, until
 
-READY_LIMIT_S = 30.0 * PATIENCE
+READY_LIMIT_S = 90.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
 _LINKER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 LOOPCHECK = "tests.support.loopcheck"

@@ -34,7 +34,7 @@ from tests.support.waiting import PATIENCE
 
 RANKS_MAX = 4
 STEPS_MAX = 4096
-STALL_LIMIT_S = 20.0 * PATIENCE
+STALL_LIMIT_S = 60.0 * PATIENCE
 POLL_S = 0.0005
 AWAY_S = 0.01
 SLOW_STEP_S = 0.05
@@ -185,7 +185,7 @@ class _Member(Commands):
                 time.sleep(min(0.001, spec["interval_s"]))
                 self.look()
 
-    def finish(self, limit_s: float = 30.0) -> None:
+    def finish(self, limit_s: float = 90.0) -> None:
         """Looks until everything in flight has ended."""
         deadline = time.monotonic() + limit_s
         while self.flying and time.monotonic() < deadline:
