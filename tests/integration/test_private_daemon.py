@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from pccheck_store.directory import Storage
 from pccheck_store.jobs import find_store
 from tests.support.daemon import Daemon
 from tests.support.programs import script
+from tests.support.waiting import until
 
 MOUNTED = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
 KILL = "import os; os.kill(os.getpid(), 9)"
@@ -109,7 +109,7 @@ def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
         {"XDG_RUNTIME_DIR": str(runtime)},
     )
     with script(text, environment=environment) as program:
-        assert program.wait(90) == 0
+        assert program.wait(200) == 0
     pid = daemon_of(storage)
     assert _alive(pid)
     try:
@@ -121,15 +121,7 @@ def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
 
 
 def ended(pid: int) -> None:
-    for _ in range(300):
-        if not _alive(pid):
-            return
-        select_sleep()
-    assert not _alive(pid)
-
-
-def select_sleep() -> None:
-    select.select([], [], [], 0.1)
+    until(lambda: not _alive(pid), every_s=0.1)
 
 
 def _alive(pid: int) -> bool:
@@ -333,7 +325,7 @@ def test_a_daemon_with_a_trainer_is_not_ended_by_a_process_that_cannot_connect(
         pid = daemon_of(storage)
         assert _alive(pid)
         trainer.stdin.close()
-        assert trainer.wait(60) == 0
+        assert trainer.wait(120) == 0
     ended(pid)
 
 
