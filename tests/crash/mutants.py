@@ -399,7 +399,7 @@ def main() -> int:
         source = ('-DFORMAT_MD="../../native/FORMAT.md"', "-c", str(NATIVE / f"{program}.c"))
         compiled([*options.cc.split(), *source, "-o", f"build/mutants/{program}.o"])
         sound = build(Mutant(f"sound {program}", "", program), options)
-        subprocess.run([sound], cwd=HERE, check=True, stdout=subprocess.DEVNULL, timeout=120)
+        subprocess.run([sound], cwd=HERE, check=True, stdout=subprocess.DEVNULL, timeout=300)
     for mutant in chosen:
         is_test = mutant.program in TESTS
         command = [build(mutant, options), *(() if is_test else ("--killed",)), *mutant.arguments]
@@ -407,7 +407,7 @@ def main() -> int:
         for images, seed in (*tries, *itertools.product(IMAGES, SEEDS)):
             done = subprocess.run(
                 [*command, "--images", images], cwd=HERE, env=os.environ | {"PCC_SEED": seed},
-                capture_output=True, text=True, timeout=120,
+                capture_output=True, text=True, timeout=300,
             )  # fmt: skip
             asserted = done.returncode == -signal.SIGABRT and "broken invariant" in done.stderr
             killed = (done.returncode == 0) != is_test or asserted

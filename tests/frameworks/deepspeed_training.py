@@ -15,6 +15,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pccheck.integrations.deepspeed import PCcheckEngine, install
+from tests.support.waiting import suspend
 
 ITEMS, WIDTH, EPOCHS = 36, 8, 3
 # Otherwise DeepSpeed compiles its shared memory transport, which takes more than a minute.
@@ -55,7 +56,7 @@ class Order:
     def save(self, *arguments: Any, **options: Any) -> None:
         if self._saved.checkpoint is not None:
             self._saved.checkpoint.wait_durable(60)
-            os.kill(self._daemon, signal.SIGSTOP)
+            suspend(self._daemon)
         self._save(*arguments, **options)
 
     def gate(self) -> None:

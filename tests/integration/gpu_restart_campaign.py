@@ -35,7 +35,6 @@ PACES = (
     ("--dram", "1MiB", "--max-bandwidth", "8MiB"),
 )
 COPIED = ("copied", "writing", "durable", "global", "superseded")
-TRIES_MAX = 400
 NOTHING = -1  # was promised
 
 
@@ -87,21 +86,14 @@ def _train_to(node: Node, trainer: GpuTrainer, rng: random.Random, moment: str) 
 
 def _go_on(node: Node, trainer: GpuTrainer) -> int:
     """The trainer finds the new daemon by itself, and a checkpoint by pull becomes durable."""
-    for _ in range(TRIES_MAX):
-        step: int = trainer.step()
-        handle = trainer.checkpoint()
-        if trainer.evaluate(_is_connected):
-            state = trainer.wait_durable(handle, SOON_S)
-            assert state in ("durable", "superseded"), f"{state}: {trainer.reason(handle)}"
-            assert node.transfer() == ("pull", "")
-            wrong = trainer.check(step)
-            assert not wrong, f"the living trainer: {wrong}"
-            return step if state == "durable" else 0
-    raise AssertionError("the trainer did not reconnect")
-
-
-def _is_connected(trainer: object) -> bool:
-    return bool(trainer.client.connected)  # type: ignore[attr-defined]
+    handle = trainer.connects_again()
+    step: int = trainer.step(0)
+    state = trainer.wait_durable(handle, SOON_S)
+    assert state in ("durable", "superseded"), f"{state}: {trainer.reason(handle)}"
+    assert node.transfer() == ("pull", "")
+    wrong = trainer.check(step)
+    assert not wrong, f"the living trainer: {wrong}"
+    return step if state == "durable" else 0
 
 
 def run(rounds: int, seed: int) -> Tally:

@@ -102,20 +102,15 @@ def _train_into(daemon: ServedDaemon, trainer: Trainer) -> tuple[int, list[str]]
 
 def _go_on(tally: Tally, label: str, trainer: Trainer) -> int:
     """The trainer finds the new daemon by itself, and a new step becomes durable."""
-    for _ in range(400):
-        step = trainer.step()
-        handle = trainer.checkpoint()
-        if trainer.evaluate(_is_connected):
-            state = trainer.wait_durable(handle)
-            if state not in ("durable", "global", "superseded"):
-                tally.violations.append(f"{label}: the trainer went on to {state}")
-            return int(step) if state != "superseded" else 0
-    tally.violations.append(f"{label}: the trainer did not come back")
-    return 0
-
-
-def _is_connected(trainer: object) -> bool:
-    return bool(trainer.client.connected)  # type: ignore[attr-defined]
+    try:
+        handle = trainer.connects_again()
+    except AssertionError as error:
+        tally.violations.append(f"{label}: the trainer did not come back: {error}")
+        return 0
+    step, state = trainer.step(0), trainer.wait_durable(handle)
+    if state not in ("durable", "global", "superseded"):
+        tally.violations.append(f"{label}: the trainer went on to {state}")
+    return int(step) if state != "superseded" else 0
 
 
 def run(rounds: int, seed: int, frozen: int = 0) -> Tally:

@@ -72,7 +72,7 @@ def test_attached_state_needs_a_step(connect: Connect) -> None:
     client.attach(**kit())
     with pytest.raises(UsageError, match=r"checkpoint\(step=step\)"):
         client.checkpoint()
-    client.checkpoint(step=10).wait_durable(30)
+    client.checkpoint(step=10).wait_durable(60)
     assert client.checkpoint([torch.ones(1)]).step == 11  # steps of a given state are counted
 
 
@@ -82,9 +82,9 @@ def test_steps_that_go_back_are_told_once(connect: Connect) -> None:
     client.checkpoint(step=5)
     with pytest.warns(PccheckWarning, match=r"step=4\) follows step 5"):
         client.checkpoint(step=4)
-    client.checkpoint(step=3).wait_durable(30)
+    client.checkpoint(step=3).wait_durable(60)
     assert client.restore().step == 3
-    client.checkpoint(step=1).wait_durable(30)  # after a restore they may
+    client.checkpoint(step=1).wait_durable(60)  # after a restore they may
 
 
 # -- the end of a job --------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def is_done(daemon: Daemon) -> bool:
 def test_a_job_is_finished_after_its_with_block(daemon: Daemon, connect: Connect) -> None:
     with connect() as client:
         for step in (1, 2, 3):
-            client.checkpoint([torch.ones(9)], step=step).wait_durable(30)
+            client.checkpoint([torch.ones(9)], step=step).wait_durable(60)
     assert not is_done(daemon)
     client.close(done=True)
     assert is_done(daemon)
@@ -110,7 +110,7 @@ def test_a_job_is_finished_after_its_with_block(daemon: Daemon, connect: Connect
 
 def test_a_job_that_cannot_be_finished_is_told(daemon: Daemon, connect: Connect) -> None:
     client = connect()
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     client.close()
     daemon.kill()
     with pytest.raises(Exception, match="pccheckd"):
@@ -128,7 +128,7 @@ def test_what_cannot_be_stored_is_raised_at_first_and_fails_later(connect: Conne
     with pytest.raises(UnsupportedStateError, match=r"progress\.best"):
         client.checkpoint(step=1)
     progress["best"] = 0.25
-    client.checkpoint(step=2).wait_durable(30)
+    client.checkpoint(step=2).wait_durable(60)
     progress["best"] = Path("x")  # type: ignore[assignment]
     with pytest.warns(PccheckWarning, match=r"progress\.best") as told:
         ends = [client.checkpoint(step=step) for step in (3, 4, 5)]
@@ -136,7 +136,7 @@ def test_what_cannot_be_stored_is_raised_at_first_and_fails_later(connect: Conne
     assert {end.state for end in ends} == {CheckpointState.FAILED}
     assert "progress.best" in ends[0].reason
     progress["best"] = 0.125
-    client.checkpoint(step=6).wait_durable(30)
+    client.checkpoint(step=6).wait_durable(60)
 
 
 def test_a_state_dict_that_fails_later_ends_no_training(connect: Connect) -> None:
@@ -153,7 +153,7 @@ def test_a_state_dict_that_fails_later_ends_no_training(connect: Connect) -> Non
 
     client, loader = connect(), Loader()
     client.attach(**kit(), loader=loader)
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     loader.broken = True
     with pytest.warns(PccheckWarning, match="loader: its state_dict.*no iterator"):
         assert client.checkpoint(step=2).state is CheckpointState.FAILED
@@ -201,7 +201,7 @@ def test_state_in_attributes_of_an_optimizer_is_named(connect: Connect) -> None:
 def test_values_come_back_by_metadata_and_by_an_attached_dict(connect: Connect) -> None:
     client, progress = connect(), {"epoch": 2}
     client.attach(**kit(), progress=progress)
-    client.checkpoint(step=1, metadata={"lr": (0.1, 0.2)}).wait_durable(30)
+    client.checkpoint(step=1, metadata={"lr": (0.1, 0.2)}).wait_durable(60)
     progress.update(epoch=7, extra=1)
     assert client.restore().metadata == {"lr": [0.1, 0.2]}
     assert progress == {"epoch": 2}
@@ -217,14 +217,14 @@ def test_a_run_goes_back_to_a_step_and_goes_on_from_there(connect: Connect) -> N
     for step in (1, 2):
         update(things)
         states[step] = things["model"].weight.detach().clone()
-        client.checkpoint(step=step).wait_durable(30)
+        client.checkpoint(step=step).wait_durable(60)
     update(things)
     listed = client.steps()
     assert [(one.step, one.pinned) for one in listed] == [(2, False), (1, False)]
     assert all(0 <= one.age_s < 3600 and one.nbytes > 0 for one in listed)
     assert client.restore(step=1).step == 1
     assert torch.equal(things["model"].weight, states[1])
-    client.checkpoint(step=2).wait_durable(30)
+    client.checkpoint(step=2).wait_durable(60)
     client.close()
     again = connect()
     again.attach(**things)
@@ -235,20 +235,20 @@ def test_going_back_ends_the_protection_of_the_newest(daemon: Daemon, connect: C
     client = connect()
     client.attach(**kit())
     for step in (1, 2):
-        client.checkpoint(step=step).wait_durable(30)
+        client.checkpoint(step=step).wait_durable(60)
     client.close()
     again = connect()
     again.attach(**kit())
     assert again.restore(step=1)
     for step in range(2, 8):
-        again.checkpoint(step=step).wait_durable(30)
+        again.checkpoint(step=step).wait_durable(60)
     assert [one.step for one in again.steps()] == [7, 6]
     assert {one.sequence for one in again.steps()} == {7, 8}
 
 
 def test_adopting_ends_the_protection_of_the_newest(connect: Connect) -> None:
     client = connect()
-    client.checkpoint([1], step=1).wait_durable(30)
+    client.checkpoint([1], step=1).wait_durable(60)
     client.close()
     again = connect()
     assert again.recover(step=1).state == [1]
@@ -256,7 +256,7 @@ def test_adopting_ends_the_protection_of_the_newest(connect: Connect) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(2, 8):
-            again.checkpoint([2], step=step).wait_durable(30)
+            again.checkpoint([2], step=step).wait_durable(60)
     assert [one.step for one in again.steps()] == [7, 6]
 
 
@@ -264,7 +264,7 @@ def test_an_optimizer_of_another_kind_is_refused(connect: Connect) -> None:
     client, things = connect(), kit()
     client.attach(**things)
     update(things)
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     client.attach(**kit(kind=torch.optim.Adam))
     with pytest.raises(StateMismatchError, match=r"of AdamW, and Adam is attached.*strict_optim"):
         client.restore()
@@ -275,7 +275,7 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
     model, seen = torch.nn.Linear(2, 2), {"items": 7}
     with connect() as client:
         client.attach(model=model, seen=seen, rng=True)
-        client.checkpoint(step=1).wait_durable(30)
+        client.checkpoint(step=1).wait_durable(60)
     saved = model.weight.detach().clone()
     with torch.no_grad():
         model.weight.zero_()
@@ -315,7 +315,7 @@ def test_a_dict_of_a_models_tensors_is_put_back_into_the_model(
     saved, model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with connect() as client:
         client.attach(**attached(saved))
-        client.checkpoint(step=1).wait_durable(30)
+        client.checkpoint(step=1).wait_durable(60)
     with connect() as client:
         client.attach(**attached(model))
         assert client.restore().step == 1
@@ -346,7 +346,7 @@ def test_a_restore_that_broke_off_is_told_by_a_class_of_error(
 
     client, picky = connect(on_error="raise"), Picky()
     client.attach(**kit(), picky=picky)
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     picky.refuses = True
     with pytest.raises(StateMismatchError, match=r"picky: .*not this one"):
         client.restore()
@@ -354,13 +354,13 @@ def test_a_restore_that_broke_off_is_told_by_a_class_of_error(
         client.checkpoint(step=2)
     picky.refuses = False
     assert client.restore().step == 1
-    client.checkpoint(step=2).wait_durable(30)
+    client.checkpoint(step=2).wait_durable(60)
 
 
 def test_a_part_that_is_compiled_on_one_side_is_named(connect: Connect) -> None:
     client, part = connect(), nn.Linear(2, 2)
     client.attach(model=nn.Sequential(torch.compile(part, backend="eager")))
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     client.attach(model=nn.Sequential(part))
     with pytest.raises(StateMismatchError, match=r"_orig_mod.*part\.compile\(\)"):
         client.restore()
@@ -375,7 +375,7 @@ def test_nothing_to_restore_reads_so(connect: Connect) -> None:
     client = connect()
     client.attach(**kit())
     assert repr(client.restore()) == "<RestoreResult: nothing to restore>"
-    client.checkpoint(step=3).wait_durable(30)
+    client.checkpoint(step=3).wait_durable(60)
     assert repr(client.restore()).startswith("<RestoreResult step=3 source=")
 
 
@@ -392,10 +392,10 @@ def test_a_handle_is_a_future(connect: Connect) -> None:
 
     handle = client.checkpoint([torch.ones(1000)], step=4)
     handle.add_done_callback(callback)
-    assert handle.result(30).step == 4
+    assert handle.result(60).step == 4
     assert handle.done() and handle.exception(1) is None
     assert str(handle.state) == f"{handle.state}" == "durable"
-    assert called.wait(30)
+    assert called.wait(60)
     assert seen[0][0] is handle and seen[0][1] != threading.get_ident()
     public = {name for name in dir(handle) if not name.startswith("_")}
     assert public == {
@@ -406,13 +406,13 @@ def test_a_handle_is_a_future(connect: Connect) -> None:
 
 def test_a_failed_handle_calls_back_and_has_an_exception(daemon: Daemon, connect: Connect) -> None:
     client, called = connect(), threading.Event()
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     daemon.kill()
     with pytest.warns(PccheckWarning, match="WITHOUT"):
         handle = client.checkpoint([1])
     handle.add_done_callback(lambda _: 1 / 0)  # logged
     handle.add_done_callback(lambda _: called.set())
-    assert called.wait(30)
+    assert called.wait(60)
     error = handle.exception(0)
     assert isinstance(error, CheckpointFailedError) and "step 2 failed" in str(error)
     with pytest.raises(CheckpointFailedError):
@@ -423,7 +423,7 @@ def test_a_thread_that_waits_for_an_answer_holds_no_other_up(
     daemon: Daemon, connect: Connect
 ) -> None:
     client = connect()
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     connection = client._session.current()
     assert connection is not None
     daemon.kill(signal.SIGSTOP)
@@ -454,7 +454,7 @@ def test_a_thread_that_waits_for_an_answer_holds_no_other_up(
 
 def test_a_second_client_of_this_process_takes_over(connect: Connect) -> None:
     first = connect()
-    first.checkpoint([1]).wait_durable(30)
+    first.checkpoint([1]).wait_durable(60)
     second = connect()
     assert second.connected and not first.connected
     assert second.recover().step == 1
@@ -470,7 +470,7 @@ def test_a_storage_directory_without_autostart_is_refused(tmp_path: Path) -> Non
 def test_show_names_who_saved(daemon: Daemon, connect: Connect, ctl: Ctl) -> None:
     client = connect()
     client.attach(**kit())
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     client.close()
     daemon.stop()
     assert f"pid {os.getpid()} on " in ctl(daemon.storage, "show", "job").out
@@ -520,12 +520,12 @@ def test_fresh_and_restore_contradict_each_other(daemon: Daemon) -> None:
     model = torch.nn.Linear(2, 2)
     with PCcheckClient(job="fresh", socket=daemon.socket) as client:
         client.attach(model=model)
-        client.checkpoint(step=1).wait_durable(30)
+        client.checkpoint(step=1).wait_durable(60)
     with PCcheckClient(job="fresh", socket=daemon.socket, fresh=True) as client:
         client.attach(model=model)
         with pytest.raises(UsageError, match="begins without"):
             client.restore()
-        client.checkpoint(step=2).wait_durable(30)
+        client.checkpoint(step=2).wait_durable(60)
         assert client.restore(step=2).step == 2  # its own
 
 

@@ -17,7 +17,7 @@ from pccheck_wire.messages import Failure, Reply, Report, RequestBody, Status
 from tests.support.daemon import Daemon
 
 Start = Callable[..., Daemon]
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from pccheck import (
+    Checkpoint,
     CheckpointFailedError,
     CheckpointState,
     DaemonUnreachableError,
@@ -28,6 +28,7 @@ from pccheck.daemon import session
 from pccheck.restoring import reading as restore
 from pccheck.state import plan
 from pccheck_wire.attach import Attachment, Attempt
+from tests.support import stall
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
@@ -73,7 +74,7 @@ def test_a_whole_training_state(daemon: Daemon, connect: Connect) -> None:
         update(kit)
         handle = client.checkpoint(step=step, metadata={"loss": 0.5, "tags": ["a", None]})
     expected, drawn = states(kit), torch.rand(3)
-    assert (handle.step, handle.wait_durable(30).step, handle.sequence) == (4, 4, 4)
+    assert (handle.step, handle.wait_durable(60).step, handle.sequence) == (4, 4, 4)
     client.close()
 
     again, other = connect(daemon), make(2)
@@ -98,7 +99,7 @@ def test_a_given_state(daemon: Daemon, connect: Connect, state: Any) -> None:
         return
     handle = client.checkpoint(state)
     assert handle.state >= CheckpointState.COPIED
-    assert handle.wait_durable(30).step == 1
+    assert handle.wait_durable(60).step == 1
     assert same(client.recover(step=1).state, state)
     with pytest.raises(UsageError):
         client.checkpoint(state, step=-1)
@@ -132,7 +133,7 @@ def test_without_a_gate_it_is_copied_on_return(daemon: Daemon, connect: Connect)
         tensor.fill_(step)
         client.checkpoint({"t": tensor})
         tensor.fill_(-1)
-    client.checkpoint({"t": tensor}).wait_durable(30)
+    client.checkpoint({"t": tensor}).wait_durable(60)
     assert float(client.recover().state["t"].sum()) == -500_000
 
 
@@ -158,12 +159,12 @@ def test_buffers_are_as_they_were_at_the_call(
     kit["optimizer"].add_param_group({"params": [kit["model"].big]})
     client.attach(**kit)
     update(kit)  # its hook is trusted
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     before = kit["model"].norm.running_mean.clone()
     handle = client.checkpoint(step=2)
     kit["model"].norm(torch.randn(3, 4))  # a forward pass changes buffers while the copy goes on
     assert handle.state < CheckpointState.COPIED
-    handle.wait_durable(30)
+    handle.wait_durable(60)
     found = client.recover().state["model"]["norm.running_mean"]
     assert torch.equal(found, before) and not torch.equal(kit["model"].norm.running_mean, before)
 
@@ -180,16 +181,30 @@ def test_frozen_parameters_are_as_they_were_at_the_call(
         average[0].fill_(step)
         handle = client.checkpoint(step=step)
         average[0].fill_(-1)
-        handle.wait_durable(30)
+        handle.wait_durable(60)
         assert bool((client.recover().state["ema"]["0"] == step).all())
+
+
+def saves_again(client: PCcheckClient) -> None:
+    """Within a short stall limit, and so maybe not at the first try."""
+    lost = (CheckpointState.FAILED, CheckpointState.SKIPPED)
+    handles: list[Checkpoint] = []
+
+    def tried() -> bool:
+        handles.append(client.checkpoint([torch.ones(1000)]))
+        return handles[-1].state not in lost
+
+    until(tried)
+    assert handles[-1].wait_durable(60).step == handles[-1].step
 
 
 def test_a_stopped_daemon_costs_one_stall_and_then_nothing(
     daemon: Daemon, connect: Connect
 ) -> None:
-    client = connect(daemon, stall_limit_s=0.3)
+    client = connect(daemon)
     tensor = torch.ones(1000)
-    client.checkpoint([tensor]).wait_durable(30)
+    client.checkpoint([tensor]).wait_durable(60)
+    stall.shorten(client, 0.3)
     daemon.kill(signal.SIGSTOP)
     try:
         with pytest.warns(UserWarning, match="stall_limit_s") as told:
@@ -199,11 +214,7 @@ def test_a_stopped_daemon_costs_one_stall_and_then_nothing(
     assert len(told) == 1
     assert states[0] is CheckpointState.FAILED
     assert set(states[1:]) == {CheckpointState.SKIPPED}
-    for _ in range(10_000):
-        handle = client.checkpoint([tensor])
-        if handle.state is not CheckpointState.SKIPPED:
-            break
-    assert handle.wait_durable(30).step == handle.step
+    saves_again(client)
 
 
 def test_a_daemon_that_answers_late_is_connected_then(
@@ -211,8 +222,9 @@ def test_a_daemon_that_answers_late_is_connected_then(
 ) -> None:
     """The daemon opens volumes on a slow disk, or starts while systemd holds its socket."""
     monkeypatch.setattr(session, "BACKOFF_SLOW_S", 3600.0)
-    client = connect(daemon, stall_limit_s=0.3)
-    client.checkpoint([1]).wait_durable(30)
+    client = connect(daemon)
+    client.checkpoint([1]).wait_durable(60)
+    stall.shorten(client, 0.3)
     daemon.kill()
     daemon.start().kill(signal.SIGSTOP)
     try:
@@ -221,10 +233,7 @@ def test_a_daemon_that_answers_late_is_connected_then(
         assert client.checkpoint([3]).state is CheckpointState.FAILED
     finally:
         daemon.kill(signal.SIGCONT)
-    deadline = time.monotonic() + 60
-    while (handle := client.checkpoint([4])).state is CheckpointState.FAILED:
-        assert time.monotonic() < deadline
-    assert handle.wait_durable(30).step == handle.step
+    saves_again(client)
 
 
 def finished_late(client: PCcheckClient) -> bool:
@@ -263,7 +272,7 @@ def test_a_restore_waits_for_a_daemon_that_answers_late(
 
 def test_on_error_raise(daemon: Daemon, connect: Connect) -> None:
     client = connect(daemon, on_error="raise")
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     daemon.kill()
     with pytest.raises(DaemonUnreachableError, match="pccheckd --storage"):
         client.checkpoint([1])
@@ -271,17 +280,17 @@ def test_on_error_raise(daemon: Daemon, connect: Connect) -> None:
         client.recover()
     daemon.start()
     assert client.recover().step == 1
-    assert client.checkpoint([2]).wait_durable(30).step == 2
+    assert client.checkpoint([2]).wait_durable(60).step == 2
 
 
 def test_a_handle_of_a_dead_daemon(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
-    daemon = start_daemon(*SLOW)
+    daemon = start_daemon("--max-bandwidth", "1MiB")
     client = connect(daemon)
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     handle = client.checkpoint([torch.ones(700_000)])
     daemon.kill()
     with pytest.raises(CheckpointFailedError, match="ended"):
-        handle.wait_durable(30)
+        handle.wait_durable(60)
     assert handle.state is CheckpointState.FAILED
     with pytest.warns(UserWarning, match="pccheckd"):
         client.checkpoint([1])
@@ -289,11 +298,11 @@ def test_a_handle_of_a_dead_daemon(start_daemon: Callable[..., Daemon], connect:
 
 def test_waits_have_deadlines(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
     client = connect(start_daemon(*SLOW))
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     handle = client.checkpoint([torch.ones(700_000)])
     with pytest.raises(WaitTimeoutError):
         handle.wait_durable(0.01)
-    handle.wait_durable(30)
+    handle.wait_durable(60)
 
 
 def _use_in_child(client: PCcheckClient, answers: Any) -> None:
@@ -309,15 +318,15 @@ def _use_in_child(client: PCcheckClient, answers: Any) -> None:
 
 def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
     client = connect(daemon)
-    client.checkpoint([1]).wait_durable(30)
+    client.checkpoint([1]).wait_durable(60)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     child = context.Process(target=_use_in_child, args=(client, answers))
     child.start()
-    name, connected, said = answers.get(timeout=30)
+    name, connected, said = answers.get(timeout=120)
     child.join()
     assert (name, connected) == ("SKIPPED", False) and "parent" in said
-    assert client.checkpoint([2]).wait_durable(30).step == 2
+    assert client.checkpoint([2]).wait_durable(60).step == 2
 
 
 def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
@@ -340,7 +349,7 @@ def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
     child = context.Process(target=_use_in_child, args=(client, answers))
     child.start()
     try:
-        assert "parent" in answers.get(timeout=30)[2]
+        assert "parent" in answers.get(timeout=120)[2]
     finally:
         child.kill()
         end.set()
@@ -350,7 +359,7 @@ def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
 def test_restoring_what_does_not_fit_changes_nothing(daemon: Daemon, connect: Connect) -> None:
     client, kit = connect(daemon), make(1, steps=2)
     client.attach(**kit)
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     client.attach(model=make(2, width=6)["model"])
     with pytest.raises(StateMismatchError, match=r"model\.embed\.weight"):
         client.restore()
@@ -361,7 +370,7 @@ def test_restoring_what_does_not_fit_changes_nothing(daemon: Daemon, connect: Co
 def test_a_finished_job(daemon: Daemon, connect: Connect) -> None:
     client = connect(daemon)
     for _ in range(4):
-        client.checkpoint([torch.ones(100)]).wait_durable(30)
+        client.checkpoint([torch.ones(100)]).wait_durable(60)
     client.close(done=True)
     client.close()
     assert client.checkpoint is not None
@@ -404,7 +413,7 @@ def test_a_value_that_raises_fails_its_checkpoint_and_not_training(
 ) -> None:
     client, kit, extra = connect(daemon), make(1), dict[str, Any]()
     client.attach(**kit, extra=extra)
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     with pytest.warns(PccheckWarning, match=r"step 2 failed: metadata\.log: .*tracker is gone"):
         failed = client.checkpoint(step=2, metadata={"log": Lazy()})
     extra["lazy"] = Lazy()
@@ -412,7 +421,7 @@ def test_a_value_that_raises_fails_its_checkpoint_and_not_training(
     assert [one.state for one in ends] == [CheckpointState.FAILED] * 2
     assert "extra.lazy" in ends[1].reason
     del extra["lazy"]
-    client.checkpoint(step=4).wait_durable(30)
+    client.checkpoint(step=4).wait_durable(60)
 
 
 def test_an_error_that_nobody_has_thought_of_stays_out_of_the_loop(
@@ -420,7 +429,7 @@ def test_an_error_that_nobody_has_thought_of_stays_out_of_the_loop(
 ) -> None:
     client, kit = connect(daemon), make(1)
     client.attach(**kit)
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
 
     def breaks(*_: object) -> None:
         raise TypeError("not a dict")
@@ -433,10 +442,10 @@ def test_an_error_that_nobody_has_thought_of_stays_out_of_the_loop(
 def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
     start_daemon: Callable[..., Daemon], connect: Connect
 ) -> None:
-    client = connect(start_daemon("--slots", "6", "--max-bandwidth", "32MiB"))
-    client.checkpoint({"x": torch.zeros(10_000_000)}).wait_durable(60)
-    large = client.checkpoint({"x": torch.zeros(8_000_000)})
-    unasked = client.checkpoint({"x": torch.zeros(4_000_000)})
+    client = connect(start_daemon("--slots", "6", "--max-bandwidth", "8MiB"))
+    client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
+    large = client.checkpoint({"x": torch.zeros(4_000_000)})
+    unasked = client.checkpoint({"x": torch.zeros(2_000_000)})
     small = client.checkpoint({"x": torch.zeros(10)})
     expected = small.wait_durable(60)
     assert expected.step == 4

@@ -54,7 +54,7 @@ def save(connect: Connect, step: int = 3, **things: Any) -> None:
     with connect() as client:
         client.attach(**things)
         update(things)
-        client.checkpoint(step=step).wait_durable(30)
+        client.checkpoint(step=step).wait_durable(60)
 
 
 def said(call: Callable[[], object]) -> list[str]:
@@ -78,7 +78,7 @@ def test_generators_that_were_not_saved_stay_as_they_are(connect: Connect) -> No
     assert torch.equal(torch.get_rng_state(), before)
     assert things["optimizer"].state
     update(things)
-    client.checkpoint(step=4).wait_durable(30)
+    client.checkpoint(step=4).wait_durable(60)
     assert said(client.restore) == []
 
 
@@ -113,7 +113,7 @@ def test_an_incomplete_state_of_generators_changes_nothing(connect: Connect) -> 
     with connect() as client:
         client.attach(**things)
         client._planner.attached["rng"] = Rng()  # as an import names it
-        client.checkpoint(step=3).wait_durable(30)
+        client.checkpoint(step=3).wait_durable(60)
     client, now = connect(), kit()
     client.attach(**now, rng=True)
     before = now["model"].weight.detach().clone()
@@ -164,9 +164,9 @@ def test_a_run_that_restored_a_part_is_not_told_that_it_restored_nothing(
     assert client.restore(only=["model"]).step == 3
     if continues:
         client.adopt()
-    told = said(lambda: client.checkpoint(step=4).wait_durable(30))
+    told = said(lambda: client.checkpoint(step=4).wait_durable(60))
     for step in range(5, 9):
-        client.checkpoint(step=step).wait_durable(30)
+        client.checkpoint(step=step).wait_durable(60)
     kept = 3 in [one.step for one in client.steps()]
     if continues:
         assert told == [] and not kept
@@ -179,11 +179,11 @@ def test_a_part_of_another_checkpoint_is_no_part_of_the_protected_one(connect: C
     with connect() as client:
         client.attach(**kit())
         for step in (3, 4):
-            client.checkpoint(step=step).wait_durable(30)
+            client.checkpoint(step=step).wait_durable(60)
     client = connect()
     client.attach(**kit())
     assert client.restore(step=3, only=["model"]).step == 3
-    told = said(lambda: client.checkpoint(step=5).wait_durable(30))
+    told = said(lambda: client.checkpoint(step=5).wait_durable(60))
     assert "step 4 that was NOT restored" in told[0]
 
 
@@ -254,7 +254,7 @@ def test_another_optimizer_gets_only_what_it_has(
     assert group == own | {"lr": 0.01, "weight_decay": 0.125, "initial_lr": 0.01}
     assert not now["optimizer"].state
     update(now)
-    client.checkpoint(step=4).wait_durable(30)
+    client.checkpoint(step=4).wait_durable(60)
 
 
 class Own(lr_scheduler.CosineAnnealingLR):

@@ -292,22 +292,20 @@ def test_a_stop_does_not_blame_the_trainer(start_daemon: Start) -> None:
         daemon.kill(signal.SIGTERM)
         daemon.logs("stopping")
         rank.begin(2, payload_of(2, SIZE), fill=False)
-        assert daemon.wait_end(20) == 0
+        assert daemon.wait_end() == 0
     daemon.logs("step 1 failed: the trainer ended or abandoned it, or pccheckd stopped,")
     daemon.logs("step 2 failed: the daemon is stopping")
 
 
 def test_a_second_signal_hurries(start_daemon: Start) -> None:
-    daemon = start_daemon("--max-bandwidth", "64KiB")
+    daemon = start_daemon("--max-bandwidth", "16KiB", "--drain-limit", "1h")
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.wait(rank.begin(1, payload_of(1, SIZE)), copied=True)
-        began = time.monotonic()
         daemon.kill(signal.SIGTERM)
-        while "stopping" not in daemon.log.read_text():
-            assert time.monotonic() - began < 10
+        daemon.logs("stopping")
         daemon.kill(signal.SIGTERM)
-        assert daemon.wait_end(20) == 1
+        assert daemon.wait_end() == 1  # and not after the three minutes that the disk takes
     daemon.logs("not durable")
 
 

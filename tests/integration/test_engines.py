@@ -105,4 +105,4 @@ def test_pwrite_stands_in_and_says_why(
 def _settled(trainer: object) -> None:
     """Returns when the newest checkpoint is durable or has failed."""
     with contextlib.suppress(PccheckError):
-        trainer.handles[-1].wait_durable(30)  # type: ignore[attr-defined]
+        trainer.handles[-1].wait_durable(60)  # type: ignore[attr-defined]

@@ -210,7 +210,7 @@ def busy_for_long(trainer: Any) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 @pytest.mark.parametrize("snapshot", ["device", "blocking"])
 def test_a_gpu_with_much_to_do_is_no_stall(start_node: Start, snapshot: str, transfer: str) -> None:
-    node = start_node()
+    node = start_node("--slots", "6")  # none waits for the disk
     trainer = node.ready(snapshot=snapshot, transfer=transfer, stall_limit_s=STALL_LIMIT_S)
     last, never_begun = trainer.evaluate(busy_for_long)
     assert trainer.wait_durable(last) == "durable"

@@ -271,9 +271,10 @@ def test_without_pinned_memory_it_is_slow_and_right(start_node: Start) -> None:
 def test_a_push_that_is_given_up_lets_go(start_node: Start) -> None:
     """The host waits for copies to be enqueued at most for the stall limit."""
     node = start_node("--dram", "3MiB")
-    trainer = node.connect(LARGE, transfer="push", stall_limit_s=0.5)
+    trainer = node.connect(LARGE, transfer="push")
     trainer.step()
     assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.shorten(0.5)
     trainer.step()
     trainer.faults.slow_copies(150_000)
     handle = trainer.checkpoint()

@@ -141,7 +141,7 @@ def test_a_restore_after_one_that_broke_off_early(start_node: Start) -> None:
 
 
 def long_kernel(trainer: Any) -> None:
-    trainer.gpu.launch(lambda: time.sleep(1.5))
+    trainer.gpu.launch(lambda: time.sleep(3.0))
 
 
 def test_a_cpu_far_ahead_of_its_stream(start_node: Start) -> None:
@@ -149,9 +149,10 @@ def test_a_cpu_far_ahead_of_its_stream(start_node: Start) -> None:
     until the GPU had reached the snapshot, so a trainer that was far ahead never got a
     checkpoint."""
     node = start_node()
-    trainer = node.connect(PARTS, stall_limit_s=0.5)
+    trainer = node.connect(PARTS)
     trainer.step()
     durable_and_right(trainer, trainer.checkpoint(), 1)
+    trainer.shorten(1.0)
     trainer.step()
     trainer.evaluate(long_kernel)
     handle = trainer.checkpoint()

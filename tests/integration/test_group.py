@@ -664,7 +664,7 @@ def test_a_rank_that_saves_alone_is_told_and_not_stalled(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
     daemon = start_daemon("--slots", "4", "--keep", "1")
-    (alone,) = ranks(start_trainer, daemon, "0", only=1)
+    (alone,) = ranks(start_trainer, daemon, "0", only=1, stall_limit_s=100)
     slow = []
     for step in range(12):
         since = time.monotonic()
@@ -674,18 +674,18 @@ def test_a_rank_that_saves_alone_is_told_and_not_stalled(
             slow.append(time.monotonic() - since)
     (warning,) = [one for one in alone.warnings if "solo=True" in one]
     assert "replicated=True" in warning
-    assert max(slow) < 5 and sum(slow) < 10, slow
+    assert sum(slow) < 90, slow  # not even once for the limit
 
 
 def test_a_step_that_one_rank_leaves_out_is_given_up_on_all(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "1MiB")
+    daemon = start_daemon("--slots", "4", "--keep", "1", "--max-bandwidth", "512KiB")
     group = ranks(start_trainer, daemon, "0")
     save(group, to=1)
     for trainer in group:
         trainer.step()
-    alone = group[1].checkpoint()  # of step 2, which takes a second to write
+    alone = group[1].checkpoint()  # of step 2, which takes some seconds to write
     for trainer in group:
         trainer.step()
     group[0].checkpoint()  # of step 3: rank 0 will never ask for step 2
@@ -805,7 +805,7 @@ def test_wait_for_global(start_daemon: Start, start_trainer: Connect, ctl: Ctl) 
     second = group[1].checkpoint()
     assert group[1].wait_global(second) == "global"
     assert group[0].wait_global(first) == "global"
-    assert ctl(None, *waiting, "--timeout", "10").code == 0
+    assert ctl(None, *waiting, "--timeout", "60").code == 0
 
 
 def test_status_says_which_rank_holds_the_others_back(

@@ -42,6 +42,7 @@ def test_a_driver_that_never_answers_keeps_no_rank_out(stack: ExitStack) -> None
     snapshots = [rank.begin(1, payload_of(rank.rank, SIZE)) for rank in ranks]
     for rank, snapshot in zip(ranks, snapshots, strict=True):
         rank.wait(snapshot)
+    daemon.logs("the CUDA driver does not answer")
     log = daemon.log.read_text()
     assert log.count("the CUDA driver does not answer") == 1
     for rank in ranks:

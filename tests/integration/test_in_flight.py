@@ -46,7 +46,7 @@ def overlaps(daemon: Daemon) -> int:
 def test_checkpoints_overlap_exactly_when_n_is_above_one(
     start_daemon: Start, start_trainer: Connect, slots: int, expected: bool
 ) -> None:
-    daemon = start_daemon("--slots", str(slots), "--keep", "1", "--max-bandwidth", "16MiB")
+    daemon = start_daemon("--slots", str(slots), "--keep", "1", "--max-bandwidth", "8MiB")
     trainer = start_trainer(daemon, [3 * MIB])
     for _ in range(6):
         trainer.step()
@@ -58,7 +58,7 @@ def test_checkpoints_overlap_exactly_when_n_is_above_one(
 
 
 def test_skip_instead_of_wait(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon("--slots", "2", "--keep", "1", "--max-bandwidth", "8MiB")
+    daemon = start_daemon("--slots", "2", "--keep", "1", "--max-bandwidth", "1MiB")
     trainer = start_trainer(daemon, [3 * MIB], on_busy="skip")
     trainer.step()
     first = trainer.checkpoint()

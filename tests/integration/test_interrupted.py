@@ -83,7 +83,7 @@ def test_a_handler_in_the_middle_of_an_update_gets_no_checkpoint(
 ) -> None:
     kit, handles = Kit(client), []
     kit.optimizer.step()
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     on_signal(lambda: handles.append(client.checkpoint(step=2)))
     kit.optimizer.between = arrive
     with pytest.warns(PccheckWarning, match="middle of a step.*set a flag"):
@@ -94,7 +94,7 @@ def test_a_handler_in_the_middle_of_an_update_gets_no_checkpoint(
     assert "middle of a step" in handle.reason
     assert kit.recovered() == ""
     last = client.checkpoint(step=kit.optimizer.now)  # a call between two steps saves again
-    last.wait_durable(30)
+    last.wait_durable(60)
     assert kit.recovered() == ""
 
 
@@ -112,7 +112,7 @@ def test_another_thread_in_the_middle_of_an_update_gets_none_either(client: PCch
     assert handle.state is CheckpointState.SKIPPED
     kit.optimizer.between = lambda: None
     elsewhere()
-    handles[1].wait_durable(30)
+    handles[1].wait_durable(60)
 
 
 def test_a_step_that_failed_does_not_count_as_one_that_goes_on(client: PCcheckClient) -> None:
@@ -124,7 +124,7 @@ def test_a_step_that_failed_does_not_count_as_one_that_goes_on(client: PCcheckCl
     kit.optimizer.between = fail
     with pytest.raises(MemoryError):
         kit.optimizer.step()
-    client.checkpoint(step=4).wait_durable(30)
+    client.checkpoint(step=4).wait_durable(60)
 
 
 class Asking:
@@ -152,7 +152,7 @@ def test_a_handler_in_the_middle_of_a_checkpoint_gets_none_of_its_own(
     loader.asked = arrive
     with pytest.warns(PccheckWarning, match="in the middle of another call"):
         outer = client.checkpoint(step=0)
-    assert outer.wait_durable(30).step == 0
+    assert outer.wait_durable(60).step == 0
     assert [handle.state for handle in handles] == [CheckpointState.SKIPPED]
     assert kit.recovered() == ""
 
@@ -162,7 +162,7 @@ def test_a_handler_in_the_middle_of_restoring_gets_none_either(
 ) -> None:
     loader, handles = Asking(), []
     Kit(client, loader=loader)
-    client.checkpoint(step=0).wait_durable(30)
+    client.checkpoint(step=0).wait_durable(60)
     on_signal(lambda: handles.append(client.checkpoint(step=6)))
     loader.asked = arrive
     with pytest.warns(PccheckWarning, match="in the middle of another call"):
@@ -271,7 +271,7 @@ def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
     client = PCcheckClient(job="job", socket=start_daemon().socket)
     kit = Kit(client)
     kit.optimizer.step()
-    client.checkpoint(step=1).wait_durable(30)
+    client.checkpoint(step=1).wait_durable(60)
     kit.optimizer.step()
     with monkeypatch.context() as context, suppress(KeyboardInterrupt):
         context.setattr(Connection, "post", interrupted)

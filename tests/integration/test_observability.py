@@ -25,7 +25,7 @@ from tests.support.volumes import damage, make
 from tests.support.waiting import until
 from tests.unit.test_metrics import labels_in_use, names_in_use
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 Start = Callable[..., Daemon]
 Train = Callable[..., Trainer]
 

@@ -38,7 +38,7 @@ def test_a_part_of_torch_jit_is_saved_and_restored(start_daemon: Start, part: An
             for step in (1, 2):
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
-                client.checkpoint(step=step).wait_durable(30)
+                client.checkpoint(step=step).wait_durable(60)
         saved = {key: value.clone() for key, value in model.state_dict().items()}
 
 
@@ -76,7 +76,7 @@ def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
             client.attach(model=model, optimizer=optimizer)
             assert client.restore().step == step - 1
             train(model, optimizer)
-            client.checkpoint(step=step).wait_durable(30)
+            client.checkpoint(step=step).wait_durable(60)
     assert same(dict(straight.state_dict()), dict(model.state_dict()))
     assert same(whole.state_dict(), optimizer.state_dict())
 

@@ -26,7 +26,7 @@ def client_of(daemon: Daemon, **options: Any) -> PCcheckClient:
 
 def save(client: PCcheckClient, *steps: int) -> None:
     for step in steps:
-        client.checkpoint([torch.full((1000,), step)], step=step).wait_durable(30)
+        client.checkpoint([torch.full((1000,), step)], step=step).wait_durable(60)
 
 
 def steps(client: PCcheckClient) -> list[tuple[int, bool]]:
@@ -72,7 +72,7 @@ def test_a_pinned_checkpoint_whose_step_is_saved_again_is_listed(start_daemon: S
         client.pin(3)
         (pinned,) = (one.sequence for one in client.steps() if one.pinned)
         client.recover(step=2)  # and train again
-        client.checkpoint([torch.zeros(1000)], step=3).wait_durable(30)
+        client.checkpoint([torch.zeros(1000)], step=3).wait_durable(60)
         assert steps(client) == [(3, False), (3, True)]
         assert client.steps()[1].sequence == pinned
         with pytest.raises(RefusedError, match="pinned steps: 3") as told:
@@ -91,7 +91,7 @@ def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(start_daemon: St
     """DeepSpeed loads a tag by its step."""
     with client_of(start_daemon()) as client:
         for tag in ("first", "again"):
-            client.checkpoint([torch.zeros(9)], step=3, metadata={"tag": tag}).wait_durable(30)
+            client.checkpoint([torch.zeros(9)], step=3, metadata={"tag": tag}).wait_durable(60)
             if tag == "first":
                 client.pin(3)
                 client.recover(step=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from pccheck_store.directory import Storage
 from pccheck_store.jobs import find_store
 from tests.support.daemon import Daemon
 from tests.support.programs import script
+from tests.support.waiting import until
 
 MOUNTED = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
 KILL = "import os; os.kill(os.getpid(), 9)"
@@ -109,7 +109,7 @@ def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
         {"XDG_RUNTIME_DIR": str(runtime)},
     )
     with script(text, environment=environment) as program:
-        assert program.wait(90) == 0
+        assert program.wait(200) == 0
     pid = daemon_of(storage)
     assert _alive(pid)
     try:
@@ -121,15 +121,7 @@ def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
 
 
 def ended(pid: int) -> None:
-    for _ in range(300):
-        if not _alive(pid):
-            return
-        select_sleep()
-    assert not _alive(pid)
-
-
-def select_sleep() -> None:
-    select.select([], [], [], 0.1)
+    until(lambda: not _alive(pid), every_s=0.1)
 
 
 def _alive(pid: int) -> bool:
@@ -151,7 +143,7 @@ def test_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> No
     assert daemon_of(storage) == pid and _alive(pid)  # no second daemon was started
     ran = subprocess.run(
         [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "--json", "status"],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert json.loads(ran.stdout)["daemon"]["pid"] == pid, ran.stderr
     assert run(storage, "client.close()", second) == ["2"]  # ends it, too
@@ -334,7 +326,7 @@ def test_a_daemon_with_a_trainer_is_not_ended_by_a_process_that_cannot_connect(
         pid = daemon_of(storage)
         assert _alive(pid)
         trainer.stdin.close()
-        assert trainer.wait(60) == 0
+        assert trainer.wait(120) == 0
     ended(pid)
 
 

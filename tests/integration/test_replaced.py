@@ -28,7 +28,7 @@ def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
 
 def save(client: PCcheckClient, *steps: int) -> None:
     for step in steps:
-        client.checkpoint({"at": torch.full((9,), step)}, step=step).wait_durable(30)
+        client.checkpoint({"at": torch.full((9,), step)}, step=step).wait_durable(60)
 
 
 def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:

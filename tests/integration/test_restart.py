@@ -21,6 +21,7 @@ from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.manager import ServedDaemon
 from tests.support.trainer import Trainer
+from tests.support.waiting import until
 
 from .restart_campaign import run
 
@@ -28,7 +29,7 @@ Connect = Callable[..., Trainer]
 Serve = Callable[..., ServedDaemon]
 
 MIB = 1 << 18
-SLOW = ("--max-bandwidth", "8MiB")
+SLOW = ("--max-bandwidth", "4MiB")
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -59,13 +60,7 @@ def test_a_running_trainer_goes_on(serve: Serve, start_trainer: Connect) -> None
     trainer = _copied(start_trainer, daemon, 6)
     daemon.kill()
     daemon.start()
-    durable = ""
-    for _ in range(200):
-        trainer.step()
-        handle = trainer.checkpoint()
-        if trainer.evaluate(_is_connected):
-            durable = trainer.wait_durable(handle)
-            break
+    durable = trainer.wait_durable(trainer.connects_again())
     assert durable in ("durable", "global", "superseded")
     newest = trainer.step(0)
     trainer.kill()
@@ -87,12 +82,13 @@ def test_what_was_reported_as_failed_is_named_once_it_is_durable(
     assert trainer.ended(handle) == "failed"
     assert "pccheckctl list" in trainer.reason(handle)  # not known yet
     daemon.start()
-    for _ in range(600):
+
+    def is_named() -> bool:
         trainer.step()
         trainer.ended(trainer.checkpoint())
-        if "it is durable, as sequence 1" in trainer.reason(handle):
-            break
-    assert "it is durable, as sequence 1" in trainer.reason(handle)
+        return "it is durable, as sequence 1" in trainer.reason(handle)
+
+    until(is_named, lambda: trainer.reason(handle))
     assert trainer.state(handle) == "failed"
 
 
@@ -141,18 +137,18 @@ def test_memory_smaller_than_a_checkpoint(serve: Serve, start_trainer: Connect) 
 
 
 def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
-    daemon = serve("--max-bandwidth", "4MiB")
+    daemon = serve("--max-bandwidth", "256KiB")  # none of them gets to the end
     trainer = _copied(start_trainer, daemon, 6)
     trainer.kill()
-    for _ in range(3):
+    for bandwidth in ("256KiB", "256KiB", "1GiB"):
         daemon.kill()
-        daemon.start()
+        daemon.start("--max-bandwidth", bandwidth)
         assert _kept(daemon)["adopted_checkpoints"] == 1
     _recovers(start_trainer(daemon, [6 * MIB]), 1)
 
 
 def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) -> None:
-    daemon = serve("--dram", "4MiB", "--max-bandwidth", "12MiB")
+    daemon = serve("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB])
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
@@ -279,10 +275,6 @@ def _copied(start_trainer: Connect, daemon: ServedDaemon, size: int) -> Trainer:
 def _recovers(trainer: Trainer, step: int) -> None:
     assert trainer.restore()["step"] == step
     assert trainer.check(step) == ""
-
-
-def _is_connected(trainer: Any) -> bool:
-    return bool(trainer.client.connected)
 
 
 def _scribble(trainer: Any) -> int:

@@ -133,7 +133,7 @@ def test_losses_are_those_of_an_uninterrupted_run(
             run.step()
             handle = client.checkpoint(step=step)
         expected = [run.step() for _ in range(4)]
-        handle.wait_durable(30)
+        handle.wait_durable(60)
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
         again = Run(2, optimizer, scheduler, dtype)
         again.attach(client)
@@ -158,7 +158,7 @@ def test_the_default_device_does_not_matter(start_daemon: Callable[..., Daemon])
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with PCcheckClient(job="job", socket=start_daemon().socket, on_error="raise") as client:
         client.attach(model=model, rng=True)
-        client.checkpoint(step=1, metadata="x").wait_durable(30)
+        client.checkpoint(step=1, metadata="x").wait_durable(60)
         found = client.recover().state["model"]
         with torch.no_grad():
             model.weight.zero_()
@@ -173,7 +173,7 @@ def test_an_interrupted_restore_can_be_repeated(start_daemon: Callable[..., Daem
     state = nn.ParameterList([torch.ones(8_000_000)])
     with PCcheckClient(job="job", socket=start_daemon().socket) as client:
         client.attach(model=state)
-        client.checkpoint(step=1).wait_durable(30)
+        client.checkpoint(step=1).wait_durable(60)
         main = threading.main_thread().ident
         assert main is not None
         for tenths_of_ms in range(0, 200, 10):

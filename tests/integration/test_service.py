@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import psutil
 import pytest
 
 from pccheck_store.observer import Observer
@@ -21,7 +20,6 @@ from tests.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at
 from tests.support.trainer import Trainer
-from tests.support.waiting import until
 
 Start = Callable[..., Service]
 StartTrainer = Callable[..., Trainer]
@@ -72,7 +70,6 @@ def test_the_watchdog_hears_the_loop(make: Start) -> None:
     for _ in range(3):
         service.wait_for(lambda said: said == "WATCHDOG=1")
     service.kill(signal.SIGSTOP)
-    until(lambda: psutil.Process(service.pid).status() == psutil.STATUS_STOPPED)
     service.drain()
     assert service._listen() == []
     service.kill(signal.SIGCONT)

@@ -19,12 +19,12 @@ def test_a_full_disk_is_named_and_what_fits_goes_on(
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
-        client.checkpoint([1]).wait_durable(30)
+        client.checkpoint([1]).wait_durable(60)
         with pytest.warns(PccheckWarning, match=r"MiB free") as told:
             ended = [client.checkpoint([torch.ones(5_000_000)]) for _ in range(3)]
         assert len(told) == 1
         assert {handle.state for handle in ended} == {CheckpointState.FAILED}
-        assert client.checkpoint([5]).wait_durable(30).step == 5
+        assert client.checkpoint([5]).wait_durable(60).step == 5
         assert client.recover().state == [5]
     assert [path.name for path in disk.rglob("*.tmp")] == []
 
@@ -35,7 +35,7 @@ def test_a_daemon_starts_on_a_disk_without_a_block_left(
     """The full disk may have the only checkpoints from which a job can resume."""
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
-        client.checkpoint([3]).wait_durable(30)
+        client.checkpoint([3]).wait_durable(60)
     assert daemon.stop() == 0
     for made in disk.glob(".pccheckd*"):
         made.unlink()
@@ -45,7 +45,7 @@ def test_a_daemon_starts_on_a_disk_without_a_block_left(
     daemon.start()
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         assert client.recover().state == [3]
-        client.checkpoint([4]).wait_durable(30)
+        client.checkpoint([4]).wait_durable(60)
     assert daemon.stop() == 0
 
 
@@ -54,7 +54,7 @@ def test_a_read_only_disk_is_refused_and_can_be_read(
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
-        client.checkpoint([torch.ones(3)], step=7).wait_durable(30)
+        client.checkpoint([torch.ones(3)], step=7).wait_durable(60)
     daemon.stop()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     ran = subprocess.run(daemon.command("--allow-any-filesystem"), capture_output=True, text=True)

@@ -32,7 +32,7 @@ def trainer(daemon: Daemon) -> Iterator[Any]:
         yield one
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
     daemon = start_daemon(*GEOMETRY)
     with trainer(daemon) as one:

@@ -23,7 +23,7 @@ GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB")
 ROOM = ("--dram", "128MiB")
 LAYER = FROZEN // LAYERS
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 
 @contextmanager

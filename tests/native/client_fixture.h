@@ -23,7 +23,7 @@
 #define CHUNK 65536u
 #define CHUNKS 64u
 #define SECOND 1000000000ull
-#define PATIENCE (30 * SECOND)
+#define PATIENCE (90 * SECOND)
 
 /* -- the trainer's GPUs -- */
 

@@ -20,7 +20,7 @@
 #define BLOCK 4096u
 #define CHUNK 65536u
 #define SECOND 1000000000ull
-#define PATIENCE (30 * SECOND)
+#define PATIENCE (90 * SECOND)
 
 struct fixture {
     char directory[64];

@@ -12,7 +12,7 @@ Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 
 MIB = 1 << 18  # float32 elements of one MiB
-SLOW = ("--max-bandwidth", "12MiB")
+SLOW = ("--max-bandwidth", "4MiB")
 
 
 def test_a_restarted_trainer_recovers_from_dram(

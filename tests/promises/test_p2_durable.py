@@ -31,7 +31,7 @@ SEED = int(os.environ.get("SEED", "1"))
 def pccheckctl(daemon: Daemon, *words: str) -> Ran:
     ran = subprocess.run(
         [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), *words],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert "Traceback" not in ran.stderr
     return Ran(ran.returncode, ran.stdout, ran.stderr)
@@ -326,7 +326,7 @@ def test_a_storage_directory_that_was_made_anew_is_used(
     assert pccheckctl(daemon, "list", "job").code == 0
     with Daemon(storage=daemon.storage) as second:
         ran = subprocess.run(
-            second.command(), capture_output=True, text=True, env=second.environment(), timeout=60
+            second.command(), capture_output=True, text=True, env=second.environment(), timeout=120
         )
         assert str(daemon.pid) in ran.stderr  # the new directory is locked as well
 

@@ -26,7 +26,7 @@ Start = Callable[..., Daemon]
 Connect = Callable[..., Trainer]
 
 MIB = 1 << 18  # float32 elements of one MiB
-SLOW = ("--max-bandwidth", "12MiB")
+SLOW = ("--max-bandwidth", "4MiB")
 
 
 @pytest.fixture
@@ -420,9 +420,10 @@ def test_an_abandoned_snapshot_is_never_vouched_for(
     """The daemon is stopped beyond the deadline of the gate, and continued. The update went on at
     the deadline, so the checkpoint must fail, although the daemon goes on copying."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
-    trainer = start_trainer(daemon, [8 * MIB], stall_limit_s=1.0)
+    trainer = start_trainer(daemon, [8 * MIB])
     trainer.step()
     trainer.wait_durable(trainer.checkpoint())
+    trainer.shorten(1.0)
     trainer.step()
     handle = trainer.checkpoint()
     assert trainer.watch(handle, "copying") == "copying"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.support.forked import Forked
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import PATIENCE, suspend, until
 
-READY_LIMIT_S = 30.0 * PATIENCE
+READY_LIMIT_S = 90.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
 _LINKER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 LOOPCHECK = "tests.support.loopcheck"
@@ -125,8 +125,12 @@ class Daemon:
         until(lambda: text in self.log.read_text(), self.log.read_text)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal. With SIGKILL it returns when the process has ended."""
+        """Sends a signal. After SIGKILL the process has ended on return, and after SIGSTOP it has
+        stopped."""
         assert self.process is not None
+        if number == signal.SIGSTOP:
+            suspend(self.process.pid)
+            return
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()

@@ -76,9 +76,12 @@ class Node:
 
     def ready(self, parts: tuple[Part, ...] = PARTS, **options: Any) -> GpuTrainer:
         """A trainer after step 2; step 1 is durable, and all tensors are exposed."""
+        stall_limit_s = options.pop("stall_limit_s", None)
         trainer = self.connect(parts, **options)
         trainer.step()
         assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        if stall_limit_s is not None:
+            trainer.shorten(stall_limit_s)
         trainer.step()
         return trainer
 

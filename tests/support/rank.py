@@ -40,7 +40,7 @@ from pccheck_wire.messages import (
 )
 from tests.support.waiting import PATIENCE, until
 
-LIMIT_S = 30.0 * PATIENCE
+LIMIT_S = 90.0 * PATIENCE
 SLICE_NS = 50_000_000  # between two checks that the daemon runs
 
 
@@ -78,7 +78,7 @@ class Rank:
             incarnation=incarnation, restored=restored,
         )  # fmt: skip
         self.rank = rank
-        self.attachment = attach.connect(hello, socket)
+        self.attachment = attach.connect(hello, socket, timeout_s=LIMIT_S)
         self.welcome = self.attachment.welcome
         self.link = Link(self.attachment.link_fd, self.attachment.page_fd)
         self._context = zmq.Context()

@@ -14,13 +14,16 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from pccheck import PCcheckClient
 from pccheck_wire.errors import CheckpointFailedError
+from tests.support import stall
 from tests.support.programs import CONTEXT
+from tests.support.waiting import suspend, until
 
 ANSWER_LIMIT_S = 120.0
 FROZEN = 1000  # as `index`: a tensor that no step changes
@@ -161,10 +164,13 @@ class Commands:
             if now not in order or order.index(now) >= order.index(state):
                 return now
 
-    def run(self, steps: int, every: int) -> int:
-        """Trains; reports ("durable", step) when a newer step is durable."""
+    def run(self, steps: int, every: int, *, stop: str = "") -> int:
+        """Trains until the file `stop` exists; reports ("durable", step) when a newer step is
+        durable."""
         told = -1
         for _ in range(steps):
+            if stop and Path(stop).exists():
+                break
             now = self.step()
             if now % every == 0:
                 self.checkpoint()
@@ -189,6 +195,12 @@ class Commands:
                 target = parameter if counted else parameter.data
                 target.copy_(expected(step, index, parameter.numel()))
         return step
+
+    def connected(self) -> bool:
+        return self.client.connected
+
+    def shorten(self, stall_limit_s: float) -> None:
+        stall.shorten(self.client, stall_limit_s)
 
     def close(self, **options: Any) -> None:
         self.client.close(**options)
@@ -280,6 +292,20 @@ class Trainer:
             self.durable = value
         return self.durable
 
+    def connects_again(self) -> int:
+        """Trains until its client has connected again, which it does at some later checkpoint; the
+        handle of that one."""
+
+        handles: list[int] = []
+
+        def tried() -> bool:
+            self.step()
+            handles.append(self.checkpoint())
+            return bool(self.connected())
+
+        until(tried, lambda: self.warnings)
+        return handles[-1]
+
     def drain(self) -> int:
         """Reads the reports of run() so far; returns the newest durable step among them."""
         try:
@@ -304,7 +330,7 @@ class Trainer:
         return call
 
     def signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        suspend(self.pid) if number == signal.SIGSTOP else os.kill(self.pid, number)
 
     def kill(self) -> None:
         if self.process.is_alive():

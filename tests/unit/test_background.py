@@ -12,7 +12,7 @@ from pccheckd.base import background
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.logs import LOG
 
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 
 
 @pytest.fixture

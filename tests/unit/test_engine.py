@@ -12,7 +12,7 @@ import pytest
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 USERS = range(1000, 1024)
 
 Run = Callable[[Callable[[Engine], Awaitable[None]]], None]

@@ -34,7 +34,7 @@ class Place:
 
     def usage(self) -> tuple[int, int]:
         self.asked += 1
-        assert self.may_answer.wait(30)
+        assert self.may_answer.wait(60)
         return 0, 0
 
     async def answered(self) -> None:

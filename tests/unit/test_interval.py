@@ -147,7 +147,7 @@ def test_checkpoints_that_fail_tell_nothing() -> None:
 
 
 def test_ranks_that_measure_otherwise_save_after_the_same_steps() -> None:
-    barrier, numbers = threading.Barrier(2, timeout=30), [0, 0]
+    barrier, numbers = threading.Barrier(2, timeout=90), [0, 0]
 
     def agree(rank: int, number: int) -> int:
         numbers[rank] = number

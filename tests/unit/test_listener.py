@@ -44,14 +44,14 @@ def port() -> Iterator[int]:
 
 
 def ask(port: int, request: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as channel:
+    with socket.create_connection(("127.0.0.1", port), timeout=90) as channel:
         channel.sendall(request)
         return b"".join(iter(lambda: channel.recv(1 << 20), b""))
 
 
 def get(port: int, path: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=90) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -87,17 +87,17 @@ def test_odd_requests(port: int, request_: bytes, status: bytes) -> None:
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+    with socket.create_connection(("127.0.0.1", port), timeout=90) as slow:
         slow.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         assert get(port, "/hello")[0] == 200
-        with socket.create_connection(("127.0.0.1", port), timeout=20):  # and one that says nothing
+        with socket.create_connection(("127.0.0.1", port), timeout=90):  # and one that says nothing
             assert get(port, "/hello")[0] == 200
 
 
 def test_many_that_say_nothing_keep_no_probe_out_and_fill_no_log(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    idle = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=90) for _ in range(
         module.CONNECTIONS_MAX)]  # fmt: skip
     try:
         assert get(port, "/hello")[0] == 200
@@ -120,7 +120,7 @@ def test_an_address_in_use_is_told() -> None:
 def test_a_stop_comes_to_its_end_with_readers_connected() -> None:
     listener = Listener(parse("0"), {"/large": large})
     listener.start()
-    with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as slow:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=90) as slow:
         slow.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         assert slow.recv(10)
         listener.stop()

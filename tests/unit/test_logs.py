@@ -184,14 +184,14 @@ def test_lines_are_dropped_and_counted_where_the_reader_has_stopped() -> None:
     class Stopped(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             reached.set()
-            assert reader.wait(30)
+            assert reader.wait(60)
             seen.append(record.getMessage())
 
     queue = Queued(Stopped())
     LOG.handlers[:], LOG.propagate = [queue], False
     LOG.setLevel(logging.INFO)
     LOG.info("first")
-    assert reached.wait(30)
+    assert reached.wait(60)
     for number in range(LINES_MAX + 7):
         LOG.info("line %d", number)
     assert queue.dropped == logs.dropped() == 7

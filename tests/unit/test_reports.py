@@ -33,7 +33,7 @@ from pccheckd.tenancy.trace import Document
 from pccheckd.tenancy.volumes import Key
 from tests.unit.test_trace import record
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 JOBS = 20
 
 

@@ -22,7 +22,7 @@ from tests.unit.test_handlers import Place
 from tests.unit.test_handlers import Work as PlaceWork
 from tests.unit.test_handlers import run as run_place  # a fixture
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 PAYLOAD = 1 << 20
 Work = Callable[[Config, Engine], Awaitable[None]]
 __all__ = ["run_place"]

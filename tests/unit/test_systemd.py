@@ -42,7 +42,7 @@ def with_cuda(units: Path) -> None:
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["systemd-analyze", *map(str, arguments)],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pccheckd.base.threads import Threads
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 @pytest.fixture

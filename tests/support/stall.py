@@ -1,0 +1,15 @@
+"""Clients with a short stall limit, beside disks that are slow."""
+
+from __future__ import annotations
+
+from pccheck import PCcheckClient
+
+
+def shorten(client: PCcheckClient, stall_limit_s: float) -> None:
+    """From now on, as if the client had been made with it. Its first checkpoint, for which the
+    daemon makes a volume, then has longer: that is not what its test is about."""
+    saver = client._saver
+    for owner in (client._session, saver, saver._gate, saver._breaker, saver._exposure):
+        if owner is not None:
+            assert hasattr(owner, "_stall_limit_s")
+            owner._stall_limit_s = stall_limit_s
