@@ -349,7 +349,7 @@ class VolumeSet:
                 await self._engine.call(key.uid, create)
             try:
                 made = await self._opened(path, generation)
-            except BaseException:  # every request would leave another one
+            except Exception:  # every request would leave another one
                 with contextlib.suppress(OSError):
                     await self._engine.call(key.uid, path.unlink, missing_ok=True)
                 raise
