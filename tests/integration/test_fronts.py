@@ -295,7 +295,8 @@ def test_an_endpoint_that_cannot_be_made_is_told(start_daemon: Start) -> None:
 
 def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
     daemon = start_daemon()
-    with Rank(daemon.socket):
+    with Rank(daemon.socket) as rank:
+        rank.status()  # from then on its end is the daemon's, whatever its state
         process = front_of(daemon)
         suspend(process.pid)  # not even one that does not run
         daemon.kill()

@@ -253,6 +253,7 @@ def test_a_killed_daemon_ends_what_is_open_and_the_next_one_has_it(
         with pytest.raises(DaemonUnreachableError, match="open the checkpoint again"):
             one.read("model.parts.0")
         assert is_step(reader.open(step), step)
+        trainer.connects_again()
         last = save(trainer, count=3)
         assert is_step(reader.open(), last)
 

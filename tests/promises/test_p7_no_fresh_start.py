@@ -77,10 +77,7 @@ def test_a_run_that_went_on_in_a_new_directory_is_no_earlier_run(
             trainer.wait_durable(handle)
     daemon.kill()
     daemon.start()
-    trainer.step()
-    with contextlib.suppress(RemoteError):  # this one, the end of the daemon
-        trainer.wait_durable(trainer.checkpoint())
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.wait_durable(trainer.connects_again())
     assert not [w for w in trainer.warnings if "NOT restored" in w]
     assert not any(one.is_protected for one in catalog.scan(daemon.storage).checkpoints)
 
