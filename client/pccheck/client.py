@@ -622,7 +622,7 @@ class PCcheckClient:
         job cannot be read; DaemonUnreachableError and the like."""
         with self._lock:
             self._require_open()
-            return self._recovery.saved(self._patiently())
+            return self._recovery.saved(self._wait_for_daemon())
 
     def pin(self, step: int) -> None:
         """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
@@ -693,9 +693,9 @@ class PCcheckClient:
             self._saver.leave()
             if self._private is not None:
                 self._private.ensure()
-        return self._patiently()
+        return self._wait_for_daemon()
 
-    def _patiently(self) -> Connection:
+    def _wait_for_daemon(self) -> Connection:
         """The connection, for a call before or after training: the daemon opens the volumes of all
         ranks before it answers."""
         return self._session.require(timeout_s=OPEN_LIMIT_S)
@@ -861,7 +861,7 @@ class PCcheckClient:
             try:
                 if self._private is not None:
                     self._private.ensure()
-                self._patiently()
+                self._wait_for_daemon()
                 self._done = self._session.say_goodbye(True)
             finally:
                 self._leave()

@@ -197,7 +197,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> str:
-    """Not empty, as of a shell's variable that is not set: that would mean another place."""
+    """Refuses an empty path, such as an unset variable of a shell: it would mean the default."""
     if not text:
         raise argparse.ArgumentTypeError("'' is not a path")
     return text

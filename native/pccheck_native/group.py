@@ -38,7 +38,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-NUMBERS_KEPT = 256  # of the newest request; no honest rank is further behind
+NUMBERS_KEPT = 256  # the newest sequences; no honest rank is further behind
 PINS_SLOTS_MIN = 4  # a volume with fewer slots has room for one pin
 
 

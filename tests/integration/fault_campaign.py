@@ -1,8 +1,8 @@
 """Row 4 of the fault plan: block-level EIO under ext4 and xfs, with the real engines.
 
 Every case is a daemon on a device whose reads, writes or flushes fail: from a random operation on,
-once or until the device is repaired. Training goes on during the fault. On the repaired device the
-acknowledged checkpoint is recovered with the right bytes, and new checkpoints become durable.
+once or until the device is repaired. Training continues during the fault. After the repair the
+newest acknowledged checkpoint is recovered with the right bytes, and new ones become durable.
 
     python -m tests.integration.fault_campaign [--cases 120] [--seed 1] [--only SEED:NUMBER]
 """

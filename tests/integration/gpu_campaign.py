@@ -8,7 +8,7 @@ Then the trainer, the daemon, both or none is killed.
 
 Checked after every round:
 
-- A trainer that was not killed goes on, and its tensors are undamaged.
+- A trainer that was not killed continues, and its tensors are undamaged.
 - The recovered step is not older than the last acknowledged step.
 - The recovered bytes are those of one step (made again and compared).
 - No memory of a dead trainer stays mapped.

@@ -4,7 +4,7 @@
 
 Checked like the kill campaign, with a stronger promise: a checkpoint that was seen copied before
 the daemon was killed, or a newer one, is recovered after the restart. A trainer that was not killed
-goes on by itself.
+continues by itself.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from pccheck import PCcheckClient
 
 
 def shorten(client: PCcheckClient, stall_limit_s: float) -> None:
-    """From now on, as if the client had been made with it. Its first checkpoint, for which the
-    daemon makes a volume, then has longer: that is not what its test is about."""
+    """Sets the limit as if the client had been made with it. To be called after the first
+    checkpoint: the daemon makes a volume for that one, which takes longer on a slow disk."""
     saver = client._saver
     for owner in (client._session, saver, saver._gate, saver._breaker, saver._exposure):
         if owner is not None:

@@ -293,8 +293,8 @@ class Trainer:
         return self.durable
 
     def connects_again(self) -> int:
-        """Trains until its client has connected again, which it does at some later checkpoint; the
-        handle of that one."""
+        """Trains until the client has connected again; returns the handle of the checkpoint that
+        made it connect."""
 
         handles: list[int] = []
 

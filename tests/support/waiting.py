@@ -26,8 +26,8 @@ def until(holds: Callable[[], T], why: Callable[[], object] = str, *, every_s: f
 
 
 def suspend(pid: int) -> None:
-    """SIGSTOP, until every thread has obeyed: where CPUs are scarce, others run on until one of
-    them has taken the signal."""
+    """Sends SIGSTOP, and waits until every thread has stopped: where CPUs are scarce, threads run
+    until one of them has taken the signal."""
     os.kill(pid, signal.SIGSTOP)
     until(lambda: _states(pid) <= {"T", "t", "Z", "X"}, lambda: _states(pid), every_s=0.001)
 

@@ -128,8 +128,8 @@ class Session:
         return self._connection
 
     def _attach(self, timeout_s: float) -> attach.Attachment:
-        """Goes on with an attempt that was not answered in time: a daemon that opens volumes on a
-        slow disk answers late."""
+        """Continues an attempt that was not answered in time: a daemon that opens volumes on a slow
+        disk answers late."""
         attempt, self._attempt = self._attempt or self._begin(timeout_s), None
         try:
             return attempt.finish(timeout_s=timeout_s)
