@@ -1,6 +1,6 @@
 """How long `checkpoint()` holds the calling thread: attached state of 1,000 tensors.
 
-    python -m bench.call_overhead [--calls 300]
+    python -m bench.call_overhead [--calls 300] [--warm 20]
 
 A real daemon; 250 small parameters with AdamW's three tensors each, so that the copy itself is
 short. Each call is timed from outside. Between two calls the optimizer steps and the checkpoint
@@ -36,7 +36,6 @@ from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 
 OTHER_BYTES = 64 << 20  # more than caches hold
-WARM = 20  # calls that do not count
 CASES = {
     "plain": "model, optimizer",
     "everything": "model, optimizer, scheduler, rng",
@@ -71,7 +70,7 @@ def between(
         other.add_(1)
 
 
-def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
+def measure(daemon: Daemon, case: str, calls: int, warm: int) -> dict[str, Any]:
     model, optimizer = model_of(125, sharded=case == "sharded")
     more: dict[str, Any] = {}
     if case == "everything":
@@ -84,7 +83,7 @@ def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
     other = torch.ones(OTHER_BYTES // 4)
     with PCcheckClient(job=f"call-{case}", socket=daemon.socket) as client:
         client.attach(model=model, optimizer=optimizer, **more)
-        for step in range(2 * calls + WARM):
+        for step in range(2 * calls + warm):
             cold = step % 2 == 0
             begin = time.perf_counter_ns()
             last = client.checkpoint(step=step)
@@ -97,10 +96,10 @@ def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
             between(model, optimizer, None if cold else other)
     found: dict[str, Any] = {"attached": CASES[case], "tensors": len(watched)}
     for name, cold in (("warm", False), ("cold", True)):
-        counted = took[cold][WARM // 2 :]  # the first ones make the volume and the plan
+        counted = took[cold][warm // 2 :]  # the first ones make the volume and the plan
         found[name] = {
             "call_ms": Spread.of(counted), "p95_ms": statistics.quantiles(counted, n=20)[-1],
-            "look_ms": Spread.of(looked[cold][WARM // 2 :]),
+            "look_ms": Spread.of(looked[cold][warm // 2 :]),
         }  # fmt: skip
     return found
 
@@ -108,17 +107,18 @@ def measure(daemon: Daemon, case: str, calls: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--calls", type=int, default=300)
-    calls = parser.parse_args().calls
+    parser.add_argument("--warm", type=int, default=20, help="first calls, which do not count")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     facts = common.facts_of(Path.cwd())
     dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
     with Daemon("--chunk", "1MiB", "--dram", "64MiB") as daemon:
         daemon.start()
-        found = [measure(daemon, case, calls) for case in CASES]
+        found = [measure(daemon, case, options.calls, options.warm) for case in CASES]
     dist.destroy_process_group()
     lines = common.heading("How long checkpoint() holds the calling thread", facts)
     lines += [
-        f"{calls} calls each; ms, median [min-max].", "",
+        f"{options.calls} calls each; ms, median [min-max].", "",
         "| attached | tensors | caches | checkpoint() | one look at each | ratio |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip

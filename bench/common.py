@@ -276,10 +276,11 @@ def _plain(value: object) -> object:
 def heading(title: str, facts: dict[str, object]) -> list[str]:
     versions = facts["versions"]
     assert isinstance(versions, dict)
+    gpu = f", {facts['gpu']}" if "gpu" in facts else ""
     return [
         f"# {title}",
         "",
-        f"{datetime.date.today().isoformat()}, {facts['cpu']}, {facts['cpus']} CPUs, "
+        f"{datetime.date.today().isoformat()}{gpu}, {facts['cpu']}, {facts['cpus']} CPUs, "
         f"{facts['memory_gib']} GiB, kernel {facts['kernel']}, {facts['file_system']}; "
         f"Python {facts['python']}, " + ", ".join(f"{k} {v}" for k, v in versions.items()) + ".",
         "",

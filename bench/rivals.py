@@ -57,9 +57,22 @@ class State:
         self.optimizer.load_state_dict(nested["optimizer"])
 
 
+class KeptStager(DefaultStager):
+    """A stager for many saves: torch 2.11 closes a part of it after the first one."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        self._close_part: Callable[[], None] = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        super().close()
+        self._close_part()
+
+
 def stager_kept(*, of_gpu: bool) -> DefaultStager:
     """Of a GPU it copies into pinned memory, beside the caller."""
-    return DefaultStager(
+    return KeptStager(
         StagingOptions(
             use_pinned_memory=of_gpu, use_shared_memory=False, use_async_staging=of_gpu,
             use_non_blocking_copy=of_gpu,

@@ -38,7 +38,7 @@ from bench.common import GIB, MIB, BenchError, Spread
 from bench.core import Writer, plain_kept
 from bench.fio import Limit, Setting, require_fio
 from pccheck import PCcheckClient
-from pccheck.saving.in_flight import Checkpoint
+from pccheck.saving.handle import Checkpoint
 from tests.support.daemon import Daemon
 
 DURABLE_LIMIT_S = 60.0

@@ -186,7 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=lambda text: text.split(","), default=MODELS_DEFAULT)
     parser.add_argument("--rounds", type=int, default=3, help="of the last comparison")
-    parser.add_argument("--smallest", action="store_true", help="N of 1 alone, for tests")
+    parser.add_argument("--smallest", action="store_true", help="N of 1, 4 MiB: for tests")
     places = parser.add_mutually_exclusive_group()
     places.add_argument("--directory", type=Path, help="measure this disk as it is")
     places.add_argument("--image", type=Path, default=Path(), help="where the limited disk is made")
@@ -196,10 +196,11 @@ def main() -> int:
     facts = common.facts_of(options.directory or options.image)
     torch.set_num_threads(1)
     found: dict[str, Comparison] = {}
+    payload = PAYLOAD_BYTES // 4 if options.smallest else PAYLOAD_BYTES
     with _disk(options) as disk:
         bandwidth = disk.limit or disk.direct
         for name in options.model:
-            trainer = Paced(PAYLOAD_BYTES, 1.0)
+            trainer = Paced(payload, 1.0)
             trainer.step_s = MODELS[name].scaled(trainer.payload_bytes, bandwidth)
             job = Job(trainer, disk, trainer.payload_bytes / bandwidth, 2.0)
             say(MODELS[name].name)

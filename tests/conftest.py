@@ -28,6 +28,10 @@ SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engi
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
+# torch's threads, here and in the processes that tests start. With two in each worker a test takes
+# twice the CPU time, because the threads wait for each other in loops.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

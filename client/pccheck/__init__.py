@@ -35,7 +35,8 @@ from .reader import Reader
 from .restoring.begin import Saved
 from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
 from .restoring.reading import Found, RestoreResult
-from .saving.in_flight import Checkpoint, Durable
+from .saving.handle import Checkpoint
+from .saving.in_flight import Durable
 from .state.attaching import Stateful
 from .state.rng import capture_rng, restore_rng
 from .state.shards import Shard

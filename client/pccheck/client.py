@@ -6,12 +6,14 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from multiprocessing import util
-from typing import Any, Literal, Never, Self
+from types import FrameType
+from typing import Any, Literal, Never, NoReturn, Self
 
 import torch
 
@@ -27,7 +29,8 @@ from pccheck_wire.errors import (
 )
 from pccheck_wire.messages import CheckpointState, Pin
 
-from .daemon.autostart import PrivateDaemon, private_daemon
+from .advice import Advice
+from .daemon.autostart import private_daemon
 from .daemon.connection import Connection
 from .daemon.session import Session
 from .garbage import no_collection
@@ -37,16 +40,16 @@ from .job.steps import steps_of
 from .job.stop import Stop
 from .options import Options, check_flag, check_path, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
-from .restoring.loaders import is_torchdata
 from .restoring.reading import OPEN_LIMIT_S, Found, RestoreResult
 from .saving.exposure import NoStagingError
-from .saving.in_flight import Checkpoint, Durable, InFlight
+from .saving.handle import Checkpoint
+from .saving.hooks import runs
+from .saving.in_flight import Durable, InFlight
 from .saving.interval import Interval
 from .saving.planner import Planner
 from .saving.saver import Saver
-from .state.attaching import Stateful, is_replicated
+from .state.attaching import Stateful
 from .state.metadata import metadata_node
-from .state.plan import RNG
 from .warn import LOG, Warner
 
 #: How long `close()` and `flush()` wait for checkpoints in flight, if no signal asked to stop.
@@ -101,8 +104,9 @@ class PCcheckClient:
     Everything but waiting on handles is for one thread, the one that trains. In a forked child (a
     data loader's worker) a client does nothing. A later client of the same process for the same job
     and rank closes this one. Signal handlers should only set a flag, as those of `stop_on` do: a
-    checkpoint in the middle of a step, or of another call, is skipped. A client that goes out of
-    scope is closed, and so is every client at the end of the process.
+    checkpoint in the middle of a step, or of another call, is skipped, and so is one after a step
+    that an exception ended. A client that goes out of scope is closed, and so is every client at
+    the end of the process.
     """
 
     _closed = True  # until it is made
@@ -145,7 +149,6 @@ class PCcheckClient:
         self._fresh, self._replicated = fresh, replicated
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
-        self._copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
         self._step = 0
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
         if fresh:
@@ -153,22 +156,24 @@ class PCcheckClient:
         self._took_one = False  # this client has taken a snapshot
         self._done = False
         self._flushed = False  # after the signal, and since the last checkpoint()
-        self._warner = Warner()
-        self._agreement = Agreement(saving, self._warner)
-        self._stop = Stop(self._agreement)
-        self._interval: Interval | None = None  # once should_checkpoint() was called
-        self._busy = False  # in a call that no checkpoint may come in the middle of
-        self._private: PrivateDaemon | None = None
         if storage is not None and not autostart:
             raise UsageError(
                 "storage= is for a private daemon only, and needs autostart=True",
                 hint="add autostart=True; or leave storage= out to use the daemon of this node",
             )
         path = check_path("socket", socket)
-        if autostart:
-            self._private = private_daemon(check_path("storage", storage), path)
-            self._warner.options = ("--storage", str(self._private.storage))
-        private = self._private
+        private = private_daemon(check_path("storage", storage), path) if autostart else None
+        self._private = private
+        if private is not None:
+            self._warner = Warner("--storage", str(private.storage))
+        else:
+            self._warner = Warner("--socket", str(path)) if path else Warner()
+        copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
+        self._advice = Advice(self._planner, self._warner, copies=copies)
+        self._agreement = Agreement(saving, self._warner)
+        self._stop = Stop(self._agreement)
+        self._interval: Interval | None = None  # once should_checkpoint() was called
+        self._call: FrameType | None = None  # that no checkpoint may come in the middle of
 
         def where() -> str:  # without `self`: a client without references is closed at once
             return socket_name(private.socket if private is not None else path)
@@ -181,7 +186,9 @@ class PCcheckClient:
         self._recovery = Recovery(
             self._session, self._planner, self._steps, self._warner, replicated=replicated
         )
-        self.place = identity.job, identity.rank, where()
+        serves = socket_name(path) if private is None else str(private.storage)
+        self.place = identity.job, identity.rank, serves
+        self.where = where  #: the daemon's socket; of a private daemon once that is found
         self._replace_earlier()
         self._first_connect()
 
@@ -202,9 +209,10 @@ class PCcheckClient:
 
     def _first_connect(self) -> None:
         try:
-            if self._private is not None:
-                self._private.ensure()
-            self._session.require()
+            with self._warner.errors():
+                if self._private is not None:
+                    self._private.ensure()
+                self._session.require()
         except PccheckError as error:
             if self._options.raises:
                 raise
@@ -279,36 +287,13 @@ class PCcheckClient:
         with self._calling():
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
-            self._advise(things)
+            self._advice.attached(things)
             if self._options.gate == "auto":
                 self._planner.hooks.put(self._before_step, self._planner.attached.values())
             connection = self._session.current()
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
                 self._expose(connection, self._step)
-
-    def _advise(self, things: Mapping[str, object]) -> None:
-        """Warns of copies, and of a loader after which the generators are not set again. The client
-        does not choose by itself: only the script knows whether the other ranks save at all, and
-        which loader training draws from."""
-        if self._copies > 1 and is_replicated(things):
-            self._warner.once(
-                "ddp",
-                f"the model is in DistributedDataParallel, and each of the {self._copies} ranks "
-                "stores a copy of the model. To store one copy, pass "
-                "PCcheckClient(replicated=True) on every rank. If only rank 0 saves, pass "
-                "PCcheckClient(solo=True) there",
-            )
-        attached = self._planner.attached
-        # Accelerate's loaders have a type of their own: its integration sets the generators.
-        loaders = [name for name, thing in things.items() if is_torchdata(type(thing))]
-        if loaders and RNG in attached and "loader" not in attached:
-            self._warner.once(
-                "loader",
-                f"attach({loaders[0]}=...) is a StatefulDataLoader, and no loader= is attached: a "
-                "restored run gets other random numbers, because the loader draws some when its "
-                "iterator is made. Attach the loader that training draws from as loader=",
-            )
 
     def gate(self) -> None:
         """Call this before a change of tensors that a checkpoint may still be reading
@@ -371,7 +356,7 @@ class PCcheckClient:
                 self._require_open()
             reason = "this client belongs to the parent process, and saves nothing in a forked one"
             self._warner.once("forked", f"{reason}: make a PCcheckClient in this process")
-            return Checkpoint(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
+            return self._handle(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
         with self._lock:
             self._require_open()
             self._flushed = False
@@ -394,10 +379,14 @@ class PCcheckClient:
             self._step = number
             if self._interval is not None:
                 self._interval.requested(made)
+        handle = self._handle(made)
         if self._options.raises and made.state is CheckpointState.FAILED:
             made.reported = True  # by this call: the next one does not raise it again
-            raise CheckpointFailedError(f"checkpoint of step {number} failed: {made.reason}")
-        return Checkpoint(made)
+            raise CheckpointFailedError(f"checkpoint of step {number} failed: {handle.reason}")
+        return handle
+
+    def _handle(self, made: InFlight) -> Checkpoint:
+        return Checkpoint(made, self._warner)
 
     def _numbered(self, state: object, step: int | None) -> int:
         """The step of a call. Raises UsageError."""
@@ -438,8 +427,7 @@ class PCcheckClient:
         self._planner.retry_staging()
         self._session.warn_if_unrestored()
         if state is None:
-            self._warn_of_left_out()
-            self._warn_if_idle(step)
+            self._advice.saving(step)
         node = metadata_node(metadata)
         try:
             return self._submit(connection, state, step, node)
@@ -452,42 +440,6 @@ class PCcheckClient:
             )
             self._planner.stop_staging(for_good=not error.retryable)
             return self._submit(connection, state, step, node)
-
-    def _warn_if_idle(self, step: int) -> None:
-        """What trains may no longer be what is attached. Replays of a CUDA graph run no hooks."""
-        hooks = self._planner.hooks
-        since = hooks.progress.idle_since(step)
-        if since is not None and hooks.trusted:
-            self._warner.once(
-                "idle",
-                f"the attached optimizer has made no step since step {since}, and checkpoints hold "
-                "that state. If you made a new model or optimizer, attach it again: "
-                "client.attach(model=..., optimizer=...)",
-            )
-
-    def _warn_of_left_out(self) -> None:
-        left_out = self._planner.left_out
-        inside = "Keep it in optimizer.state[parameter], or let the state_dict() and "
-        inside += "load_state_dict() of the optimizer include it"
-        inner, attribute = left_out.optimizer(), left_out.attribute()
-        for kind, path, advice in (
-            ("optimizer", inner, f"Attach {inner} itself"),
-            ("attribute", attribute, inside),
-        ):
-            if path:
-                self._warner.once(
-                    f"left out {kind}",
-                    f"the state of {path} is not saved: the state_dict() of the attached optimizer "
-                    f"leaves it out, and a resumed run begins without it. {advice}",
-                )
-        if name := left_out.weights():
-            self._warner.once(
-                "left out weights",
-                f"none of the parameters that the attached {name} trains is saved: nothing that is "
-                f"attached has them. A resumed run would use the state of {name} with other "
-                f"parameters. Attach the model that {name} trains. If the model or {name} was made "
-                f"again, attach both again: client.attach(model=model, {name}={name})",
-            )
 
     def _submit(
         self, connection: Connection, state: object, step: int, metadata: tree.Node
@@ -521,7 +473,7 @@ class PCcheckClient:
         if state is CheckpointState.FAILED:
             self._session.uncounted += 1
             self._saver.failures.failed(made)
-        return Checkpoint(made)
+        return self._handle(made)
 
     def restore(
         self,
@@ -581,6 +533,7 @@ class PCcheckClient:
                 connection, step, strict_optimizer=strict_optimizer, only=only
             )
             if result and only is None:
+                self._planner.hooks.restored()
                 self._continue_from(result)
                 if on_gpu:
                     self._expose(connection, result.step)
@@ -620,7 +573,7 @@ class PCcheckClient:
         have. And pinned checkpoints whose step was saved again: `.sequence` tells them apart, and a
         `Reader` opens them by it. Raises UnreadableError when that is nothing, but a volume of the
         job cannot be read; DaemonUnreachableError and the like."""
-        with self._lock:
+        with self._lock, self._warner.errors():
             self._require_open()
             return self._recovery.saved(self._wait_for_daemon())
 
@@ -641,36 +594,49 @@ class PCcheckClient:
 
     def _pin(self, body: Pin) -> None:
         self._require_open()
-        connection = self._session.current()
-        if connection is None:
-            with self._lock:
-                connection = self._session.require()
-        connection.request(body, timeout_s=LIST_LIMIT_S)
+        with self._warner.errors():
+            connection = self._session.current()
+            if connection is None:
+                with self._lock:
+                    connection = self._session.require()
+            connection.request(body, timeout_s=LIST_LIMIT_S)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """A call that no checkpoint() may interrupt: signal handlers run in the same thread, which
         holds the lock already."""
-        with self._lock:
-            before, self._busy = self._busy, True
+        with self._lock, self._warner.errors():
+            # Ctrl-C at the end of __enter__, or at the start of __exit__, delays the reset below
+            # until the traceback is gone. So the frame says whether the call runs, and no flag.
+            before, self._call = self._call, sys._getframe(2)
             try:
                 yield
             finally:
-                self._busy = before
+                self._call = before
 
     def _require_between_calls(self) -> None:
         """Raises CheckpointFailedError when what is attached is half updated, half restored, or
         half described."""
-        if self._busy or self._planner.hooks.stepping:
-            where = "another call of the client" if self._busy else "a step of an optimizer"
-            error = CheckpointFailedError(
-                f"checkpoint() was called in the middle of {where}",
-                hint="let the signal handler set a flag, and check it between two steps",
+        hooks, call = self._planner.hooks, self._call
+        between = "let the signal handler set a flag, and check it between two steps"
+        if call is not None and runs(threading.get_ident(), call):
+            self._skip("in the middle of another call of the client", between)
+        if hooks.stepping:
+            self._skip("in the middle of a step of an optimizer", between)
+        if hooks.halfway:
+            self._skip(
+                "when an exception (Ctrl-C) had ended a step of an optimizer: the tensors may be "
+                "of two steps",
+                "the next whole step or restore() ends this. To save after a signal, use stop_on()",
             )
-            self._warner.once(
-                "middle", f"{error.message}, and is skipped: {error.hint}. Training continues"
-            )
-            raise error
+
+    def _skip(self, when: str, hint: str) -> NoReturn:
+        """Raises CheckpointFailedError, with one warning for each `when`."""
+        error = CheckpointFailedError(f"checkpoint() was called {when}", hint=hint)
+        self._warner.once(
+            when, f"{error.message}, and is skipped: {error.hint}. Training continues"
+        )
+        raise error
 
     def _require_open(self) -> None:
         """Raises UsageError."""
@@ -871,7 +837,7 @@ class PCcheckClient:
             if self._private is not None:
                 ends.callback(self._private.release)
             ends.callback(self._session.close)
-            ends.callback(self._saver.leave)
+            ends.callback(self._saver.end)
             self._stop.off()
         self._has_left = True
 

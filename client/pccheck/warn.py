@@ -1,16 +1,19 @@
-"""Warnings: once per kind of trouble, and not at every checkpoint."""
+"""What users read: warnings, once per kind of trouble and not at every checkpoint, and errors."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from pccheck_wire.basics import with_options
+from pccheck_wire.errors import PccheckError
 
 LOG = logging.getLogger("pccheck")
 #: Where the user's own code is not: torch calls the hooks of an optimizer.
@@ -34,18 +37,32 @@ def warn(text: str) -> None:
 
 
 class Warner:
-    """Warns once per kind of trouble until that kind is over."""
+    """Warns once per kind of trouble until that kind is over. The commands of pccheckctl in its
+    warnings and errors have `options`, so that they ask the daemon of this client."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
+        self._options = options
         self._warned: set[str] = set()
-        self.options: tuple[str, ...] = ()  #: of the commands of pccheckctl in warnings
+
+    def pasteable(self, text: str) -> str:
+        """The text, whose commands have the options."""
+        return with_options(text, self._options)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Around what users call: makes its errors pasteable."""
+        try:
+            yield
+        except PccheckError as error:
+            error.message, error.hint = self.pasteable(error.message), self.pasteable(error.hint)
+            raise
 
     def once(self, kind: str, text: str) -> None:
         if kind in self._warned:
             LOG.debug("%s", text)
             return
         self._warned.add(kind)
-        warn(with_options(text, self.options))
+        warn(self.pasteable(text))
 
     def over(self, kind: str) -> bool:
         """The trouble has ended; True when the user was warned of it."""

@@ -52,8 +52,9 @@ class Storage:
         self.served = False
         self.socket: str | None = None
         if not self.path.is_dir():
+            path = self.path
             raise NoStoreError(
-                f"there is no storage directory {self.path}",
+                f"{path} is not a directory" if path.exists() else f"there is no directory {path}",
                 hint="use the directory that pccheckd was started with (--storage)",
             )
 

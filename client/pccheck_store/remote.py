@@ -3,6 +3,7 @@ lists them, and sends checked bytes as it does to a trainer."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
@@ -148,8 +149,13 @@ class _Session:
         deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
         try:
             self._link.load_start(self._load, ranges)
-            self._attachment.request(Read(self._load, one.sequence, first, nbytes, one.rank))
-            result = self._link.load_wait(self._load, deadline_ns)
+            try:
+                self._attachment.request(Read(self._load, one.sequence, first, nbytes, one.rank))
+                result = self._link.load_wait(self._load, deadline_ns)
+            except BaseException:
+                with contextlib.suppress(OSError, ValueError):
+                    self._link.load_wait(self._load, 1)  # what arrives late is written nowhere
+                raise
         except NoCheckpointError as error:
             raise recycled(one) from error
         except WaitTimeoutError:

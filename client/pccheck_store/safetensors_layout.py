@@ -194,11 +194,12 @@ def _values(content: tree.Tree) -> tuple[dict[str, object], list[str]]:
     """Python values by path, where JSON keeps them exactly; the paths of the others."""
     values: dict[str, object] = {}
     left_out: list[str] = []
-    containers = tree.Tensor, tree.Shard, tree.Array, tree.Sequence, tree.Mapping
-    nodes = (node for _, node in tree.walk(content.root) if not isinstance(node, containers))
-    for node, leaf in zip(nodes, tree.leaf_entries(content), strict=True):
-        if leaf.path not in values and as_json(node) is node:
-            values[leaf.path] = node
+    for path, node in tree.walk(content.root):
+        leaf = tree.leaf(node)
+        if leaf is None:
+            continue
+        if path not in values and as_json(node) is node:
+            values[path] = node
         else:
-            left_out.append(f"{leaf.path or '.'} ({leaf.kind})")
+            left_out.append(f"{path or '.'} ({leaf.kind})")
     return values, left_out

@@ -13,6 +13,8 @@ PROTOCOL_VERSION = 9
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"
+#: Has the sockets of private daemons where neither XDG_RUNTIME_DIR nor TMPDIR can.
+TEMPORARY = "/tmp"
 
 #: Variables that clients and the command line read, besides the daemon's options.
 VARIABLES = (

@@ -68,6 +68,10 @@ class Blocks:
                     # Of replicas the first one is taken.
                     self._found[path].setdefault((*offsets, *local.shape), block)
 
+    def place(self, path: str) -> tuple[int, ...]:
+        """Equal for paths that shared memory on all ranks."""
+        return tuple(sorted(block.start for block in self._found[path].values()))
+
     def ranges(self, path: str, wanted: Block) -> bytes:
         """Packed ranges (address, offset, length) that fill the memory of a block.
 

@@ -166,7 +166,8 @@ def _connect(connection: socket.socket, path: str, deadline: float) -> None:
         place = os.path.dirname(path)  # noqa: PTH120 - see basics.py
         raise RefusedError(
             f"uid {os.getuid()} may not use the socket {path}",
-            hint=f"join the group of {place}, or start a pccheckd of your own",
+            hint=f"join the group of {place} and of the socket (pccheckd --group), or start a "
+            "pccheckd of your own",
         ) from error
     except OSError as error:
         if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):

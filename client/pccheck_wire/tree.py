@@ -592,27 +592,7 @@ def _surrogates(raw: list[object], _depth: int) -> str:
         raise _bad("text is not Unicode") from None
 
 
-# -- views for the command line ----------------------------------------------------------------
-
-
-class TensorEntry(NamedTuple):
-    """`offset`: of its first byte in the payload, 0 when another rank stores it; `nbytes`: from its
-    first to its last byte. A shard has the shape of the whole tensor, and its offsets in that."""
-
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    nbytes: int
-    whole: tuple[int, ...] | None = None
-    offsets: tuple[int, ...] | None = None
-
-
-class LeafEntry(NamedTuple):
-    path: str
-    kind: str
-    text: str
+# -- nodes and their paths ---------------------------------------------------------------------
 
 
 def span_bytes(shape: list[int], strides: list[int], item_bytes: int) -> int:
@@ -623,41 +603,20 @@ def span_bytes(shape: list[int], strides: list[int], item_bytes: int) -> int:
     return (reach + 1) * item_bytes
 
 
-def tensor_entries(tree: Tree) -> list[TensorEntry]:
-    """Every tensor and NumPy array with elements or without, in the order of the state."""
-    entries = []
-    shard: Shard | None = None
-    for path, node in walk(tree.root):
-        if isinstance(node, Shard):
-            shard = node  # its local part is next
-            continue
-        if isinstance(node, Tensor):
-            nbytes = span_bytes(node.shape, node.strides, ITEM_BYTES[node.dtype])
-            dtype, strides = node.dtype, tuple(node.strides)
-        elif isinstance(node, Array):
-            nbytes, dtype, strides = node.nbytes, f"numpy {node.dtype}", ()
-        else:
-            continue
-        start = tree.extents[node.extent].offset if node.extent >= 0 else ELSEWHERE
-        offset = 0 if start == ELSEWHERE else start + node.offset
-        entry = TensorEntry(path, dtype, tuple(node.shape), strides, offset, nbytes)
-        if shard is not None and node is shard.local:
-            entry = entry._replace(whole=tuple(shard.shape), offsets=tuple(shard.offsets))
-        entries.append(entry)
-    return entries
+class Leaf(NamedTuple):
+    kind: str
+    text: str
 
 
-def leaf_entries(tree: Tree) -> list[LeafEntry]:
-    """Every value that is neither a container nor a tensor."""
-    entries = []
-    for path, node in walk(tree.root):
-        if isinstance(node, Named):
-            entries.append(LeafEntry(path, f"torch.{node.tag.name.lower()}", node.name))
-        elif isinstance(node, Scalar):
-            entries.append(LeafEntry(path, f"numpy {node.dtype}", node.data.hex()))
-        elif not isinstance(node, (Sequence, Mapping, Tensor, Shard, Array)):
-            entries.append(LeafEntry(path, type(node).__name__, shown(node)))
-    return entries
+def leaf(node: Node) -> Leaf | None:
+    """A value that is neither a container nor a tensor; None for those."""
+    if isinstance(node, Named):
+        return Leaf(f"torch.{node.tag.name.lower()}", node.name)
+    if isinstance(node, Scalar):
+        return Leaf(f"numpy {node.dtype}", node.data.hex())
+    if isinstance(node, (Sequence, Mapping, Tensor, Shard, Array)):
+        return None
+    return Leaf(type(node).__name__, shown(node))
 
 
 def walk(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:

@@ -53,6 +53,13 @@ def _positive_size(text: str) -> int:
     return size
 
 
+def _job(text: str) -> str:
+    from pccheck_wire.messages import require_job_name  # imports re
+
+    require_job_name(text)
+    return text
+
+
 def _number(text: str) -> int:
     """A step, a rank or a sequence number."""
     if not text.isdecimal() or len(text) > DIGITS_MAX or int(text) >= 2**63:
@@ -95,13 +102,13 @@ def _status(to: argparse.ArgumentParser) -> None:
 
 
 def _list(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", nargs="?", default="", help="only this job")
+    to.add_argument("job", nargs="?", type=_job, help="only this job")
     to.add_argument("--rank", type=_number, help="only this rank")
     _watched(to)
 
 
 def _show(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", help=_JOB)
+    to.add_argument("job", type=_job, help=_JOB)
     to.add_argument("--rank", type=_number, help="of this rank; default: the lowest")
     _which(to, "the newest")
 
@@ -115,7 +122,7 @@ def _which(to: argparse.ArgumentParser, default: str) -> None:
 
 
 def _verify(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", nargs="*", default=[], help="only these jobs")
+    to.add_argument("job", nargs="*", type=_job, default=[], help="only these jobs")
     to.add_argument("--rank", type=_number, help="only this rank")
     _which(to, "all")
     to.add_argument(
@@ -150,7 +157,7 @@ def _export(to: argparse.ArgumentParser) -> None:
 
 
 def _import(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", help="the name of the new job")
+    to.add_argument("job", type=_job, help="the name of the new job")
     to.add_argument(
         "input", metavar="FILE", help="a file or directory in a format that export can write"
     )
@@ -166,7 +173,7 @@ def _import(to: argparse.ArgumentParser) -> None:
 
 
 def _file(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", help=_JOB)
+    to.add_argument("job", type=_job, help=_JOB)
     to.add_argument(
         "--output", "-o", required=True, metavar="FILE",
         help="the file to write: FILE.safetensors, or FILE.pt for torch.load",
@@ -181,7 +188,7 @@ def _file(to: argparse.ArgumentParser) -> None:
 
 
 def _wait(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", help=_JOB)
+    to.add_argument("job", type=_job, help=_JOB)
     to.add_argument("--rank", type=_number, default=0, help="of this rank (default 0)")
     to.add_argument(
         "--for", dest="state", choices=("copied", "durable", "global"), default="durable",
@@ -195,7 +202,7 @@ def _wait(to: argparse.ArgumentParser) -> None:
 
 
 def _drop(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", help=_JOB)
+    to.add_argument("job", type=_job, help=_JOB)
     to.add_argument("--rank", type=_number, help="only the volume of this rank")
     to.add_argument("--dry-run", action="store_true", help="show what would be removed, and stop")
     to.add_argument("--yes", "-y", action="store_true", help="do not ask")
@@ -211,7 +218,7 @@ def _bench(to: argparse.ArgumentParser) -> None:
 
 def _tune(to: argparse.ArgumentParser) -> None:
     add = to.add_argument
-    add("--job", help="read m and t from this job's latest checkpoints")
+    add("--job", type=_job, help="read m and t from this job's latest checkpoints")
     add("--checkpoint", type=_size, metavar="SIZE", help="state of one rank (m)")
     add("--step-time", type=_duration, metavar="TIME", help="time of a step (t), such as 350ms")
     add("--slowdown", type=float, default=1.03, metavar="Q", help="allowed factor (q; 1.03)")
@@ -240,7 +247,7 @@ def _trace(to: argparse.ArgumentParser) -> None:
 
 
 def _report(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", nargs="?", help="only this job")
+    to.add_argument("job", nargs="?", type=_job, help="only this job")
     to.add_argument("--output", "-o", required=True, metavar="FILE", help="the page: report.html")
     to.add_argument("--trace", metavar="FILE", help="what `trace` wrote to FILE; asks no daemon")
     to.add_argument("--last", type=_duration, default=600.0, metavar="AGE",

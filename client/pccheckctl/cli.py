@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WIDTH = 96  # columns of --help
 _WITH_VALUE = ("--socket", "--storage", "--uid")
+UID_MAX = 2**32 - 2  # -1 is no user
 MESSAGE_MAX = 1000  # characters of an error, which may repeat an argument of any length
 
 EXIT_CODES = """exit codes:
@@ -203,6 +204,17 @@ def _path(text: str) -> str:
     return text
 
 
+def _uid(text: str) -> int:
+    """Of a user's number or name."""
+    import pwd  # most commands need none
+
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam(text).pw_uid
+    if text.isdecimal() and len(text) <= len(str(UID_MAX)) and int(text) <= UID_MAX:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a user of this machine nor a uid")
+
+
 def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
     """Flags that may stand before or after the command."""
     default = None if defaults else argparse.SUPPRESS
@@ -213,6 +225,7 @@ def _common(to: argparse.ArgumentParser, *, defaults: bool) -> None:
         "--storage", type=_path, metavar="DIR", default=default,
         help="a storage directory, to read or measure without a daemon",
     )  # fmt: skip
-    to.add_argument("--uid", type=int, default=default, help="whose jobs (for root)")
+    to.add_argument("--uid", type=_uid, default=default,
+                    help="whose jobs, by number or user name (for root)")  # fmt: skip
     to.add_argument("--json", action="store_true", default=False if defaults else default,
                     help="a JSON document on stdout")  # fmt: skip

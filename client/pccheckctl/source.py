@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 
+from pccheck_wire import basics
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 
 TYPE_CHECKING = False  # the import of `typing` takes a fifth of the time of `status`
@@ -70,6 +71,16 @@ def observe(socket: str | None) -> Observer:
         raise
 
 
+def require_known(observer: Observer, job: str) -> None:
+    """Raises NoCheckpointError for a job of which the daemon has nothing."""
+    from pccheck_store.directory import none_of
+    from pccheckctl.output.documents import part, rows, text
+
+    known = observer.status()  # also what has no checkpoint yet
+    if all(text(rank, "job") != job for rank in rows(known, "ranks")):
+        raise none_of(job, text(part(known, "storage"), "path"))
+
+
 def _private(place: Path) -> Observer:
     """Raises DaemonUnreachableError."""
     from pccheck_native import layout
@@ -93,7 +104,8 @@ def _private_daemons() -> str:
 
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     roots = [f"{runtime}/pccheck"] * bool(runtime)
-    roots.append(f"{os.environ.get('TMPDIR') or '/tmp'}/pccheck-{os.getuid()}")
+    for place in dict.fromkeys((os.environ.get("TMPDIR") or basics.TEMPORARY, basics.TEMPORARY)):
+        roots.append(f"{place}/pccheck-{os.getuid()}")
     commands: list[str] = []
     for root in roots:
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ def limits(of_process: Path = OF_PROCESS, root: Path = ROOT) -> Iterator[Limit]:
     In a container the path may name groups of the host that are not mounted here. Then the group
     that is mounted at the root is the container's own.
     """
-    for line in _read(of_process).splitlines():
+    for line in filter(None, _read(of_process).split("\n")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from _above(root, path, ("memory.max", "memory.high"), "memory.current")
@@ -62,17 +62,18 @@ def _above(root: Path, path: str, names: tuple[str, ...], used: str) -> Iterator
     parts = [part for part in path.split("/") if part]
     place = root if ".." in parts else root.joinpath(*parts)
     for group in (place, *place.parents):
+        shown = str(group).encode(errors="replace").decode()
         for name in names:
             limit, now = _read(group / name).strip(), _read(group / used).strip()
             if limit.isdigit() and now.isdigit():
-                yield Limit(int(limit), int(now), f"{name} of cgroup {group}")
+                yield Limit(int(limit), int(now), f"{name} of cgroup {shown}")
         if group == root:
             break
 
 
 def _read(path: Path) -> str:
-    """ "" for a file that cannot be read."""
+    """ "" for a file that cannot be read. A group may have a name of any bytes."""
     try:
-        return path.read_text()
+        return os.fsdecode(path.read_bytes())
     except OSError:
         return ""

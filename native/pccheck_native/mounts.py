@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 MOUNTINFO = Path("/proc/self/mountinfo")
+_ESCAPED = re.compile(rb"\\([0-7]{3})")  # bytes of a path that would end a field or a line
 
 _IN_MEMORY = "keeps its files in memory, and a power loss erases them"
 _NETWORK = "is a network file system: a flush there does not prove that data is on a disk"
@@ -31,17 +34,20 @@ class Mount(NamedTuple):
     options: tuple[str, ...] = ()  # of the mount and of the file system
 
 
-def mounts(table: str) -> Iterator[Mount]:
-    """The lines of /proc/self/mountinfo."""
-    for line in table.splitlines():
-        fields = line.split(" ")
+def mounts(table: bytes) -> Iterator[Mount]:
+    """The lines of /proc/self/mountinfo. Every user may mount something, at a path of any bytes."""
+    for line in table.split(b"\n")[:-1]:
+        unescaped = (
+            _ESCAPED.sub(lambda found: bytes([int(found[1], 8)]), field)
+            for field in line.split(b" ")
+        )
+        fields = [os.fsdecode(field) for field in unescaped]
         tail = fields[fields.index("-") + 1 :]
-        place = fields[4].encode().decode("unicode_escape")
         options = [*fields[5].split(","), *(tail[2].split(",") if len(tail) > 2 else [])]
-        yield Mount(fields[2], place, tail[0], tuple(dict.fromkeys(options)))
+        yield Mount(fields[2], fields[4], tail[0], tuple(dict.fromkeys(options)))
 
 
-def mount_of(path: Path, table: str) -> Mount:
+def mount_of(path: Path, table: bytes) -> Mount:
     """The mount that holds `path`; its `kind` is "" when no mount does."""
     found = Mount("", "", "")
     for mount in mounts(table):

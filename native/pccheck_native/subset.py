@@ -83,14 +83,15 @@ class Pieces:
 
 
 def verify_part(volume: Volume, found: Checkpoint, subset: Subset) -> int:
-    """Reads and checks the pieces, and always the tree and the manifest; how many bytes that were.
-    Raises as `Volume.read_into` does."""
-    count = found.tree_bytes
+    """Reads and checks the pieces, and always the tree and the manifest; how many bytes of the
+    payload that were, each counted once. Raises as `Volume.read_into` does."""
+    count, tree_end = found.tree_bytes, found.tree_offset + found.tree_bytes
     volume.read(found.sequence, found.tree_offset, found.tree_bytes)
     pieces = Pieces(piece_bytes(found.payload_bytes))
     for offset, length in subset.ranges(found.sequence, found.payload_bytes):
         pieces.check(volume, found.sequence, offset, length)
-        count += length
+        again = min(offset + length, tree_end) - max(offset, found.tree_offset)
+        count += length - max(again, 0)
     return count
 
 

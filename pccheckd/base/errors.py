@@ -95,7 +95,8 @@ def fix_of(number: int) -> str:
     """What to do about an error of the kernel that concerns a file; "" for an unknown one."""
     if number in (errno.EACCES, errno.EPERM):
         to = f"pccheckd's user: chown {os.geteuid()}, chmod u+rwX"
-        return f"give it, and the directories above it, to {to}"
+        flag = "; if lsattr shows i or a: chattr -i -a" if number == errno.EPERM else ""
+        return f"give it, and the directories above it, to {to}{flag}"
     if number == errno.EROFS:
         return "mount the file system read-write"
     if number == errno.EFBIG:

@@ -297,6 +297,12 @@ def _check(config: Config) -> None:
         size_text(config.dram_bytes),
         f"{bound} allows {size_text(room)}" if room < ram_bytes else "",
     )  # fmt: skip
+    for name, place in (("storage", config.storage), ("socket", config.socket)):
+        written = str(place).encode(errors="replace").decode()  # messages hold Unicode only
+        require(
+            written == str(place), name, "a path in UTF-8", str(place),
+            "rename the directory, or choose another one",
+        )  # fmt: skip
     require(
         len(os.fsencode(config.socket.parent)) <= SOCKET_DIRECTORY_BYTES_MAX, "socket",
         f"in a directory whose path has at most {SOCKET_DIRECTORY_BYTES_MAX} bytes",

@@ -85,7 +85,8 @@ def _reload(option: Option) -> str:
 
 
 def _toml() -> Iterator[str]:
-    yield "# The configuration of pccheckd. Lines that begin with # show the defaults."
+    yield "# The configuration of pccheckd. A line '# KEY = VALUE' shows the default, or an example"
+    yield "# where the default depends on the machine."
     yield "# KEY is also the flag --KEY and the variable PCCHECK_KEY, in capitals, with _ for -."
     yield "# Check a change before it takes effect:  pccheckd --config THIS-FILE --check-config"
     yield "# Apply the options that can change while running:  systemctl reload pccheckd"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
-from pccheck_wire.errors import DeviceError, RefusedError
+from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError
 from pccheckd.base.background import happened
 from pccheckd.base.errors import CHECK_DISK, translated
 from pccheckd.base.logs import LOG
@@ -283,6 +283,12 @@ class Port:
                 retryable=True,
             ) from error
         except (OSError, _core.NativeError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EBUSY:
+                raise CheckpointFailedError(
+                    "an earlier read of this process has not ended yet",
+                    hint="try again",
+                    retryable=True,
+                ) from error
             raise translated(error, f"checkpoint {sequence}") from error
         finally:
             if not started:

@@ -152,7 +152,7 @@ class Job:
             found=None if volumes.unreadable else volumes.newest_incarnation(),
         )  # fmt: skip
         if start is not before and not self.common_checkpoints():
-            # All that the ranks had could not be read: perhaps the disk was away. Tried again.
+            # Nothing that the ranks had could be read; the disk may be back, so all is tried again.
             for tenant in self.tenants.values():
                 tenant.retention.unreadable.clear()
         self._asked[rank] = self.asked(rank), 0  # no rank waited for it if it was here before
@@ -266,10 +266,11 @@ class Job:
         _trim(self._divisions)
         if its != division:
             raise RefusedError(
-                f"ranks {first} and {rank} have attached different tensors with replicated=True",
-                hint="attach the same modules and optimizers on every rank. What only one rank has "
-                "(an averaged model on rank 0) needs a client and a job of its own: "
-                "PCcheckClient(job=..., solo=True)",
+                f"ranks {first} and {rank} have attached different tensors with replicated=True, "
+                "or the same in another order",
+                hint="attach the same modules and optimizers, in one order, on every rank. What "
+                "only one rank has (an averaged model on rank 0) needs a client and a job of its "
+                "own: PCcheckClient(job=..., solo=True)",
             )
 
     def waits_s(self) -> float:
@@ -561,8 +562,8 @@ class Job:
         current = self.starts.current
         for other, (process, its) in sorted(self._chosen.items()):
             owner = self.tenants[other].owner if other in self.tenants else None
-            goes_on = owner is not None and owner.process == process
-            if goes_on and self.starts.of(other, process) is current and its > found:
+            is_there = owner is not None and owner.process == process
+            if is_there and self.starts.of(other, process) is current and its > found:
                 raise DamagedError(
                     f"job {self.name!r}: rank {other} of this start restores step {its.step}, but "
                     f"on rank {rank} it is damaged or cannot be read",

@@ -135,7 +135,7 @@ class Registry:
         if job is not None:
             raise RefusedError(
                 f"job {name!r} is in use: {_users(job)}",
-                hint="end it, then try again", retryable=True,
+                hint="end it (in a notebook: client.close()), then try again", retryable=True,
             )  # fmt: skip
 
     def used(self, uid: int, name: str) -> Job | None:
@@ -161,11 +161,15 @@ class Registry:
         job = self.jobs.get((uid, name))
         if job is None:
             job = Job(uid, name, self.config)
-            files = await self.engine.call(
-                uid, layout.list_volumes, self.config.storage, uid=uid, job=name
-            )
-            for rank in sorted({file.rank for file in files}):
-                await self._load(job, rank)
+            try:
+                files = await self.engine.call(
+                    uid, layout.list_volumes, self.config.storage, uid=uid, job=name
+                )
+                for rank in sorted({file.rank for file in files}):
+                    await self._load(job, rank)
+            except BaseException:
+                await job.close()  # the next try opens these files again
+                raise
             self.jobs[uid, name] = job
             for tenant in job.tenants.values():
                 tenant.volumes.limit()  # it may have changed meanwhile

@@ -70,6 +70,7 @@ class Session:
     tenant: Tenant | None = None
     port: Port | None = None
     endpoint: str = ""  # for its requests; "" for an observer
+    gone: Callable[[], bool] = lambda: False  # as `Peer.gone`
     ending: bool = False
     took_leave: bool = False  # its Goodbye has arrived; it may arrive again
     #: By load id: whose checkpoint is read, and its sequence.
@@ -180,6 +181,7 @@ class Sessions:
         session = Session(
             number=self._next, token=secrets.token_bytes(16), role=hello.role, uid=peer.uid,
             pid=peer.pid or hello.pid, kernel_pid=peer.pid, connected_ns=time.monotonic_ns(),
+            gone=peer.gone,
         )  # fmt: skip
         self._next += 1
         descriptors: list[int] = []
@@ -261,35 +263,16 @@ class Sessions:
     ) -> list[int]:
         await tenant.look()
         session.storage = await self.engine.call(session.uid, layout.identity, self.config.storage)
-        await self._wait_for_predecessor(tenant, peer)
-        await tenant.prepare()
-        async with job.joining:  # other ranks wait meanwhile
-            _require_there(peer)
-            session.job, session.tenant = job, tenant
-            owner = Owner(
-                session=session.number, pid=session.pid,
-                world_size=session.world_size, local_world_size=hello.local_world_size,
-                fresh=hello.fresh, process=session.process, solo=hello.solo,
-                restored=hello.restored,
-                on_event=lambda event: self._on_event(session, event),
-                kernel_pid=session.kernel_pid,
-            )  # fmt: skip
-            joins = tenant.owner is None  # else attach() refuses
-            if joins:
-                job.require_no_other(hello.rank, solo=hello.solo)
-                session.incarnation = job.join(
-                    hello.rank, owner, launch=hello.launch, was=hello.incarnation,
-                    moved=hello.storage not in ("", session.storage),
-                )  # fmt: skip
-            with _grant_sockets() as (ours, theirs):
-                try:
-                    page_fd = await tenant.attach(owner, ours.fileno())
-                except BaseException:
-                    if joins:
-                        job.left(hello.rank, session.process)
-                    raise
-            job.decide_soon()
-            await job.release()
+        deadline = time.monotonic() + DETACH_LIMIT_S
+        while session.tenant is None:
+            await self._wait_for_predecessor(tenant, peer)
+            await tenant.prepare()
+            async with job.joining:  # other ranks wait meanwhile
+                _require_there(peer)
+                late = time.monotonic() > deadline
+                # One that ends may have been noticed only while this one waited here.
+                if late or not self._predecessor_ends(tenant):
+                    descriptors = await self._join(session, hello, job, tenant)
         session.port = tenant.port
         session.chose("push", "CPU tensors")
         if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
@@ -298,19 +281,53 @@ class Sessions:
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,
         )  # fmt: skip
-        return [page_fd, theirs.detach()]
+        return descriptors
+
+    async def _join(self, session: Session, hello: Hello, job: Job, tenant: Tenant) -> list[int]:
+        """The descriptors for the answer."""
+        session.job, session.tenant = job, tenant
+        owner = Owner(
+            session=session.number, pid=session.pid,
+            world_size=session.world_size, local_world_size=hello.local_world_size,
+            fresh=hello.fresh, process=session.process, solo=hello.solo,
+            restored=hello.restored,
+            on_event=lambda event: self._on_event(session, event),
+            kernel_pid=session.kernel_pid,
+        )  # fmt: skip
+        joins = tenant.owner is None  # else attach() refuses
+        if joins:
+            job.require_no_other(hello.rank, solo=hello.solo)
+            session.incarnation = job.join(
+                hello.rank, owner, launch=hello.launch, was=hello.incarnation,
+                moved=hello.storage not in ("", session.storage),
+            )  # fmt: skip
+        with _descriptors() as (ours, given):
+            try:
+                given.insert(0, await tenant.attach(owner, ours.fileno()))
+            except BaseException:
+                if joins:
+                    job.left(hello.rank, session.process)
+                raise
+            job.decide_soon()
+            await job.release()
+        return given
 
     async def _wait_for_predecessor(self, tenant: Tenant, peer: Peer) -> None:
         """Waits until a trainer that has ended is drained; or for a moment, while its disconnect
         may not be noticed yet."""
         began = time.monotonic()
         while tenant.owner is not None:
-            before = self._sessions.get(tenant.owner.session)
-            limit_s = DETACH_LIMIT_S if before is None or before.ending else GRACE_S
+            known = tenant.owner.session in self._sessions
+            limit_s = GRACE_S if known and not self._predecessor_ends(tenant) else DETACH_LIMIT_S
             if time.monotonic() - began > limit_s:
                 return
             _require_there(peer)
             await asyncio.sleep(STEP_S)
+
+    def _predecessor_ends(self, tenant: Tenant) -> bool:
+        """Also when it disconnected before its answer, which is noticed only then."""
+        before = self._sessions.get(tenant.owner.session) if tenant.owner is not None else None
+        return before is not None and (before.ending or before.gone())
 
     async def _attach_reader(self, session: Session, hello: Hello, _: Peer) -> list[int]:
         uid = session.uid if hello.uid < 0 else hello.uid
@@ -329,10 +346,10 @@ class Sessions:
             self.engine, session.uid, lambda event: self._on_event(session, event), shape
         )
         session.chose("push", "a reader")
-        with _grant_sockets() as (ours, theirs):
-            page_fd = await session.port.attach(ours.fileno(), session.number)
+        with _descriptors() as (ours, given):
+            given.insert(0, await session.port.attach(ours.fileno(), session.number))
             await self.registry.memory.claim(session, READER_CHUNKS * chunk)
-        return [page_fd, theirs.detach()]
+        return given
 
     def _on_event(self, session: Session, event: _core.Event) -> None:
         """Events of a session's page, on the loop."""
@@ -371,15 +388,18 @@ class Sessions:
 
 
 @contextlib.contextmanager
-def _grant_sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The two ends of the socket over which a session gets its memory. The native channel
-    duplicates the first; the second stays open unless the block fails."""
+def _descriptors() -> Iterator[tuple[socket.socket, list[int]]]:
+    """The daemon's end of the socket over which a session gets its memory, which the native channel
+    duplicates; and what the peer gets: the other end, with the page's descriptor to come before it.
+    If the block fails, all are closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
+        given = [theirs.detach()]
         try:
-            yield ours, theirs
+            yield ours, given
         except BaseException:
-            theirs.close()
+            for descriptor in given:
+                os.close(descriptor)
             raise
 
 

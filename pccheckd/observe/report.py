@@ -381,7 +381,11 @@ def _unsaved(tenant: Tenant) -> str:
     if has_ended and tenant.volumes.open and ledger.newest is None:
         ended = "the trainer ended without a durable checkpoint"
         return f"{ended}: its {failed}" if failed else ended
-    return f"the {failed}; a restart resumes from an older checkpoint" if failed else ""
+    if not failed:
+        return ""
+    if ledger.newest is None:
+        return f"the {failed}; there is no older checkpoint"
+    return f"the {failed}; a restart resumes from an older checkpoint"
 
 
 def _notices(tenant: Tenant) -> list[str]:

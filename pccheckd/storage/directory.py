@@ -1,6 +1,6 @@
 """The storage directory under its name. It may be removed, moved, unmounted or mounted over while
 the daemon runs; nothing is stored in its replacement, unless that is a new directory on the same
-disk."""
+disk, in the same mount."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-from pccheck_native import layout
+from pccheck_native import layout, mounts
 from pccheck_wire.errors import NoStoreError, PccheckError
 from pccheckd.base.logs import LOG
 
@@ -30,7 +30,7 @@ class StorageDirectory:
         self._private_socket = private_socket
         self._looking = threading.Lock()
         self._lock = self._taken()
-        self._device = directory.stat().st_dev
+        self._device, self._mount = directory.stat().st_dev, self._mounted_at()
         self._identity, self._number = layout.identity(directory), layout.number(directory)
         self.missing = ""  # why nothing can be stored, as of the last look
 
@@ -87,9 +87,13 @@ class StorageDirectory:
             return f"{named} is not there: it was removed, moved, or its disk was unmounted"
         except OSError as error:
             return f"{named} cannot be read: {error.strerror}"
-        if found.st_dev != self._device:
+        if found.st_dev != self._device or self._mounted_at() != self._mount:
             return f"another file system is mounted at {named}, or its own was unmounted"
         return self._adopt()
+
+    def _mounted_at(self) -> str:
+        """Where what holds the directory is mounted: a disk may be mounted at several places."""
+        return mounts.mount_of(self.directory.resolve(), mounts.MOUNTINFO.read_bytes()).place
 
     def _adopt(self) -> str:
         """Locks a new directory on the same disk, as after rm -rf and mkdir: it is empty, or was

@@ -42,7 +42,7 @@ def check(config: Config, *, make: bool = False) -> None:
             f"(owner {place.stat().st_uid})",
             hint=f"mount it read-write and give it to that user: chown {os.geteuid()} {place}",
         )
-    kind = mounts.mount_of(place.resolve(), mounts.MOUNTINFO.read_text()).kind
+    kind = mounts.mount_of(place.resolve(), mounts.MOUNTINFO.read_bytes()).kind
     why = mounts.unfit(kind)
     if why and not config.allow_any_filesystem:
         raise NoStoreError(

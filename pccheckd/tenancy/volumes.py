@@ -83,7 +83,7 @@ class OpenVolume:
         self.quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
 
 
-def _close(volume: _core.Volume) -> bool:
+def _close_in_place(volume: _core.Volume) -> bool:
     """Whether it was the file at its path; another file there must not be removed."""
     try:
         volume.require_in_place()
@@ -94,7 +94,7 @@ def _close(volume: _core.Volume) -> bool:
     return True
 
 
-def _close_file(volume: _core.Volume) -> None:
+def _close_and_wait(volume: _core.Volume) -> None:
     """Until the file is closed and its lock free: another thread may still be inside a method."""
     volume.close()
     deadline = time.monotonic() + CLOSING_LIMIT_S
@@ -366,7 +366,7 @@ class VolumeSet:
     async def reopen(self, item: OpenVolume) -> bool:
         """Closes a stopped volume and reads it from the disk again, read-only when it can no longer
         be written. False: its file is no longer there."""
-        await self._engine.call(self.key.uid, _close_file, item.volume)
+        await self._engine.call(self.key.uid, _close_and_wait, item.volume)
         try:
             fresh = await self._opened(item.path, item.generation)
         except (OSError, _core.NativeError, PccheckError) as error:
@@ -385,13 +385,13 @@ class VolumeSet:
         return True
 
     async def drop(self, item: OpenVolume) -> None:
-        """Closes and unlinks an outgrown file; does nothing when it was lost meanwhile."""
+        """Closes and unlinks a file that is not needed; does nothing for one that was lost."""
         if item not in self.open:
             return
         self.open.remove(item)
-        if await self._engine.call(self.key.uid, _close, item.volume):
+        if await self._engine.call(self.key.uid, _close_in_place, item.volume):
             await self._engine.call(self.key.uid, item.path.unlink, missing_ok=True)
-            LOG.info("%s: deleted the outgrown volume %s", self.key, item.path)
+            LOG.info("%s: deleted %s: it is not needed", self.key, item.path)
 
     def limit(self) -> None:
         """Applies --max-bandwidth to every open file; waits for no disk."""
@@ -403,7 +403,7 @@ class VolumeSet:
         while self.open or self.gone:
             item = (self.open or self.gone).pop()
             with contextlib.suppress(OSError, _core.NativeError):
-                await self._engine.call(self.key.uid, _close_file, item.volume)
+                await self._engine.call(self.key.uid, _close_and_wait, item.volume)
 
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config

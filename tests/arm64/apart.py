@@ -1,5 +1,5 @@
-"""A corner of this machine where arm64 programs run, through qemu's user mode: a namespace of users
-and mounts, whose binfmt_misc names qemu. Nothing outside of it changes, and it ends with us."""
+"""Namespaces of users and mounts in which arm64 programs run: their binfmt_misc names qemu's user
+mode. Nothing outside of them changes, and they end with this process."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def mount(source: str, target: Path, kind: str = "", flags: int = 0) -> None:
 
 
 def go() -> None:
-    """This process, which has one thread and is root's, goes there. Raises OSError, as on kernels
-    before 6.7, where binfmt_misc is the machine's alone."""
+    """Moves this process, which has one thread and belongs to root, into the namespaces. Raises
+    OSError, for example on kernels before 6.7, which have one binfmt_misc for all namespaces."""
     told, tell = os.pipe()
-    mapper = os.fork()  # only who stays behind may give more than one user
+    mapper = os.fork()  # only a process outside may map more than one user
     if mapper == 0:
         os.read(told, 1)
         for kind in ("uid", "gid"):

@@ -110,7 +110,7 @@ def compile_all() -> None:
 
 
 def enter(root: Path) -> None:
-    """Mounts below `root` the project, where it is here, and what of the kernel programs expect."""
+    """Mounts below `root` the project, at the same path as here, and the kernel's file systems."""
     here = root / ROOT.relative_to("/")
     here.mkdir(parents=True, exist_ok=True)
     for name in ("proc", "sys", "dev"):
@@ -128,7 +128,7 @@ def enter(root: Path) -> None:
 
 
 def inside(root: Path, place: Path, *command: object) -> list[str]:
-    """The words that run a command in the Debian, in a directory of the project."""
+    """The arguments that run a command in the Debian, in a directory of the project."""
     paths = ":".join(map(str, (ROOT, ROOT / "client", ROOT / "native", f"/{SITE}")))
     return [
         "chroot", str(root), "/usr/bin/env", "-i", "-C", str(place), "PATH=/usr/bin:/usr/sbin",

@@ -17,6 +17,7 @@ from pccheck import CheckpointState, PCcheckClient
 from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.trainer import Trainer
+from tests.support.waiting import until
 
 MIB = 1 << 20
 FLOATS = MIB // 4  # of one MiB
@@ -123,6 +124,35 @@ def test_host_memory_grew_by_a_checkpoint_with_every_save(daemon: Daemon) -> Non
         after = save(range(6, 6 + saves))
         grown = [late - early for early, late in zip(before, after, strict=True)]
         assert max(grown) < saves * size * MIB // 3, grown
+
+
+def held_by(*pids: int) -> list[int]:
+    """How many threads and descriptors."""
+    folders = [Path(f"/proc/{pid}/{kind}") for pid in pids for kind in ("task", "fd")]
+    return [len(list(folder.iterdir())) for folder in folders]
+
+
+def test_each_run_of_a_sweep_left_threads_and_descriptors(daemon: Daemon) -> None:
+    """In one process, as sweeps and notebooks make their clients. The daemon's pools start a thread
+    now and then, up to their limits: less than one in each run."""
+    runs = 8
+
+    def run(number: int) -> None:
+        with PCcheckClient("sweep", socket=daemon.socket, fresh=True) as client:
+            model, optimizer = training(client)
+            for at in (1, 2):
+                client.checkpoint(step=2 * number + at)
+                step(model, optimizer)
+
+    run(0)
+    early = held_by(os.getpid(), daemon.pid)
+    for number in range(1, 1 + runs):
+        run(number)
+
+    def pairs() -> list[tuple[int, int]]:
+        return list(zip(early, held_by(os.getpid(), daemon.pid), strict=True))
+
+    until(lambda: all(late < before + runs for before, late in pairs()), pairs)
 
 
 def test_staging_the_whole_state_took_the_memory_of_the_node(start_daemon: Start) -> None:

@@ -56,9 +56,9 @@ MUTANTS = (
                 "(void)0;",
             ),
         ),
-        seed="8",
+        seed="12",
     ),
-    Mutant("wrong slot", "data one slot too far", arguments=("--mutant", "wrong-slot")),
+    Mutant("wrong slot", "data one slot too far", arguments=("--mutant", "wrong-slot"), seed="8"),
     Mutant(
         "single record",
         "every record in one place",
@@ -106,6 +106,7 @@ MUTANTS = (
                 "        result = pcc_commit_staged(volume, on_durable, context);\n",
             ),
         ),
+        seed="9",
     ),
     Mutant(
         "acknowledged before the record",
@@ -144,6 +145,7 @@ MUTANTS = (
         changes=(
             ("if (!save->sealed || save->written <", "if (!save->handed_over || save->written <"),
         ),
+        seed="3",
     ),
     Mutant(
         "failed flush ignored",
@@ -164,7 +166,7 @@ MUTANTS = (
                 "const bool doubtful = 0 && atomic_load_explicit(",
             ),
         ),
-        seed="7",
+        seed="39",
     ),
     Mutant(
         "failed msync concerns its own save only",
@@ -177,6 +179,7 @@ MUTANTS = (
                 "const bool doubtful = 0 && atomic_load_explicit(",
             ),
         ),
+        seed="1",
     ),
     Mutant(
         "failed write ignored",
@@ -188,13 +191,14 @@ MUTANTS = (
                 "    if (1) {\n        if (save->has_base)",
             ),
         ),
-        seed="7",
+        seed="1",
     ),
     Mutant(
         "short write taken for whole",
         "the rest of the transfer is not resumed",
         source="io/pcc_io.c",
         changes=(("        length -= moved;\n", "        length = 0;\n"),),
+        seed="1",
     ),
     Mutant(
         "older overtakes newer",
@@ -281,6 +285,7 @@ MUTANTS = (
                 "    const int result = write_changed(",
             ),
         ),
+        seed="12",
     ),
     Mutant(
         "a base recycled",

@@ -34,7 +34,7 @@ def run(
     socket: str = "", kill_at: int = 0, every: int = 2, stateful: bool = False,
     seedable: bool = False, workers: int = 0,
 ) -> None:  # fmt: skip
-    """Without a socket it trains undisturbed."""
+    """Without a socket it trains without PCcheck."""
     torch.manual_seed(5)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=ACCUMULATION,

@@ -78,7 +78,7 @@ def run(
     runs: int = 1,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Without a socket it trains undisturbed. `runs`: in this process, as the folds of a cross
+    """Without a socket it trains without PCcheck. `runs`: in this process, as the folds of a cross
     validation."""
     args = TrainingArguments(
         output_dir, use_cpu=True, report_to=[], disable_tqdm=True, seed=7,

@@ -67,8 +67,8 @@ def test_a_killed_training_continues_with_the_same_numbers(
 def test_the_first_epoch_of_a_loader_with_worker_processes(
     run: Callable[..., list[str]], seedable: bool
 ) -> None:
-    """Accelerate's prepare() starts them, and they read ahead in an order that only this process
-    has drawn."""
+    """Accelerate's prepare() starts the workers, which read ahead. Only this process has drawn that
+    order, so a resumed one cannot have it."""
     options = {"stateful": True, "workers": 1, "seedable": seedable}
     plain = run(every=99, **options)[1:]
     assert len(plain) == 39
@@ -101,8 +101,8 @@ def test_two_ranks_resume_one_step(run: Callable[..., list[str]]) -> None:
 def test_another_number_of_ranks_begins_the_epoch_again(
     run: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    """In one order on all of them: together they get each item once, before the first ones come
-    again to make the ranks' shares equal."""
+    """All ranks have the same order: together they get each item once. Then the first items are
+    repeated, so that every rank has the same number."""
     run(every=2, kill_at=3, stateful=True, code=-signal.SIGKILL)
     assert run(every=99, stateful=True, ranks=2)[0] == "FROM 2"
     shares = [

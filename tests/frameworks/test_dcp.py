@@ -102,8 +102,8 @@ def goes_on(daemon: Daemon, wanted: dict[str, Any]) -> None:
 
 
 def attached(daemon: Daemon, wanted: dict[str, Any]) -> None:
-    """The optimizer's state has the numbers of its own state_dict(), and the names of its
-    parameters, which it knows."""
+    """The optimizer was made of named parameters: its state is found by the numbers of its
+    state_dict(), and by those names."""
     model = built(seed=1)
     optimizer = optimizer_of(model)
     state_of(model, optimizer)  # makes the moments
@@ -135,7 +135,7 @@ def attached(daemon: Daemon, wanted: dict[str, Any]) -> None:
 
 
 def exported(ctl: Ctl, daemon: Daemon, place: Path, wanted: dict[str, Any]) -> None:
-    """Of what torch planned, a rank stores only a part; a file has all of it."""
+    """A rank stores only a part of what torch planned; an exported file has all of it."""
     target = place / "planned.pt"
     ran = ctl(daemon.storage, "export", "planned", "-o", target, "--only", "tensors")
     assert ran.code == 0, ran.err

@@ -1,5 +1,6 @@
-"""Lightning's Trainer with PCcheckCallback: killed trainings go on bit for bit; waiting comes after
-forward and backward; paths of PCcheck. One process imports Lightning, and forks the trainings."""
+"""Lightning's Trainer with PCcheckCallback: killed trainings continue bit for bit; waiting comes
+after forward and backward; paths of PCcheck. One process imports Lightning, and forks the
+trainings."""
 
 from __future__ import annotations
 
@@ -46,6 +47,9 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     ("whole-accumulated", {"accumulate": 4}),
     ("killed-accumulated", {"job": "sum", "every": 1, "kill": 4, "saved": 3, "accumulate": 4}),
     ("resumed-accumulated", {"job": "sum", "every": 1, "accumulate": 4}),
+    ("whole-averaged", {"average": True}),
+    ("killed-averaged", {"job": "mean", "every": 4, "kill": 10, "saved": 8, "average": True}),
+    ("resumed-averaged", {"job": "mean", "every": 4, "average": True}),
     ("plain", {"job": "plain", "every": 6, "plain": True, "epochs": 1, "odd": [{"a": "b"}]}),
     ("folds", {"job": "folds", "kind": "folds", "every": 5, "epochs": 1}),
     ("order", {"job": "order", "kind": "order", "epochs": 1}),
@@ -53,6 +57,7 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     ("crowded", {"job": "crowded", "kind": "crowded"}),
     ("crowded-at-end", {"job": "crowded-at-end", "kind": "crowded", "epochs": 2}),
     ("refused", {"job": "refused", "kind": "refused"}),
+    ("fabric", {"job": "fabric", "kind": "fabric"}),
 ]
 
 
@@ -90,7 +95,12 @@ def require_resumed(whole: list[str], killed: list[str], resumed: list[str], fir
 
 @pytest.mark.parametrize(
     ("suffix", "reference", "first"),
-    [("", "whole", 8), ("-at-end", "whole", 6), ("-accumulated", "whole-accumulated", 3)],
+    [
+        ("", "whole", 8),
+        ("-at-end", "whole", 6),
+        ("-accumulated", "whole-accumulated", 3),
+        ("-averaged", "whole-averaged", 8),  # by a callback that comes after PCcheckCallback
+    ],
 )
 def test_a_killed_training_goes_on_bit_for_bit(
     alone: Read, suffix: str, reference: str, first: int
@@ -132,13 +142,20 @@ def test_it_is_shown_whether_a_run_was_resumed(alone: Read) -> None:
     assert not any("continues from step" in line for line in alone("killed"))
     assert sum("job 'middle' continues from step 8" in one for one in alone("resumed")) == 1
     assert not any("has no checkpoint yet" in line for line in alone("resumed"))
-    assert not any("which this process saved itself" in line for line in alone("resumed"))
+    assert not any("an earlier client of this process saved" in line for line in alone("resumed"))
 
 
 def test_a_second_run_in_one_process_is_warned_of(alone: Read) -> None:
     lines = alone("folds")
-    assert sum("which this process saved itself" in line for line in lines) == 1
+    assert sum("an earlier client of this process saved" in line for line in lines) == 1
     assert len([line for line in lines if line.startswith("STEP")]) == 6  # only the first trains
+
+
+def test_a_loop_of_fabric_goes_on_bit_for_bit(alone: Read) -> None:
+    """Its optimizer is attached without the wrapper, whose own hooks never run."""
+    lines = alone("fabric", "STEP", "CODE")
+    assert lines[-1] == "CODE 0" and len(lines) == 13, alone("fabric")
+    assert lines[6:12] == lines[:6]
 
 
 def test_forward_and_backward_come_before_the_gate(alone: Read) -> None:

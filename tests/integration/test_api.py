@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +28,7 @@ from pccheck import (
 from pccheck_wire.messages import Describe
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
+from tests.support.programs import python
 
 Connect = Callable[..., PCcheckClient]
 
@@ -322,6 +321,31 @@ def test_a_dict_of_a_models_tensors_is_put_back_into_the_model(
     assert torch.equal(model.weight, saved.weight) and torch.equal(model.bias, saved.bias)
 
 
+def test_parameters_in_a_list_of_a_dict_are_restored_into_the_optimizers_tensors(
+    connect: Connect,
+) -> None:
+    """Master weights in a list: other tensors in that list would leave the optimizer with the
+    first values."""
+
+    def make() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+        masters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        return masters, torch.optim.SGD(masters, 0.1)
+
+    masters, optimizer = make()
+    with connect() as client:
+        client.attach(train={"masters": masters}, optimizer=optimizer)
+        for one in masters:
+            one.grad = torch.ones(3)
+        optimizer.step()
+        client.checkpoint(step=1).wait_durable(60)
+    resumed, optimizer = make()
+    with connect() as client:
+        client.attach(train={"masters": resumed}, optimizer=optimizer)
+        assert client.restore().step == 1
+    for then, now in zip(masters, optimizer.param_groups[0]["params"], strict=True):
+        assert torch.equal(then, now)
+
+
 def test_the_state_dict_of_an_optimizer_is_refused(connect: Connect) -> None:
     state = kit()["optimizer"].state_dict()
     client = connect()
@@ -490,30 +514,29 @@ with PCcheckClient(socket={socket!r}, on_error="raise") as client:
 """
 
 
-@pytest.mark.long
 def test_scripts_of_one_name_do_not_go_on_from_each_other(daemon: Daemon, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(socket=str(daemon.socket)))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
-    def run(*arguments: str, cwd: Path = tmp_path, **environ: str) -> tuple[int, str, str]:
-        ran = subprocess.run(
-            [sys.executable, str(script), *arguments], cwd=cwd, capture_output=True, text=True,
-            env=daemon.environment() | environ, timeout=120,
-        )  # fmt: skip
-        return ran.returncode, ran.stdout, ran.stderr
+    def run(*arguments: str, cwd: Path = tmp_path, **environ: str) -> tuple[int, list[str], str]:
+        """The exit code, the step that was restored, and all that was printed."""
+        with python(str(script), *arguments, cwd=cwd, environment=environ) as program:
+            said = program.finish()
+            assert program.returncode is not None
+            return program.returncode, list(filter(str.isdigit, said.splitlines())), said
 
-    assert run("--lr", "0.1")[:2] == (0, "0\n")
-    code, out, err = run("--lr", "0.1")
-    assert (code, out) == (0, "1\n")
-    assert "PCcheck: job 'train' (named after the script) continues from step 1" in err
-    assert "train.py --lr 0.1 (pid " in err and str(tmp_path) in err
+    assert run("--lr", "0.1")[:2] == (0, ["0"])
+    code, steps, said = run("--lr", "0.1")
+    assert (code, steps) == (0, ["1"])
+    assert "PCcheck: job 'train' (named after the script) continues from step 1" in said
+    assert "train.py --lr 0.1 (pid " in said and str(tmp_path) in said
     for other in (run("--lr", "0.01"), run("--lr", "0.1", cwd=elsewhere)):
         assert other[0] == 1
         assert "by another command, train.py --lr 0.1" in other[2] and "PCCHECK_JOB" in other[2]
-    assert run("--lr", "0.01", PCCHECK_JOB="train")[:2] == (0, "2\n")
-    assert run("--lr", "0.01", PCCHECK_JOB="other")[:2] == (0, "0\n")
+    assert run("--lr", "0.01", PCCHECK_JOB="train")[:2] == (0, ["2"])
+    assert run("--lr", "0.01", PCCHECK_JOB="other")[:2] == (0, ["0"])
 
 
 def test_fresh_and_restore_contradict_each_other(daemon: Daemon) -> None:

@@ -179,7 +179,7 @@ def test_a_full_disk_names_what_may_be_dropped_finished_jobs_first(
     handle = trainer.checkpoint()
     until(lambda: trainer.state(handle) == "failed")
     told = " ".join([trainer.reason(handle), *trainer.warnings])
-    assert "pccheckctl drop over (" in told
+    assert f"pccheckctl --socket {daemon.socket} drop over (" in told
     assert told.index("drop over") < told.index("drop running")
 
 

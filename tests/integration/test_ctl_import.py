@@ -494,3 +494,45 @@ def test_a_whole_state_in_safetensors_is_refused(
     assert online(ctl, daemon, "export", "source", "-o", source).code == 0
     ran = online(ctl, daemon, "import", "job", source)
     assert ran.code == 2 and "--only model" in ran.err
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD", "Rprop"])
+def test_state_of_an_earlier_torch_is_made_to_fit(
+    name: str, start_daemon: Start, ctl: Ctl, tmp_path: Path
+) -> None:
+    """Before torch 1.12 the step was a number, and groups had fewer options: torch's
+    load_state_dict() takes them, and the next step must not end training."""
+    daemon, path = start_daemon(), tmp_path / "in.pt"
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(3, 2)
+        return model, getattr(torch.optim, name)(model.parameters())
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = made()
+    train(model, optimizer)
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        numbers = {key: value.item() for key, value in entry.items() if value.dim() == 0}
+        entry.update(numbers | {"step": int(entry["step"])})
+    for group in state["param_groups"]:
+        for option in ("foreach", "fused", "capturable", "maximize", "differentiable"):
+            group.pop(option, None)
+    torch.save({"model": model.state_dict(), "optimizer": state}, path)
+    expected, resumed = made(), made()
+    expected[0].load_state_dict(model.state_dict())
+    expected[1].load_state_dict(state)
+    assert online(ctl, daemon, "import", "job", path).code == 0
+    with PCcheckClient("job", 0, 1, socket=daemon.socket) as client:
+        client.attach(model=resumed[0], optimizer=resumed[1])
+        assert client.restore()
+        train(*resumed)
+    train(*expected)
+    for one, other in zip(expected[0].parameters(), resumed[0].parameters(), strict=True):
+        assert identical(one, other)

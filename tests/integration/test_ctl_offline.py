@@ -113,6 +113,10 @@ def test_no_such_directory_is_ten(ctl: Ctl, tmp_path: Path) -> None:
     ran = ctl(tmp_path / "nothing", "list")
     assert ran.code == 10
     assert "hint: " in ran.err
+    (tmp_path / "file").touch()
+    ran = ctl(tmp_path / "file", "list")
+    assert ran.code == 10
+    assert f"{tmp_path}/file is not a directory" in ran.err
 
 
 def test_a_directory_that_is_no_store_is_ten(ctl: Ctl, tmp_path: Path) -> None:

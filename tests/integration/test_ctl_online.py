@@ -14,6 +14,7 @@ import pytest
 
 import pccheckctl
 from pccheck_store.remote import DaemonStore
+from pccheck_wire import basics
 from pccheck_wire.errors import DaemonUnreachableError
 from pccheckctl import cli, source
 from pccheckctl.commands import verify
@@ -149,6 +150,8 @@ def test_verify_reads_a_part_and_says_which(ctl: Ctl, daemon: Daemon) -> None:
     assert found == [20] and read > payload[10] + payload[30]
     code, out, _ = ctl("verify", "job", "--step", 10, "--read-data-subset", "50%", "--seed", 7)
     assert code == 0 and "(50%; --seed 7 reads the same again)" in out
+    out = ctl("verify", "job", "--step", 10, "--read-data-subset", "100%", "--json")[1]
+    assert json.loads(out)["read_bytes"] == payload[10]  # the tree lies in a piece, too
     for wrong in (["--read-data-subset", "0%"], ["--read-data-subset", "5%", "--seed", "-1"]):
         assert ctl("verify", *wrong)[0] == 2
 
@@ -273,6 +276,7 @@ def test_without_a_daemon_the_private_ones_are_named_by_their_directories(
     monkeypatch.setenv("PCCHECK_SOCKET", "/nonexistent/socket")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # no private daemon of this machine
+    monkeypatch.setattr(basics, "TEMPORARY", str(tmp_path))
     monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
     for name in ("a b", "c"):
         private = start_daemon("--allow-any-filesystem", storage=make(tmp_path / name, 10))

@@ -143,6 +143,45 @@ def test_resumed_training_is_the_same(
     assert [name for name in state if state_after[name] != state[name]] == []
 
 
+def keep_best(trainer: Any, gone: int) -> None:
+    """Attaches the weights of the best step so far: a copy, or still the model's own tensors."""
+    weights = trainer.net.state_dict()
+    if gone:
+        trainer.gpu.synchronize()
+        weights = {name: trainer.gpu.like(tensor) for name, tensor in weights.items()}
+    trainer.best = {"weights": weights, "step": gone}
+    trainer.client.attach(best=trainer.best)
+
+
+def save(trainer: Any, step: int) -> None:
+    trainer.gpu.synchronize()
+    trainer.client.checkpoint(step=step).wait_durable(60)
+
+
+def best(trainer: Any) -> tuple[int, dict[str, bytes]]:
+    trainer.gpu.synchronize()
+    return trainer.best["step"], {k: raw(v) for k, v in trainer.best["weights"].items()}
+
+
+@pytest.mark.parametrize("transfer", ["pull", "push"])
+def test_best_weights_beside_the_model_stay_apart(start_node: Start, transfer: str) -> None:
+    node = start_node()
+    killed = start(node, "float32", transfer=transfer)
+    killed.evaluate(Call(train, 1, 3, 10))
+    killed.evaluate(Call(keep_best, 3))
+    killed.evaluate(Call(train, 4, 8, 10))
+    killed.evaluate(Call(save, 8))
+    state, weights = killed.evaluate(outcome)[1], killed.evaluate(best)
+    killed.kill()
+
+    resumed = start(node, "float32", transfer=transfer)
+    resumed.evaluate(Call(keep_best, 0))
+    assert resumed.evaluate(resume) == 8
+    assert resumed.evaluate(outcome)[1] == state
+    assert resumed.evaluate(best) == weights
+    assert weights[1]["wide.weight"] != state["net.wide.weight"]
+
+
 def test_a_damaged_gradient_would_be_seen(start_node: Start) -> None:
     """Shows that the test above can fail: one changed bit of one batch changes all later losses."""
     node = start_node()

@@ -118,6 +118,23 @@ def test_a_job_whose_directory_is_closed_while_it_saves_is_told_the_fix(
         client.checkpoint({"step": 4}, step=4).wait_durable(60)
 
 
+def test_an_immutable_volume_is_named_with_its_attribute(start_daemon: Start) -> None:
+    """The owner and the mode that such a file needs are those that it has."""
+    daemon = start_daemon()
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        client.checkpoint({"step": 1}, step=1).wait_durable(60)
+        (volume,) = daemon.storage.glob("*/job/*.pcc")
+        if subprocess.run(["chattr", "+i", volume], capture_output=True, check=False).returncode:
+            pytest.skip("needs root, and a file system with the attributes of ext4")
+        try:
+            for step in (2, 3):
+                with pytest.raises(CheckpointFailedError, match="chattr -i"):
+                    client.checkpoint({"step": step}, step=step).wait_durable(60)
+        finally:
+            subprocess.run(["chattr", "-i", volume], check=True)
+        client.checkpoint({"step": 4}, step=4).wait_durable(60)
+
+
 def test_a_lock_file_that_is_none_is_to_be_removed() -> None:
     with Daemon(*SMALL) as daemon:
         layout.lock_path(daemon.storage).mkdir()

@@ -3,6 +3,7 @@ checkpoint is of one step, and nothing is raised into the training loop."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -17,6 +18,10 @@ import torch
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
+from pccheck.saving import saver
+from pccheck.saving.in_flight import entry_of
+from pccheck.saving.saver import Saver
+from pccheck_native import SNAPSHOTS, WORD_COPYING, WORD_REQUESTED
 from pccheck_wire.attach import Attachment
 from tests.support.daemon import Daemon
 from tests.support.trainer import Stamped, expected, mismatch
@@ -115,16 +120,56 @@ def test_another_thread_in_the_middle_of_an_update_gets_none_either(client: PCch
     handles[1].wait_durable(60)
 
 
-def test_a_step_that_failed_does_not_count_as_one_that_goes_on(client: PCcheckClient) -> None:
+@pytest.mark.parametrize("by", ["step", "restore"])
+def test_a_step_that_an_exception_ended_is_not_saved(client: PCcheckClient, by: str) -> None:
+    """A script that saves once more after Ctrl-C: half of the parameters are of the step before.
+    The next step saves again, and so does a restore."""
     kit = Kit(client)
+    kit.optimizer.step()
+    client.checkpoint(step=1).wait_durable(60)
 
-    def fail() -> None:
-        raise MemoryError
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    kit.optimizer.between = fail
-    with pytest.raises(MemoryError):
+    kit.optimizer.between = interrupt
+    with pytest.raises(KeyboardInterrupt):
         kit.optimizer.step()
-    client.checkpoint(step=4).wait_durable(60)
+    with pytest.warns(PccheckWarning, match="ended a step.*may be of two steps, and is skipped"):
+        torn = client.checkpoint(step=2)
+    assert torn.state is CheckpointState.SKIPPED
+    assert kit.recovered() == "" and client.recover().step == 1
+    assert client.checkpoint(step=2).state is CheckpointState.SKIPPED
+    kit.optimizer.between = lambda: None
+    if by == "restore":
+        client.restore()
+        kit.optimizer.now = 1
+    else:
+        kit.optimizer.step()
+    client.checkpoint(step=kit.optimizer.now).wait_durable(60)
+    assert kit.recovered() == ""
+
+
+@pytest.mark.parametrize("at", ["__enter__", "__exit__"])
+def test_ctrl_c_at_the_edge_of_a_call_costs_not_the_last_checkpoint(
+    client: PCcheckClient, at: str
+) -> None:
+    """Python leaves the with block of the call open as long as the exception is handled."""
+    kit = Kit(client)
+    kit.optimizer.step()
+    codes = {getattr(contextlib._GeneratorContextManager, at).__code__}
+    number, interrupted = 0, True
+    while interrupted:
+        number += 1
+        interrupted = False
+        sys.settrace(interrupting(codes, number, ("line", "return")))
+        try:
+            client.gate()
+            sys.settrace(None)
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            interrupted = True
+            client.checkpoint(step=number).wait_durable(60)
+    assert number > 3
 
 
 class Asking:
@@ -220,15 +265,18 @@ def test_a_thread_that_saves_beside_training_saves_whole_steps(client: PCcheckCl
     assert mismatch(tensors, int(tensors[0][0].item()) // 3) == ""
 
 
-def interrupting(codes: set[CodeType], at: int) -> Callable[..., Any]:
-    """For sys.settrace: Ctrl-C before line number `at` of those that run in `codes`."""
+def interrupting(
+    codes: set[CodeType], at: int, events: tuple[str, ...] = ("line",)
+) -> Callable[..., Any]:
+    """For sys.settrace: Ctrl-C before line number `at` of those that run in `codes`, or at another
+    of these events."""
     left = at
 
     def trace(frame: FrameType, event: str, _argument: object) -> Any:
         nonlocal left
         if frame.f_code not in codes:
             return None
-        if event == "line":
+        if event in events:
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -260,6 +308,27 @@ def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Callable[..., D
         with PCcheckClient(job="job", rank=0, world_size=1, socket=socket) as later:
             assert later.recover().step == kept.step, at
     assert at > len(ends)
+
+
+def test_ctrl_c_in_checkpoint_leaves_no_entry_of_the_page_in_use(client: PCcheckClient) -> None:
+    """An entry that nothing ends would cost one of every 64 later checkpoints."""
+    Kit(client)
+    codes = {Saver.submit.__code__, saver._request.__code__, saver._submit.__code__}
+    at, handle = 0, None
+    while handle is None:
+        at += 1
+        sys.settrace(interrupting(codes, at))
+        with suppress(KeyboardInterrupt):
+            handle = client.checkpoint(step=1)
+        sys.settrace(None)
+    assert at > len(codes)
+    handle.wait_durable(60)
+    last = handle._in_flight.snapshot
+    connection = client._session.current()
+    assert connection is not None
+    words = [entry_of(connection, one) for one in range(max(1, last - SNAPSHOTS + 1), last + 1)]
+    open_words = [one for one in words if one and one.word in (WORD_REQUESTED, WORD_COPYING)]
+    assert not open_words
 
 
 def test_ctrl_c_in_checkpoint_is_named_as_the_reason(

@@ -191,8 +191,8 @@ def test_a_trace_shows_the_overlap(
     capsys.readouterr()
     assert cli.main(["--socket", str(daemon.socket), "tune", "--job", "job", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["interval_steps"] >= 1
-    assert cli.main(["--socket", str(daemon.socket), "tune", "--job", "none"]) == 1
-    assert "fewer than 4 checkpoints of job 'none'" in capsys.readouterr().err
+    assert cli.main(["--socket", str(daemon.socket), "tune", "--job", "none"]) == 13
+    assert "there is no durable checkpoint of job 'none'" in capsys.readouterr().err
     events = json.loads(path.read_text())["traceEvents"]
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"lane 0: copy", "lane 1: copy", "admission", "gate: the trainer is held"} <= tracks

@@ -3,8 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
+from tests.support.programs import Program
 from tests.unit.test_flatten import same
 from tests.unit.test_inplace import Float32, Named, OwnBoth
 
@@ -81,17 +81,16 @@ def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
     assert same(whole.state_dict(), optimizer.state_dict())
 
 
-def spawned(daemon: Daemon, how: str) -> list[str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.spawned", str(daemon.socket), how],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return sorted(ran.stdout.splitlines())
+def spawned(daemon: Daemon, how: str, method: str = "fork") -> list[str]:
+    with Program("tests.support.spawned", daemon.socket, how, method) as program:
+        printed = program.finish()
+        assert program.returncode == 0, printed
+    return sorted(re.findall(r"(?m)^\d: .*", printed))
 
 
 def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(start_daemon: Start) -> None:
     daemon = start_daemon()
-    assert spawned(daemon, "late") == ["0: 0 0", "1: 0 1"]
+    assert spawned(daemon, "late", "spawn") == ["0: 0 0", "1: 0 1"]
     assert spawned(daemon, "late") == ["0: 1 0", "1: 1 1"]
 
 

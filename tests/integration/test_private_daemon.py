@@ -9,15 +9,24 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from pccheck import PCcheckClient, PccheckError, RefusedError, WaitTimeoutError
+from pccheck import (
+    PCcheckClient,
+    PccheckError,
+    PccheckWarning,
+    RefusedError,
+    WaitTimeoutError,
+)
 from pccheck.daemon import autostart
 from pccheck.daemon.autostart import PrivateDaemon
+from pccheck.integrations import dcp
 from pccheck_native import layout
 from pccheck_store.directory import Storage
 from pccheck_store.jobs import find_store
@@ -25,7 +34,13 @@ from tests.support.daemon import Daemon
 from tests.support.programs import script
 from tests.support.waiting import until
 
-MOUNTED = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+#: A mount namespace of its own, with another directory at a place.
+MOUNTS = """
+import ctypes, subprocess
+assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "--bind", {disk!r}, {place!r}], check=True)
+"""
 KILL = "import os; os.kill(os.getpid(), 9)"
 
 
@@ -152,6 +167,18 @@ def test_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> No
     assert run(storage, "client.close()", second) == ["3"]
 
 
+def test_dcp_reads_through_the_daemon_that_was_found(daemon: Daemon) -> None:
+    """Its socket is not where this process would make one."""
+    storage, other = daemon.root / "private", daemon.root / "r2"
+    other.mkdir(mode=0o700)
+    assert run(storage, KILL, daemon.root / "r") == ["0"]
+    with private(storage, other) as client:
+        dcp.async_save({"x": torch.ones(9)}, client=client, step=1).result(60)
+        state = {"x": torch.zeros(9)}
+        dcp.load(state, client=client)
+        assert state["x"].sum() == 9
+
+
 def test_the_daemon_of_autostart_sees_every_gpu_and_bounds_its_log(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,18 +291,16 @@ def test_one_path_in_two_containers_is_two_directories(daemon: Daemon) -> None:
     """The containers share the runtime directory, but have different file systems at the path."""
     runtime, path = daemon.root / "r", daemon.root / "ckpt"
     path.mkdir()
-    text = SCRIPT.format(storage=str(path), end=KILL)
     found = []
     for inside in ("one", "two", "one", "two"):
         (daemon.root / inside).mkdir(exist_ok=True)
-        mount = f'mount --bind "{daemon.root / inside}" "{path}" && exec "$0" -c "$1"'
-        ran = subprocess.run(
-            [*MOUNTED, mount, sys.executable, text], capture_output=True, text=True, timeout=120,
-            env=os.environ | {"XDG_RUNTIME_DIR": str(runtime)},
-        )  # fmt: skip
-        if ran.returncode != -signal.SIGKILL:
-            pytest.skip(f"no mount namespace here: {ran.stderr[-200:]}")
-        found.append(ran.stdout.split())
+        text = MOUNTS.format(disk=str(daemon.root / inside), place=str(path))
+        text += SCRIPT.format(storage=str(path), end=KILL)
+        with script(text, environment={"XDG_RUNTIME_DIR": str(runtime)}) as program:
+            said = program.finish()
+            if program.returncode != -signal.SIGKILL:
+                pytest.skip(f"no mount namespace here: {said[-200:]}")
+        found.append(list(filter(str.isdigit, said.splitlines())))
     assert found == [["0"], ["0"], ["1"], ["1"]]
     for inside in ("one", "two"):
         os.kill(daemon_of(daemon.root / inside), signal.SIGTERM)
@@ -367,6 +392,42 @@ def test_it_is_started_again_when_its_runtime_directory_has_gone(daemon: Daemon)
         said = program.finish()
         assert (program.returncode, said.splitlines()[-1]) == (0, "durable"), said
     ended(daemon_of(storage))
+
+
+def test_its_socket_is_elsewhere_where_the_directory_named_does_not_do(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative one is another directory for the daemon, and below the long one of a batch system
+    the path of a socket is too long."""
+    monkeypatch.chdir(daemon.root)
+    long = daemon.root / "slurm_job.12345678.node-0123456789"
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name, runtime in (("one", Path("r")), ("two", Path())):
+        with private(daemon.root / name, runtime) as client:
+            assert client.recover().step == 0
+            socket = layout.noted_socket(daemon.root / name)
+        assert socket is not None and not socket.is_relative_to(daemon.root)
+        shutil.rmtree(socket.parent)
+
+
+def test_training_continues_where_the_daemon_has_no_place_for_its_socket(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user can have made a directory in /tmp first."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(daemon.root))
+    place = daemon.root / f"pccheck-{os.getuid()}"
+    place.mkdir(mode=0o755)
+    with pytest.warns(PccheckWarning, match="WITHOUT checkpoints.* other users can read it"):
+        client = PCcheckClient(job="auto", autostart=True, storage=daemon.root / "private")
+    handle = client.checkpoint([torch.ones(1000)], step=1)
+    assert "other users can read it" in str(handle.exception(60))
+    place.chmod(0o700)
+    client.recover()
+    client.checkpoint([torch.ones(1000)], step=2).wait_durable(60)
+    client.close()
 
 
 # -- the lock under which it is found, started or ended --------------------------------------------

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import Daemon
+from tests.support.programs import python
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
@@ -18,10 +17,9 @@ def test_the_blocks_of_the_page_run(start_daemon: Callable[..., Daemon], tmp_pat
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
     daemon = start_daemon()
-    ran = subprocess.run(
-        [sys.executable, str(script)], text=True, capture_output=True, timeout=300, cwd=tmp_path,
-        env=daemon.environment() | {"PCCHECK_SOCKET": str(daemon.socket)},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    warned = [line for line in ran.stderr.splitlines() if "Warning" in line]
-    assert all("which this process saved itself" in line for line in warned), warned
+    variables = daemon.environment() | {"PCCHECK_SOCKET": str(daemon.socket)}
+    with python(str(script), environment=variables, cwd=tmp_path) as program:
+        printed = program.finish()
+    assert program.returncode == 0, printed
+    warned = [line for line in printed.splitlines() if "Warning" in line]
+    assert all("an earlier client of this process saved" in line for line in warned), warned

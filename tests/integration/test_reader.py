@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from pccheck import (
+    CheckpointFailedError,
     DaemonUnreachableError,
     DamagedError,
     NoCheckpointError,
@@ -26,6 +27,7 @@ from pccheck import (
     UsageError,
     Wanted,
 )
+from pccheck_wire.attach import Attachment
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role
 from tests.support.as_user import fork_as, import_all
@@ -34,6 +36,7 @@ from tests.support.rank import Rank as Session
 from tests.support.rank import payload_of
 from tests.support.trainer import Trainer, expected
 from tests.support.volumes import WIDE, Rank, damage, make, numbers
+from tests.support.waiting import until
 
 Start = Callable[..., Any]
 COUNTS = [300_000, 7, 90_001]
@@ -256,6 +259,40 @@ def test_a_killed_daemon_ends_what_is_open_and_the_next_one_has_it(
         trainer.connects_again()
         last = save(trainer, count=3)
         assert is_step(reader.open(), last)
+
+
+def test_a_read_that_was_interrupted_writes_nothing_afterwards(
+    start_daemon: Start, start_trainer: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be another's by then. The checkpoint stays open."""
+    daemon = start_daemon()
+    save(start_trainer(daemon, COUNTS))
+    with Reader("job", socket=daemon.socket) as reader:
+        opened = reader.open()
+        opened.leaves()
+        dest = torch.zeros(COUNTS[0])
+        request = Attachment.request
+
+        def interrupted(self: Attachment, body: Any, **options: Any) -> Any:
+            request(self, body, **options)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+            context.setattr(Attachment, "request", interrupted)
+            opened.read_into("model.parts.0", dest)
+        dest.zero_()  # what came before the interrupt
+        until(lambda: _reads(opened))
+        assert not dest.any()
+        assert is_step(opened, 1)
+
+
+def _reads(opened: OpenCheckpoint) -> bool:
+    """Whether the daemon has sent all of an earlier read."""
+    try:
+        return bool(opened.read("model.parts.1").numel())
+    except CheckpointFailedError as error:
+        assert "earlier read of this process has not ended" in error.message
+        return False
 
 
 def test_what_other_users_have_is_refused(start_daemon: Start, start_trainer: Start) -> None:

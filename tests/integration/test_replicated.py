@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from pccheck_native import catalog
+from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.trainer import RemoteError, Trainer, mismatch
 from tests.support.volumes import damage
@@ -68,6 +67,24 @@ def test_ranks_with_different_tensors_do_not_save_what_none_can_restore(
     for trainer, handle in zip(group, handles, strict=True):
         with pytest.raises(RemoteError, match=why):
             trainer.wait_global(handle)
+
+
+def test_ranks_that_attach_in_another_order_do_not_mix_what_they_store(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Two models of the same shapes: each rank would store a part of another one."""
+    daemon = start_daemon()
+    group = ranks(start_trainer, daemon, 2, attach=False)
+    for trainer, names in zip(group, ("ab", "ba"), strict=True):
+        trainer.evaluate(functools.partial(attach_models, names))
+    handles = [trainer.checkpoint(step=1) for trainer in group]
+    for trainer, handle in zip(group, handles, strict=True):
+        with pytest.raises(RemoteError, match="in another order"):
+            trainer.wait_global(handle)
+
+
+def attach_models(names: str, trainer: Any) -> None:
+    trainer.client.attach(**{name: torch.nn.Linear(8, 8) for name in names})
 
 
 @pytest.mark.parametrize("again", [1, 2, 3])
@@ -143,7 +160,7 @@ def test_each_rank_stores_its_part_only(start_daemon: Start, start_trainer: Conn
 
 
 def test_the_whole_is_exported_from_any_rank(
-    start_daemon: Start, start_trainer: Connect, tmp_path: Path
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl, tmp_path: Path
 ) -> None:
     daemon = start_daemon()
     group = ranks(start_trainer, daemon, 2)
@@ -152,13 +169,11 @@ def test_the_whole_is_exported_from_any_rank(
     for online in (True, False):
         if not online:
             daemon.stop()
-        place = ["--socket", str(daemon.socket)] if online else ["--storage", str(daemon.storage)]
+        storage, place = (None, ["--socket", daemon.socket]) if online else (daemon.storage, [])
         for rank in range(2):
             target = tmp_path / f"{online}-{rank}.pt"
-            subprocess.run(
-                [sys.executable, "-m", "pccheckctl", *place, "export", "job", "--rank", str(rank),
-                 "--output", str(target)], check=True,
-            )  # fmt: skip
+            ran = ctl(storage, *place, "export", "job", "--rank", rank, "--output", target)
+            assert ran.code == 0, ran.err
             state = torch.load(target, weights_only=True)["model"]
             parts = [state[f"parts.{index}"] for index in range(len(COUNTS))]
             assert mismatch(parts, 4) == ""

@@ -80,7 +80,7 @@ def test_what_was_reported_as_failed_is_named_once_it_is_durable(
     assert trainer.wait_copied(handle) in ("copied", "writing")
     daemon.kill()
     assert trainer.ended(handle) == "failed"
-    assert "pccheckctl list" in trainer.reason(handle)  # not known yet
+    assert f"pccheckctl --socket {daemon.socket} list" in trainer.reason(handle)  # not known yet
     daemon.start()
 
     def is_named() -> bool:

@@ -44,7 +44,7 @@ print([client.restore().step for client in clients], flush=True)
 made = [client.checkpoint(step=1) for client in clients]
 [handle.wait_global(60) for handle in made]
 """
-OWN = "which this process saved itself"
+OWN = "an earlier client of this process saved"
 CONTINUES = "continues from step"
 
 

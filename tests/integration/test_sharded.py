@@ -37,7 +37,8 @@ def test_another_mesh_and_another_number_of_ranks_go_on(
         end = (number + 1) * STEPS
         _, said, lines = launch(
             daemon, "job", tmp_path / f"{number}", "--cut", cut, "--frozen", "--steps", "99",
-            "--kill-at", str(end), "--expect", str(end - STEPS), ranks=ranks,
+            "--kill-at", str(end), "--expect", str(end - STEPS),
+            *["--keep-whole"] * (cut == "tp"), ranks=ranks,
         )  # fmt: skip
         assert len({*map(tuple, lines)}) == 1, said
         assert lines[0][0] == last or not number, said  # what was restored

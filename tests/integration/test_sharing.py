@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
-from pccheck_wire.messages import CheckpointState
+from pccheck_wire.messages import CheckpointState, Role
 from tests.conftest import SMALL
 from tests.support.as_user import import_all
 from tests.support.daemon import Daemon
@@ -186,6 +187,19 @@ def test_two_chunks_for_everybody(start_daemon: Start) -> None:
         ranks[0].close()
         until(lambda: _registers(ranks[2], 3 * MIB))
         ranks[2].save(1, payload_of(9, 3 * MIB))
+
+
+def test_a_reader_that_is_refused_leaves_no_descriptor_open(start_daemon: Start) -> None:
+    daemon = start_daemon("--dram", "3MiB")
+    files = Path(f"/proc/{daemon.pid}/fd")
+    with Rank(daemon.socket) as rank:
+        rank.register(MIB)
+        rank.save(1, payload_of(1, MIB))
+        before = len(list(files.iterdir()))
+        for _ in range(4):
+            with pytest.raises(RefusedError, match="two chunks for each of 2 sessions"):
+                Rank(daemon.socket, role=Role.READER)
+        until(lambda: len(list(files.iterdir())) <= before)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, for two users")

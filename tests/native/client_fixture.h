@@ -1,5 +1,5 @@
-/* A client whose daemon is the test itself, and a trainer on the stand-in's GPUs: what either side
- * may do, and in which order, is in the test's hands. */
+/* A client whose daemon is the test itself, and a trainer on the stand-in's GPUs: the test decides
+ * what each side does, and in which order. */
 #ifndef CLIENT_FIXTURE_H
 #define CLIENT_FIXTURE_H
 
@@ -182,7 +182,7 @@ static inline void stream_blocker(void *argument)
         (void)usleep(100);
 }
 
-/* The stream computes until it is told to go on. */
+/* The stream computes until the test ends that. */
 static inline void stream_block(struct stream *stream)
 {
     atomic_store(&stream->blocked, true);
@@ -206,7 +206,7 @@ struct daemon {
     uint8_t *payload; /* what was handed over */
     uint64_t handed_bytes;
     uint32_t taken;    /* chunks that came back */
-    uint32_t damaged;  /* of them, those that the client calls so */
+    uint32_t damaged;  /* of them, those that the client reports as damaged */
     uint32_t returned; /* segments that did */
     bool retiring;     /* full chunks are not the client's again */
 };
@@ -331,7 +331,7 @@ static inline void take_full(struct daemon *d, const struct pcc_message *message
     d->handed_bytes += message->length_bytes;
 }
 
-/* Takes what the client has said by now; full chunks are the client's again at once. */
+/* Takes the client's messages; full chunks are granted to the client again at once. */
 static inline void listen_to(struct daemon *d)
 {
     struct pcc_message message;

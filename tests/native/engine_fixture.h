@@ -42,7 +42,7 @@ static inline struct pcc_io_options options_of(enum pcc_io_engine engine)
 
 static const char *const engine_names[PCC_IO_ENGINES] = {"pwrite", "mmap", "pmem"};
 
-/* NULL where the engine is not to be had. */
+/* NULL where the engine is not available. */
 static inline struct pcc_io *opened_engine(enum pcc_io_engine engine)
 {
     const struct pcc_io_options options = options_of(engine);

@@ -1,4 +1,4 @@
-/* The hand-made client: it maps the page and writes into it what it likes. */
+/* The hand-made client: it maps the page, and the test writes any value into it. */
 #ifndef HANDMADE_CLIENT_H
 #define HANDMADE_CLIENT_H
 
@@ -42,8 +42,7 @@ static inline void admitted(struct fixture *f, uint64_t snapshot, uint32_t chunk
     CHECK(pcc_ring_pop(&f->page.to_client, &message) == 0); /* never more than is needed */
 }
 
-/* An honest FULL message for part `part`, checksums of the zeros that a new chunk holds included.
- */
+/* An honest FULL message for part `part`, with the checksums of a new chunk, which holds zeros. */
 static inline struct pcc_message full(struct fixture *f, uint64_t snapshot, uint32_t chunk,
                                       uint32_t part)
 {

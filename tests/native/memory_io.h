@@ -1,4 +1,4 @@
-/* A disk in memory for tests: counts operations and fails those it is told to. Thread-safe. */
+/* A disk in memory for tests: counts operations, and fails the chosen ones. Thread-safe. */
 #ifndef MEMORY_IO_H
 #define MEMORY_IO_H
 

@@ -1,5 +1,5 @@
-/* A made-up machine with two nodes of one CPU each, which this process may use; and on which CPUs
- * the kernel lets a thread run. */
+/* A fake machine with two nodes of one CPU each, both usable by this process; and the CPUs on which
+ * the kernel runs a thread. */
 #ifndef NUMA_FIXTURE_H
 #define NUMA_FIXTURE_H
 
@@ -84,7 +84,7 @@ static inline void tree_close(struct tree *tree)
     CHECK(rmdir(tree->root) == 0);
 }
 
-/* A process, or 0 for the calling thread, may only use the node's CPU. */
+/* Binds a process, or with 0 the calling thread, to the node's CPU. */
 static inline void bind_to(const struct tree *tree, pid_t pid, int node)
 {
     cpu_set_t cpus;
@@ -121,8 +121,8 @@ static inline bool thread_is_named(const char *tid, const char *prefix)
     return found;
 }
 
-/* How many of our threads whose names begin so run on the CPU of `node` alone; -1: on all that the
- * process may use. */
+/* How many of our threads with this beginning of the name may run on the CPU of `node` only; with
+ * -1: on all CPUs of the process. */
 static inline int threads_near(const struct tree *tree, const char *prefix, int node)
 {
     char wanted[256], cpus[256], self[24];

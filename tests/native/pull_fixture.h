@@ -1,5 +1,5 @@
-/* A tenant whose trainer has GPU memory. The trainer is another process and has nothing but that:
- * the page is the test's to write, as in test_tenant_hostile.c. */
+/* A tenant whose trainer has GPU memory. The trainer is another process that has nothing else: the
+ * test writes the page, as in test_tenant_hostile.c. */
 #ifndef PULL_FIXTURE_H
 #define PULL_FIXTURE_H
 
@@ -164,7 +164,7 @@ static inline uint8_t *client_map(struct pull *p, uint32_t chunk)
     return bytes;
 }
 
-/* The client's part: it is granted a chunk, fills it with the tree of `snapshot`, hands it over. */
+/* The client's part: takes a granted chunk, fills it with the tree of `snapshot`, sends it. */
 static inline void push_tree(struct pull *p, uint64_t snapshot)
 {
     const uint64_t deadline = soon();

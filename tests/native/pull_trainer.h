@@ -162,7 +162,7 @@ struct test {
 /* Without arguments: every test in a process of its own. */
 static inline int pull_main(int argc, char **argv, const struct test *tests, uint32_t count)
 {
-    /* By its path; whoever asks for libcuda.so.1 afterwards is given what is loaded. */
+    /* By its path: a later dlopen of libcuda.so.1 returns the library that is loaded. */
     CHECK(argc < 2 || dlopen(STANDIN, RTLD_NOW) != NULL);
     if (argc == 3 && strcmp(argv[1], "--trainer") == 0) {
         trainer_main(atoi(argv[2]));

@@ -1,5 +1,5 @@
-/* An owner of chunks for tests of the saver: makes payloads that tell their sequence, hands them
- * over, and keeps account of what the saver says. */
+/* An owner of chunks for tests of the saver: makes payloads from which their sequence is known,
+ * hands them over, and counts the saver's answers. */
 #ifndef SAVE_FIXTURE_H
 #define SAVE_FIXTURE_H
 

@@ -1,7 +1,6 @@
-/* A machine that has run out: every call of the core for memory, a mapping, a descriptor, a thread
- * or room in a file comes here first (the linker wraps them in the core alone, see Makefile), and
- * the N-th is refused, once or with all that follow. What was taken is counted, so that a run that
- * met a refusal can be held to have given everything back. */
+/* A machine that runs out of resources. The linker wraps the core's calls for memory, mappings,
+ * descriptors, threads and space in files (see Makefile); the N-th call is refused, alone or with
+ * all that follow. What was taken is counted: after a refusal everything must be returned. */
 #ifndef SCARCITY_H
 #define SCARCITY_H
 
@@ -83,7 +82,7 @@ static inline bool refuse(const void *from, const char *what)
 
 #define REFUSED(what) refuse(__builtin_extract_return_addr(__builtin_return_address(0)), what)
 
-/* What the linker puts in the place of the function; refused it gives `failure` with errno. */
+/* The wrapper that the linker uses for a function; a refused call returns `failure`, with errno. */
 #define WRAP(type, function, parameters, arguments, code, failure, counted)                        \
     type __wrap_##function parameters;                                                             \
     type __wrap_##function parameters                                                              \
@@ -168,7 +167,7 @@ static inline void refuse_at(uint64_t nth) /* of the calls from here on; 0: none
     (void)pthread_mutex_unlock(&scarce.lock);
 }
 
-static inline void plenty(void) /* from here on nothing is refused */
+static inline void plenty(void) /* nothing is refused any more */
 {
     refuse_at(0);
 }
@@ -260,7 +259,7 @@ static inline void told_at_exit(void)
         where();
 }
 
-/* Lives with the N-th call refused, for N = 1, 2, 3, ... until none is left to be refused. */
+/* Runs with the N-th call refused, for N = 1, 2, 3, ... until there is no N-th call. */
 static inline void scarcity(const char *name, void (*live)(void))
 {
     for (uint32_t lasting = 0; lasting < 2; lasting++) {
@@ -296,7 +295,7 @@ static inline void *first_thread(void *unused)
     return unused;
 }
 
-/* A directory for files that are flushed over and over: in memory, where that is to be had. */
+/* A directory for files that are flushed often: in memory, where that is possible. */
 static inline void scarcity_begin(char directory[64])
 {
     const char *base = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
@@ -312,7 +311,7 @@ static inline void scarcity_begin(char directory[64])
     CHECK(atexit(told_at_exit) == 0);
 }
 
-/* Every place in the core that was come by must have been refused. */
+/* Every call site that was reached must have been refused once. */
 static inline void scarcity_end(uint32_t sites_least)
 {
     uint32_t missed = 0;

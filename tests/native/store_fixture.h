@@ -1,4 +1,4 @@
-/* The service manager's end of a descriptor store: a thread of ours that keeps what daemons put. */
+/* The service manager's end of a descriptor store: a thread that keeps what daemons store. */
 #ifndef STORE_FIXTURE_H
 #define STORE_FIXTURE_H
 
@@ -133,8 +133,7 @@ static inline void manager_end(void)
     CHECK(rmdir(manager.address) == 0);
 }
 
-/* What is in the store when everything that was said so far has been heard: a put and its barrier
- * come behind it. */
+/* What is in the store after all messages so far: waits for a put and its barrier behind them. */
 static inline uint32_t manager_count(void)
 {
     struct pcc_store *store;

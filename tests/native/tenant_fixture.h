@@ -1,5 +1,5 @@
-/* A tenant over a real volume file, and the two kinds of client that tests put at its other end:
- * a real client, and a hand-made one that says what no honest client says. */
+/* A tenant over a real volume file, and the two kinds of client that tests connect to it: a real
+ * client, and a hand-made one that sends what no honest client sends. */
 #ifndef TENANT_FIXTURE_H
 #define TENANT_FIXTURE_H
 
@@ -145,7 +145,7 @@ static inline void grow(struct fixture *f, uint64_t bytes, uint64_t segment_byte
     }
 }
 
-/* As the daemon does after a session that still had chunks to fill: other memory in its place. */
+/* As the daemon does after a session that still had chunks to fill: replaces its memory. */
 static inline void renew(struct fixture *f, const struct settings *settings)
 {
     struct pcc_tenant_usage usage;

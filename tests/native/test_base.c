@@ -1,5 +1,4 @@
-/* Blocks that have not changed: not written again, and there for as long as they are referred to.
- */
+/* Unchanged blocks: not written again, and kept as long as a checkpoint refers to them. */
 #include <sched.h>
 #include <string.h>
 
@@ -199,7 +198,8 @@ static void test_what_has_changed_once_is_not_written_for_ever(void)
     }
     owner_free(owner);
 
-    /* What changes each time is no better in another base: such a one is tried ever more seldom. */
+    /* State that changes each time does not profit from a new base, so one is tried ever more
+     * rarely. */
     owner = owner_new(5, 2, 2, 0);
     tag = 1;
     (void)saved_but(owner, tag++, 0);
@@ -212,7 +212,7 @@ static void test_what_has_changed_once_is_not_written_for_ever(void)
     owner_free(owner);
 }
 
-/* What all changes each time (an average of the weights, say) is offered ever more seldom. */
+/* State of which all changes each time (an average of the weights) is offered ever more rarely. */
 static void test_what_all_changes_each_time_gets_few_bases(void)
 {
     struct owner *owner = owner_new(5, 2, 2, 0);
@@ -247,7 +247,7 @@ static void test_a_base_is_not_taken_where_slots_are_few(void)
             CHECK_EQUAL(saved(owner, tag, 7, FROZEN), shapes[i].taken ? CHANGED : WHOLE);
         owner_free(owner);
     }
-    /* What is protected for a run to come needs its own, and its base's. */
+    /* A checkpoint that is protected for the next run needs its slot, and that of its base. */
     struct owner *owner = owner_new(4, 2, 1, 0);
     (void)saved(owner, 1, 7, FROZEN);
     (void)saved(owner, 2, 7, FROZEN);
@@ -328,7 +328,7 @@ static void test_damage_of_a_base_is_damage_of_both(void)
     owner_free(owner);
 }
 
-/* It cannot be written again, because the memory of some chunks is used for something else. */
+/* The checkpoint cannot be written again, because the memory of some chunks is in other use. */
 static void test_damage_of_a_base_ends_what_is_not_in_memory(void)
 {
     struct owner *owner = owner_new(5, 2, 2, 0);
@@ -352,7 +352,7 @@ static void test_damage_of_a_base_ends_what_is_not_in_memory(void)
 }
 
 /* The first save that finds the damage is written whole, and its record drops the checkpoint with
- * the damage flag. The base is not sound again by that. */
+ * the damage flag. This does not repair the base. */
 static void test_damage_outlives_the_checkpoint_that_showed_it(void)
 {
     struct owner *owner = owner_new(4, 1, 2, 0);
@@ -538,7 +538,7 @@ static void test_what_is_offered_and_has_changed_is_asked_for(void)
         CHECK_EQUAL(payload_offer(&payload, i), 0);
     run(owner);
     CHECK_EQUAL(owner->asked[2], 2);
-    CHECK_EQUAL(payload_offer(&payload, 1), -EINVAL); /* it is to come with its bytes */
+    CHECK_EQUAL(payload_offer(&payload, 1), -EINVAL); /* the daemon has asked for its bytes */
     struct pcc_save_result result = completed(owner, &payload);
     CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);
     CHECK_EQUAL(result.copied_bytes, PAYLOAD - FROZEN + CHUNK);
@@ -552,7 +552,7 @@ static void test_what_is_offered_and_has_changed_is_asked_for(void)
     CHECK_EQUAL(result.written_bytes, WHOLE);
     CHECK_EQUAL(reads(owner->volume, 3, 7), 0);
 
-    payload = offered(owner, 4, 7); /* given up before anybody looked at it */
+    payload = offered(owner, 4, 7); /* given up before a writer compared it */
     pcc_save_abort(payload.save, -PCC_E_ABORTED);
     run(owner);
     CHECK_EQUAL(owner_wait(owner, 4).end, PCC_SAVE_FAILED);

@@ -1,5 +1,6 @@
-/* The system calls that durability rests on, in their order. What stands above them is enumerated
- * in tests/crash, on a disk that keeps its promises: here is asked for them. */
+/* The system calls on which durability depends, in their order. tests/crash enumerates what is
+ * above them on a disk that keeps its promises; this test checks that the core asks for those
+ * promises. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,7 +97,7 @@ ssize_t __wrap_pwritev2(int fd, const struct iovec *vectors, int count, off_t of
     }
     call(flags == RWF_DSYNC ? 'd' : 'u');
     const ssize_t moved = __real_pwritev2(fd, vectors, count, offset, flags);
-    /* qemu's user mode lacks it: that it was asked for is what counts here. */
+    /* qemu's user mode lacks it; here only the call counts. */
     return moved < 0 && errno == EOPNOTSUPP ? pwritev(fd, vectors, count, offset) : moved;
 }
 
@@ -168,7 +169,7 @@ static void test_the_order_of_calls(void)
     expect("xaddddsnS");
     CHECK_EQUAL(pcc_volume_create(path, &spec, true), -EEXIST);
     expect("");
-    /* Nothing is read before what another writer has left is on the media. */
+    /* What another writer has left is flushed before anything is read. */
     CHECK_EQUAL(volume_open(path, false, 0, &reader), 0);
     expect("sr");
     pcc_volume_close(reader);
@@ -179,7 +180,7 @@ static void test_the_order_of_calls(void)
     expect("wwwwfdd");
     CHECK_EQUAL(pcc_volume_flag(volume, 1, PCC_SLOT_PROTECTED, 0, true), 0);
     expect("dd");
-    /* What the disk tells once, it has to tell the writer. */
+    /* An error that the disk reports once must reach the writer. */
     CHECK_EQUAL(volume_open(path, false, 0, &reader), 0);
     expect("r");
     pcc_volume_close(reader);

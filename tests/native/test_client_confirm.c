@@ -1,5 +1,5 @@
-/* Provisional snapshots: nobody can vouch for them before they are confirmed, and one that is given
- * up instead gives its last chunk back. */
+/* Provisional snapshots: the daemon does not accept them before they are confirmed, and one that is
+ * abandoned instead returns its last chunk. */
 #include "client/pcc_client_private.h"
 #include "client_fixture.h"
 
@@ -71,7 +71,7 @@ static void test_confirmed_before_it_was_read(void)
     daemon_open(&d, 0);
     submit(&d, 1, true);
     pcc_client_confirm(d.client, 1);
-    pcc_client_confirm(d.client, 7); /* long gone, or never there */
+    pcc_client_confirm(d.client, 7); /* unknown */
     free_chunks(&d, 0, 4);
     collect(&d, WHOLE_BYTES);
     daemon_close(&d);

@@ -175,7 +175,7 @@ static void test_deadline(void)
     stream_close(&second);
 }
 
-/* The caller, a daemon that refuses, one that dies, and close: each lets the stream go. */
+/* The caller, a daemon that refuses, one that dies, and close: each releases the stream. */
 static void test_letting_go(void)
 {
     struct daemon d;
@@ -302,7 +302,7 @@ static void test_cannot_pull(void)
     stream_close(&stream);
 }
 
-/* A forked child, a data loader's worker say, calls the driver no more and ends in peace. */
+/* A forked child (a data loader's worker) does not call the driver, and ends normally. */
 static void test_fork(void)
 {
     struct daemon d;

@@ -1,4 +1,4 @@
-/* The exposure: what the daemon is told about device memory, and when that still holds. */
+/* The exposure: what the client sends about device memory, and how long it is valid. */
 #include "client_fixture.h"
 
 struct exposure {

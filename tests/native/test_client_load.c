@@ -199,8 +199,8 @@ static void test_many_pieces(void)
     free(ranges);
 }
 
-/* Who gives up waiting returns when nothing writes to his memory any more; the next load is not
- * disturbed by what the daemon still sends of it. */
+/* A caller that stops waiting returns when nothing writes to its memory any more. The next load is
+ * not disturbed by what the daemon still sends of this one. */
 static void test_broken_off(void)
 {
     const uint32_t count = 4;
@@ -253,7 +253,7 @@ static void test_hang_up(void)
     gpu_free(0, memory);
 }
 
-/* A GPU that never ends its copies is given up, and nobody waits for it for ever. */
+/* A GPU that never ends its copies is given up: no call waits for ever. */
 static void test_dead_gpu(void)
 {
     const CUdeviceptr memory = gpu_alloc(3, 2 * CHUNK);
@@ -274,7 +274,7 @@ static void test_dead_gpu(void)
     gpu_free(3, memory);
 }
 
-/* Whatever the daemon says at the end, the next load can begin. */
+/* After any answer of the daemon the next load can begin. */
 static void test_every_end_is_one(void)
 {
     struct daemon d;

@@ -141,8 +141,9 @@ static void test_gate(void)
     free(before);
 }
 
-/* A number that the trainer reads every step comes after few of our copies, since a GPU has one
- * copy engine for that direction. Who waits at the gate has all copies enqueued at once. */
+/* A GPU has one copy engine for this direction: a number that the trainer reads every step waits
+ * for few of the client's copies. For a trainer that waits at the gate all copies are enqueued at
+ * once. */
 static void test_small_copies_pass(void)
 {
     struct daemon d;
@@ -229,7 +230,7 @@ static void test_abandon(void)
     gpu_free(0, memory);
 }
 
-/* Memory that cannot be pinned: slower, right, and the thread still serves others while the
+/* Memory that cannot be pinned: slower, but right, and the thread still serves other work while the
  * trainer's stream computes. */
 static void test_pageable(void)
 {
@@ -341,8 +342,8 @@ static void test_lost_gpu(void)
     free(d.payload);
 }
 
-/* A GPU that never answers: nobody hangs, the client says that it is dead, and who comes after it
- * gets other chunks. */
+/* A GPU that never answers: no call hangs, the client reports the GPU as dead, and later snapshots
+ * get other chunks. */
 static void test_dead_gpu(void)
 {
     struct daemon d;
@@ -397,7 +398,7 @@ static void test_a_late_gpu_is_not_quiet(void)
     gpu_free(0, memory);
 }
 
-/* While a stream waits for the daemon our thread stays out of the driver, and then goes on. */
+/* While a stream waits for the daemon, the client's thread does not call the driver. */
 static void test_beside_pull(void)
 {
     struct daemon d;
@@ -431,7 +432,7 @@ static void test_beside_pull(void)
     gpu_free(0, memory);
 }
 
-/* A graph that the trainer records in the meantime is not spoilt by our thread's calls. */
+/* The calls of the client's thread do not break a graph that the trainer records meanwhile. */
 static void test_capture(void)
 {
     struct daemon d;

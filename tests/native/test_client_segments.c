@@ -132,7 +132,7 @@ static void test_copies_under_way(void)
     gpu_free(0, memory);
 }
 
-/* What a GPU reads for a restore is read to its end. */
+/* A read by a GPU for a restore is completed. */
 static void test_load_under_way(void)
 {
     struct daemon d;
@@ -231,7 +231,7 @@ static void test_dead_gpu(void)
     gpu_free(0, memory);
 }
 
-/* What no daemon of ours says ends the client. */
+/* A message that no honest daemon sends ends the client. */
 static void test_nonsense(void)
 {
     for (uint32_t lie = 0; lie < 4; lie++) {

@@ -1,5 +1,5 @@
-/* Crews share out pieces, each done once; copies past the cache are copies, and have the checksum
- * of what was stored. */
+/* Crews share the pieces, and each piece is done once. Copies that bypass the cache are right, and
+ * their checksums are those of what was stored. */
 #include "base/pcc_crew.h"
 
 #include <sched.h>

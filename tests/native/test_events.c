@@ -1,4 +1,4 @@
-/* The event queue: in order, announced, and a put never waits for the one who takes. */
+/* The event queue: in order, announced, and a put never waits for the reader. */
 #include <poll.h>
 
 #include "check.h"
@@ -46,7 +46,7 @@ void *__wrap_calloc(size_t count, size_t size)
     return no_memory ? NULL : __real_calloc(count, size);
 }
 
-/* What was reserved is put without waiting, whatever memory there is by then. */
+/* A reserved event is put without waiting, also when memory has run out. */
 static void test_what_was_reserved_needs_no_memory(void)
 {
     struct pcc_events *events;

@@ -6,7 +6,7 @@
 
 #include "base/pcc_process.h"
 #include "check.h"
-#include "daemon/pcc_exposure.h"
+#include "shared/pcc_exposure.h"
 
 #define CHUNK 65536u
 #define ALLOCATIONS 3u

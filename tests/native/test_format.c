@@ -212,7 +212,7 @@ static int accept_sealed(struct pcc_record record)
     return pcc_record_accept(&record, 4096);
 }
 
-/* Values that the CRC covers but later arithmetic could not bear: what a hostile disk holds. */
+/* Values with a right CRC that would break later arithmetic: a hostile disk may hold them. */
 static void test_bounds_are_checked_behind_the_crc(void)
 {
     const struct pcc_record good = sample();

@@ -29,7 +29,7 @@ static void test_short_and_interrupted_transfers_resume(void)
     memory_free(media);
 }
 
-/* -- the throttle; time passes only while somebody waits for it -- */
+/* -- the throttle; time passes only while a thread waits for it -- */
 
 #define SECOND 1000000000u
 

@@ -52,7 +52,7 @@ static void test_any_thread_at_any_time(void)
     }
 }
 
-/* RLIMIT_FSIZE stands for whatever ends a transfer half-way: the kernel moves what is below it. */
+/* RLIMIT_FSIZE ends a transfer half-way, as other limits do: the kernel moves what is below it. */
 static void test_an_error_half_way_is_an_error(void)
 {
     struct rlimit before, limit;

@@ -1,4 +1,4 @@
-/* Stores to mappings whose page cannot be had: errors, never signals. */
+/* Stores to mappings whose page cannot be allocated: errors, never signals. */
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>

@@ -26,7 +26,7 @@ static struct {
     uint64_t looks, copied_seen;
     bool active;
     bool may_be_copied;  /* everything was handed over and the word has left COPYING */
-    bool must_be_copied; /* the client may have heard of it */
+    bool must_be_copied; /* the client may have seen COPIED */
     uint64_t sequence;
     uint32_t slot;             /* that its pieces are written to */
     uint64_t memory[PIECES];   /* what the DRAM of a piece holds: sequence, or 0 */
@@ -180,7 +180,7 @@ static void test_every_store(void)
     free(bytes);
 }
 
-/* Whatever is in a state that was found: it is refused, or its numbers can be. */
+/* A state with random content: refused, or all its numbers are plausible. */
 static void test_noise(void)
 {
     const uint64_t length = pcc_kept_bytes(&shape);

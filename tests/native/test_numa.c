@@ -176,7 +176,7 @@ static void save_one(struct owner *owner, uint64_t tag)
     free(payload.memory);
 }
 
-/* One lane of one writer: whatever is done, it does. */
+/* One lane of one writer, which does all the work. */
 static struct owner *owner_near(const _Atomic int32_t *place)
 {
     struct owner *owner = owner_new(4, 1, 1, 0);

@@ -1,5 +1,5 @@
-/* A tenant's memory and threads on a made-up machine with two nodes: near the GPU that is pulled
- * from, else near the trainer. The pages themselves lie where this machine has some. */
+/* A tenant's memory and threads on a fake machine with two nodes: near the GPU that is pulled from,
+ * else near the trainer. The pages themselves are where this machine has memory. */
 #include "base/pcc_numa.h"
 
 #include "numa_fixture.h"

@@ -2,7 +2,7 @@
  * The clock stands still but where a test moves it, so that nothing here depends on time. */
 #include <sched.h>
 
-#include "disk/pcc_pace.h"
+#include "io/pcc_pace.h"
 #include "save_fixture.h"
 
 #define SAVER 1u
@@ -170,9 +170,9 @@ static void test_a_verify_loop_beside_a_save(void)
         CHECK_EQUAL(pcc_saver_step(saver->saver, 0), 0);
         CHECK(!saver->has_ended[2]);
         const int most = begun + steps + 2;
-        wait_for_reads(disk, most - (int)READERS - 2); /* nobody is starved */
+        wait_for_reads(disk, most - (int)READERS - 2); /* no reader starves */
         for (int i = 0; i < 200; i++)
-            (void)sched_yield(); /* it could go on, if it might */
+            (void)sched_yield(); /* it would run if it were allowed to */
         CHECK(atomic_load(&disk->reads) <= most);
     }
     step_all(saver);

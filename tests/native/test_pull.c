@@ -42,8 +42,8 @@ static void test_bytes(void)
     pull_close(&p);
 }
 
-/* Nothing is read before the trainer's stream has said so, and one that is not ready blocks no
- * other; each GPU is let go as soon as its own part was read. */
+/* Nothing is read before the trainer's stream is ready, and a stream that is not ready blocks no
+ * other one; each GPU is released as soon as its own part was read. */
 static void test_order(void)
 {
     struct pull p;
@@ -148,7 +148,7 @@ static void test_layouts(void)
     pull_close(&p);
 }
 
-/* m > M: the copy goes on as chunks are written. */
+/* m > M: the copy continues as chunks are written. */
 static void test_little_memory(void)
 {
     struct pull p;
@@ -278,7 +278,7 @@ static void test_what_cannot_be_exposed(void)
     pull_close(&p);
 }
 
-/* Without a driver that can be used there are no GPUs, and both sides are told why. */
+/* Without a usable driver there are no GPUs, and both sides get the reason. */
 static void test_no_driver(void)
 {
     struct pull p = {.f.trainer = getpid()};
@@ -296,7 +296,7 @@ static void test_no_driver(void)
     fixture_close(&p.f);
 }
 
-/* A driver does not survive a fork; the parent's goes on. */
+/* A driver does not survive a fork; that of the parent still works. */
 static void test_forked(void)
 {
     const struct pcc_cuda *cuda;

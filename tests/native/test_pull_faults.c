@@ -1,6 +1,6 @@
-/* Pull when something goes wrong: a trainer that lets go, lies or dies, copies that fail, a GPU
- * that is lost or never answers. A checkpoint is right or it is failed; nobody waits for ever, and
- * no mapping is left. */
+/* Pull when something goes wrong: a trainer that abandons a checkpoint, lies or dies, copies that
+ * fail, a GPU that is lost or never answers. A checkpoint is right or has failed; no call waits for
+ * ever, and no mapping is left. */
 #include "pull_fixture.h"
 
 static void failed_with(struct pull *p, uint64_t snapshot, int error)
@@ -26,7 +26,7 @@ static uint32_t chunks_in(struct pull *p, enum pcc_chunk_state state)
     return count;
 }
 
-/* Detached in mid-copy: the session's end and the save's are told in any order. */
+/* Detached in mid-copy: the events of the session's end and of the save's come in any order. */
 static void detach_failing(struct pull *p)
 {
     pcc_tenant_detach(p->f.tenant);
@@ -38,8 +38,8 @@ static void detach_failing(struct pull *p)
     ends_close(&p->f);
 }
 
-/* The client lets its trainer go while copies are under way: their chunks belong to nobody else
- * until they have ended, whatever is saved meanwhile. */
+/* The client abandons a snapshot while copies are under way: no other save gets their chunks before
+ * the copies have ended. */
 static void test_abandoned(void)
 {
     struct pull p;
@@ -144,6 +144,7 @@ static void test_trainer_killed(void)
         detach(&p.f);
         mappings_gone(&p);
         page_open(&p.f);
+        (void)usage_at_rest(&p.f); /* a save that the detach gave up ends later */
         CHECK_EQUAL(pcc_tenant_cached(p.f.tenant, sequence), false);
         detach(&p.f);
     }

@@ -1,7 +1,8 @@
-/* A daemon that is killed after every single store to its state memfd, at each in turn, and what
- * the next one makes of it. The daemon is a child with tenant, volume and client in one; the
- * service manager that keeps its descriptors is a thread of ours. */
+/* A daemon that is killed after each store to its state memfd in turn, and what the next daemon
+ * recovers. The daemon is a child process with tenant, volume and client; the service manager that
+ * keeps its descriptors is a thread of the test. */
 #include <signal.h>
+#include <time.h>
 
 #include "store_fixture.h"
 #include "tenant_fixture.h"
@@ -12,7 +13,7 @@ static uint64_t stores_left; /* the child kills itself at zero; 0 from the start
 
 static struct fixture *watched; /* whose tenant makes the stores */
 
-/* The mark is there before the client can hear of it, and not before it can let go no more. */
+/* The mark is set before the client can see COPIED, and not while the client can still abandon. */
 static void order_check(void)
 {
     static bool seen[16];
@@ -76,6 +77,7 @@ static void *shrink_run(void *argument)
         pcc_tenant_shrink(f->tenant, 2 * CHUNK, &holding);
         if (holding.bytes == holding.lasting_bytes)
             CHECK(pcc_tenant_grow(f->tenant, holding.bytes + CHUNK, &granted) == 0);
+        (void)nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
     }
 }
 
@@ -85,7 +87,7 @@ static void content(const struct trial *trial, uint8_t *bytes, uint64_t snapshot
     pattern(bytes, trial->frozen_bytes, 77);
 }
 
-/* Says over the pipe which snapshot its client has heard is copied. Never returns. */
+/* Writes to the pipe which snapshot its client has seen as copied. Never returns. */
 static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, uint64_t kill_at,
                                   int pipe_fd)
 {
@@ -144,7 +146,7 @@ static void checksums_drop(int state_fd)
     CHECK(munmap(bytes, length) == 0);
 }
 
-/* Takes over what the manager has; how many saves go on. */
+/* Takes over what the manager has; how many saves continue. */
 static uint32_t take_over(struct fixture *f, bool unhashed)
 {
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
@@ -242,7 +244,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     while (read(ends[0], &told, 1) == 1)
         copied = told;
     CHECK(close(ends[0]) == 0);
-    (void)manager_count(); /* what the dead one said last has been heard */
+    (void)manager_count(); /* the last message of the dead daemon has arrived */
 
     for (uint64_t i = 0; trial->twice && i < 3; i++) /* again and again, not twice at one place */
         daemon_between(&f, trial, i == 0 ? 0 : 1 + (kill_at * i) % STORES_OF_TAKING_OVER);

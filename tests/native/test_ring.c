@@ -89,7 +89,7 @@ static void test_pool(void)
     pcc_pool_usage(pool, &budget, &used);
     CHECK(budget == 8u << 20 && used == 8u << 20);
     CHECK((uintptr_t)first.bytes % PCC_IO_ALIGN == 0 && first.bytes[(5u << 20) - 1] == 0);
-    /* Sealed: nobody pulls the pages away from under anybody. */
+    /* Sealed: neither side can truncate the pages while the other one uses them. */
     CHECK(ftruncate(first.fd, 0) != 0 && ftruncate(first.fd, 16u << 20) != 0);
     pcc_pool_return(pool, "", &first);
     pcc_pool_usage(pool, &budget, &used);

@@ -214,7 +214,7 @@ static void test_an_outage_costs_nothing_that_is_kept(void)
     owner_free(owner);
 }
 
-/* No memory, or a thin pool that is full: it passes, and says nothing of the slot. */
+/* No memory, or a full thin pool: the shortage passes, and the slot is not at fault. */
 static void test_scarcity_is_waited_for(void)
 {
     static const int codes[] = {-ENOMEM, -EAGAIN, -ENOSPC};
@@ -289,8 +289,8 @@ static void test_what_was_uncached_cannot_move(void)
     owner_free(owner);
 }
 
-/* Whatever else ends a save afterwards: a slot is in quarantine if its medium has failed, and not
- * if something was short. */
+/* However a save ends afterwards: its slot is quarantined if the medium has failed, and not after a
+ * shortage. */
 static void test_given_up_between_the_error_and_the_move(void)
 {
     static const int codes[][2] = {
@@ -402,7 +402,7 @@ static void test_damage_is_found_by_the_load(void)
         CHECK_EQUAL(read_back(owner->volume, 1, 0), -PCC_E_DAMAGED);
         slot[CAPACITY + at] ^= 4;
     }
-    /* The manifest, then the data: nobody knows whether they are whole. */
+    /* The manifest, then the data: it is not known whether they are whole. */
     owner->media->fail_reads = 1;
     CHECK_EQUAL(read_back(owner->volume, 1, 0), -PCC_E_UNREADABLE);
     CHECK_EQUAL(read_back(owner->volume, 1, 0), 0);
@@ -445,7 +445,7 @@ static void test_n_are_in_flight_at_once(void)
             free(payloads[tag].memory);
         }
         CHECK_EQUAL(owner->media->writing_most, lanes);
-        CHECK_EQUAL(owner->media->flushing_most, 1); /* who meets an error knows whom it concerns */
+        CHECK_EQUAL(owner->media->flushing_most, 1); /* so an error belongs to one save */
         owner_free(owner);
     }
 }

@@ -1,9 +1,9 @@
-/* The daemon's side of GPUs on a machine that has run out: what cannot be pulled is refused, and
- * can be once there is enough again. */
+/* The daemon's side of GPUs on a machine that has run out of resources: what cannot be pulled is
+ * refused, and can be pulled once there are enough again. */
 #include "pull_fixture.h"
 #include "scarcity.h"
 
-/* A whole checkpoint, or an end that somebody was told of. */
+/* A whole checkpoint, or a reported failure. */
 static void try_checkpoint(struct pull *p, uint64_t snapshot)
 {
     struct pcc_event event;

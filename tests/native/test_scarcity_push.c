@@ -1,5 +1,5 @@
-/* The trainer's side of GPUs on a machine that has run out: the client says so, and stays of use.
- */
+/* The trainer's side of GPUs on a machine that has run out of resources: the client reports that,
+ * and can still be used. */
 #include "client_fixture.h"
 #include "scarcity.h"
 

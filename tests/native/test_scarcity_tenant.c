@@ -1,5 +1,5 @@
-/* A daemon's tenant with its client, and the next daemon that goes on with what was copied, on a
- * machine that has run out. */
+/* A daemon's tenant with its client, and the next daemon that continues with what was copied, on a
+ * machine that has run out of resources. */
 #include "base/pcc_numa.h"
 #include "scarcity.h"
 #include "store_fixture.h"
@@ -11,10 +11,10 @@
 static char directory[64];
 static uint64_t wanted_bytes = MEMORY;
 static uint8_t bytes[2 * PAYLOAD];
-static uint64_t durable;   /* the newest that the client was told of ... */
+static uint64_t durable;   /* the newest that was reported to the client ... */
 static uint64_t seeds[64]; /* ... and what each sequence holds */
 
-/* The daemon admits nobody without two chunks, and gives back what a session before may write to.
+/* The daemon admits no session without two chunks, and frees what an earlier session may write to.
  */
 static bool has_memory(struct fixture *f)
 {
@@ -134,7 +134,7 @@ static void daemon_end(struct fixture *f)
     pcc_volume_close(f->volume);
 }
 
-/* The newest checkpoint is the last one that somebody was told of, or newer, and right. */
+/* The newest checkpoint is the last one that was reported, or a newer one, and right. */
 static void judge(const char *path)
 {
     struct pcc_volume *volume;
@@ -220,7 +220,7 @@ static void session_live(struct fixture *f)
         disconnect(f);
         (void)connect_one(f);
     }
-    plenty(); /* from here on all is well: with what is there, and what can be had again */
+    plenty(); /* from here on every call succeeds again */
     if (f->client == NULL)
         CHECK(connect_one(f));
     CHECK(try_save(f, 11, larger != NULL ? 2 * PAYLOAD : PAYLOAD));
@@ -281,7 +281,7 @@ static _Noreturn void daemon_before(struct fixture *f)
     _exit(1);
 }
 
-/* What the next one takes over, up to the volume; true when it was told of all that was copied. */
+/* The next daemon takes over memory and volume; true when nothing of it was refused. */
 static bool take_over(struct fixture *f)
 {
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
@@ -319,7 +319,7 @@ static bool take_over(struct fixture *f)
     return whole && error == 0;
 }
 
-/* Every save that goes on ends; how many of them durable, or overtaken by one that is. */
+/* Every save that continues ends; how many are durable, or superseded by one that is. */
 static uint32_t ends_wait(struct fixture *f)
 {
     struct pcc_tenant_usage usage;
@@ -403,7 +403,7 @@ static void its_session(void)
     after_a_kill(true);
 }
 
-/* -- events: nobody waits for a loop that takes -- */
+/* -- events: a put does not wait for the loop that reads -- */
 
 static void *many_put(void *events)
 {

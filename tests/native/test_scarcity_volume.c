@@ -1,4 +1,4 @@
-/* Volumes and savers on every engine, on a machine that has run out. */
+/* Volumes and savers on every engine, on a machine that has run out of resources. */
 #include <fcntl.h>
 
 #include "save_fixture.h"
@@ -22,7 +22,7 @@ static int volume_open(struct pcc_volume **out)
     return result == 0 ? pcc_volume_open_io(io, true, out) : result;
 }
 
-/* Three in flight; the newest that was said to be durable. */
+/* Three in flight; returns the newest that was reported as durable. */
 static uint64_t saves(struct owner *owner, uint64_t first)
 {
     struct payload payloads[3];
@@ -99,7 +99,8 @@ static void live(void)
     uint64_t durable = session(0, false, 1);
     durable = session(durable, false, 11);
     plenty();
-    (void)session(durable, true, 21); /* all is well again: nothing was lost, and it goes on */
+    (void)session(durable, true,
+                  21); /* with enough again: nothing was lost, and saving continues */
     CHECK(unlink(path) == 0);
 }
 

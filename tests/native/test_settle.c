@@ -1,5 +1,5 @@
-/* A restarted daemon looks at what it takes over. When a save ends while a chunk of it is being
- * checked, memory, saver and entry stay until that is over, whoever wants them meanwhile. */
+/* A restarted daemon checks what it takes over. When a save ends while a chunk of it is being
+ * checked, its memory, saver and entry stay until the check is over. */
 #include <signal.h>
 
 #include "base/pcc_hash.h"
@@ -16,7 +16,7 @@ static uint32_t stops;
 uint64_t __real_pcc_hash_bytes(const void *bytes, uint64_t length_bytes);
 uint64_t __wrap_pcc_hash_bytes(const void *bytes, uint64_t length_bytes);
 
-/* The chunk is being checked. Its save ends, and then everybody wants what it has. */
+/* The chunk is being checked. Its save ends, and its memory, saver and entry are asked for. */
 static void stop(struct fixture *f, uint32_t chunk)
 {
     struct pcc_tenant_holding holding;

@@ -1,5 +1,5 @@
-/* The way through shared memory with honest peers: saves, loads, little memory, death on either
- * side, and the word that decides between a late daemon and a client that let go. */
+/* Shared memory with honest peers: saves, loads, little memory, death on either side, and the word
+ * that decides between a late daemon and a client that has abandoned the snapshot. */
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -195,9 +195,9 @@ static void test_several_in_flight(void)
     free(bytes);
 }
 
-/* The trainer is killed by SIGKILL at points all over the copy: it fails or, when all of it was
- * handed over, becomes durable; what was durable before stays, and the tenant serves the next one.
- */
+/* The trainer is killed by SIGKILL at many points of the copy. The checkpoint fails or, when all of
+ * it was handed over, becomes durable; what was durable before stays, and the tenant serves the
+ * next trainer. */
 static void test_trainer_killed(void)
 {
     struct fixture f;
@@ -246,7 +246,7 @@ static void test_trainer_killed(void)
     free(bytes);
 }
 
-/* A paused daemon (its lock is held, as if it were stopped there) and a client that lets go. */
+/* A paused daemon (its lock is held, as if it were stopped there) and a client that abandons. */
 static void test_abandon_and_late_daemon(void)
 {
     struct fixture f;
@@ -313,7 +313,7 @@ static void *close_later(void *argument)
     return NULL;
 }
 
-/* close() lets a waiter out first; and a worker that was forked does not keep the session alive. */
+/* close() first ends a wait; and a worker that was forked does not keep the session alive. */
 static void test_close_and_fork(void)
 {
     struct fixture f;

@@ -1,5 +1,5 @@
-/* A disk that fails under a tenant: a checkpoint moves to another slot while its chunks are
- * cached, and fails, with everybody told, when it cannot. */
+/* A disk that fails under a tenant: a checkpoint moves to another slot while its chunks are cached.
+ * When it cannot move, it fails, and page and events report that. */
 #include <fcntl.h>
 
 #include "tenant_fixture.h"
@@ -92,8 +92,8 @@ static void test_moves_to_another_slot(void)
     fixture_close(&f);
 }
 
-/* The disk is gone for good: the word, the outcome and the event say so, the trainer is let go, and
- * no chunk is lost; what was durable before is still there. */
+/* The disk has failed for good: the word, the outcome and the event report that, the trainer is
+ * released, and no chunk is lost; what was durable before is still there. */
 static void fails(const struct settings *settings, int skip)
 {
     struct fixture f;

@@ -1,5 +1,5 @@
-/* What no honest client says. The client here is hand-made: it maps the page and writes into it
- * what it likes. Each lie ends the session with BAD_PEER and nothing else: no copy is vouched for,
+/* What no honest client sends. The client here is hand-made: it maps the page, and the test writes
+ * any value into it. Each lie ends the session with BAD_PEER and nothing else: no copy is accepted,
  * and the tenant serves the next session. Then the races that an honest client can lose. */
 #include <fcntl.h>
 #include <signal.h>
@@ -188,7 +188,7 @@ static void test_requested(void)
     fixture_close(&f);
 }
 
-/* P1: all that a dead trainer had handed over, and the bell was never rung. */
+/* P1: a dead trainer had handed over everything, and had not woken the daemon. */
 static void test_ring_is_drained(void)
 {
     struct fixture f;
@@ -216,7 +216,7 @@ static void test_ring_is_drained(void)
     fixture_close(&f);
 }
 
-/* P4: the client lets go while its last message is on its way. */
+/* P4: the client abandons the snapshot while its last message is on its way. */
 static void test_abandoned_before_the_last_message(void)
 {
     struct fixture f;
@@ -296,8 +296,8 @@ static uint64_t left_chunks(struct fixture *f)
     return usage.left_chunks;
 }
 
-/* A stopped process, or a GPU that was late, fills the chunks that it once had: no checkpoint of a
- * session after it is in them. */
+/* A stopped process, or a late GPU, may still fill chunks that it once had: no later session has a
+ * checkpoint in them. */
 static void test_late_writes(void)
 {
     struct fixture f;
@@ -332,7 +332,7 @@ static void test_late_writes(void)
     fixture_close(&f);
 }
 
-/* A client that writes to its chunks while they are read has nobody call the checkpoint damaged. */
+/* A client that writes to its chunks while they are read gets no checkpoint flagged as damaged. */
 static void test_scribbling_is_no_damage(void)
 {
     struct fixture f;
@@ -432,8 +432,8 @@ static void test_doubts(void)
     fixture_close(&f);
 }
 
-/* A load that has found damage ends while chunks of it are out. What the client says of these does
- * not concern the next load. */
+/* A load that has found damage ends while the client still has chunks of it. The client's messages
+ * about these do not concern the next load. */
 static void test_late_doubts(void)
 {
     struct fixture f;
@@ -517,7 +517,7 @@ static void test_the_dead_write_nothing(void)
     fixture_close(&f);
 }
 
-/* A client that closes has stopped writing, and says so. */
+/* A client that closes reports that it has stopped writing. */
 static void test_a_closed_link_has_nothing(void)
 {
     struct fixture f;

@@ -167,7 +167,7 @@ static void test_with_two_chunks(void)
     for (uint64_t snapshot = 9; snapshot <= 10; snapshot++) {
         struct pcc_client_state state;
         CHECK(pcc_client_state(f.client, snapshot, &state) == 0);
-        CHECK(state.word == PCC_WORD_COPYING); /* whatever was answered */
+        CHECK(state.word == PCC_WORD_COPYING); /* after any answer */
     }
     CHECK(pcc_client_abandon(f.client, 10));
     pcc_client_confirm(f.client, 9);

@@ -1,5 +1,5 @@
-/* Segments that are asked for back from a client that is hand-made: what it may still do, what no
- * honest one says, and what the daemon waits for. */
+/* Segments that the daemon asks a hand-made client to return: what the client may still do, what no
+ * honest client sends, and what the daemon waits for. */
 #include "handmade_client.h"
 
 #define SEGMENT (2 * CHUNK)
@@ -36,8 +36,8 @@ static void taken(struct fixture *f, uint32_t chunk)
     say(f, &(struct pcc_message){.kind = PCC_MSG_TAKEN, .chunk = chunk});
 }
 
-/* Snapshot 1 has chunks 0 to 3, and three of four segments are wanted back. The first segment's
- * number goes to *number_out. */
+/* Snapshot 1 has chunks 0 to 3, and the client is asked to return three of four segments. The first
+ * segment's number goes to *number_out. */
 static void asked(struct fixture *f, uint64_t *number_out, uint32_t chunks[4])
 {
     struct pcc_message message;
@@ -173,7 +173,7 @@ static void test_no_answer(void)
     for (uint32_t i = 0; i < 100; i++)
         CHECK(shrink(&f).asked == 3 && shrink(&f).bytes == 4 * SEGMENT);
     CHECK(pcc_tenant_grow(f.tenant, 8 * SEGMENT, &granted) == 0 && granted == 4 * SEGMENT);
-    say_all(&f, 1, chunks); /* it goes on all the same */
+    say_all(&f, 1, chunks); /* it continues */
     ring(&f);
     CHECK(event_until(&f, PCC_EVENT_DURABLE).id == 1);
     CHECK(shrink(&f).asked == 3);
@@ -216,8 +216,8 @@ static void test_content_in_flight_stays(void)
     fixture_close(&f);
 }
 
-/* The same of a save that cannot move any more, since a chunk of it had to be re-used: nothing is
- * waited for, however long its copy takes. */
+/* The same with a save that cannot move any more, because a chunk of it was re-used: the daemon
+ * does not wait for it, however long its copy takes. */
 static void test_content_that_cannot_move_goes(void)
 {
     struct fixture f;

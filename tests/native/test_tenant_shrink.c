@@ -19,7 +19,7 @@ static uint64_t used(const struct fixture *f)
     return bytes;
 }
 
-/* As whoever wants the memory does. */
+/* As the daemon does for a session that needs the memory. */
 static void shrink(struct fixture *f, uint64_t bytes, uint64_t expected)
 {
     struct pcc_tenant_holding holding;
@@ -65,7 +65,7 @@ static void test_idle(void)
         grow(&f, roomy.memory_bytes, SEGMENT);
         CHECK_EQUAL(f.tenant->segments[15].number, 4 + 12 * (round + 1));
     }
-    shrink(&f, 0, SEGMENT); /* two chunks stay, whatever is asked for */
+    shrink(&f, 0, SEGMENT); /* two chunks stay in any case */
     pattern(bytes, count, 9);
     load_equals(&f, save(&f, 9, bytes, count), 9, bytes, count);
     detach(&f);

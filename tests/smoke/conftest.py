@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.programs import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +62,7 @@ def run(tmp_path: Path) -> Run:
         path.parent.mkdir(parents=True)
         path.write_text(text)
         path.chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")} | {
+    environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "PCC_BENCH_RESULTS": str(tmp_path / "results"),
@@ -71,12 +72,9 @@ def run(tmp_path: Path) -> Run:
         environment["PYTHONPATH"] += f":{tmp_path / 'stand-in'}"
 
     def started(what: str, *flags: object) -> Ran:
-        program = [what] if what.endswith(".py") else ["-m", what]
-        ended = subprocess.run(
-            [sys.executable, *program, *map(str, flags)], cwd=tmp_path, env=environment,
-            check=False, capture_output=True, text=True,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-        return Ran(ended.stdout, tmp_path / "results")
+        with python(what, *flags, environment=environment, cwd=tmp_path) as program:
+            printed = program.finish()
+            assert program.returncode == 0, printed[-8000:]
+        return Ran(printed, tmp_path / "results")
 
     return started

@@ -1,4 +1,4 @@
-"""The demo, the examples and the campaigns from end to end, as small as they go."""
+"""The demo, the examples and the campaigns from end to end, as small as possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAMPAIGNS = {
     "group_campaign": ("--rounds", "1"),
     "kill_campaign": ("--rounds", "1"),
     "restart_campaign": ("--rounds", "1"),
-    "sharded_campaign": ("--rounds", "6"),
+    "sharded_campaign": ("--rounds", "4"),  # with each number of ranks
 }
 
 
@@ -59,7 +59,7 @@ def test_an_example_is_short(name: str) -> None:
 
 @pytest.mark.long
 def test_the_shortest_script_goes_on_where_it_was(tmp_path: Path) -> None:
-    """As it asks for: killed, and run again; then Ctrl-C, which ends its daemon, too."""
+    """As its docstring asks: killed, and run again. Then Ctrl-C also ends its private daemon."""
     script = [sys.executable, "-u", str(ROOT / "examples/quickstart.py")]
     runs = []
     for lines, end in ((10, signal.SIGKILL), (1, signal.SIGINT)):

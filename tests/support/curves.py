@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import programs
 from tests.support.programs import Program
 
 ROOT = Path(__file__).parents[2]
@@ -94,10 +95,14 @@ class Trainer:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
         # Models this small gain nothing from more threads.
-        fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+        if programs.inside and not ranks:  # in a test, where no script imports torch for itself
+            place = cwd or Path.cwd()
+            self.follow(programs.python(self._script, *flags, environment=environment, cwd=place))
+            return
         process = subprocess.Popen(
             [sys.executable, *(torchrun if ranks else []), self._script, *map(str, flags)],
-            cwd=cwd, env=kept | fixed | variables, text=True, bufsize=1,
+            cwd=cwd, env=environment, text=True, bufsize=1,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.follow(process)
@@ -152,7 +157,8 @@ class Trainer:
         private daemon, also a child, is not killed."""
         with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
+            command = launcher.cmdline()
             for one in (launcher, *launcher.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if self._script in one.cmdline():
+                    if one.cmdline() == command or self._script in one.cmdline():
                         one.kill()

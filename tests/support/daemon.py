@@ -18,7 +18,6 @@ from tests.support.waiting import PATIENCE, suspend, until
 
 READY_LIMIT_S = 90.0 * PATIENCE
 STOP_LIMIT_S = 90.0 * PATIENCE
-_LINKER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 LOOPCHECK = "tests.support.loopcheck"
 _HERE = Path(__file__).parent
 
@@ -92,12 +91,10 @@ class Daemon:
         return keep
 
     def spawn(self, environment: dict[str, str], log: int, *flags: str) -> None:
-        """Starts the process: forked from a server, unless another program starts the daemon, or
-        the linker has to find other libraries."""
+        """Starts the process: forked from a server, unless another program starts the daemon."""
         python, _, module, *arguments = command = self.command(*flags)
         outputs: dict[str, Any] = {"stdout": log, "stderr": self.stderr or log, "env": environment}
-        linked = all(environment.get(name) == os.environ.get(name) for name in _LINKER)
-        if (python, module) == (sys.executable, LOOPCHECK) and linked:
+        if (python, module) == (sys.executable, LOOPCHECK):
             self.process = Forked(arguments, **outputs)
         else:
             self.process = subprocess.Popen(command, **outputs)

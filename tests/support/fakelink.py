@@ -206,6 +206,9 @@ class FakeSession:
     def current(self) -> FakeConnection | None:
         return self.connection if self.connection.lives else None
 
+    def require(self, *, timeout_s: float = 0) -> FakeConnection:
+        return self.connection
+
     def register(self, connection: FakeConnection, payload_bytes: int) -> None:
         connection.sent.append(("register", payload_bytes))
 

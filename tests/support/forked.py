@@ -25,6 +25,8 @@ from tests.support import loopcheck
 
 ROOT = Path(__file__).parents[2]
 _NUMBER = struct.Struct("i")
+#: What the linker reads when a process starts, so that a fork would come too late.
+LINKER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
 class Forked:
@@ -35,7 +37,8 @@ class Forked:
     ) -> None:
         self._told, theirs = os.pipe()
         request = json.dumps([arguments, env, str(Path.cwd())]).encode()
-        socket.send_fds(_server()[0], [request], [stdout, stderr, theirs])
+        server, _ = _server(*map(env.get, LINKER))
+        socket.send_fds(server, [request], [stdout, stderr, theirs])
         os.close(theirs)
         self.returncode: int | None = None
         self.pid = self._number()
@@ -71,11 +74,14 @@ class Forked:
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _server(*linker: str | None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """One for each value of the variables in LINKER: the driver's stand-in and the fault shim."""
     command = [sys.executable, "-m", "tests.support.forked"]
+    given = {name: value for name, value in zip(LINKER, linker, strict=True) if value is not None}
+    environment = {k: v for k, v in os.environ.items() if k not in LINKER} | given
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        return ours, subprocess.Popen(command, cwd=ROOT, stdin=theirs)
+        return ours, subprocess.Popen(command, cwd=ROOT, stdin=theirs, env=environment)
 
 
 def _daemon(request: bytes, stdout: int, stderr: int) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -103,6 +104,27 @@ class Stop(Callback):
         trainer.should_stop = trainer.global_step == self.at
 
 
+class Average(Callback):
+    """The average of the parameters over all steps."""
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_more: object) -> None:
+        now = [parameter.detach() for parameter in trainer.lightning_module.parameters()]
+        before = self.sums or [torch.zeros_like(one) for one in now]
+        self.sums = [one + two for one, two in zip(before, now, strict=True)]
+
+    def on_train_end(self, trainer: Trainer, *_more: object) -> None:
+        say(f"END average {' '.join(map(hexadecimal, self.sums))}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sums = state_dict["sums"]
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -133,7 +155,8 @@ def loader_of(options: Options) -> Any:
 
 def train(options: Options) -> None:
     """`every`, `kill` at a step when `saved` is durable, `stop` after a step, `epochs`,
-    `accumulate`, `validate`, `plain` loader, `devices`, `shuffle` with several of them."""
+    `accumulate`, `average`, `validate`, `plain` loader, `devices`, `shuffle` with several of them.
+    """
     callbacks: list[Callback] = []
     if job := options.get("job"):
         saver = PCcheckCallback(options["every"], job=job)
@@ -142,6 +165,8 @@ def train(options: Options) -> None:
             callbacks.insert(0, Stop(stop))
         if kill := options.get("kill"):
             callbacks.append(Kill(kill, options["saved"], saver))
+    if options.get("average"):
+        callbacks.append(Average())
     data = [loader_of(options)]
     if options.get("validate"):
         data.append(DataLoader(Items(), BATCH))
@@ -246,9 +271,40 @@ def refused(options: Options) -> None:
             say(f"ERROR {error}")
 
 
+def fabric(_options: Options) -> None:
+    """A loop of Fabric: first whole and undisturbed, then in two runs."""
+    made = Fabric(accelerator="cpu", devices=1)
+
+    def run(last: int, client: PCcheckClient | None) -> None:
+        torch.manual_seed(1)
+        items = [torch.rand(WIDTH) for _ in range(ITEMS)]
+        net = nn.Linear(WIDTH, 1)
+        model, optimizer = made.setup(net, torch.optim.AdamW(net.parameters(), 0.1))
+        loader = StatefulDataLoader(items, BATCH, shuffle=True)
+        batches, done = made.setup_dataloaders(loader), 0
+        if client:
+            client.attach(model=model, optimizer=optimizer, loader=loader, rng=True)
+            done = client.restore().step
+        for step, batch in enumerate(batches, done + 1):
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            made.backward(loss)
+            optimizer.step()
+            say(f"STEP {step} {hexadecimal(loss)}")
+            if client:
+                client.checkpoint(step=step)
+            if step == last:
+                break
+
+    run(6, None)
+    for last in (3, 6):
+        with PCcheckClient() as client:
+            run(last, client)
+
+
 KINDS = {
     "train": train, "folds": folds, "order": order, "paths": paths, "crowded": crowded,
-    "refused": refused,
+    "refused": refused, "fabric": fabric,
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [f"tests.support.{name}" for name in ("trainer", "gputrainer", "frozen")]
 )
+inside = False  #: whether this process is such a program
 
 
 class Program:
@@ -28,15 +30,17 @@ class Program:
 
     def __init__(
         self, module: str, *words: object, ranks: int = 0,
-        environment: dict[str, str] | None = None, output: int | None = None,
+        environment: dict[str, str] | None = None, output: int | None = None, cwd: Path = ROOT,
     ) -> None:  # fmt: skip
         """stdout and stderr go to the file descriptor `output`, by default to `self.stdout`."""
         read, write = os.pipe() if output is None else (-1, os.dup(output))
         self.stdout = open(read) if output is None else None  # noqa: SIM115, PTH123
         theirs = Connection(write, readable=False)
+        if inside:  # the same server serves this process, which would else start another
+            forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
         self._process = CONTEXT.Process(
-            target=_start, args=(theirs, ours | (environment or {}), ranks, module, words)
+            target=_start, args=(theirs, ours | (environment or {}), cwd, ranks, module, words)
         )
         self._process.start()
         theirs.close()
@@ -89,8 +93,15 @@ def script(text: str, *words: object, environment: dict[str, str] | None = None)
     return Program("tests.support.snippet", text, *words, environment=environment)
 
 
+def python(
+    what: str, *words: object, environment: dict[str, str] | None = None, cwd: Path = ROOT
+) -> Program:
+    """`python WHAT WORDS` for a file, `python -m WHAT WORDS` for a module."""
+    return Program("tests.support.python", what, *words, environment=environment, cwd=cwd)
+
+
 def _start(
-    output: Connection, environment: dict[str, str], ranks: int, module: str,
+    output: Connection, environment: dict[str, str], cwd: Path, ranks: int, module: str,
     words: tuple[object, ...],
 ) -> None:  # fmt: skip
     import torch
@@ -98,11 +109,13 @@ def _start(
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()
-    os.chdir(ROOT)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # inherited from the server
+    global inside
+    inside = True
     sys.argv = [module, *map(str, words)]
     main: Callable[[], None] = importlib.import_module(module).main
     try:

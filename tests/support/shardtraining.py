@@ -66,9 +66,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer, *, trained: bool) -> str:
+    """Of what is trained, or of what is frozen."""
     found = hashlib.sha256()
     for parameter in model.parameters():
+        if parameter.requires_grad is not trained:
+            continue
         state = optimizer.state.get(parameter, {})
         for tensor in (parameter, *(state[key] for key in sorted(state))):
             found.update(whole(tensor.detach()).contiguous().numpy().tobytes())
@@ -118,6 +121,7 @@ def main() -> None:
     flags.add_argument("digests", type=Path)
     flags.add_argument("--cut", default="fsdp")
     flags.add_argument("--frozen", action="store_true")
+    flags.add_argument("--keep-whole", action="store_true", help="before the kill: see there")
     flags.add_argument("--on-busy", default="wait")
     flags.add_argument("--steps", type=int, default=6)
     flags.add_argument("--kill-at", type=int, default=-1)
@@ -132,7 +136,10 @@ def main() -> None:
     client.attach(model=model, optimizer=optimizer)
     restored = client.restore()
     with (given.digests / str(rank)).open("a", buffering=1) as out:
-        print(restored.step, digest(model, optimizer), restored.step, file=out)
+        frozen = digest(model, optimizer, trained=False)
+        print(
+            restored.step, frozen + digest(model, optimizer, trained=True), restored.step, file=out
+        )
         (given.digests / f"{rank}.pid").write_text(str(os.getpid()))
         handles: list[Checkpoint] = []
         common = restored.step
@@ -142,14 +149,15 @@ def main() -> None:
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            print(step, digest(model, optimizer), common, file=out)
+            print(step, frozen + digest(model, optimizer, trained=True), common, file=out)
             handle = client.checkpoint(step=step)
             handles.append(handle)
             done = [one.step for one in handles if one.state in ENDED[size == 1]]
             common = max(done, default=common)
             del handles[:-COUNTED]
             if step == given.kill_at:
-                keep_whole(given.digests / "whole.pt", model, optimizer)
+                if given.keep_whole:
+                    keep_whole(given.digests / "whole.pt", model, optimizer)
                 handle.wait_global(60)
                 dist.barrier()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""`python -m tests.support.spawned SOCKET HOW`: ranks of mp.spawn, which do not have
-the variable RANK. Each prints a line."""
+"""`python -m tests.support.spawned SOCKET HOW METHOD`: ranks of torch.multiprocessing, which do not
+have the variable RANK. Each prints a line. METHOD is "spawn", as of mp.spawn, or "fork"."""
 
 import sys
 from tempfile import TemporaryDirectory
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from pccheck import PCcheckClient, PccheckError
 
@@ -15,6 +14,8 @@ RANKS = 2
 
 
 def kit() -> dict[str, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # spawned ranks need none
+
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     model = torch.nn.parallel.DistributedDataParallel(net)
@@ -71,6 +72,9 @@ def work(rank: int, socket: str, how: str, meeting: str) -> None:
     distributed.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    socket, how, method = sys.argv[1:]
     with TemporaryDirectory() as place:
-        multiprocessing.spawn(work, (*sys.argv[1:3], f"{place}/meeting"), nprocs=RANKS)  # type: ignore[no-untyped-call]
+        multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+            work, (socket, how, f"{place}/meeting"), nprocs=RANKS, start_method=method
+        )

@@ -111,7 +111,8 @@ def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
 
 @pytest.mark.parametrize("answer", ["", "NO_SLOT"])
 def test_the_core_ends_what_it_was_beginning_when_the_session_ended(answer: str) -> None:
-    """The core may have copied it already: refused here, the other ranks would give it up."""
+    """The core may have copied the checkpoint already. If it were refused here, the other ranks
+    would give it up."""
     desk = Desk(free=0)
 
     async def work() -> None:
@@ -150,7 +151,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_one_that_breaks_something_fails_alone() -> None:
-    """The queue goes on: else every later checkpoint of the rank would wait behind it for ever."""
+    """The queue continues: otherwise every later checkpoint of the rank would wait for ever."""
     desk = Desk(free=5)
     attempt = desk.attempt
 

@@ -27,6 +27,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return OPTIMIZER.state_dict()
 
 
+class FabricOptimizer(torch.optim.Optimizer):
+    """Fabric's shape: what it lacks is looked up in the optimizer inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
 class AcceleratedScheduler:
     def __init__(self, scheduler: object) -> None:
         self.scheduler = scheduler
@@ -63,6 +73,7 @@ def test_a_compiled_or_parallel_module_is_attached_without_its_wrapper() -> None
 def test_an_optimizer_in_name_only_is_taken_off_what_it_wraps() -> None:
     assert one("optimizer", AcceleratedOptimizer(OPTIMIZER)) is OPTIMIZER
     assert one("o", AcceleratedOptimizer(AcceleratedOptimizer(OPTIMIZER))) is OPTIMIZER
+    assert one("optimizer", FabricOptimizer(OPTIMIZER)) is OPTIMIZER
     with pytest.raises(UsageError, match=r"attach\(optimizer=...\): AcceleratedOptimizer"):
         one("optimizer", AcceleratedOptimizer(None))
 
@@ -116,10 +127,8 @@ def test_a_dict_is_attached_by_its_items() -> None:
     values = {"epoch": 3, "best": 0.5}
     attached = one("progress", values)
     assert isinstance(attached, Values)
-    saved = attached.state_dict()
-    values.update(epoch=9, more=1)
-    attached.load_state_dict(saved)
-    assert values == {"epoch": 3, "best": 0.5}
+    values.update(epoch=9)
+    assert attached.state_dict() == {"epoch": 9, "best": 0.5}
 
 
 def test_what_has_no_state_is_refused() -> None:
@@ -128,15 +137,3 @@ def test_what_has_no_state_is_refused() -> None:
             one("thing", thing)
     with pytest.raises(UsageError, match="rng"):
         one("rng", OPTIMIZER)
-
-
-def test_values_go_into_the_tensors_that_fit() -> None:
-    fits, other, wide = torch.zeros(2), torch.zeros(3), torch.zeros(1).expand(2)
-    inner = {"fits": fits, "gone": 1}
-    values = {"inner": inner, "other": other, "wide": wide, "value": 1}
-    new = {"inner": {"fits": torch.ones(2)}, "other": torch.ones(2), "wide": torch.ones(2)}
-    Values(values).load_state_dict({**new, "value": 2})
-    assert values["inner"] is inner and inner["fits"] is fits and "gone" not in inner
-    assert fits.tolist() == [1, 1] and other.tolist() == [0, 0, 0]
-    assert values["other"] is new["other"] and values["wide"] is new["wide"]
-    assert values["value"] == 2

@@ -91,6 +91,8 @@ class Answer:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    long = tmp_path / ("long" * 10)
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(long))
     yield Machine(tmp_path, monkeypatch)
 
 
@@ -147,7 +149,7 @@ def test_a_start_that_fails_tells_the_last_line_of_the_log(machine: Machine) -> 
 
 
 def test_a_daemon_that_still_reads_the_records_is_waited_for(machine: Machine) -> None:
-    """It listens already. On a slow disk that lasts as long as the daemon's own limit."""
+    """The daemon listens already. On a slow disk it reads records for as long as its own limit."""
     machine.answers_after_s = LIMIT_S
     machine.daemon().ensure()
     machine.daemon().ensure()
@@ -309,10 +311,10 @@ def test_a_runtime_directory_that_others_can_read_is_refused(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(module, "TEMPORARY", str(tmp_path))
     (tmp_path / f"pccheck-{os.getuid()}").mkdir(mode=0o755)
     with pytest.raises(PccheckError, match="other users can read it"):
-        machine.daemon()
+        machine.daemon().ensure()
 
 
 @pytest.mark.parametrize("kind", ["file", "missing"])
@@ -323,7 +325,7 @@ def test_without_a_runtime_directory_of_its_own_it_takes_a_temporary_one(
     if kind == "file":
         given.touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(given))
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(module, "TEMPORARY", str(tmp_path))
     assert machine.daemon().socket.parent.parent == tmp_path / f"pccheck-{os.getuid()}"
 
 
@@ -332,9 +334,9 @@ def test_a_runtime_directory_that_cannot_be_made_is_named(
 ) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     (tmp_path / "file").touch()
-    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    monkeypatch.setattr(module, "TEMPORARY", str(tmp_path / "file"))
     with pytest.raises(PccheckError, match=r"cannot make the directory .*: Not a directory"):
-        machine.daemon()
+        machine.daemon().ensure()
 
 
 def test_what_the_system_refuses_is_an_error_of_pccheck(
@@ -354,7 +356,7 @@ def test_what_the_system_refuses_is_an_error_of_pccheck(
 def test_a_storage_directory_that_cannot_be_looked_at_ends_no_training(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Neither when its client is made nor, at the end of the training, when it is closed."""
+    """Neither making the client nor closing it at the end of the training may raise."""
     real = module.Path.is_dir
 
     def is_dir(path: Path) -> bool:  # what an ordinary user gets; tests may run as root

@@ -26,7 +26,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 class Failing(Background):
-    """Fails three times, then goes on."""
+    """Fails three times, then works."""
 
     def __init__(self) -> None:
         self.begun = 0

@@ -150,7 +150,7 @@ def test_a_missing_block_is_a_mismatch(missing: int) -> None:
 def test_a_rank_that_saved_another_tensor_under_the_name_gives_nothing(
     shape: list[int], dtype: str
 ) -> None:
-    """Also not past the end of the memory that is filled."""
+    """Nothing is written, also not past the end of the memory that is filled."""
     whole = np.zeros(shape, f"V{tree.ITEM_BYTES[dtype]}")
     trees, _ = saved(whole, [([0] * len(shape), shape)], dtype, random.Random(1))
     live = np.zeros(10, "V4")

@@ -26,7 +26,7 @@ class Groups:
             (self.root / group / name.replace("__", ".")).write_text(f"{value}\n")
 
     def memory(self, process: str) -> tuple[int, str]:
-        self.of_process.write_text(process)
+        self.of_process.write_bytes(os.fsencode(process))
         return cgroups.memory_bytes(self.of_process, self.root)
 
 
@@ -67,3 +67,10 @@ def test_version_1_has_its_own_tree(groups: Groups) -> None:
 def test_a_container_sees_its_own_group_at_the_root(groups: Groups, process: str) -> None:
     groups.put("", memory__current=1, memory__max=16 * MIB)
     assert groups.memory(process)[0] == 16 * MIB
+
+
+def test_a_group_may_have_any_name(groups: Groups) -> None:
+    name = "job\x0b\x85 \N{LINE SEPARATOR}\udcff"
+    groups.put(name, memory__current=5, memory__max=64 * MIB)
+    room, bound = groups.memory(f"0::/{name}\n")
+    assert room == 64 * MIB and bound.encode()

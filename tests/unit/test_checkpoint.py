@@ -41,7 +41,7 @@ def test_every_state_is_in_the_table_and_ends_have_no_way_out() -> None:
 
 
 def test_nothing_durable_is_ever_lost_by_a_move() -> None:
-    """It becomes global, or a newer one did before it."""
+    """A durable checkpoint becomes global, or is superseded by a newer one."""
     assert MOVES[State.DURABLE] == {State.GLOBAL, State.SUPERSEDED}
     assert MOVES[State.GLOBAL] == frozenset()
     assert State.DURABLE not in LIVE
@@ -72,7 +72,7 @@ def event(kind: str, ended: int = 0) -> Event:
 
 @pytest.mark.parametrize("kind", ["durable", "superseded", "failed"])
 def test_it_ended_when_the_core_freed_its_lane(kind: str) -> None:
-    """Not when the event loop learned of that: the next one may have begun before."""
+    """Not when the event loop noticed the end: the next checkpoint may have begun before."""
     ledger, item = Ledger(), checkpoint(State.COPYING)
     item.sequence = 7
     ledger.newest = (8, 8)

@@ -230,7 +230,7 @@ def test_a_reply_ends_where_its_map_ends() -> None:
 
 
 def test_a_short_message_needs_little_memory() -> None:
-    """So that a refusal for want of memory can still be told."""
+    """So that a refusal for lack of memory can still be sent."""
     refusal = messages.Failure("refused", "no memory", "raise a limit", True)
     codec.encode(refusal)
     tracemalloc.start()

@@ -59,7 +59,7 @@ def test_variables_that_nothing_reads_are_named_with_what_was_meant() -> None:
 
 
 def test_every_variable_that_a_client_reads_is_known() -> None:
-    """So that nobody is told that a variable is misspelt which counts."""
+    """Otherwise a variable that is in use would be reported as misspelt."""
     client = Path(__file__).parents[2] / "client"
     read = {
         name
@@ -145,6 +145,8 @@ def test_too_much_dram_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch
             {},
             r"--socket must be in a directory whose path",
         ),
+        ("--storage /mnt/\udcff", {}, r"--storage must be a path in UTF-8 \(got /mnt/.\)"),
+        ("--socket /tmp/\udcff/a.sock", {}, r"--socket must be a path in UTF-8 \(got /tmp/./a"),
     ],
 )
 def test_wrong_values_name_the_fix(flags: str, environ: dict[str, str], told: str) -> None:

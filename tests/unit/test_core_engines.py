@@ -18,7 +18,8 @@ def open_files() -> int:
 @pytest.mark.parametrize("engine", ["pwrite", "mmap", "pmem"])
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_engines_leave_nothing_open(tmp_path: Path, engine: str, limit: int) -> None:
-    """Whatever each of them opens beside the file, and when one stands in for another."""
+    """Neither what an engine opens beside the volume, nor what an engine has opened before another
+    one replaced it."""
     path = make_volume(tmp_path / "v")
     (tmp_path / "none").write_bytes(bytes(100_000))
     files = open_files()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import tomllib
@@ -126,7 +127,7 @@ def test_a_long_argument_is_not_repeated_whole(
 def test_config_of_nobody_is_twelve(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The daemon that was asked does not answer; what this shell lacks for another one is told."""
+    """The daemon does not answer; the output names what a daemon started from this shell lacks."""
     monkeypatch.setenv("PCCHECK_CONFIG", os.devnull)
     assert cli.main(["config", "show"]) == 12
     told = capsys.readouterr().err
@@ -205,6 +206,18 @@ def test_common_flags_stand_on_either_side(*, before: bool, tmp_path: Path) -> N
     assert chosen.json is True
 
 
+def test_a_user_is_given_by_number_or_name() -> None:
+    name = pwd.getpwuid(os.getuid()).pw_name
+    for text, uid in ((name, os.getuid()), (str(os.getuid()), os.getuid()), ("54321", 54321)):
+        assert cli.parser().parse_args(["--uid", text, "status"]).uid == uid
+
+
+@pytest.mark.parametrize("text", ["nobody-here", "-5", "1.5", "4294967295", "9" * 5000, ""])
+def test_who_is_no_user_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([f"--uid={text}", "status"]) == 2
+    assert "neither a user of this machine nor a uid" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("imported", ["pccheckctl.cli", "argparse", "pccheckctl.commands.status"])
 def test_ctrl_c_is_130_also_while_modules_are_imported(imported: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -279,6 +292,47 @@ def test_a_job_name_that_is_no_text_is_no_traceback(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("pccheckctl.commands.status.run", encode)
     assert cli.main(["status"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "list", "show", "verify", "recover -o x", "export -o x", "wait --newest", "drop --yes",
+        "report -o x", "tune --job", "import",
+    ],
+)  # fmt: skip
+def test_a_name_that_no_job_can_have_is_refused_in_the_same_words(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = [str(tmp_path)] * (words == "import")
+    assert cli.main([*words.split(), "größe", *file, "--storage", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "pccheckctl: 'größe' is not a valid job name\nhint: use letters, digits, '.', '_' and '-', "
+        "at most 128, not starting with '.' or '-'\n"
+    )
+
+
+def test_a_torch_file_gets_no_name_by_which_torch_takes_it_for_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.load() reads *.safetensors with safetensors."""
+    words = ["export", "job", "--format", "torch", "-o", str(tmp_path / "model.safetensors")]
+    assert cli.main([*words, "--storage", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "torch.load() takes" in told and "--format safetensors" in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", ["bench", "tune --checkpoint 1GiB --step-time 1s"])
+def test_a_file_is_no_place_to_measure(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main([*words.split(), "--storage", str(tmp_path / "file")]) == 10
+    assert capsys.readouterr().err == (
+        f"pccheckctl: {tmp_path}/file is not a directory\n"
+        "hint: name the directory for the checkpoints\n"
+    )
 
 
 def test_output_is_a_file_and_not_stdout() -> None:

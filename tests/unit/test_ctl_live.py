@@ -68,9 +68,22 @@ def test_a_terminal_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     _, first, second = screen.getvalue().split("\x1b[H")
     assert first.count("\n") <= size.lines - 1
     assert "more lines" in first
-    # A line that fills its row wraps, or loses its end to the code that clears the rest.
+    # A line as wide as the terminal wraps, or the code that clears the rest removes its end.
     assert all(len(line.split("\x1b")[0]) < size.columns for line in first.splitlines())
     assert "it is away" in second
+
+
+def test_a_narrow_terminal_shows_the_whole_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    size = os.terminal_size((30, 20))
+    monkeypatch.setattr(watching.shutil, "get_terminal_size", lambda: size)
+    warning = "warning: job 'gpt': the last 3 checkpoints failed: /data/a-b/c: No space left"
+    watch([{"n": f"1\n\n{warning}\n\njob  rank  last durable step  age\ngpt     0"}])
+    shown = [line.split("\x1b")[0] for line in screen.getvalue().split("\x1b[H")[1].splitlines()]
+    assert warning in " ".join(shown)
+    assert all(len(line) < size.columns for line in shown)
+    assert shown.index("gpt     0") == shown.index("job  rank  last durable step ") + 1
 
 
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def test_status_with_a_warning_is_degraded() -> None:
 
 def test_status_without_a_daemon_says_so() -> None:
     document = STATUS | {"daemon": None, "pool": {}, "ranks": []}
-    assert "is read from its volumes" in status.as_text(document)
+    assert "read from its volumes" in status.as_text(document)
     assert "no jobs" in status.as_text(document)
 
 

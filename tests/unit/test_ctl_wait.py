@@ -168,7 +168,8 @@ def test_damaged_checkpoints_and_other_ranks_do_not_count(monkeypatch: pytest.Mo
 def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be a slip, or a job that starts in a minute: both read what is waited for."""
+    """The name may be wrong, or the job starts in a minute: in both cases the text says what is
+    waited for."""
     unknown = Seen([], [], known=False, jobs=("gpt", "bert"))
     clock = looks(monkeypatch, unknown, unknown, Seen([stored(5)], []))
     assert wait.run(waiting(), clock=clock, sleep=clock.sleep) == 0

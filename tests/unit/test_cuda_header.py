@@ -1,4 +1,4 @@
-"""native/src/gpu/pcc_cuda.h says what NVIDIA's cuda.h says, where one is at hand.
+"""native/src/gpu/pcc_cuda.h agrees with NVIDIA's cuda.h, where that is installed.
 
 The names clash, so the two cannot be included together: a C file is made from ours that includes
 NVIDIA's only, and the compiler compares. CUDA_HEADER names the file to compare with.

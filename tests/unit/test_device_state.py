@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from pccheck.restoring.inplace import Placement
+from pccheck.restoring.rebuild import Memory
 from pccheck.state import devices
+from pccheck.state.attaching import Values
 from pccheck.state.extents import Shape, devices_of
 from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
@@ -176,7 +178,7 @@ def test_it_goes_where_the_tensors_are_now(
     assert fakes.synchronized == ([0] if now else [])
     for p in model:
         entry = after.optimizer.state[p]
-        assert (devices.device_of(entry["exp_avg"]) == 0) is now  # what is made anew, too
+        assert (devices.device_of(entry["exp_avg"]) == 0) is now  # new tensors, too
         assert (entry["exp_avg"].data_ptr() in targets) is now
         assert devices.device_of(entry["step"]) == devices.HOST
 
@@ -219,3 +221,31 @@ def test_a_tree_from_before_gpus_decodes() -> None:
     node = tree.Tensor([2], [1], "float32", tree.PARAMETER | tree.REQUIRES_GRAD, 0)
     old = tree.Tree(1, None, False, [tree.Extent(0, 8)], node)
     assert tree.decode(tree.encode(old)) == old
+
+
+def test_a_new_tensor_in_a_dict_goes_to_the_gpu_of_the_one_in_its_place(
+    fakes: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best weights, which are the model's own in the run that resumes."""
+    beside: list[torch.Tensor | None] = []
+    tensor = Memory.tensor
+
+    def seen(self: Memory, node: tree.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+        beside.append(like)
+        return tensor(self, node, like)
+
+    def kit() -> dict[str, Any]:
+        model = nn.Linear(2, 2, bias=False)
+        fakes.put(model.weight)
+        return {"model": model, "best": Values({"weight": model.weight.detach()})}
+
+    saved, resumed = kit(), kit()
+    saved["best"].values["weight"] = fakes.put(torch.ones(2, 2))
+    made = AttachedPlan(saved, mode="sync", shape=Shape(CHUNK, False)).snapshot(1, None)
+    data = payload.build(made)
+    monkeypatch.setattr(Memory, "tensor", seen)
+    Placement(tree_of(made), resumed).load(
+        lambda ranges, device_ranges=b"": payload.load(data, ranges, device_ranges)
+    )
+    assert resumed["best"].values["weight"].tolist() == [[1, 1], [1, 1]]
+    assert beside[-1] is not None and fakes.device_of(beside[-1]) == 0

@@ -1,4 +1,4 @@
-"""Work in threads: nobody waits for another user's, and the loop for none of it."""
+"""Work in threads: no user waits for the work of another user, and the loop waits for none."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_long_reads_of_many_users_keep_nobody_from_a_short_one(run: Run) -> None
 
 
 @pytest.mark.parametrize("kind", ["scan", "look", "document"])
-def test_a_user_has_one_at_a_time_however_often_he_hangs_up(run: Run, kind: str) -> None:
-    """What was asked for and is not waited for any more still holds its thread."""
+def test_a_user_has_one_at_a_time_however_often_he_disconnects(run: Run, kind: str) -> None:
+    """A call that is not waited for any more still holds its thread."""
 
     async def work(engine: Engine) -> None:
         enter, blocked = getattr(engine, kind), Blocked()
@@ -81,7 +81,7 @@ def test_a_user_has_one_at_a_time_however_often_he_hangs_up(run: Run, kind: str)
         await asyncio.gather(asked, return_exceptions=True)
         began = threading.Event()
         second = asyncio.create_task(enter(7, began.set))
-        for _ in range(3):  # so it has had its chance
+        for _ in range(3):  # so the task could run
             await asyncio.sleep(0)
             assert await enter(8, began.is_set) is False
         blocked.let_go.set()

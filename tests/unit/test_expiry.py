@@ -1,4 +1,5 @@
-"""What makes a finished job old: watched time, no wall clock; said first, a few at a time."""
+"""What makes a finished job old: watched time, no wall clock. A job is reported before it is
+dropped, and a few are dropped at a time."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_said_at_one_look_and_dropped_at_the_next(
         await place.finish("job")
         assert await place.look() == []
         assert await place.look(after_s=AGE_S - 1) == []
-        assert await place.look(after_s=1) == []  # it is due now, and said to be
+        assert await place.look(after_s=1) == []  # it is due now, and reported
         assert len(layout.list_volumes(tmp_path)) == 1
         assert await place.look() == ["job"]
         assert layout.list_volumes(tmp_path) == []
@@ -90,7 +91,7 @@ def test_said_at_one_look_and_dropped_at_the_next(
 
 
 def test_only_watched_time_counts(run: Callable[[Work], None], tmp_path: Path) -> None:
-    """Whatever the wall clock says of the file; and however long no daemon ran."""
+    """The wall clock, and the time in which no daemon ran, do not count."""
 
     async def work(place: Place) -> None:
         await place.finish("job")

@@ -134,7 +134,7 @@ def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
 
 
 class Native:
-    """In the place of the compiled module's, and of the process that tries the driver first."""
+    """Replaces the compiled module's driver, and the process that tries the driver first."""
 
     def __init__(self, *missing: str, gate: threading.Event | None = None) -> None:
         self.missing = list(missing) or [""]

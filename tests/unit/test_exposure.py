@@ -1,4 +1,4 @@
-"""Pull or push: decided once per connection, told to the daemon, exposed anew when it must be."""
+"""Pull or push: decided once per connection, sent to the daemon, exposed again when necessary."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_pull_that_cannot_be_had_is_an_error_when_it_was_demanded() -> None:
         with pytest.raises(DeviceError, match="another uid"):
             exposure.prepare(part())
     assert chosen(connection) == [("push", "another uid")]
-    connection.refusal = None  # it passed: a handle that did not open once, say
+    connection.refusal = None  # the failure was temporary: a handle that did not open once
     assert exposure.prepare(part()).map == 3
     assert chosen(connection)[-1] == ("pull", "")
 
@@ -231,7 +231,7 @@ def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
 
 
 def test_what_waits_for_a_slot_keeps_its_exposure() -> None:
-    """What does not fit into it is pushed meanwhile; so nothing is said to the daemon."""
+    """A state that does not fit is pushed meanwhile, so nothing is sent to the daemon."""
     connection = FakeConnection()
     exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
     assert exposure.prepare(part()).map == 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,18 @@ from tests.support.standinpeer import Peer
 BIG = 3 << 20  # float32 elements: an allocation of its own
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Peer]]:
+@contextmanager
+def started(**options: Any) -> Iterator[Peer]:
     directory: Path = new_directory()
-    with ExitStack() as stack:
-        yield lambda name="peer", **options: stack.enter_context(Peer(directory, name, **options))
+    with Peer(directory, "peer", **options) as peer:
+        yield peer
     shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def peer() -> Iterator[Peer]:
+    with started() as made:
+        yield made
 
 
 def _gpu() -> StandGpu:
@@ -90,25 +96,24 @@ def replayed(_cuda: Driver) -> list[float]:
     return [*seen, float(gpu.read(value)), float(gpu.capturing())]
 
 
-def test_tensors_are_on_their_devices(start: Callable[..., Peer]) -> None:
-    peer = start(devices=2)
-    found = peer(places)
+def test_tensors_are_on_their_devices() -> None:
+    with started(devices=2) as peer:
+        found = peer(places)
+        assert peer.faults.allocations == 2  # one block on each device; the big one was freed
     assert found["devices"] == [0, 1, 0, -1, 1]
     assert found["model"] == {0}
     assert found["neighbours"] == 512
     assert found["strides"] == (1, 2)
-    assert peer.faults.allocations == 2  # one block on each device; the big one was freed
 
 
-def test_work_is_done_when_the_stream_gets_there(start: Callable[..., Peer]) -> None:
-    assert start()(late) == (True, False)
+def test_work_is_done_when_the_stream_gets_there(peer: Peer) -> None:
+    assert peer(late) == (True, False)
 
 
-def test_one_seed_is_one_result(start: Callable[..., Peer]) -> None:
-    peer = start()
+def test_one_seed_is_one_result(peer: Peer) -> None:
     first = peer(trained, 1)
     assert peer(trained, 1) == first != peer(trained, 2)
 
 
-def test_graphs_replay_what_was_launched(start: Callable[..., Peer]) -> None:
-    assert start()(replayed) == [0.0, 2.0, 0.0]
+def test_graphs_replay_what_was_launched(peer: Peer) -> None:
+    assert peer(replayed) == [0.0, 2.0, 0.0]

@@ -273,7 +273,7 @@ def test_the_limit_is_set_for_reads_and_writes_and_taken_back(tmp_path: Path) ->
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_disk_with_a_limit_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Also where the kernel has no limit to offer: then it says so."""
+    """Where the kernel has no such limit, an error says so, and nothing is left either."""
     try:
         with disk.limited(tmp_path, 192 * MIB, 100_000_000) as made:
             assert made.limit == 100_000_000

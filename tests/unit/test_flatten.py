@@ -19,6 +19,7 @@ from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck_wire.errors import UnsupportedStateError
+from pccheckctl.output.entries import tensor_entries
 from tests.support.payload import round_trip, tree_of
 
 
@@ -247,7 +248,7 @@ class Tagged(torch.Tensor):
 
 
 class Raising:
-    """A lazy object that is not bound: whatever is asked of it raises."""
+    """A lazy object that is not bound: every use of it raises."""
 
     def __getattribute__(self, name: str) -> object:
         raise RuntimeError(name)
@@ -360,8 +361,6 @@ def test_equal_states_at_other_addresses_give_equal_trees() -> None:
 
 
 def test_leaves_in_the_tree_view() -> None:
-    from pccheck_wire import tree
-
     made = snapshot({"a": torch.ones(3), "lr": 0.5})
-    (entry,) = tree.tensor_entries(tree_of(made))
+    (entry,) = tensor_entries(tree_of(made))
     assert (entry.path, entry.dtype, entry.offset, entry.nbytes) == ("a", "float32", 0, 12)

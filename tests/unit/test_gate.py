@@ -1,4 +1,4 @@
-"""The gate: streams wait for GPU parts, the CPU for the rest, and nobody beyond the deadline."""
+"""The gate: streams wait for GPU parts, the CPU for the rest, and neither beyond the deadline."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_what_the_link_gave_up_while_a_stream_waited_is_noticed_once(kit: Kit) -
 
 
 def test_work_before_the_snapshot_is_no_stall(kit: Kit) -> None:
-    """A GPU that has not come to it yet gets more time, and then the daemon its own."""
+    """A GPU that is still busy gets more time, and afterwards the daemon gets its own limit."""
     kit.add(part(0, staged=True, aside=True))
     kit.link.behind[1] = 3
     with pytest.raises(CheckpointFailedError, match="staging"):
@@ -157,7 +157,8 @@ def test_the_cpu_waits_for_what_the_gpu_has_to_do_first(kit: Kit) -> None:
 def test_the_next_one_has_its_own_time_after_a_busy_gpu(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first was waited for beyond the limit, with nobody to blame; the second may be copied."""
+    """The wait for the first snapshot passed the limit because the GPU was busy; the second may
+    still be copied."""
     now_s, deadlines = 0.0, {}
 
     def wait_read(snapshot: int, deadline_ns: int, **_: bool) -> bool:
@@ -176,8 +177,8 @@ def test_the_next_one_has_its_own_time_after_a_busy_gpu(
 
 
 def test_pushed_behind_a_busy_gpu_is_no_stall(kit: Kit) -> None:
-    """The CPU waits until all copies are enqueued; memory for them may come free by those only that
-    the GPU has not begun."""
+    """The CPU waits until all copies are enqueued. Memory for them may become free only through
+    copies that the GPU has not begun."""
     kit.add(part(0))
     kit.link.behind[1] = 2
     kit.link.unholdable.add(1)

@@ -18,7 +18,7 @@ import pytest
 
 from bench.gpu import check
 from tests.support import fakegpu
-from tests.support.programs import Program
+from tests.support.programs import Program, python
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="of the machine without one")
 PROBE = [sys.executable, "bench/gpu/probe.py", "--small"]
@@ -115,13 +115,11 @@ def test_the_tests_that_check_runs_are_there(
 
 
 def collected(command: list[str]) -> int:
-    words = [word for word in command if "junitxml" not in word]
-    ran = subprocess.run(
-        [*words, "--collect-only", "-q"], cwd=check.ROOT, check=False, capture_output=True,
-        text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout
-    found = re.findall(r"^tests/integration/test_gpu_\w+\.py: (\d+)$", ran.stdout, re.MULTILINE)
+    _, _, module, *words = (word for word in command if "junitxml" not in word)
+    with python(module, *words, "--collect-only", "-q") as ran:
+        said = ran.finish()
+    assert ran.returncode == 0, said
+    found = re.findall(r"^tests/integration/test_gpu_\w+\.py: (\d+)$", said, re.MULTILINE)
     return sum(map(int, found))
 
 

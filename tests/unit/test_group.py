@@ -132,7 +132,7 @@ def test_every_rank_of_the_world_that_saved_it_counts() -> None:
     [held(1, run=2), held(1, world=3), held(1, damaged=(1,)), [group.Held(1, 11, 1, 2)], []],
 )
 def test_the_same_sequence_alone_is_not_the_same_checkpoint(other: list[Any]) -> None:
-    """Not of another run, world or step, and no damaged one."""
+    """A checkpoint of another run, world or step, and a damaged one, do not count."""
     assert group.common({0: Rank(held(1)), 1: Rank(other)}) == []
 
 
@@ -176,13 +176,13 @@ def test_the_floor_is_the_oldest_of_the_kept_ones() -> None:
 
 
 def test_there_is_no_floor_before_there_are_enough() -> None:
-    """Or the first one that becomes common takes away what may become the second."""
+    """Otherwise the first common checkpoint would free what may become the second one."""
     ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(2), pending={1: 2}, asked=2)}
     assert agreed(ranks, keep=2) == (0, 2, [])
 
 
 def test_what_a_live_rank_has_passed_over_is_given_up() -> None:
-    """It was skipped, or has failed, or a later one was asked for."""
+    """The rank skipped the checkpoint, failed at it, or has requested a later one."""
     ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), asked=2)}
     assert agreed(ranks) == (1, 1, [2])
 
@@ -194,7 +194,7 @@ def test_what_a_live_rank_has_not_been_asked_for_is_waited_for() -> None:
 
 
 def test_what_is_on_its_way_is_waited_for() -> None:
-    """Also by a rank whose process has ended: what was copied goes on."""
+    """Also for a rank whose process has ended: a copied checkpoint is still written."""
     for asked in (2, None):
         ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), pending={2: 2}, asked=asked)}
         assert agreed(ranks, short=(0,)) == (1, 1, [])
@@ -202,8 +202,8 @@ def test_what_is_on_its_way_is_waited_for() -> None:
 
 @pytest.mark.parametrize(("was", "now"), [(1, 2), (1, 4), (2, 3), (3, 2)])
 def test_what_a_start_of_another_size_has_in_flight_is_not_given_up(was: int, now: int) -> None:
-    """What was copied becomes durable, whoever has connected since: ranks that were no part of that
-    start have nothing to bring."""
+    """A copied checkpoint becomes durable, also after a start of another size: ranks that were not
+    in the earlier start do not have to save it."""
     before = {rank: Rank(held(1, world=was), pending={2: was}) for rank in range(was)}
     ranks = {rank: before.get(rank, Rank())._replace(asked=2) for rank in range(max(was, now))}
     assert agreed(ranks, world=now) == (1, 1, [])
@@ -246,7 +246,7 @@ def test_below_the_newest_common_one_what_is_on_its_way_may_yet_be_common() -> N
 
 
 def test_a_rank_with_only_a_damaged_one_lacks_it() -> None:
-    """It may be read again, so that it goes only where its slot is needed."""
+    """The damaged checkpoint may become readable: it is dropped only where its slot is needed."""
     ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1, 2, damaged=(2,)), asked=2)}
     assert agreed(ranks) == (1, 1, [])
     assert agreed(ranks, short=(1,)) == (1, 1, [2])
@@ -320,7 +320,7 @@ def test_nothing_is_pinned_that_was_restored() -> None:
 
 
 def test_the_pin_of_a_run_that_did_not_restore_either_stays() -> None:
-    """It is worth more than the few steps since; larger volumes have room for both."""
+    """That checkpoint is worth more than the few steps since; larger volumes can keep both."""
     assert pinned(TWO_RUNS, 3, before={1}) == {1}
     assert pinned(TWO_RUNS, 3, before={1}, slots=group.PINS_SLOTS_MIN) == {1, 3}
     assert pinned(TWO_RUNS, 3, before={9}) == {3}

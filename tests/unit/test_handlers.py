@@ -319,6 +319,20 @@ def test_the_map_reaches_the_channel(run: Callable[[Work], None]) -> None:
     run(work)
 
 
+def test_a_checkpoint_that_begins_while_the_daemon_stops_is_refused(
+    run: Callable[[Work], None],
+) -> None:
+    async def work(place: Place) -> None:
+        place.sessions.draining = True
+        assert await place.ask(Begin(1, 10, 4096, 0, 64)) is None
+        found = place.tenant.ledger.find(1, 1)
+        assert found is not None and found.state is State.FAILED
+        assert found.reason == "the daemon is stopping"
+        assert (place.channel.begun, place.channel.refused) == ([], [1])
+
+    run(work)
+
+
 @pytest.mark.parametrize("code_name", ["BAD_HANDLE", "DEVICE_LOST"])
 def test_a_stale_map_fails_the_checkpoint_at_once(
     run: Callable[[Work], None], code_name: str

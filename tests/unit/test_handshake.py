@@ -1,4 +1,4 @@
-"""What a peer that has hung up leaves behind: no place taken, no request that stays."""
+"""A peer that has disconnected leaves nothing: it occupies no place, and no request stays."""
 
 from __future__ import annotations
 

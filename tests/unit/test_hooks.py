@@ -77,6 +77,41 @@ def test_a_closure_that_fails_changes_nothing_and_passes_nothing() -> None:
     with pytest.raises(RuntimeError, match="no batch"):
         gate.optimizer.step(fail)
     assert not gate.order and not gate.hooks.stepping
+    assert not gate.hooks.halfway
+
+
+def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends() -> None:
+    gate = Gate(Own)
+
+    def fail() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gate.optimizer.step(fail)
+    assert gate.hooks.halfway and not gate.hooks.stepping
+    gate.optimizer.step()
+    assert not gate.hooks.halfway
+
+
+@pytest.mark.parametrize("method", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_that_ctrl_c_left_out_are_not_relied_on(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    gate = Gate(torch.optim.SGD)
+    gate.optimizer.step()
+    assert gate.hooks
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gate.optimizer, method, interrupt)
+        gate.hooks.put(gate.passed, [gate.optimizer])
+    gate.optimizer.step()
+    assert not gate.hooks and not gate.hooks.stepping and not gate.hooks.halfway
+    gate.hooks.put(gate.passed, [gate.optimizer])
+    gate.optimizer.step()
+    assert gate.hooks
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -127,7 +162,7 @@ def test_a_step_that_begins_while_the_one_before_is_looked_for_counts(
     hooks._steps[1] = 7, sys._getframe()
 
     def frames() -> dict[int, FrameType]:
-        hooks._steps[1] = threading.get_ident(), sys._getframe(2)
+        hooks._steps[1] = threading.get_ident(), sys._getframe(3)
         return {}  # the step that is looked for has ended
 
     with monkeypatch.context() as patch:

@@ -52,7 +52,9 @@ def save(attached: dict[str, Any]) -> Snapshot:
     return AttachedPlan(attached, mode="sync").snapshot(1, None)
 
 
-def put(made: Snapshot, attached: dict[str, Any]) -> list[tuple[int, int]]:
+def put(
+    made: Snapshot, attached: dict[str, Any], only: list[str] | None = None
+) -> list[tuple[int, int]]:
     """Restores; the (address, bytes) that were loaded."""
     loaded: list[tuple[int, int]] = []
     data = payload.build(made)
@@ -66,7 +68,7 @@ def put(made: Snapshot, attached: dict[str, Any]) -> list[tuple[int, int]]:
             loaded.append((address, nbytes))
         payload.load(data, ranges)
 
-    placement = Placement(payload.tree_of(made), attached)
+    placement = Placement(payload.tree_of(made), attached, only=only)
     placement.compare(load)
     placement.load(load)
     return loaded
@@ -463,6 +465,85 @@ def test_a_learning_rate_of_inference_mode_stays_the_same_object() -> None:
     assert after["optimizer"].param_groups[0]["lr"] is rate and float(rate) == 0.5
 
 
+def test_groups_that_begin_with_one_learning_rate_get_their_own() -> None:
+    """An optimizer gives one tensor to all groups that name none."""
+
+    def kit() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        return {"optimizer": torch.optim.AdamW(groups, lr=torch.tensor(0.1))}
+
+    before, after = kit(), kit()
+    before["optimizer"].param_groups[1]["lr"] = torch.tensor(0.5)
+    first, second = after["optimizer"].param_groups
+    rate = first["lr"]
+    assert second["lr"] is rate
+    put(save(before), after)
+    assert first["lr"] is rate and [float(one["lr"]) for one in (first, second)] == [
+        pytest.approx(0.1), 0.5
+    ]  # fmt: skip
+    same_rate = kit()
+    put(save(kit()), same_rate)
+    first, second = same_rate["optimizer"].param_groups
+    assert first["lr"] is second["lr"]
+
+
+class Assigns(nn.Linear):
+    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+        return super().load_state_dict(state, assign=True)
+
+
+class Masters:
+    """Parameters without a module, which are made again."""
+
+    def __init__(self) -> None:
+        self.masters = [nn.Parameter(torch.zeros(2))]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self.masters
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": list(self.masters)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.masters = [nn.Parameter(one) for one in state["masters"]]
+
+
+class Holder:
+    """An object around a module."""
+
+    def __init__(self) -> None:
+        self.net = Assigns(2, 2)
+
+    def parameters(self) -> Any:
+        return self.net.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.net.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.net.load_state_dict(state)
+
+
+@pytest.mark.parametrize("make_thing", [lambda: Assigns(2, 2), Masters, Holder])
+def test_new_tensors_in_the_place_of_trained_ones_are_refused(make_thing: Any) -> None:
+    """The optimizer would go on with the old ones."""
+
+    def kit() -> dict[str, Any]:
+        thing = make_thing()
+        return {"thing": thing, "optimizer": torch.optim.SGD(thing.parameters(), 0.1)}
+
+    with pytest.raises(StateMismatchError, match=r"thing: its load_state_dict\(\) put new tensors"):
+        put(save(kit()), kit())
+    thing = make_thing()
+    put(save({"thing": make_thing()}), {"thing": thing})  # no optimizer is attached
+    copies = {
+        "thing": make_thing(),
+        "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1),
+    }
+    put(save(copies), copies)
+
+
 def rename(kit: dict[str, Any]) -> None:
     kit["net"] = kit.pop("model")
 
@@ -552,7 +633,9 @@ def test_no_tensor_is_changed_when_a_scheduler_refuses() -> None:
     before, after = make(1, steps=2), make(2, steps=1)
     there = copy.deepcopy(states({"model": after["model"], "optimizer": after["optimizer"]}))
     made = save(before | {"other": Foreign()})
-    with pytest.raises(StateMismatchError, match="other: its load_state_dict"):
+    with pytest.raises(
+        StateMismatchError, match=r"other: its load_state_dict.*KeyError: 'last_lr'"
+    ):
         put(made, after | {"other": Foreign()})
     assert same(states({name: after[name] for name in there}), there)
 

@@ -405,7 +405,7 @@ def test_protection_stays_while_a_rank_is_not_connected() -> None:
 
 
 def test_all_ranks_keep_what_becomes_common_of_the_run_before() -> None:
-    """Also when a checkpoint of this run was common first."""
+    """Even if a checkpoint of this run became common before."""
     ranks = Ranks()
     ranks.connect()
     ranks.hold(1)

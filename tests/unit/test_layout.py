@@ -124,7 +124,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_what_hides_volumes_is_named(tmp_path: Path) -> None:
-    """As files of one user's job they are an error: the job is not empty, but elsewhere."""
+    """A link in place of a job, for example, is an error: the job is not empty, but elsewhere."""
     real = put(layout.volume_path(tmp_path / "disk", 5, "a", 0)).parent.parent
     storage = tmp_path / "storage"
     for path in ("7/a/rank-0.0.pcc", "7/b", "6", "7/c/note", "notes", "7/.d"):

@@ -1,4 +1,4 @@
-"""What readers have opened stays, until they end or a new checkpoint needs the slot."""
+"""What readers have opened stays until they close it or a new checkpoint needs the slot."""
 
 from __future__ import annotations
 

@@ -98,4 +98,4 @@ def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
         State.GLOBAL, State.SUPERSEDED, State.GLOBAL, State.DURABLE,
     ]  # fmt: skip
     assert ledger.newer_than(items[1]) == (3, 3)
-    assert ledger.became_global(3, {1, 3}) == []  # said once
+    assert ledger.became_global(3, {1, 3}) == []  # reported once

@@ -109,7 +109,7 @@ def weightless(**things: Any) -> str:
 
 
 def of_others() -> Things:
-    """What cannot hold parameters."""
+    """Attached objects that cannot hold parameters."""
     other = torch.optim.SGD([torch.ones(2, requires_grad=True)])
     return {
         "scheduler": torch.optim.lr_scheduler.StepLR(other, 1),

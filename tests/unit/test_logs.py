@@ -42,7 +42,7 @@ def checkpoint(state: State = State.DURABLE, **changes: object) -> Checkpoint:
 
 
 def under_systemd() -> dict[str, str]:
-    """What systemd says to whose stderr is the journal's."""
+    """What systemd sets for a process whose stderr is the journal."""
     stderr = os.fstat(2)
     return {"JOURNAL_STREAM": f"{stderr.st_dev}:{stderr.st_ino}"}
 

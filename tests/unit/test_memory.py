@@ -277,7 +277,7 @@ def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPa
 def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A machine that was paused for minutes: nobody could give anything back meanwhile."""
+    """A machine that was paused for minutes: no client could return memory meanwhile."""
     paused_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s)
 

@@ -10,7 +10,7 @@ import errno
 import re
 import socket
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,15 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-from pccheck import PCcheckClient, PccheckError, PccheckWarning, capture_rng, restore_rng
+from pccheck import (
+    CheckpointFailedError,
+    PCcheckClient,
+    PccheckError,
+    PccheckWarning,
+    RefusedError,
+    capture_rng,
+    restore_rng,
+)
 from pccheck.daemon.autostart import PrivateDaemon
 from pccheck.daemon.connection import Connection
 from pccheck.job import origin
@@ -30,13 +38,15 @@ from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
 from pccheck.restoring.inplace import Placement
 from pccheck.restoring.reading import ask_open
-from pccheck.saving.in_flight import Checkpoint, InFlight, abandoned_because
+from pccheck.saving.handle import Checkpoint
+from pccheck.saving.in_flight import InFlight, abandoned_because
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved
 from pccheck.state.flatten import Flattener
 from pccheck.state.metadata import metadata_node
 from pccheck.state.plan import AttachedPlan
-from pccheck_wire import attach, tree
+from pccheck.warn import Warner
+from pccheck_wire import attach, basics, tree
 from pccheck_wire.messages import CheckpointState, Hello, Open, Registered, Role, Skipped, Writing
 from pccheck_wire.peer import VARIABLE
 from pccheckctl import cli
@@ -57,7 +67,8 @@ class Kit:
 
     def client(self, **options: Any) -> PCcheckClient:
         self.patch.setattr(PCcheckClient, "_first_connect", lambda _: None)
-        return PCcheckClient("gpt", socket=self.path / "none", **options)
+        self.patch.setenv("PCCHECK_SOCKET", str(self.path / "none"))
+        return PCcheckClient("gpt", **options)
 
     def connected(self, **options: Any) -> PCcheckClient:
         client = self.client(**options)
@@ -203,14 +214,14 @@ def waits(what: str) -> Callable[[Kit], object]:
         connection: Any = FakeConnection()
         connection.saves_alone = True
         connection.link.request(1)
-        getattr(Checkpoint(InFlight(5, connection, 1)), what)(0.01)
+        getattr(Checkpoint(InFlight(5, connection, 1), Warner()), what)(0.01)
 
     return wait
 
 
 def failed(state: CheckpointState) -> Callable[[Kit], object]:
     return lambda _: Checkpoint(
-        InFlight.ended(5, state, "no space left in /data (raise --max-storage)")
+        InFlight.ended(5, state, "no space left in /data (raise --max-storage)"), Warner()
     ).wait_durable()
 
 
@@ -283,6 +294,7 @@ def ctl(*words: str) -> Callable[[Kit], object]:
     def run(kit: Kit) -> None:
         kit.patch.setenv("PCCHECK_SOCKET", str(kit.path / "none"))
         kit.patch.setenv("TMPDIR", str(kit.path))  # no private daemon of this machine
+        kit.patch.setattr(basics, "TEMPORARY", str(kit.path))
         kit.patch.delenv("XDG_RUNTIME_DIR", raising=False)
         cli.main(list(words))
 
@@ -390,7 +402,7 @@ def loader_as_data(kit: Kit) -> None:
 def stale(kit: Kit) -> None:
     client = kit.connected()
     client._planner.hooks.progress.idle_since = lambda _: 5  # type: ignore[method-assign]
-    client._warn_if_idle(9)
+    client._advice.saving(9)
 
 
 def graph(kit: Kit) -> None:
@@ -611,9 +623,9 @@ WORDS: dict[str, str] = {
         "DIR/no first, or mount its disk; or choose a directory on a local disk with storage=)"
     ),
     "DataLoader": (
-        "attach(loader=...): type DataLoader has no state_dict, load_state_dict (use "
-        "torchdata's StatefulDataLoader (pip install torchdata): it takes the same arguments "
-        "and saves its place in the data)"
+        "attach(loader=...): type torch.utils.data.dataloader.DataLoader has no "
+        "state_dict, load_state_dict (use torchdata's StatefulDataLoader (pip install "
+        "torchdata): it takes the same arguments and saves its place in the data)"
     ),
     "StatefulDataLoader": (
         "PCcheck: attach(data=...) is a StatefulDataLoader, and no loader= is attached: a restored "
@@ -842,8 +854,8 @@ WORDS: dict[str, str] = {
     ),
     "tied": (
         "model.embed shares memory with model.head, as tied weights do, and the checkpoint has "
-        "different values for the two (build the model as it was, or take what you need from "
-        "recover())"
+        "different values for the two (build the model as it was, give each value of a dict its "
+        "own memory (clone()), or take what you need from recover())"
     ),
     "converted state": (
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "
@@ -897,9 +909,10 @@ WORDS: dict[str, str] = {
         "instead: training repeats the steps between. Check the disk: pccheckctl verify"
     ),
     "own checkpoint": (
-        "PCcheck: job 'gpt' restores step 40, which this process saved itself, through another "
-        "client. If this is a new run (another fold, a second Trainer), give each run a job name "
-        "of its own: PCcheckClient(job=...), or in a framework PCcheckCallback(job=...)"
+        "PCcheck: job 'gpt' restores step 40, which an earlier client of this process saved. That "
+        "is right when a notebook's cell is run again. A run of its own (the next fold, a second "
+        "Trainer) needs a job name of its own: PCcheckClient(job=...), or in a framework "
+        "PCcheckCallback(job=...)"
     ),
     "rank that did not save": (
         "PCcheck: step 40 was saved with world size 2, and not by rank 0: its generators (rng) "
@@ -958,19 +971,57 @@ def test_plain_ddp_needs_no_words(
         plain_ddp(Kit(tmp_path, monkeypatch), **options)
 
 
-def test_a_warning_names_commands_that_ask_the_private_daemon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without an option they would ask another daemon, or none."""
+@pytest.fixture(params=["--storage", "--socket"])
+def pasted(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[PCcheckClient, str]]:
+    """A client with a fake of its own daemon, and how commands begin that ask that daemon: without
+    an option they would ask another one, or none."""
     monkeypatch.setattr(PCcheckClient, "_first_connect", lambda _: None)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    client = PCcheckClient("gpt", 0, 1, autostart=True, storage=tmp_path / "a b")
-    reason = "no space; jobs to drop: pccheckctl drop old (1 GiB)"
-    with pytest.warns(PccheckWarning) as caught:
-        client._saver.failures.report(5, reason)
-    text, command = str(caught[0].message), f"pccheckctl --storage '{tmp_path}/a b'"
-    assert f"drop: {command} drop old (1 GiB)" in text and f"(see: {command} status)" in text
+    place = tmp_path / "a b"
+    private: Any = {"autostart": True, "storage": place}
+    client = PCcheckClient(
+        "gpt", 0, 1, **(private if request.param == "--storage" else {"socket": place})
+    )
+    session: Any = FakeSession(FakeConnection())
+    client._session = client._saver._session = session
+    yield client, f"pccheckctl {request.param} '{place}'"
     client.close()
+
+
+REASON = "no space; jobs to drop: pccheckctl drop old (1 GiB)"
+
+
+def test_commands_in_a_warning_can_be_pasted(pasted: tuple[PCcheckClient, str]) -> None:
+    client, command = pasted
+    with pytest.warns(PccheckWarning) as caught:
+        client._saver.failures.report(5, REASON)
+    text = str(caught[0].message)
+    assert f"drop: {command} drop old (1 GiB)" in text and f"(see: {command} status)" in text
+
+
+def test_commands_in_an_error_can_be_pasted(pasted: tuple[PCcheckClient, str]) -> None:
+    client, command = pasted
+    client._session.connection.refusal = RefusedError("no pin", hint="see: pccheckctl list")
+    for call in (client.adopt, client.steps, lambda: client.pin(1)):
+        with pytest.raises(RefusedError) as refused:
+            call()
+        assert str(refused.value) == f"no pin (see: {command} list)"
+
+
+def test_commands_in_the_reason_of_a_handle_can_be_pasted(
+    pasted: tuple[PCcheckClient, str],
+) -> None:
+    """Also in the errors of the handle."""
+    client, command = pasted
+    handle = client._handle(InFlight.ended(5, CheckpointState.FAILED, REASON))
+    expected = f"no space; jobs to drop: {command} drop old (1 GiB)"
+    assert handle.reason == expected
+    assert str(handle.exception()) == f"checkpoint of step 5 failed: {expected}"
+    for wait in (handle.wait_copied, handle.wait_global):
+        with pytest.raises(CheckpointFailedError, match=re.escape(expected)):
+            wait()
 
 
 def test_every_call_has_its_words() -> None:

@@ -49,6 +49,7 @@ def test_the_process_group_gives_the_rank_that_nothing_else_gives(
     made = identify("x", None, None, {})
     assert (made.rank, made.world_size, made.local_world_size) == (2, 4, 4)
     assert identify("x", None, None, {"LOCAL_WORLD_SIZE": "3"}).local_world_size == 3
+    assert identify("x", None, None, {"WORLD_SIZE": "4"}).rank == 2  # a child of Lightning's Fabric
     for rank, world_size, environ, solo in (
         (0, 1, {}, False), (0, None, {}, False), (None, 1, {}, False), (None, None, {}, True),
         (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, False),

@@ -22,7 +22,7 @@ from tests.unit.test_handlers import run as run  # a fixture
 
 
 class FaultError(RuntimeError):
-    """Of ours: nothing that a peer could have caused."""
+    """An error of our own: no peer could have caused it."""
 
 
 def fail(*_: object, **__: object) -> object:

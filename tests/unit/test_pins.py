@@ -82,7 +82,7 @@ def test_what_only_some_ranks_had_to_leave_alone_is_no_pin_of_the_group() -> Non
 
 @pytest.mark.parametrize(("after", "expected"), [(0, {5, 9}), (5, {9}), (8, {9}), (9, set())])
 def test_what_was_restored_needs_no_pin(after: int, expected: set[int]) -> None:
-    """Of a trainer that comes back to another daemon and says what it has."""
+    """A trainer reconnects to another daemon, and reports what it has restored."""
     assert wanted({0: held(*RUNS)}, {5}, 4, 4, after=after) == expected
 
 

@@ -18,6 +18,7 @@ from pccheck.state.gating import Gating
 from pccheck.state.plan import FROZEN_MIN, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import UnsupportedStateError
+from pccheckctl.output.entries import tensor_entries
 from tests.support.payload import round_trip, tree_of
 from tests.unit.test_flatten import same
 
@@ -307,7 +308,7 @@ def test_other_states_are_asked_every_time_and_may_alias() -> None:
 def paths(made: Snapshot, which: bytes) -> set[str]:
     """Paths of the tensors whose bytes are in packed ranges."""
     offsets = {int.from_bytes(which[i + 8 : i + 16], "little") for i in range(0, len(which), 24)}
-    return {e.path for e in tree.tensor_entries(tree_of(made)) if e.offset in offsets}
+    return {e.path for e in tensor_entries(tree_of(made)) if e.offset in offsets}
 
 
 BUFFERS = {"model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}
@@ -324,7 +325,7 @@ def test_frozen_parameters_are_read_in_place_until_they_are_trained(kit: Kit) ->
     kit.model.body[0].weight.requires_grad_(False)  # from now on the optimizer leaves it alone
     made = kit.check()
     assert paths(made, made.volatile) == BUFFERS
-    kit.model.extra.requires_grad_(True)  # nobody knows what trains it
+    kit.model.extra.requires_grad_(True)  # it is not known what trains it
     made = kit.check()
     assert paths(made, made.volatile) == {"model.extra"} | BUFFERS
 

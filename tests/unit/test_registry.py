@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import fcntl
 import functools
 import gc
@@ -15,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -31,8 +32,9 @@ from pccheckd.core.engine import Engine, Shape
 from pccheckd.core.port import Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs import registry as registry_module
+from pccheckd.jobs import sessions as sessions_module
 from pccheckd.jobs.registry import Registry
-from pccheckd.jobs.sessions import Peer, Sessions
+from pccheckd.jobs.sessions import Peer, Session, Sessions
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED, Key
@@ -109,7 +111,8 @@ def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> Non
 
 
 def test_nobody_attaches_to_a_rank_whose_job_is_being_dropped(run: Callable[[Work], None]) -> None:
-    """Of one rank that is closed before the others, a trainer of another may take advantage."""
+    """All ranks refuse trainers before the first one is closed: while one rank closes, a trainer
+    might attach to another."""
 
     async def work(registry: Registry) -> None:
         _, first = await registry.tenant(KEY)
@@ -351,7 +354,7 @@ def test_a_stopped_volume_is_not_reopened_under_a_reader_that_comes_meanwhile(
 def test_a_verify_gives_way_to_a_stopped_volume(
     run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may last for hours, in which no checkpoint could begin."""
+    """A verify may take hours, in which no checkpoint could begin."""
     reading = threading.Event()
 
     def verify(*_: object, ends: Callable[[], bool]) -> dict[str, object]:
@@ -550,7 +553,7 @@ async def asked(registry: Registry, body: Drop | Verify) -> asyncio.Task[bytes |
 
 
 def test_a_drop_whose_asker_has_gone_is_ended(run: Callable[[Work], None]) -> None:
-    """Else the files of a job that nobody knows any more stay open, and locked."""
+    """Otherwise the files of a job that is no longer known stay open, and locked."""
 
     async def work(registry: Registry) -> None:
         _, tenant = await registry.tenant(KEY)
@@ -567,10 +570,33 @@ def test_a_drop_whose_asker_has_gone_is_ended(run: Callable[[Work], None]) -> No
     run(work)
 
 
+def test_a_job_that_could_not_be_loaded_leaves_no_file_locked(
+    run: Callable[[Work], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.volume_path(tmp_path, KEY.uid, KEY.job, 1).touch()
+    listed, failures = layout.list_volumes, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def list_volumes(storage: Path, **whose: Any) -> list[layout.VolumeFile]:
+        if whose.get("rank") == 1 and failures:
+            raise failures.pop()
+        return listed(storage, **whose)
+
+    monkeypatch.setattr(layout, "list_volumes", list_volumes)
+
+    async def work(registry: Registry) -> None:
+        with pytest.raises(OSError, match="Too many open files") as kept:  # as a log keeps it
+            await registry.tenant(KEY)
+        _, tenant = await registry.tenant(KEY)
+        assert tenant.volumes.unreadable == {}
+        assert kept.value.errno == errno.EMFILE
+
+    run(work)
+
+
 def test_the_refusal_of_a_drop_whose_asker_has_gone_is_no_error_of_the_daemon(
     run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is left to hear it."""
+    """No client is left to receive it."""
     monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
     errors: list[object] = []
 
@@ -645,6 +671,56 @@ def test_a_job_stays_loaded_while_a_process_attaches_to_it(
         await sessions.end(session)
         await registry.trim()
         assert tenant.closed
+
+    run(work)
+
+
+def test_the_next_trainer_waits_for_one_that_ended_before_its_answer(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end is noticed when it is answered, which may take long. The next one has been waiting
+    then until other ranks have joined."""
+    monkeypatch.setattr(sessions_module, "GRACE_S", 0.0)
+
+    async def work(registry: Registry) -> None:
+        job, tenant = await registry.tenant(KEY)
+        answers, ended, comes = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        release, prepare = job.release, tenant.prepare
+
+        async def slow_release() -> None:
+            answers.set()
+            await ended.wait()
+            await release()
+
+        async def prepared() -> None:
+            await prepare()
+            if answers.is_set():
+                comes.set()
+
+        job.release, tenant.prepare = slow_release, prepared  # type: ignore[method-assign]
+        front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
+        sessions = Sessions(registry, cast(ControlServer, front))
+
+        async def opened(process: bytes, gone: Callable[[], bool]) -> Session:
+            hello = Hello(
+                PROTOCOL_VERSION, Role.TRAINER, "test", os.getpid(), job=KEY.job, process=process
+            )
+            peer = Peer(KEY.uid, 0, os.getpid(), gone)
+            session, _, descriptors = await sessions.open(hello, peer)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return session
+
+        first = asyncio.create_task(opened(b"1" * 16, ended.is_set))
+        await answers.wait()
+        second = asyncio.create_task(opened(b"2" * 16, lambda: False))
+        await comes.wait()
+        ended.set()
+        await sessions.end(await first)
+        session = await second
+        assert tenant.owner is not None and tenant.owner.session == session.number
+        assert job.starts.of(KEY.rank, session.process) is not None
+        await sessions.end(session)
 
     run(work)
 

@@ -1,4 +1,4 @@
-"""What SIGHUP changes: what is live, all or nothing, and it says the rest."""
+"""What SIGHUP changes: the options that may change, all or none; the log names the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Reload = Callable[[str], None]
 
 
 class Heard(Notifier):
-    """Remembers what the manager would be told."""
+    """Records what the manager would receive."""
 
     def __init__(self) -> None:
         super().__init__({})

@@ -128,7 +128,7 @@ def test_a_users_traces_are_made_one_after_another(
         first = asyncio.create_task(place.ask(Trace(1e8)))
         assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
         others = [asyncio.create_task(place.ask(Trace(1e8))) for _ in range(10)]
-        await place.ask(Trace(1e8), uid=8)  # nobody waits for another user
+        await place.ask(Trace(1e8), uid=8)  # no user waits for another one
         assert begun.acquire(blocking=False) and not begun.acquire(blocking=False)
         ring.add(record(2, 30, 40))
         let_go.set()
@@ -172,7 +172,7 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
 
 
 def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not there to be good or bad."""
+    """A replaced checkpoint is neither good nor damaged."""
     found = [SimpleNamespace(sequence=number, payload_bytes=1) for number in (1, 2)]
     monkeypatch.setattr(report.catalog, "checkpoints_of", lambda *_: iter(found))
     monkeypatch.setattr(report.catalog, "checkpoint_document", lambda item: vars(item))

@@ -42,7 +42,7 @@ def test_only_a_flag_that_fails_at_the_disk_is_a_warning(
 def test_what_was_not_read_stays_protected(
     protected: set[int], sequence: int, restored: bool
 ) -> None:
-    """A trainer that found nothing, because its disk was away, says Restored(0)."""
+    """A trainer that found nothing, because its disk was away, sends Restored(0)."""
     volumes: Any = SimpleNamespace(key=Key(7, "gpt", 0))
     engine: Any = Inline()
     retention = Retention(volumes, engine)

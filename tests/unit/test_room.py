@@ -145,7 +145,7 @@ def test_a_file_system_that_hangs_is_described_as_last_seen(
             stack.callback(go.set)
             monkeypatch.setattr(shutil, "disk_usage", lambda _: go.wait(LIMIT_S))
             assert await engine.room.fresh() == seen
-            assert engine.room.look() is engine.room.look()  # one thread hangs, not one a question
+            assert engine.room.look() is engine.room.look()  # only one thread hangs
             monkeypatch.undo()
 
     run(work)

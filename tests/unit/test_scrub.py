@@ -112,7 +112,7 @@ def test_damage_is_flagged_as_recovery_does(run: Callable[..., None], loaded: bo
         _, tenant = await place.registry.existing(KEY)
         assert [c.step for c in tenant.volumes.checkpoints() if c.is_damaged] == [2]
         assert not tenant.is_read
-        await place.pass_()  # what is known is not told again
+        await place.pass_()  # what is known is not reported again
         assert place.results == {"ok": 4, "damaged": 1}
         assert place.scrubber.state.damaged == 0
 
@@ -232,7 +232,7 @@ def test_damage_that_is_gone_loses_its_flag(
 
 
 def test_a_flag_set_while_it_was_read_stays(run: Callable[..., None]) -> None:
-    """Whoever found damage last is right, whatever order the records are written in."""
+    """The newest finding counts, in whatever order the records are written."""
 
     async def work(place: Place) -> None:
         _, tenant = await place.registry.existing(KEY)
@@ -350,7 +350,7 @@ def test_a_pass_goes_on_where_a_restart_interrupted_it(run: Callable[..., None])
         assert (seen, place.results) == (["job"], {"ok": 3})
         place.now = 2050.0
         place.fresh().state = State.load(place.config.storage)
-        assert place.scrubber._due_in_s() == 0.0  # it goes on at once
+        assert place.scrubber._due_in_s() == 0.0  # it continues at once
         await place.pass_()
         assert place.results == {"ok": 1}  # the other job's only
         assert place.scrubber.document()["checked"] == 4
@@ -449,7 +449,7 @@ def test_off_ends_it_in_the_middle_of_a_volume(
 def test_another_rate_counts_at_once(
     run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a byte per second it would go on after a minute, or after an hour."""
+    """At a byte per second the check would continue after a minute, or after an hour."""
     monkeypatch.setattr(module, "PIECE_S_MAX", 3600.0)
 
     async def work(place: Place) -> None:

@@ -24,9 +24,11 @@ from pccheck import Shard as Block
 from pccheck.restoring.inplace import Placement
 from pccheck.restoring.rebuild import state_of_tree
 from pccheck.state import shards
+from pccheck.state.attaching import Values
 from pccheck.state.plan import AttachedPlan
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import StateMismatchError, UnsupportedStateError
+from pccheckctl.output.entries import leaf_entries, tensor_entries
 from tests.support import payload
 
 Saved = tuple[dict[int, tree.Tree], list[bytearray]]
@@ -274,6 +276,115 @@ class Wrapper:
         self.model.load_state_dict(state["inner"][0])
 
 
+def with_best(cut: Cut, seed: int, best: int) -> dict[str, Any]:
+    """A model, and a dict with the weights of another seed, or with the model's own."""
+    model = Net(cut, seed)
+    weights = model if best == seed else Net(cut, best)
+    return {"model": model, "values": Values({"best": [weights.state_dict()]})}
+
+
+def weights(attached: dict[str, Any]) -> list[dict[str, Any]]:
+    return [attached["model"].state_dict(), attached["values"].values["best"][0]]
+
+
+@pytest.mark.parametrize("best", [7, 8])
+@pytest.mark.parametrize("one", [CUTS[1], CUTS[3]], ids=repr)
+@pytest.mark.parametrize("other", [CUTS[0], CUTS[1], CUTS[3], CUTS[4]], ids=repr)
+def test_a_dict_that_had_copies_gets_none_of_the_memory_of_the_model(
+    one: Cut, other: Cut, best: int
+) -> None:
+    """In the run that resumes the dict has the model's own DTensors, as before the first copy."""
+    trees, payloads = {}, []
+    for rank in range(4):
+        with rank_of(4, rank):
+            made = AttachedPlan(with_best(one, 7, best), mode="sync", ranks=4).snapshot(1, None)
+            payloads.append(payload.build(made))
+            trees[rank] = payload.tree_of(made)
+    expected = weights(with_best(Cut((1,)), 7, best))
+    for rank in range(other.world):
+        with rank_of(other.world, rank):
+            attached = with_best(other, 9, 9)
+            others = {number: found for number, found in trees.items() if number != rank}
+            placement = Placement(trees[rank], attached, (), lambda others=others: others)
+
+            def read(ranges: bytes, _: bytes = b"", own: int = rank) -> None:
+                load(payloads, own, ranges)
+
+            placement.compare(read)
+            placement.load(read)
+            for now, then in zip(weights(attached), expected, strict=True):
+                for name, tensor in now.items():
+                    assert torch.equal(shards.local(tensor), then[name][pieces(tensor)])
+            mine, its = (shards.local(some["uneven"]).data_ptr() for some in weights(attached))
+            assert (mine == its) == (best == 7)
+
+
+def test_the_parts_of_a_dict_stay_out_of_a_model_in_another_cut() -> None:
+    """A plain tensor that is the model's part of this rank, and one DTensor in two places."""
+
+    def kit(seed: int, part: torch.Tensor | None = None) -> dict[str, Any]:
+        model, best = Net(CUTS[1], seed), Net(CUTS[1], seed + 1).uneven
+        part = shards.local(model.uneven) if part is None else part
+        return {"model": model, "values": Values({"part": part, "one": best, "two": best})}
+
+    def saved() -> dict[str, Any]:
+        made = kit(7, torch.ones(32, 3))
+        made["values"].values["two"] = made["values"].values["one"].detach().clone()
+        return made
+
+    trees, payloads = {}, []
+    for rank in range(4):
+        with rank_of(4, rank):
+            made = AttachedPlan(saved(), mode="sync").snapshot(1, None)
+            payloads.append(payload.build(made))
+            trees[rank] = payload.tree_of(made)
+    others = {number: found for number, found in trees.items() if number != 1}
+
+    def read(ranges: bytes, _: bytes = b"") -> None:
+        load(payloads, 1, ranges)
+
+    for rank in (1, 2):  # the second one gets other blocks than it finds in the tree of rank 1
+        with rank_of(4, rank):
+            attached, expected = kit(9), saved()
+            values = attached["values"].values
+            if rank == 2:
+                values["two"] = values["one"] + 1
+            placement = Placement(trees[1], attached, (), lambda: others)
+            placement.compare(read)
+            placement.load(read)
+            assert torch.equal(*(shards.local(kit["model"].uneven) for kit in (attached, expected)))
+            for key, then in expected["values"].values.items():
+                assert torch.equal(shards.local(values[key]), shards.local(then))
+            one, two = (shards.local(values[key]).data_ptr() for key in ("one", "two"))
+            assert one != two  # no update of one may change the other
+
+
+@pytest.mark.parametrize("live", [None, {}, {"best": [None]}, {"best": [torch.zeros(129, 4)]}])
+def test_a_dtensor_in_a_dict_that_does_not_fit_is_refused(live: Any) -> None:
+    with rank_of(4, 1):
+        best = Values({"state": {"best": [Net(CUTS[1], 7).uneven]}})
+        made = AttachedPlan({"values": best}, mode="sync").snapshot(1, None)
+        values = Values({"state": live})
+        with pytest.raises(StateMismatchError, match=r"^values\.state\.best\.0: the checkpoint"):
+            Placement(payload.tree_of(made), {"values": values})
+        assert values.values == {"state": live}
+
+
+def test_tensors_that_are_tied_now_get_no_two_values_in_another_cut() -> None:
+    trees, payloads = {}, []
+    for rank in range(4):
+        with rank_of(4, rank):
+            model = Net(CUTS[1], 7)
+            model.tied = nn.Parameter(model.uneven + 1)
+            made = AttachedPlan({"model": model}, mode="sync").snapshot(1, None)
+            payloads.append(payload.build(made))
+            trees[rank] = payload.tree_of(made)
+    attached = {"model": Net(Cut((1,)), 9)}
+    others = {number: trees[number] for number in (1, 2, 3)}
+    with pytest.raises(StateMismatchError, match=r"model\.tied shares memory"):
+        Placement(trees[0], attached, (), lambda: others)
+
+
 @pytest.mark.parametrize("other", [CUTS[1], CUTS[2], CUTS[4]], ids=repr)
 def test_an_object_with_its_own_state_dict_gets_dtensors(other: Cut) -> None:
     trees, payloads = {}, []
@@ -374,11 +485,11 @@ def test_a_block_that_is_not_inside_of_its_tensor_is_refused(block: Block) -> No
 
 def test_the_command_line_names_the_whole_tensor() -> None:
     trees, _ = save(CUTS[1])
-    entries = {entry.path: entry for entry in tree.tensor_entries(trees[1])}
+    entries = {entry.path: entry for entry in tensor_entries(trees[1])}
     entry = entries["model.uneven"]
     assert (entry.shape, entry.whole, entry.offsets) == ((33, 3), (129, 3), (33, 0))
     assert entries["model.count"].whole is None
-    assert "model.uneven" not in {leaf.path for leaf in tree.leaf_entries(trees[1])}
+    assert "model.uneven" not in {leaf.path for leaf in leaf_entries(trees[1])}
 
 
 # -- the fast path of checkpoint() -------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_the_ranks_of_a_launch_join_in_any_order() -> None:
 
 
 def test_a_start_that_was_killed_before_all_had_joined_and_the_next_at_once() -> None:
-    """With the same launch id, and without a rest: the new ones do not meet the dead ones."""
+    """With the same launch id and without a pause: new processes do not join the dead start."""
     starts = Starts()
     dead = Process(0, "run", 3)
     dead.joins(starts)
@@ -159,7 +159,7 @@ def test_another_world_size_is_another_start() -> None:
 
 
 def test_a_process_never_asks_in_a_start_that_is_not_the_newest() -> None:
-    """It has asked for nothing, and cannot move along to a start of another size."""
+    """The process has requested nothing, and cannot move to a start of another size."""
     starts = Starts()
     old = launched(starts, "x", 2)
     old[1].leaves(starts)
@@ -170,7 +170,7 @@ def test_a_process_never_asks_in_a_start_that_is_not_the_newest() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_zombie_that_joins_and_dies_takes_nothing_away(world: int) -> None:
-    """Of an older launch, while a session is away."""
+    """The zombie is of an older launch, and comes while a session is disconnected."""
     starts = Starts()
     ranks = launched(starts, "new")
     assert [rank.asks(starts) for rank in ranks] == [1, 1]
@@ -185,7 +185,7 @@ def test_a_zombie_that_joins_and_dies_takes_nothing_away(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_zombie_that_saved_and_died_fences_nobody_for_ever(world: int) -> None:
-    """Whoever restores after that goes on, though his launch, or its size, is another one."""
+    """A process that restores afterwards may save, also with another launch id or size."""
     starts = Starts()
     ranks = launched(starts, "new")
     assert [rank.asks(starts) for rank in ranks] == [1, 1]
@@ -243,7 +243,7 @@ def test_all_reconnect_to_a_new_daemon() -> None:
 
 
 def test_one_rank_is_replaced_while_there_is_no_daemon() -> None:
-    """Whoever comes first: the other one is fenced until it restores."""
+    """In either order of connecting, the other process is fenced until it restores."""
     for new_first in (False, True):
         old, starts = Starts(), Starts()
         ranks = launched(old)
@@ -313,7 +313,7 @@ def test_the_volumes_have_newer_runs_than_who_comes_back() -> None:
 
 
 def test_a_rank_alone() -> None:
-    """Whichever rank saves alone has a world of its own."""
+    """A rank that saves alone has a world of its own, whatever its number."""
     starts = Starts()
     alone = Process(3, world=1)
     alone.joins(starts)

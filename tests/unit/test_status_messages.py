@@ -86,6 +86,10 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
         lambda: troubles(tenant(failing=1)),
         "gpt: the last checkpoint failed: write: EIO; a restart resumes from an older checkpoint",
     ),
+    "failing, nothing durable": (
+        lambda: troubles(tenant(failing=3, newest=None)),
+        "gpt: the last 3 checkpoints failed: write: EIO; there is no older checkpoint",
+    ),
     "refused, ended": (
         lambda: troubles(tenant(refused=FULL, owner=None)),
         "gpt: checkpoints were NOT saved: it takes 4.0 GiB, and 1.0 GiB is free (raise "
@@ -185,7 +189,7 @@ def test_the_lines_of_status() -> None:
 def test_the_line_of_status_without_a_daemon() -> None:
     document: Document = {"daemon": None, "storage": {"path": "/data"}, "ranks": []}
     assert status.as_text(document, now_s=0.0) == (
-        "daemon   this directory has no private daemon now; all below is read from its volumes\n"
+        "daemon   not asked: no private daemon serves this directory; read from its volumes:\n"
         "storage  /data\n\nno jobs"
     )
 
@@ -239,6 +243,11 @@ def no_directory(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
 
 def new_directory(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     return storage.access(path / "none", None)
+
+
+def a_file(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
+    (path / "file").touch()
+    return storage.access(path / "file", None)
 
 
 def another_owner(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
@@ -308,6 +317,14 @@ DOCTOR: dict[
             "there is no directory DIR/none",
             "pccheckd creates it, and then finds no checkpoints",
             "if there should be some: mount the disk, or name the directory they are in",
+        ),
+    ),
+    "file as storage": (
+        a_file,
+        (
+            "DIR/file is not a directory",
+            "pccheckd cannot start there",
+            "name the directory that pccheckd was started with, or will use",
         ),
     ),
     "owner": (

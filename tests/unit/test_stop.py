@@ -1,4 +1,4 @@
-"""What the ranks answer when a signal, or the end of a rank, falls into their sum."""
+"""What the ranks answer when a signal, or the end of a rank, comes during their reduction."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pccheck_wire.errors import NoStoreError, StoreLockedError
 from pccheckd.config.options import Config
 from pccheckd.storage import lock as storage
 
-TABLE = """\
+TABLE = b"""\
 22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 23 22 0:5 / /dev/shm rw,nosuid shared:3 - tmpfs tmpfs rw
 24 22 8:2 / /mnt/a\\040b rw - xfs /dev/sdb rw
@@ -23,6 +23,9 @@ TABLE = """\
 27 22 8:3 / /mnt/twice rw - btrfs /dev/sdc rw
 28 22 8:4 / /mnt/twice rw - ext4 /dev/sdd rw
 29 22 0:44 / /mnt/fs rw - fuse.sshfs x rw
+30 22 0:45 / /mnt/gr\xc3\xb6\xc3\x9fe rw - tmpfs x rw
+31 22 0:46 / /mnt/\xff rw - tmpfs x rw
+32 22 0:47 / /mnt/\r\xe2\x80\xa8\xc2\x85 rw - tmpfs x rw
 """
 
 
@@ -31,7 +34,8 @@ TABLE = """\
     [
         ("/", "ext4"), ("/srv/x", "ext4"), ("/dev/shm/x", "tmpfs"), ("/mnt/a b/x", "xfs"),
         ("/mnt/nfs", "nfs4"), ("/mnt/nfsx", "ext4"), ("/mnt/nfs/over/y", "overlay"),
-        ("/mnt/twice", "ext4"), ("/mnt/fs/z", "fuse.sshfs"),
+        ("/mnt/twice", "ext4"), ("/mnt/fs/z", "fuse.sshfs"), ("/mnt/größe/x", "tmpfs"),
+        ("/mnt/\udcff", "tmpfs"), ("/mnt/\r\u2028\x85/x", "tmpfs"),
     ],
 )  # fmt: skip
 def test_the_file_system_is_that_of_the_innermost_mount(path: str, kind: str) -> None:

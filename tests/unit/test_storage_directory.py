@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from pccheck_native import layout
 from pccheckd.storage.directory import StorageDirectory
@@ -22,6 +26,30 @@ def test_a_directory_that_was_made_again_gets_the_note_of_a_private_daemon(tmp_p
     assert Path(note.read_text()) == socket
     directory.close()
     assert not note.exists()
+
+
+@pytest.fixture
+def bound(tmp_path: Path) -> Iterator[Path]:
+    """A directory that is mounted at another place of its own file system."""
+    disk, place = tmp_path / "disk", tmp_path / "place"
+    for made in (disk, place):
+        made.mkdir()
+    if subprocess.run(["mount", "--bind", str(disk), str(place)], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+
+
+def test_the_directory_below_a_mount_does_not_take_its_place(bound: Path) -> None:
+    """Also on the same disk: a job there would begin at the start of training."""
+    directory = StorageDirectory(bound)
+    assert not directory.look()
+    subprocess.run(["umount", "-l", str(bound)], check=True)
+    assert "its own was unmounted" in directory.look()
+    assert not list(bound.iterdir())
+    subprocess.run(["mount", "--bind", str(bound.parent / "disk"), str(bound)], check=True)
+    assert not directory.look()
+    directory.close()
 
 
 def test_the_note_of_another_daemon_stays(tmp_path: Path) -> None:

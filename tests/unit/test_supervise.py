@@ -86,7 +86,7 @@ def test_a_sick_process_is_left_to_the_watchdog(config: Config) -> None:
 
 
 def test_a_fault_in_a_look_does_not_end_a_drain(config: Config) -> None:
-    """What ends first ends the daemon: that has to be the drain, or its limit."""
+    """The task that ends first ends the daemon: it has to be the drain, or its limit."""
     place, looks, enough = Place(config), 0, asyncio.Event()
 
     def broken() -> None:

@@ -24,6 +24,7 @@ from pccheck_wire.tree import (
     Tensor,
     Tree,
 )
+from pccheckctl.output.entries import LeafEntry, TensorEntry, leaf_entries, tensor_entries
 
 
 def make(root: tree.Node, extents: list[Extent] | None = None, step: int = 7) -> Tree:
@@ -103,8 +104,8 @@ EXTENTS = [Extent(0, 32), Extent(64, 100, 4)]
 
 def test_a_view_inside_of_its_extent() -> None:
     assert again(view(), EXTENTS) == view()
-    entries = tree.tensor_entries(make(Mapping(Tag.DICT, [("w", view(extent=1))]), EXTENTS))
-    assert entries == [tree.TensorEntry("w", "float32", (2, 3), (3, 1), 72, 24)]
+    entries = tensor_entries(make(Mapping(Tag.DICT, [("w", view(extent=1))]), EXTENTS))
+    assert entries == [TensorEntry("w", "float32", (2, 3), (3, 1), 72, 24)]
 
 
 @pytest.mark.parametrize(
@@ -155,9 +156,9 @@ def test_a_block_of_a_larger_tensor(root: Shard) -> None:
     data = tree.encode(whole)
     assert tree.decode(data) == whole and whole.sharded()
     assert msgpack.unpackb(data)[1] == tree.VERSION_SHARDED == 3
-    (entry,) = tree.tensor_entries(whole)
+    (entry,) = tensor_entries(whole)
     assert entry.path == "w" and entry.whole == tuple(root.shape)
-    assert entry.offsets == tuple(root.offsets) and tree.leaf_entries(whole) == []
+    assert entry.offsets == tuple(root.offsets) and leaf_entries(whole) == []
     plain = make(view(), EXTENTS)
     assert not plain.sharded() and msgpack.unpackb(tree.encode(plain))[1] == tree.VERSION
 
@@ -292,6 +293,6 @@ def test_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_leaf_entries() -> None:
     root = Mapping(Tag.DICT, [("lr", 0.1), ("t", view()), ("n", Sequence(Tag.TUPLE, [None]))])
-    assert tree.leaf_entries(make(root)) == [
-        tree.LeafEntry("lr", "float", "0.1"), tree.LeafEntry("n.0", "NoneType", "None"),
+    assert leaf_entries(make(root)) == [
+        LeafEntry("lr", "float", "0.1"), LeafEntry("n.0", "NoneType", "None"),
     ]  # fmt: skip

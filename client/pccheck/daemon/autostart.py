@@ -27,6 +27,7 @@ from pccheck.version import VERSION
 from pccheck.warn import LOG
 from pccheck_native import layout
 from pccheck_wire import attach
+from pccheck_wire.basics import TEMPORARY
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     NoStoreError,
@@ -41,6 +42,8 @@ START_LIMIT_S = 30.0
 _LOCK_LIMIT_S = START_LIMIT_S + 15.0
 _LOCK_STEP_S = 0.02
 LOG_BYTES_MAX = 4 << 20
+#: With the name of a socket for requests behind it, a path of at most 107 bytes.
+_ROOT_BYTES_MAX = 40
 _PROBE_LIMIT_S = 5.0
 _HANG_UP_LIMIT_S = 10.0
 #: Checkpoints of closed clients are durable already: there is little to drain.
@@ -68,12 +71,16 @@ class PrivateDaemon:
     another directory in another container. So the daemon is asked."""
 
     def __init__(self, storage: str | os.PathLike[str]) -> None:
-        """Raises PccheckError."""
         self.storage = Path(storage).absolute()
-        self.socket = self._place()
+        self._socket: Path | None = None
         self._starting: threading.Thread | None = None
         self._again_s = 0.0  # time.monotonic() of the next try
         _OF_THIS_PROCESS.add(self)
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens. Raises PccheckError when there is no place for that."""
+        return self._socket or self._place()
 
     def ensure(self) -> None:
         """Starts it unless it runs. Raises PccheckError with the last line of its log, or why it
@@ -110,11 +117,11 @@ class PrivateDaemon:
             serves = {socket: _serves(socket) for socket in (*([noted] if noted else []), *mine)}
             for socket, served in serves.items():
                 if served == number:
-                    self.socket = socket
+                    self._socket = socket
                     return
             self._end_unusable()
             # At the first place another directory's daemon may listen.
-            self.socket = mine[0] if serves[mine[0]] is None else mine[1]
+            self._socket = mine[0] if serves[mine[0]] is None else mine[1]
             self._start()
 
     def _place(self, number: str = "") -> Path:
@@ -336,12 +343,17 @@ def private_daemon(storage: Path | None, socket: Path | None) -> PrivateDaemon:
 
 
 def _runtime_root() -> Path:
-    """A directory that only this uid can use; short, because socket paths end at 107 bytes."""
+    """A directory that only this uid can use; short, because socket paths end at 107 bytes. It is
+    absolute: the daemon has another working directory."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
-    root = Path(given) / "pccheck" if given else Path(tempfile.gettempdir())
+    root = Path(given) / "pccheck"
     # After `su` or `sudo -E` it is the directory of another user.
-    if not given or len(str(root)) > 40 or not os.access(f"{given}/.", os.W_OK | os.X_OK):
-        root = Path(tempfile.gettempdir()) / f"pccheck-{os.getuid()}"
+    if not _fits(root) or not os.access(f"{given}/.", os.W_OK | os.X_OK):
+        given = ""
+        root = Path(TEMPORARY) / f"pccheck-{os.getuid()}"
+        with contextlib.suppress(OSError):  # no usable one: the error comes below
+            chosen = Path(tempfile.gettempdir()) / root.name
+            root = chosen if _fits(chosen) else root  # a batch system's may be long
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -356,3 +368,7 @@ def _runtime_root() -> Path:
             hint="remove it, or set XDG_RUNTIME_DIR to a directory with mode 0700",
         )
     return root
+
+
+def _fits(root: Path) -> bool:
+    return root.is_absolute() and len(os.fsencode(root)) <= _ROOT_BYTES_MAX

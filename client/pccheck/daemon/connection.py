@@ -149,7 +149,8 @@ class Connection:
                 elif broke:
                     raise RequestLostError(
                         "pccheckd's process for this user's requests ended during a request",
-                        hint="try again: pccheckd starts another one, and its log has the reason",
+                        hint="try again: unless pccheckd itself has ended, it starts another one, "
+                        "and its log has the reason",
                     )
                 if time.monotonic() >= deadline:
                     raise WaitTimeoutError(

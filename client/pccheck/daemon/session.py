@@ -173,7 +173,7 @@ class Session:
         self.incarnation = answer.incarnation or self.incarnation
         self._warn_if_ranks_are_absent(answer)
         LOG.info(
-            "%d slots of %.1f MiB in %s, %.1f checkpoints in flight",
+            "%d slots of %.1f MiB in %s, up to %g checkpoints in flight",
             answer.slots, rounded / MIB, answer.volume, answer.effective_in_flight,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from pccheck.client import PCcheckClient
-from pccheck.saving.in_flight import Checkpoint
+from pccheck.saving.handle import Checkpoint
 from pccheck.state.attaching import Stateful
 from pccheck.warn import warn
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError

@@ -46,7 +46,7 @@ class Source:
 
     def __init__(self, client: PCcheckClient, done: RestoreResult, mine: dict[str, Any]) -> None:
         self._mine = mine
-        self._reader = Reader(client.place[0], socket=client.place[2])
+        self._reader = Reader(client.place[0], socket=client.where())
         self._opened = self._reader.open(sequence=done.sequence)
         self._ranks: dict[str, int] = {}
         for rank in self._opened.ranks:
@@ -79,7 +79,7 @@ def tags_of(client: PCcheckClient) -> dict[str, int]:
     newest: dict[int, Saved] = {}  # of each step: restore(step) gives this one
     for saved in client.steps():
         newest.setdefault(saved.step, saved)
-    with Reader(client.place[0], socket=client.place[2]) as reader:
+    with Reader(client.place[0], socket=client.where()) as reader:
         for saved in newest.values():
             with reader.open(sequence=saved.sequence) as opened:
                 found.setdefault(str((opened.metadata or {}).get("tag")), saved.step)

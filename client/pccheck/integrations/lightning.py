@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.utilities import CombinedLoader
 
 from pccheck.client import PCcheckClient, open_client
@@ -105,6 +106,7 @@ class PCcheckCallback(Callback):
         self._mine: PCcheckClient | None = None  # to be closed here
         self._io: PCcheckIO  # from `setup` on
         self._last, self._due = 0, False
+        self._after_batch = _AfterBatch(self)
 
     @property
     def client(self) -> PCcheckClient:  # from `setup` on
@@ -125,6 +127,10 @@ class PCcheckCallback(Callback):
             if stage == "fit" and isinstance(each, ModelCheckpoint):
                 io.check(each, trainer.default_root_dir)
         strategy.checkpoint_io = io
+        callbacks = vars(trainer)["callbacks"]
+        if self._after_batch not in callbacks:
+            more = [*callbacks, self._after_batch]
+            vars(trainer)["callbacks"] = _CallbackConnector._reorder_callbacks(more)
         vars(strategy).pop("save_checkpoint", None)
         save_by_rank_0 = strategy.save_checkpoint
 
@@ -191,9 +197,7 @@ class PCcheckCallback(Callback):
             loop.epoch_loop.restarting = False
             iter(loop._data_fetcher)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def _batch_has_ended(self, trainer: Trainer) -> None:
         every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop
         self._due |= bool(every) and trainer.global_step // every > self._last // every
         # The last chance: when training ends, Lightning counts the epoch as complete.
@@ -252,6 +256,17 @@ class PCcheckCallback(Callback):
                 "a run that is resumed in the middle of an epoch does not get the batches that "
                 f"would have come: {why}. All else is resumed"
             )
+
+
+class _AfterBatch(Callback):
+    """Saves when the script's callbacks have done their work after the batch (a moving average, for
+    example), whatever their order; Lightning keeps only ModelCheckpoint behind it."""
+
+    def __init__(self, saver: PCcheckCallback) -> None:
+        self._saver = saver
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._saver._batch_has_ended(trainer)
 
 
 def _draws_order(loader: Any) -> bool:

@@ -50,12 +50,8 @@ def identify(
     given = job or environ.get("PCCHECK_JOB")
     name = given or _script_name()
     require_job_name(name)
-    if (
-        rank is None
-        and world_size is None
-        and not (solo or environ.get("RANK") or environ.get("WORLD_SIZE"))
-    ):
-        rank, world_size = _in_process_group()
+    if rank is None and world_size is None and not (solo or environ.get("RANK")):
+        rank, world_size = _in_process_group()  # Lightning's children have WORLD_SIZE, and no RANK
     size = _number("WORLD_SIZE", 1, environ) if world_size is None else world_size
     mine = _number("RANK", 0, environ) if rank is None else rank
     for argument, value in (("rank", mine), ("world_size", size)):
@@ -72,11 +68,11 @@ def identify(
     return Identity(name, mine, size, local, _launch(environ), guessed=not given)
 
 
-def _in_process_group() -> tuple[int, int]:
+def _in_process_group() -> tuple[int, int] | tuple[None, None]:
     """Rank and size of torch's default group, which mp.spawn's processes make from arguments."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return 0, 1
+        return None, None
     return distributed.get_rank(), distributed.get_world_size()
 
 

@@ -269,10 +269,10 @@ class Recovery:
         if identity.rank == 0 and origin.by_another_client(described, self._planner.client):
             self._warner.once(
                 "own",
-                f"job {identity.job!r} restores step {opened.step}, which this process saved "
-                "itself, through another client. If this is a new run (another fold, a second "
-                "Trainer), give each run a job name of its own: PCcheckClient(job=...), or in a "
-                "framework PCcheckCallback(job=...)",
+                f"job {identity.job!r} restores step {opened.step}, which an earlier client of "
+                "this process saved. That is right when a notebook's cell is run again. A run of "
+                "its own (the next fold, a second Trainer) needs a job name of its own: "
+                "PCcheckClient(job=...), or in a framework PCcheckCallback(job=...)",
             )
 
 

@@ -9,21 +9,22 @@ on whichever device: an optimizer's fp32 moments stay fp32 (torch's own
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
 from pccheck.job import origin
-from pccheck.state import devices, shards
+from pccheck.state import devices, gating, shards
+from pccheck.state.attaching import Values
 from pccheck.state.extents import Range, pack, pack_device
-from pccheck.state.flatten import DTYPE_NAMES
+from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG
 from pccheck.state.rng import require_generators, restore_rng
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
 from pccheck.warn import warn
 from pccheck_wire import tree
-from pccheck_wire.blocks import Block, Blocks, block_of
+from pccheck_wire.blocks import Blocks, block_of
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
@@ -31,8 +32,8 @@ from . import overlaps, pairing
 from .loaders import is_loader, set_again
 from .pairing import some
 from .rebuild import Loader, Memory, state_of
+from .values import Dicts, in_state_of, leaves, require_trained, trained
 
-_DEVICES = frozenset(("cpu", "cuda"))
 _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
     "or compile them in place with part.compile()"
@@ -64,11 +65,16 @@ class Placement:
         `others` reads the trees of other ranks, for tensors that are cut in another way. Raises
         StateMismatchError by path."""
         self._tree = described
+        self._others = others
         self._strict = strict_optimizer
         self._pairs: list[overlaps.Pair] = []
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
-        self._cut: list[_Cut] = []  # tensors of which this rank has another block now
+        self._cut: list[overlaps.Cut] = []  # tensors of which this rank has another block now
+        self._places: dict[tuple[int, ...], int] = {}  # of those in the payloads, numbered
         self._made: dict[int, torch.Tensor] = {}  # DTensors for an object's own load_state_dict
+        self._attached = attached
+        self._dicts = Dicts(self._target, self._placed)
+        self._taken: dict[int, tuple[int, ...]] = {}  # what goes into the tensors in groups
         # Called before anything is loaded, without the checkpoint's memory; after that; at the end.
         self._before: list[Callable[[Memory], None]] = []
         self._after: list[Callable[[Memory], None]] = []
@@ -79,21 +85,33 @@ class Placement:
         named = _named(described, attached, only)
         self._both = {name: thing for name, _, thing in named}
         for name, node, thing in named:
+            if isinstance(thing, Values):
+                self._dicts.claim(name, node, thing.values)
+        for name, node, thing in named:
             if name in leave:
                 continue
-            if isinstance(thing, torch.nn.Module) and ModuleWatch.loads_plainly(thing):
+            if name == RNG and thing is True:
+                self._generators(node)
+            elif isinstance(thing, torch.nn.Module) and ModuleWatch.loads_plainly(thing):
                 self._module(name, node, thing)
             elif isinstance(thing, torch.optim.Optimizer) and not self._same_kind(name, thing):
                 self._options(name, node, thing)
             elif isinstance(thing, torch.optim.Optimizer) and OptimizerWatch.loads_plainly(thing):
                 self._optimizer(name, node, thing)
+            elif isinstance(thing, Values):
+                self._values(name, node, thing)
             else:
                 self._same_scheduler(name, thing)
                 self._whole(name, node, thing)
-        self._pieces = b""  # the ranges that fill those
-        if self._cut:
-            blocks = Blocks({-1: self._tree, **others()})
-            self._pieces = b"".join(blocks.ranges(one.path, one.block) for one in self._cut)
+        if any(isinstance(thing, Values) for _, _, thing in named):
+            self._settle([one for one in named if one[0] not in leave])
+        self._require_apart()
+        # The ranges that fill what is cut in another way.
+        self._pieces = b"".join(self._blocks.ranges(one.path, one.block) for one in self._cut)
+
+    @functools.cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks({-1: self._tree, **self._others()})
 
     @property
     def on_gpu(self) -> bool:
@@ -158,6 +176,15 @@ class Placement:
             self._tensor(tree.join(name, key), value, live[key])
 
     def _tensor(self, path: str, node: tree.Node, live: object) -> None:
+        self._add(self._target(path, node, live))
+
+    def _add(self, target: overlaps.Target) -> None:
+        if isinstance(target, overlaps.Cut):
+            self._cut.append(target)
+        else:
+            self._pairs.append(target)
+
+    def _target(self, path: str, node: tree.Node, live: object) -> overlaps.Target:
         block = block_of(node)
         if block is None or not isinstance(live, torch.Tensor):
             raise StateMismatchError(
@@ -165,8 +192,8 @@ class Placement:
                 hint="attach what was attached, or take what you need from recover()",
             )
         assert isinstance(node, (tree.Tensor, tree.Shard))
-        if not _alike(node, live):
-            known = live.device.type in _DEVICES
+        if not overlaps.alike(node, live):
+            known = live.device.type in overlaps.DEVICES
             raise StateMismatchError(
                 f"{path}: the checkpoint has {node.dtype} {node.shape}, and "
                 f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)} "
@@ -177,49 +204,113 @@ class Placement:
             )
         offsets, part = shards.offsets_of(live, path), shards.local(live)
         if block[1] == offsets and block[0].shape == list(part.shape):
-            self._pairs.append(overlaps.Pair(path, block[0], part))
-        else:
-            self._cut.append(_Cut.of(path, part, list(live.shape), offsets))
+            return overlaps.Pair(path, block[0], part)
+        return overlaps.Cut.of(path, part, list(live.shape), offsets)
+
+    def _placed(self, target: overlaps.Target) -> overlaps.Pair:
+        """For comparing places only: what is cut has one place in the payloads of all ranks."""
+        if isinstance(target, overlaps.Pair):
+            return target
+        number = self._places.setdefault(self._blocks.place(target.path), len(self._places) + 1)
+        shape, strides = list(target.live.shape), list(target.live.stride())
+        node = tree.Tensor(shape, strides, "uint8", extent=overlaps.NO_EXTENT + number)
+        return overlaps.Pair(target.path, node, target.live)
+
+    def _require_apart(self) -> None:
+        """Raises StateMismatchError when two tensors of the checkpoint go to one place in memory,
+        and one of them is cut: their values are not at hand to be compared."""
+        cut = [self._placed(one) for one in self._cut]
+        for number in sorted(overlaps.unlike(self._pairs, cut)[0]):
+            raise StateMismatchError(
+                f"{cut[number].path} shares memory with another attached tensor, as tied weights "
+                "do, and did not when it was saved",
+                hint="build the model as it was, give each value of a dict its own memory "
+                "(clone()), or take what you need from recover()",
+            )
 
     def _whole(self, name: str, node: tree.Node, thing: Any) -> None:
         """Something with a load_state_dict of its own: gets the state as it was."""
-        if name == RNG and thing is True:
-            rest = _only(self._both.keys() - {RNG})
-            require_generators(_mapping(node, name), f"to leave the generators out: {rest}")
         has_shards = self._shards_of(name, node, thing)
         has_tensors = self._want(node) or has_shards
 
-        def restore_generators(memory: Memory) -> None:
-            state = state_of(memory, node)
-            restore_rng(state)
-            if is_loader(self._loader):
-                set_again(self._loader, functools.partial(restore_rng, state))
-
         def finish(memory: Memory) -> None:
-            state = state_of(memory, node)
+            state, held = state_of(memory, node), self._held(thing) if has_tensors else set()
             try:
                 if isinstance(thing, torch.optim.Optimizer):
                     _load_optimizer(thing, state)
                 else:
                     thing.load_state_dict(state)
             except Exception as error:  # of the user's code: the state does not fit
-                reason = str(error) or type(error).__name__
                 raise StateMismatchError(
-                    f"{name}: its load_state_dict() refused the checkpoint: {reason}",
+                    f"{name}: its load_state_dict() refused the checkpoint: {in_words(error)}",
                     hint="build it as it was, or take what you need from recover()",
                 ) from error
+            if held and held - self._held(thing):
+                raise StateMismatchError(
+                    f"{name}: its load_state_dict() put new tensors in the place of those that an "
+                    "attached optimizer trains, and the optimizer would go on with the old ones",
+                    hint="let it copy the values into its tensors (without assign=True)",
+                )
 
-        if name == RNG and thing is True:
-            self._last.append(restore_generators)
-        else:
-            (self._after if has_tensors else self._before).append(finish)
+        (self._after if has_tensors else self._before).append(finish)
+
+    def _held(self, thing: Any) -> set[int]:
+        """The memory of its tensors that attached optimizers train. A state_dict() is called only
+        where no module has that memory."""
+        if isinstance(thing, torch.optim.Optimizer):
+            return set()
+        all_trained, modules = trained(self._attached), gating.modules_of(thing)
+        if modules:
+            return all_trained & _memory_of(modules)
+        elsewhere = [m for one in self._attached.values() for m in gating.modules_of(one)]
+        left = all_trained - _memory_of(elsewhere)
+        found = leaves(thing.state_dict(), "") if left else ()
+        return left & {gating.storage_of(one) for _, one in found if isinstance(one, torch.Tensor)}
+
+    def _values(self, name: str, node: tree.Node, thing: Values) -> None:
+        """An attached dict."""
+        _mapping(node, name)
+        make = self._dicts.value(name, node, thing.values)
+        (self._after if tree.extents_of(node) else self._before).append(make)
+
+    def _settle(self, named: list[tuple[str, tree.Node, Any]]) -> None:
+        """For attached dicts, when all else has its place."""
+        saved, restored = _mapping(self._tree.root, ""), {name for name, _, _ in named}
+        held = [
+            pair for name, thing in self._attached.items()
+            if name in saved and thing is not True and not is_loader(thing)
+            if not isinstance(thing, Values)
+            for pair in in_state_of(name, saved[name], thing, name in restored)
+        ]  # fmt: skip
+        cut = map(self._placed, self._cut)
+        for target in self._dicts.settle([*held, *self._pairs, *cut]):
+            self._add(target)
+        loaded = [pair.live for pair in (*held, *self._pairs)] + [one.live for one in self._cut]
+        for name, node, thing in named:
+            if isinstance(thing, Values):
+                self._want(node)
+                require_trained(name, thing.values, self._attached, loaded)
+
+    def _generators(self, node: tree.Node) -> None:
+        """attach(rng=True): set at the end, and again when the loader's next iterator has drawn."""
+        rest = _only(self._both.keys() - {RNG})
+        require_generators(_mapping(node, RNG), f"to leave the generators out: {rest}")
+        self._want(node)
+
+        def finish(memory: Memory) -> None:
+            state = state_of(memory, node)
+            restore_rng(state)
+            if is_loader(self._loader):
+                set_again(self._loader, functools.partial(restore_rng, state))
+
+        self._last.append(finish)
 
     def _shards_of(self, name: str, node: tree.Node, thing: Any) -> bool:
         """The shards in it go into the DTensors of its state dict, as it is now; whether there are
         some."""
         found = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
         saved = [(path, shard) for path, shard in found if shard.mesh]  # others were no DTensors
-        live = dict(_leaves(thing.state_dict(), name)) if saved else {}
+        live = dict(leaves(thing.state_dict(), name)) if saved else {}
         for path, shard in saved:
             self._tensor(path, shard, live.get(path))
             self._made[id(shard)] = live[path]
@@ -228,7 +319,7 @@ class Placement:
     def _want(self, node: tree.Node) -> bool:
         """Asks for the tensors and arrays in it; whether there are some."""
         placed = {id(item.local) for _, item in tree.walk(node) if id(item) in self._made}  # type: ignore[union-attr]
-        found = tree.extents_of(node, without=placed)
+        found = tree.extents_of(node, without=placed | self._dicts.placed)
         self._rebuilt |= found
         return bool(found)
 
@@ -272,11 +363,14 @@ class Placement:
             for group, live in groups
         ]
         self._groups(
+            name,
             [{key: group[key] for key in keys} for group, keys in zip(saved, known, strict=True)],
             optimizer,
         )
 
-    def _groups(self, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer) -> None:
+    def _groups(
+        self, name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
+    ) -> None:
         """All options of the groups, as torch does: some classes make options in their first
         step."""
         options = [  # names stay in the order of the attached parameters
@@ -286,8 +380,17 @@ class Placement:
             }
             for group, live in zip(saved, optimizer.param_groups, strict=True)
         ]  # fmt: skip
-        for group in options:
-            for value in group.values():
+        for index, (group, live) in enumerate(zip(options, optimizer.param_groups, strict=True)):
+            for key, value in list(group.items()):
+                now: object = live.get(key)
+                if _holds(value, now) and isinstance(value, tree.Tensor):
+                    # Schedulers and captured graphs hold this tensor. So may another group, which
+                    # gets a new one unless it had the same when they were saved.
+                    pair = overlaps.Pair(f"{name}.param_groups.{index}.{key}", value, now)
+                    if self._taken.setdefault(id(now), pair.place) == pair.place:
+                        self._pairs.append(pair)
+                        del group[key]
+                        continue
                 self._want(value)
         self._after.append(functools.partial(_set_groups, optimizer, options))
 
@@ -312,7 +415,7 @@ class Placement:
             else:
                 others[key] = entry
                 self._want(entry)
-        self._groups(saved_groups, optimizer)
+        self._groups(name, saved_groups, optimizer)
 
         def finish(memory: Memory) -> None:
             made = {key: state_of(memory, value, like=first) for key, value in others.items()}
@@ -325,6 +428,10 @@ class Placement:
                 }
             optimizer.state.clear()  # the same dict: a wrapper may share it
             optimizer.state.update(made)
+            # As in load_state_dict(): a class adapts what its earlier versions have saved.
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
 
         self._after.append(finish)
 
@@ -491,51 +598,15 @@ def _same_keys(path: str, saved: Any, live: Any) -> None:
         )
 
 
-class _Cut(NamedTuple):
-    """A local part that is another block than the one that this rank has saved. `memory` is loaded
-    from many small pieces: the part itself, or for a part on a GPU host memory that is copied."""
-
-    path: str
-    live: torch.Tensor
-    memory: torch.Tensor
-    block: Block
-
-    @classmethod
-    def of(cls, path: str, live: torch.Tensor, whole: list[int], offsets: list[int]) -> _Cut:
-        memory = live
-        if devices.device_of(live) != devices.HOST:
-            memory = torch.empty(live.shape, dtype=live.dtype, device="cpu")
-        dtype = str(live.dtype).removeprefix("torch.")
-        block = Block(memory.data_ptr(), whole, memory.shape, offsets, memory.stride(), dtype)
-        return cls(path, live, memory, block)
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
-    """The values of a state dict, by the paths that the tree has."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, tree.join(path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, tree.join(path, index))
-    else:
-        yield path, value
-
-
-def _alike(node: tree.Tensor | tree.Shard, live: torch.Tensor) -> bool:
-    return (
-        live.layout is torch.strided
-        and live.device.type in _DEVICES
-        and DTYPE_NAMES.get(live.dtype) == node.dtype
-        and list(live.shape) == node.shape
-    )
+def _memory_of(modules: list[torch.nn.Module]) -> set[int]:
+    return {gating.storage_of(p) for module in modules for p in module.parameters()}
 
 
 def _holds(node: tree.Node, live: object) -> TypeGuard[torch.Tensor]:
     """Whether the live tensor can take what the checkpoint has."""
     if not isinstance(node, (tree.Tensor, tree.Shard)) or not isinstance(live, torch.Tensor):
         return False
-    return _alike(node, live)
+    return overlaps.alike(node, live)
 
 
 def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
@@ -607,13 +678,4 @@ def _set_groups(
     """Hyper-parameters from the checkpoint; what only this version of torch has stays."""
     for live, group in zip(optimizer.param_groups, saved, strict=True):
         for key, node in group.items():
-            value = state_of(memory, node, like=next(iter(live["params"]), None))
-            now = live.get(key)
-            if (
-                isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-                and isinstance(node, tree.Tensor) and _alike(node, now)
-            ):  # fmt: skip
-                with torch.no_grad():
-                    overlaps.write(now, value)  # schedulers and captured graphs hold this tensor
-            else:
-                live[key] = value
+            live[key] = state_of(memory, node, like=next(iter(live["params"]), None))

@@ -8,17 +8,22 @@ before anything is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from pccheck.state import devices
 from pccheck.state.extents import pack
+from pccheck.state.flatten import DTYPE_NAMES
 from pccheck_wire import tree
+from pccheck_wire.blocks import Block
 from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
 from .rebuild import Loader, Memory
+
+DEVICES = frozenset(("cpu", "cuda"))
+NO_EXTENT = 1 << 62  # of values that are not the checkpoint's, or not as they were
 
 
 class Pair(NamedTuple):
@@ -27,6 +32,51 @@ class Pair(NamedTuple):
     path: str
     node: tree.Tensor
     live: torch.Tensor
+
+    @property
+    def lies_otherwise(self) -> bool:
+        """Whether it was saved with another layout."""
+        return list(self.live.stride()) != self.node.strides
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Equal for what shared memory in the same way when it was saved."""
+        _, node, live = self
+        if not self.lies_otherwise:
+            return node.extent, live.data_ptr() - node.offset
+        return node.extent, node.offset, *node.shape, *node.strides, live.data_ptr(), *live.stride()
+
+
+class Cut(NamedTuple):
+    """A local part that is another block than the one that this rank has saved. `memory` is loaded
+    from many small pieces: the part itself, or for a part on a GPU host memory that is copied."""
+
+    path: str
+    live: torch.Tensor
+    memory: torch.Tensor
+    block: Block
+
+    @classmethod
+    def of(cls, path: str, live: torch.Tensor, whole: list[int], offsets: list[int]) -> Cut:
+        memory = live
+        if devices.device_of(live) != devices.HOST:
+            memory = torch.empty(live.shape, dtype=live.dtype, device="cpu")
+        dtype = str(live.dtype).removeprefix("torch.")
+        block = Block(memory.data_ptr(), whole, memory.shape, offsets, memory.stride(), dtype)
+        return cls(path, live, memory, block)
+
+
+Target: TypeAlias = Pair | Cut
+
+
+def alike(node: tree.Tensor | tree.Shard, live: torch.Tensor) -> bool:
+    """Whether the tensor can take what the checkpoint has."""
+    return (
+        live.layout is torch.strided
+        and live.device.type in DEVICES
+        and DTYPE_NAMES.get(live.dtype) == node.dtype
+        and list(live.shape) == node.shape
+    )
 
 
 def write(live: torch.Tensor, value: torch.Tensor) -> None:
@@ -51,45 +101,53 @@ def require_one_value(pairs: Sequence[Pair], extents: list[tree.Extent], load: L
         _try(start, nbytes, some, memory)
 
 
+def unlike(theirs: Sequence[Pair], ours: Sequence[Pair]) -> tuple[set[int], set[int]]:
+    """The numbers of `ours` in memory of which the checkpoint has something else: of `theirs`, or
+    of a pair of ours before it. Those of the second kind once more."""
+    taken: set[int] = set()
+    contested: set[int] = set()
+    for _, _, numbers in _overlapping([*theirs, *ours]) if ours else ():
+        first = len(theirs)
+        places = {theirs[number].place for number in numbers if number < first}
+        own = sorted(number - first for number in numbers if number >= first)
+        wanted = places or {ours[number].place for number in own[:1]}
+        unlike = {number for number in own if ours[number].place not in wanted}
+        taken |= unlike
+        contested |= set() if places else unlike
+    return taken, contested
+
+
 def _doubtful(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, list[Pair]]]:
     """Tensors whose memory overlaps, with their first address and the bytes from there on. Not
     those that were saved with the same layout: their values are the same."""
+    for start, nbytes, numbers in _overlapping(pairs):
+        if len(numbers) == 1 and not pairs[numbers[0]].lies_otherwise:
+            continue
+        some = [pairs[number] for number in numbers]
+        places = {pair.place for pair in some}
+        if len(places) > 1 or any(p.lies_otherwise and overlaps_itself(p.live) for p in some):
+            yield start, nbytes, some
+
+
+def _overlapping(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, list[int]]]:
+    """The numbers of tensors whose memory overlaps, or of one alone, with their first address and
+    the bytes from there on."""
     spans = sorted(
         (devices.device_of(live), live.data_ptr(), _end(live), index)
         for index, (_, node, live) in enumerate(pairs)
         if node.extent >= 0
     )
     first, end, before = 0, 0, -2  # of those that overlap, and their device
-    for at, (device, address, end_here, index) in enumerate([*spans, (-2, 0, 0, 0)]):
+    for at, (device, address, end_here, _) in enumerate([*spans, (-2, 0, 0, 0)]):
         if at and device == before and address < end:
             end = max(end, end_here)
             continue
         if at > first:
-            alike = at == first + 1 and _laid_out_alike(pairs[spans[first][3]])
-            some = [] if alike else [pairs[index] for *_, index in spans[first:at]]
-            if some and _may_differ(some):
-                yield spans[first][1], end - spans[first][1], some
+            yield spans[first][1], end - spans[first][1], [span[3] for span in spans[first:at]]
         first, end, before = at, end_here, device
 
 
-def _may_differ(some: list[Pair]) -> bool:
-    places = {
-        (node.extent, live.data_ptr() - node.offset)
-        if _laid_out_alike(pair)
-        else (node.extent, node.offset, *node.shape, *node.strides, live.data_ptr(), *live.stride())
-        for pair in some
-        for _, node, live in [pair]
-    }
-    return len(places) > 1 or any(
-        not _laid_out_alike(pair) and _overlaps_itself(pair.live) for pair in some
-    )
-
-
-def _laid_out_alike(pair: Pair) -> bool:
-    return list(pair.live.stride()) == pair.node.strides
-
-
-def _overlaps_itself(live: torch.Tensor) -> bool:
+def overlaps_itself(live: torch.Tensor) -> bool:
     """Whether two elements may have one address: unless each stride leaves the inner dimensions
     behind."""
     reach = 0
@@ -133,7 +191,8 @@ def _try(start: int, nbytes: int, some: list[Pair], memory: Memory) -> None:
             raise StateMismatchError(
                 f"{pair.path} shares memory with {_other(pair, place, value, tried)}, as tied "
                 "weights do, and the checkpoint has different values for the two",
-                hint="build the model as it was, or take what you need from recover()",
+                hint="build the model as it was, give each value of a dict its own memory "
+                "(clone()), or take what you need from recover()",
             )
 
 

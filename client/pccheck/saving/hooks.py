@@ -22,7 +22,8 @@ _IDLE_CHECKPOINTS = 3
 
 
 class Progress:
-    """Whether the attached optimizers still step, judged by the numbers of the checkpoints.
+    """What the attached optimizers do: whether a step is unfinished, and whether they still step,
+    judged by the numbers of the checkpoints.
 
     A run with gradient accumulation may number and save its micro-batches: then some checkpoints in
     a row have no step of the optimizer in between. So the pause must also be more than twice as
@@ -31,6 +32,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = 0  #: that the attached optimizers have made
+        self.changing = False  #: a step has passed its gate, and runs or has failed
         self._seen = 0  # of them at the checkpoint before
         self._at = self._last = 0  # the checkpoint that saw the newest step; the one before
         self._longest = 0  # from one that saw a step to the next; 0: not known yet
@@ -62,6 +64,7 @@ class StepHooks:
         self.trusted = True
         self.progress = Progress()
         self._handles: list[Any] = []
+        self._whole = False  # put() has ended: Ctrl-C may leave some hooks out
         self._unseen: set[int] = set()
         #: By optimizer: the thread and the call in which it steps, or did before it failed.
         self._steps: dict[int, tuple[int, FrameType]] = {}
@@ -72,11 +75,7 @@ class StepHooks:
         """Whether a step of an attached optimizer runs: in another thread, or in this one, which
         then runs a signal handler or a closure. Meanwhile the attached tensors are of two steps."""
         for number, step in list(self._steps.items()):
-            thread, call = step
-            frame = sys._current_frames().get(thread)
-            while frame is not None and frame is not call:
-                frame = frame.f_back
-            if frame is not None:
+            if runs(*step):
                 return True
             if self._steps.get(number) is step:  # else it has ended, and another thread steps again
                 self._steps.pop(number, None)  # it has failed
@@ -84,7 +83,16 @@ class StepHooks:
 
     def __bool__(self) -> bool:
         """Whether every update is seen."""
-        return self.trusted and bool(self._handles) and not self._unseen
+        return self.trusted and self._whole and bool(self._handles) and not self._unseen
+
+    @property
+    def halfway(self) -> bool:
+        """Whether an exception may have ended a step that had changed tensors, if none runs."""
+        return self._whole and self.progress.changing
+
+    def restored(self) -> None:
+        """Everything attached was restored: no tensors of two steps are left."""
+        self.progress.changing = False
 
     def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
         """Hooks the optimizers among `things`; earlier hooks are removed."""
@@ -97,6 +105,7 @@ class StepHooks:
             held = found()
             if held is not None:
                 held()
+            progress.changing = True
 
         def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
             unseen.discard(id(optimizer))
@@ -106,6 +115,7 @@ class StepHooks:
 
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
             steps.pop(id(optimizer), None)
+            progress.changing = False
             progress.steps += 1
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
@@ -120,6 +130,7 @@ class StepHooks:
                 before, after = map(torch.compiler.disable, (before_step, after_step))
                 self._handles.append(thing.register_step_pre_hook(before))
                 self._handles.append(thing.register_step_post_hook(after))
+        self._whole = True
 
     def follow(self) -> None:
         """Work that this thread enqueues from now on waits for the last step, in whatever stream
@@ -129,12 +140,21 @@ class StepHooks:
                 devices.follow(gpu, stream)
 
     def remove(self) -> None:
+        self._whole = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._unseen.clear()
         self._steps.clear()
         self._streams.clear()
+
+
+def runs(thread: int, call: FrameType) -> bool:
+    """Whether the thread is in that call."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _caller() -> FrameType:

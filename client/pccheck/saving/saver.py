@@ -124,8 +124,8 @@ class Saver:
             interval=interval,
             division=snapshot.division,
         )
-        _request(connection, number)
         try:
+            _request(connection, number)
             _submit(connection.link, number, snapshot, handover, inline=not wait)
             self._keep(checkpoint, connection, snapshot, handover)
             connection.post(begin)  # comes last: the daemon that it wakes may take this core
@@ -337,6 +337,11 @@ class Saver:
         self._gate.release()
         self._exposure = None
         self._breaker.reset()
+
+    def end(self) -> None:
+        """`leave`, for good."""
+        self._late.end()
+        self.leave()
 
     def note_saved(self, saved: Durable | None) -> None:
         """It is durable on all ranks; `flush` returns the newest one."""

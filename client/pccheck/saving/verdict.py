@@ -25,7 +25,6 @@ from pccheck_wire.messages import CheckpointState
 
 from .in_flight import FOREVER_NS, InFlight, entry_of
 
-_IDLE_S = 10.0
 #: An operation that changes tensors in place ends within this time, plus the time for the state's
 #: bytes at this rate, on a busy machine, too.
 _OPERATION_S, _OPERATION_BYTES_PER_S = 0.5, 512e6
@@ -108,37 +107,28 @@ class Verdict:
 
 
 class LateVerdicts:
-    """A thread that gives the verdicts that the training thread did not, oldest first. It ends when
-    there is nothing to do."""
+    """A thread that gives the verdicts that the training thread did not, oldest first."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[Verdict, int]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Verdict, int] | None] = queue.SimpleQueue()
         self._runs = False
 
     def add(self, verdict: Verdict, nbytes: int) -> None:
-        """Adds a verdict on tensors of `nbytes` bytes."""
-        with self._lock:
-            self._waiting.put((verdict, nbytes))
-            if self._runs:
-                return
-            self._runs = True
-        try:
+        """Adds a verdict on tensors of `nbytes` bytes. Training thread only."""
+        self._waiting.put((verdict, nbytes))
+        if self._runs:
+            return
+        with contextlib.suppress(RuntimeError):  # thread limit: others give it
             threading.Thread(target=self._run, name="pccheck-verdicts", daemon=True).start()
-        except BaseException as error:
-            self._runs = False  # after Ctrl-C two threads may run, which does no harm
-            if not isinstance(error, RuntimeError):  # thread limit: others give it
-                raise
+            self._runs = True  # after Ctrl-C two threads may run, which does no harm
+
+    def end(self) -> None:
+        """No verdict is added from now on: the thread ends after those that wait."""
+        self._waiting.put(None)
 
     def _run(self) -> None:
-        while True:
-            try:
-                verdict, nbytes = self._waiting.get(timeout=_IDLE_S)
-            except queue.Empty:
-                with self._lock:
-                    if self._waiting.empty():
-                        self._runs = False
-                        return
-                continue
+        while (one := self._waiting.get()) is not None:
+            verdict, nbytes = one
             verdict.give_late(nbytes)
-            del verdict
+            del one, verdict  # while this thread waits, nothing holds the tensors
+        self._waiting.put(None)  # for another such thread

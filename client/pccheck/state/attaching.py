@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
-from .flatten import Flattener, require_storable
+from .flatten import Flattener, require_storable, type_name
 from .foreign import in_words
 from .plan import RNG
 from .watch import ModuleWatch
@@ -26,40 +26,13 @@ class Stateful(Protocol):
 
 
 class Values:
-    """An attached dict of plain values and tensors: `restore()` puts its items back into the same
-    dict, and into its tensors where they have the saved shape and dtype: these may be a module's
-    parameters, as in what `state_dict()` returned."""
+    """An attached dict of plain values and tensors; `restoring/values.py` puts them back."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self.values = values
 
     def state_dict(self) -> dict[Any, Any]:
         return dict(self.values)
-
-    def load_state_dict(self, state: dict[Any, Any]) -> None:
-        _put_back(self.values, state)
-
-
-def _put_back(values: dict[Any, Any], state: dict[Any, Any]) -> None:
-    restored = {key: _restored(values.get(key), value) for key, value in state.items()}
-    values.clear()
-    values.update(restored)
-
-
-def _restored(old: Any, new: Any) -> Any:
-    """`new`, in the tensor or dict that has its place."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        _put_back(old, new)
-        return old
-    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)) or old.is_meta:
-        return new
-    if (old.shape, old.dtype) != (new.shape, new.dtype):
-        return new
-    try:
-        with torch.no_grad():
-            return old.copy_(new)
-    except RuntimeError:  # expanded, or made in inference mode
-        return new
 
 
 def checked(things: Mapping[str, object]) -> dict[str, Any]:
@@ -90,14 +63,15 @@ def _checked(name: str, thing: object) -> object:
         thing = _inner_scheduler(thing)
     if isinstance(thing, dict) and not hasattr(thing, "state_dict"):
         thing = Values(thing)
+        _try(name, thing)
+        _refuse_optimizer_state(name, thing.values)
+        return thing
     if not all(callable(getattr(thing, one, None)) for one in ("state_dict", "load_state_dict")):
         raise UsageError(
-            f"attach({name}=...): type {type(thing).__name__} has no state_dict, load_state_dict",
+            f"attach({name}=...): type {type_name(thing)} has no state_dict, load_state_dict",
             hint=_hint(thing),
         )
     _try(name, thing)
-    if isinstance(thing, Values):
-        _refuse_optimizer_state(name, thing.values)
     return thing
 
 
@@ -163,9 +137,10 @@ def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _inner_optimizer(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside a wrapper that is an Optimizer in name only (Accelerate's), and whose
-    step cannot wait; and the one inside torch's ZeRO, whose own state_dict() gathers all ranks."""
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    """The optimizer inside a wrapper that is an Optimizer in name only (of Accelerate, of Fabric),
+    and whose step cannot wait; and the one inside torch's ZeRO, whose own state_dict() gathers all
+    ranks."""
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):  # Fabric's answers with the inner's
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
             raise UsageError(

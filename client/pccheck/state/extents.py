@@ -232,7 +232,9 @@ def _divide(
     for group in sorted(shared, key=lambda group: (not group.trains, -group.nbytes, group.first)):
         owner = loads.index(min(loads))
         loads[owner] += group.nbytes
-        digest.update(f"{group.nbytes} {[view.nbytes for view in group.views]} ".encode())
+        # With the paths: tensors of one size, in another order, would be mixed up by `parts.merge`.
+        alike = [(view.path, view.nbytes) for view in group.views]
+        digest.update(f"{group.nbytes} {alike} ".encode())
         if owner != shape.rank:
             elsewhere.add(group.first)
             _add_extent(layout, group, first_extent, tree.ELSEWHERE, owner)

@@ -213,7 +213,7 @@ def _key(value: object, path: str) -> Node:
         items = [_key(item, path) for item in value]  # type: ignore[attr-defined]
         return tree.Sequence(_SEQUENCE_TAGS[type(value)], items)
     raise UnsupportedStateError(
-        f"{path}: a key or set item of type {_name(value)} cannot be stored",
+        f"{path}: a key or set item of type {type_name(value)} cannot be stored",
         hint="use int, str, float, bool, None, bytes, complex, or tuples of those",
     )
 
@@ -224,7 +224,7 @@ def _factory(made_by: object, path: str) -> str:
         if factory is made_by:  # == and hash() may be code of the user
             return name
     raise UnsupportedStateError(
-        f"{path}: a defaultdict with a factory of type {_name(made_by)} cannot be stored",
+        f"{path}: a defaultdict with a factory of type {type_name(made_by)} cannot be stored",
         hint=f"use a dict, or one of {', '.join(filter(None, tree.FACTORIES))}",
     )
 
@@ -237,7 +237,7 @@ def _scalar(value: Any, path: str) -> Node:
     return tree.Scalar(value.dtype.str, value.tobytes())
 
 
-def _name(value: object) -> str:
+def type_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
@@ -245,11 +245,11 @@ def _unsupported(value: object, path: str) -> UnsupportedStateError:
     where = path or "the state"
     if issubclass(type(value), torch.Tensor):
         return UnsupportedStateError(
-            f"{where}: a tensor of the subclass {_name(value)} cannot be stored",
+            f"{where}: a tensor of the subclass {type_name(value)} cannot be stored",
             hint="pass its plain tensors, or leave it out",
         )
     return UnsupportedStateError(
-        f"{where}: a value of type {_name(value)} cannot be stored",
+        f"{where}: a value of type {type_name(value)} cannot be stored",
         hint="convert it to plain Python values, tensors or NumPy arrays, or leave it out",
     )
 

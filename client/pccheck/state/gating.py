@@ -38,10 +38,10 @@ class Gating:
         modules = {name: m for name, m in attached.items() if isinstance(m, torch.nn.Module)}
         optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
         holders = itertools.chain.from_iterable(map(modules_of, things))
-        self._buffers = {_storage(b) for m in holders for b in m.buffers() if _plain(b)}
-        trained = [parameter for one in optimizers for parameter in _trained_by(one)]
+        self._buffers = {storage_of(b) for m in holders for b in m.buffers() if _plain(b)}
+        trained = [parameter for one in optimizers for parameter in trained_by(one)]
         updated = itertools.chain(trained, *map(_state_of, optimizers))
-        self._gated = {_storage(tensor) for tensor in updated}
+        self._gated = {storage_of(tensor) for tensor in updated}
         frozen = [
             (name, parameter)
             for name, module in modules.items()
@@ -49,8 +49,8 @@ class Gating:
             if not parameter.requires_grad and _plain(parameter)
         ]  # fmt: skip
         # Whatever is `loose`: it differs between ranks, which must divide what is frozen alike.
-        self._still = {_storage(parameter) for _, parameter in frozen}
-        self._frozen_in = {_storage(one): name for name, one in frozen if name not in loose}
+        self._still = {storage_of(parameter) for _, parameter in frozen}
+        self._frozen_in = {storage_of(one): name for name, one in frozen if name not in loose}
         self._parameters = [*trained, *(parameter for _, parameter in frozen)]
         self._require_grad = integers(_REQUIRES_GRAD, self._parameters)
 
@@ -91,7 +91,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     try:
         return local(tensor).untyped_storage().data_ptr()
     except (
@@ -102,7 +102,7 @@ def _storage(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
     return [p for p in parameters if p.requires_grad and _plain(p)]
 

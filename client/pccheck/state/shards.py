@@ -119,9 +119,12 @@ def _text(placement: Any) -> str:
 
 
 def empty_like(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A DTensor cut as the given one, with memory of its own that is not initialised."""
-    part = LOCAL(tensor)
+    """A DTensor cut as the given one, or a plain tensor as one, with memory of its own that is not
+    initialised."""
+    part = local(tensor)
     made = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=part.device)
+    if part is tensor:
+        return made
     found: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
         made, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
         stride=tensor.stride(),

@@ -43,7 +43,7 @@ def fetch(arguments: argparse.Namespace) -> Document:
 
 def _listing(arguments: argparse.Namespace) -> Document:
     with choose(arguments) as chosen:
-        return chosen.listing(arguments.job, uid=arguments.uid)
+        return chosen.listing(arguments.job or "", uid=arguments.uid)
 
 
 def _nothing(arguments: argparse.Namespace, every: Document) -> PccheckError:

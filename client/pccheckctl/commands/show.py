@@ -16,6 +16,7 @@ from pccheck_wire.errors import DamagedError, UnreadableError
 from pccheckctl.commands.listing import age_s, flags
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
+from pccheckctl.output.entries import TensorEntry, leaf_entries, tensor_entries
 from pccheckctl.source import files
 
 TEXT_WIDTH_MAX = 60
@@ -69,13 +70,13 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
              "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry),
              "whole_shape": entry.whole and list(entry.whole),
              "whole_offsets": entry.offsets and list(entry.offsets)}
-            for entry in tree.tensor_entries(content)
+            for entry in tensor_entries(content)
         ],
-        "leaves": [leaf._asdict() for leaf in tree.leaf_entries(content)],
+        "leaves": [leaf._asdict() for leaf in leaf_entries(content)],
     }  # fmt: skip
 
 
-def content_bytes(entry: tree.TensorEntry) -> int:
+def content_bytes(entry: TensorEntry) -> int:
     """Bytes of its elements: more than it takes in the payload when it is expanded."""
     item = tree.ITEM_BYTES.get(entry.dtype)
     return entry.nbytes if item is None else math.prod(entry.shape) * item

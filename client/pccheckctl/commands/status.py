@@ -64,7 +64,7 @@ def _head(document: Document, now_s: float) -> list[str]:
         place += f", {_size(storage, 'free_bytes')} free of {_size(storage, 'total_bytes')}"
     if not daemon:
         return [
-            "daemon   this directory has no private daemon now; all below is read from its volumes",
+            "daemon   not asked: no private daemon serves this directory; read from its volumes:",
             place,
         ]
     pinned = f", {_size(pool, 'pinned_bytes')} pinned for GPUs" * bool(whole(pool, "pinned_bytes"))

@@ -25,7 +25,7 @@ _NO_BARRIERS = ("nobarrier", "barrier=0")
 
 
 def file_system(place: Path) -> Iterator[Finding]:
-    mount = mounts.mount_of(place.resolve(), mounts.MOUNTINFO.read_text())
+    mount = mounts.mount_of(place.resolve(), mounts.MOUNTINFO.read_bytes())
     where = f"{place} is on {mount.kind or 'an unknown file system'}"
     unsafe = next((option for option in mount.options if option in _NO_BARRIERS), "")
     if why := mounts.unfit(mount.kind):
@@ -52,6 +52,12 @@ def file_system(place: Path) -> Iterator[Finding]:
 
 def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
     """Whether the directory exists, and who may use it."""
+    if place.exists() and not place.is_dir():
+        yield problem(
+            "storage", f"{place} is not a directory", effect="pccheckd cannot start there",
+            fix="name the directory that pccheckd was started with, or will use",
+        )  # fmt: skip
+        return
     if not place.is_dir():
         missing = f"there is no directory {place}"
         if place.parent.is_dir():

@@ -91,6 +91,11 @@ def check(arguments: argparse.Namespace) -> None:
             "--max-shard-size is for --format huggingface, which writes a directory of files",
             hint="add --format huggingface, and name a directory: --output DIR",
         )
+    if arguments.format == TORCH and arguments.output.endswith(".safetensors"):
+        raise UsageError(
+            f"torch.load() takes {arguments.output} for a file of safetensors, because of its name",
+            hint="use --format safetensors, or a name that ends with .pt",
+        )
     if arguments.output.endswith("/") and arguments.format not in DIRECTORIES:
         raise UsageError(
             f"--output must name a file, not a directory (got {arguments.output})",

@@ -15,7 +15,6 @@ from pccheck_store.directory import Storage
 from pccheck_store.safetensors_layout import INDEX
 from pccheck_wire.basics import some
 from pccheck_wire.errors import PccheckError, RefusedError, UnsupportedStateError, UsageError
-from pccheck_wire.messages import require_job_name
 from pccheckctl.export.torch_file import signals_held
 from pccheckctl.output.documents import note, print_json, rows, say
 from pccheckctl.source import choose
@@ -65,7 +64,6 @@ def _place(arguments: argparse.Namespace) -> Path | None:
     """The directory for a private daemon; None: the daemon of this node. Raises RefusedError for a
     job that exists."""
     job = arguments.job
-    require_job_name(job)
     if arguments.storage:
         with contextlib.suppress(OSError):  # choose() reports that it is missing
             Path(arguments.storage).mkdir()  # as pccheckd does

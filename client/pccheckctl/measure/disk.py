@@ -46,8 +46,12 @@ def _cannot(error: OSError, place: Path) -> PccheckError:
             f"uid {os.geteuid()} may not write to {place}",
             hint="run this as the user of pccheckd, or as root",
         )
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+    if isinstance(error, FileNotFoundError):
         return NoStoreError(f"there is no directory {place}", hint=f"create it: mkdir -p {place}")
+    if isinstance(error, NotADirectoryError):
+        return NoStoreError(
+            f"{place} is not a directory", hint="name the directory for the checkpoints"
+        )
     return NoStoreError(f"{place} cannot be used: {error.strerror or error}")
 
 

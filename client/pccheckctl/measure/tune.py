@@ -30,7 +30,7 @@ from pccheckctl.arguments import SLOTS_MAX
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, number, part, rows, text, whole
 from pccheckctl.output.files import write_text
-from pccheckctl.source import choose, daemon
+from pccheckctl.source import choose, daemon, require_known
 
 from . import bench, disk
 from .goodput import Costs, best_interval, goodput
@@ -113,6 +113,8 @@ def take_from_job(arguments: argparse.Namespace) -> None:
     rank, and the time between requests over the steps between them."""
     with daemon(arguments) as observer:
         found = rows(observer.trace(math.inf), "checkpoints")
+        if all(text(one, "job") != arguments.job for one in found):
+            require_known(observer, arguments.job)
     mine = [one for one in found if text(one, "job") == arguments.job]
     ranks: dict[tuple[int, int], list[Document]] = {}
     for one in mine:

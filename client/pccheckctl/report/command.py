@@ -6,13 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from pccheck_store.directory import none_of
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 from pccheck_wire.units import MIB
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part, rows, text
 from pccheckctl.output.files import write_text
-from pccheckctl.source import daemon
+from pccheckctl.source import daemon, require_known
 
 from .page import page
 from .saves import saves_of
@@ -43,9 +42,7 @@ def _from_daemon(arguments: argparse.Namespace) -> Document:
     with daemon(arguments) as observer:
         document = observer.trace(arguments.last)
         if arguments.job and not _has(document, arguments.job):
-            known = observer.status()  # also what has no checkpoint yet
-            if all(text(rank, "job") != arguments.job for rank in rows(known, "ranks")):
-                raise none_of(arguments.job, text(part(known, "storage"), "path"))
+            require_known(observer, arguments.job)
         return document
 
 

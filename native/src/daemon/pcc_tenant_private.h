@@ -11,9 +11,9 @@
 #include <pthread.h>
 
 #include "base/pcc_process.h"
-#include "daemon/pcc_exposure.h"
 #include "daemon/pcc_tenant.h"
 #include "gpu/pcc_gpu.h"
+#include "shared/pcc_exposure.h"
 #include "shared/pcc_ring.h"
 
 /* N of every volume, and 64 ended saves that messages may still name. */

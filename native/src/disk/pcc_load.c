@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "base/pcc_thread.h"
-#include "disk/pcc_pace.h"
+#include "io/pcc_pace.h"
 
 #define CHUNK_BYTES_MAX (256u << 20)
 /* Ranges closer than this are read in one stream: seeking would cost more than reading the gap. */

@@ -5,8 +5,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "disk/pcc_pace.h"
 #include "disk/pcc_save_private.h"
+#include "io/pcc_pace.h"
 
 #define PAUSE_NS_MIN 1000000
 #define PAUSE_NS_MAX 999000000

@@ -6,8 +6,8 @@
 
 #include "base/pcc_numa.h"
 #include "base/pcc_thread.h"
-#include "disk/pcc_pace.h"
 #include "disk/pcc_save_private.h"
+#include "io/pcc_pace.h"
 
 /* The oldest work item; false when there is none. With `wait`, sleeps until there is one, and is
  * false only when the lane closes. */

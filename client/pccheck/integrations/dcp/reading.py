@@ -59,7 +59,7 @@ def load(
                 hint="leave client= out to read what another job has saved",
             )
         _require_named(client)
-        job, socket = client.place[0], client.place[2]
+        job, socket = client.place[0], client.where()
         client.gate()  # a checkpoint in flight may still read the tensors
     reader = PCcheckReader(job, storage=storage, socket=socket, step=step)
     try:

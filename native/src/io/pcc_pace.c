@@ -1,4 +1,4 @@
-#include "disk/pcc_pace.h"
+#include "io/pcc_pace.h"
 
 #include "base/pcc_thread.h"
 

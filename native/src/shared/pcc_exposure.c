@@ -1,4 +1,4 @@
-#include "daemon/pcc_exposure.h"
+#include "shared/pcc_exposure.h"
 
 #include <stdlib.h>
 #include <string.h>
