@@ -74,6 +74,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of asynchronous tests and fixtures."""
+    return "asyncio"
+
+
+@pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
@@ -103,6 +109,16 @@ def start_trainer(stack: ExitStack) -> Callable[..., Trainer]:
         return trainer
 
     return start
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon()
+
+
+@pytest.fixture
+def trainer(start_trainer: Callable[..., Trainer], daemon: Daemon) -> Trainer:
+    return start_trainer(daemon)
 
 
 @pytest.fixture

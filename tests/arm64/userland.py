@@ -25,8 +25,8 @@ PACKAGES = "python3,procps,coreutils,dash,base-files,mount,util-linux,make,libst
 #: As in constraints.txt, all that they need with them: pip would ask for what torch needs here.
 WHEELS = (
     "msgpack", "pyzmq", "psutil", "uvloop", "numpy", "pytest", "pytest-timeout", "hypothesis",
-    "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers", "filelock", "fsspec",
-    "jinja2", "markupsafe", "mpmath", "networkx", "typing_extensions",
+    "anyio", "idna", "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers", "filelock",
+    "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "typing_extensions",
 )  # fmt: skip
 TORCH = ("torch==2.6.0", "sympy==1.13.1")  #: its wheel for arm64 is without CUDA
 TOOLS = ("CC=aarch64-linux-gnu-gcc", "LD=aarch64-linux-gnu-ld")
