@@ -134,6 +134,11 @@ def start_node(stack: ExitStack) -> Callable[..., Node]:
 
 
 @pytest.fixture
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node()
+
+
+@pytest.fixture
 def ctl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ctl:
     """`pccheckctl` without a daemon; the first argument is the storage directory, or None."""
     monkeypatch.delenv("PCCHECK_STORAGE", raising=False)

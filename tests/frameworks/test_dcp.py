@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pccheck import (
     restore_rng,
 )
 from tests.support.ctl import Ctl
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.torchrun import started
 
 torch = pytest.importorskip("torch")
@@ -49,8 +48,6 @@ from tests.support.dcptraining import (  # noqa: E402
     state_of,
     whole,
 )
-
-Start = Callable[..., Daemon]
 
 
 def ranks(daemon: Daemon, number: int, what: str, place: Path) -> tuple[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.forked import Forks, printed
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 
 KILLED = -signal.SIGKILL
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
@@ -29,9 +28,7 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(
-    forks: Forks, start_daemon: Callable[..., Daemon], tmp_path: Path
-) -> Callable[..., list[str]]:
+def run(forks: Forks, start_daemon: Start, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a training; what its first rank printed. All runs of a test have one daemon."""
     daemon = start_daemon()
     count = iter(range(100))
@@ -129,12 +126,7 @@ def test_two_ranks_resume_one_step(run: Callable[..., list[str]], tmp_path: Path
     """Each has its own random numbers: dropout and the batches differ between ranks."""
 
     def start(**options: Any) -> list[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        return run(
-            ranks=2, environment={"MASTER_PORT": port}, settings={"ddp_backend": "gloo"}, **options
-        )
+        return run(ranks=2, settings={"ddp_backend": "gloo"}, **options)
 
     plain = start(with_daemon=False)
     start(kill_at=5, code=KILLED)

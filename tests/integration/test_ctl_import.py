@@ -19,13 +19,12 @@ from pccheck_store.safetensors_layout import DTYPES
 from pccheck_wire import tree
 from pccheckctl.importing import dcp_directory
 from tests.support.ctl import Ctl, Ran
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-Start = Callable[..., Daemon]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 #: torch cannot save these; the export reports how it stores them.
 UNSAVED = {
@@ -110,10 +109,9 @@ def test_a_part_may_have_any_name(start_daemon: Start, ctl: Ctl, tmp_path: Path)
     assert mine["w"].tolist() == [1, 1, 1]
 
 
-def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_what_was_exported_comes_back(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """Every dtype, an optimizer with moments, generators, tied tensors and values: in all formats,
     through the daemon, and from the directory."""
-    daemon = start_daemon()
     given = Things(3)
     generators = saved(daemon, "source", given, 7)
     torch.rand(9)
@@ -164,10 +162,9 @@ def test_an_optimizer_without_state_comes_back(
 
 @pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
 def test_a_model_comes_back_from_safetensors(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path, kind: str
+    daemon: Daemon, ctl: Ctl, tmp_path: Path, kind: str
 ) -> None:
     """The format holds only a part; the rest is named."""
-    daemon = start_daemon()
     given = Things(3)
     saved(daemon, "source", given, 7)
     for part in ("model", "kinds"):
@@ -196,9 +193,8 @@ def test_a_model_comes_back_from_safetensors(
 
 
 def test_a_directory_of_shards_is_as_hugging_face_has_it(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
+    daemon: Daemon, ctl: Ctl, tmp_path: Path
 ) -> None:
-    daemon = start_daemon()
     given = Things(3)
     saved(daemon, "source", given, 7)
     target = tmp_path / "hf"
@@ -244,9 +240,8 @@ def test_a_directory_of_shards_is_as_hugging_face_has_it(
         assert online(ctl, daemon, *words, "--max-shard-size", size).code == 2
 
 
-def test_files_of_scripts(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_files_of_scripts(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """As scripts write them: parts beside numbers, parts of other names, and a bare state dict."""
-    daemon = start_daemon()
     given, file = Things(3), tmp_path / "state.pt"
     model, optimizer = given.model.state_dict(), given.optimizer.state_dict()
 
@@ -354,8 +349,7 @@ class Executed:
         return os.mkdir, (str(self.place),)
 
 
-def test_nothing_in_a_file_is_executed(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
-    daemon = start_daemon()
+def test_nothing_in_a_file_is_executed(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     trap, model = tmp_path / "executed", {"w": torch.ones(2)}
 
     def refused(place: Path, named: str) -> str:
@@ -485,10 +479,7 @@ def test_a_torch_file_without_the_named_parts_is_refused(
     assert "--as generators=rng" in told(file, code=2)
 
 
-def test_a_whole_state_in_safetensors_is_refused(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
-) -> None:
-    daemon = start_daemon()
+def test_a_whole_state_in_safetensors_is_refused(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     source = tmp_path / "whole.safetensors"
     saved(daemon, "source", Things(3), 7)
     assert online(ctl, daemon, "export", "source", "-o", source).code == 0

@@ -7,7 +7,6 @@ import functools
 import itertools
 import re
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,12 +20,11 @@ from pccheck import (
     UsageError,
     WaitTimeoutError,
 )
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.endtraining import TRAININGS, EndTrainer
 from tests.support.torchrun import torchrun
-from tests.support.trainer import Commands, Trainer
+from tests.support.trainer import Commands, Connect
 
-Start = Callable[..., Daemon]
 STEPS, KILLED = 8, 4
 #: So many bytes that training changes something before a copy is complete.
 SLOW = ("--dram", "2MiB", "--max-bandwidth", "16MiB")
@@ -120,8 +118,7 @@ def attached(client: PCcheckClient) -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings("ignore::pccheck.PccheckWarning")
-def test_flush_returns_what_a_restart_gets(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_flush_returns_what_a_restart_gets(daemon: Daemon) -> None:
     with PCcheckClient("job", socket=daemon.socket) as client:
         attached(client)
         assert client.flush() is None
@@ -157,8 +154,7 @@ def test_flush_returns_what_a_restart_gets(start_daemon: Start) -> None:
             assert client.flush(0) == second  # as long as this run has saved nothing
 
 
-def test_flush_is_for_all_ranks(start_daemon: Start, start_trainer: Callable[..., Trainer]) -> None:
-    daemon = start_daemon()
+def test_flush_is_for_all_ranks(daemon: Daemon, start_trainer: Connect) -> None:
     environment = {"LOCAL_WORLD_SIZE": "2"}
     ranks = [
         start_trainer(daemon, rank=rank, world_size=2, environment=environment) for rank in range(2)
@@ -167,8 +163,7 @@ def test_flush_is_for_all_ranks(start_daemon: Start, start_trainer: Callable[...
         rank.step()
         rank.checkpoint()
     assert ranks[0].evaluate(functools.partial(flushed, deadline_s=60)) == 1
-    ranks[0].step()
-    ranks[0].wait_durable(ranks[0].checkpoint())
+    ranks[0].save()
     assert ranks[0].evaluate(functools.partial(flushed, deadline_s=0)) == 1
     ranks[1].step()
     ranks[1].checkpoint()
@@ -180,9 +175,8 @@ def flushed(commands: Commands, deadline_s: float) -> int | None:
     return found and found.step
 
 
-def test_after_a_signal_nothing_waits_for_long(start_daemon: Start) -> None:
+def test_after_a_signal_nothing_waits_for_long(daemon: Daemon) -> None:
     """Until the deadline, and for at least 5 s."""
-    daemon = start_daemon()
     client = PCcheckClient("job", socket=daemon.socket, stall_limit_s=1e5)
     attached(client)
     client.stop_on(signal.SIGUSR1, deadline_s=0.5)

@@ -23,7 +23,7 @@ from pccheck.saving.in_flight import entry_of
 from pccheck.saving.saver import Saver
 from pccheck_native import SNAPSHOTS, WORD_COPYING, WORD_REQUESTED
 from pccheck_wire.attach import Attachment
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 from tests.support.trainer import Stamped, expected, mismatch
 
 COUNTS = [300_000, 300_000]
@@ -62,7 +62,7 @@ class Kit:
 
 
 @pytest.fixture
-def client(start_daemon: Callable[..., Daemon]) -> Iterator[PCcheckClient]:
+def client(start_daemon: Start) -> Iterator[PCcheckClient]:
     with PCcheckClient(job="job", socket=start_daemon().socket) as made:
         yield made
 
@@ -285,7 +285,7 @@ def interrupting(
     return trace
 
 
-def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Callable[..., Daemon]) -> None:
+def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Start) -> None:
     """The cell of a notebook is interrupted and run again. Its session ends wherever Ctrl-C
     arrived, or at the next close(), as the error message says."""
     socket = start_daemon().socket
@@ -332,7 +332,7 @@ def test_ctrl_c_in_checkpoint_leaves_no_entry_of_the_page_in_use(client: PCcheck
 
 
 def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
-    start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+    start_daemon: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

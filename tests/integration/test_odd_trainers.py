@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from torch import nn
 
 from pccheck import PCcheckClient
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.programs import Program
 from tests.unit.test_flatten import same
 from tests.unit.test_inplace import Float32, Named, OwnBoth
-
-Start = Callable[..., Daemon]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -88,8 +85,7 @@ def spawned(daemon: Daemon, how: str, method: str = "fork") -> list[str]:
     return sorted(re.findall(r"(?m)^\d: .*", printed))
 
 
-def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(daemon: Daemon) -> None:
     assert spawned(daemon, "late", "spawn") == ["0: 0 0", "1: 0 1"]
     assert spawned(daemon, "late") == ["0: 1 0", "1: 1 1"]
 

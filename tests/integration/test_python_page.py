@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 from tests.support.programs import python
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-def test_the_blocks_of_the_page_run(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_the_blocks_of_the_page_run(start_daemon: Start, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))

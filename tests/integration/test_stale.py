@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from pccheck import PCcheckClient
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 
 Train = Callable[[int], None]
 
 
 @pytest.fixture
-def client(start_daemon: Callable[..., Daemon]) -> Iterator[PCcheckClient]:
+def client(start_daemon: Start) -> Iterator[PCcheckClient]:
     with PCcheckClient(job="job", socket=start_daemon().socket) as client:
         yield client
 
