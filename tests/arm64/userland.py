@@ -97,7 +97,6 @@ def compile_all() -> None:
     compiler = TOOLS[0].partition("=")[2]
     # The headers of this machine's Python: the stable ABI is the same on both.
     _run(compiler, *module["extra-compile-args"], "-fPIC", "-shared",
-         *(f"-D{name}={value}" for name, value in module["define-macros"]),
          *(f"-I{ROOT / path}" for path in module["include-dirs"]),
          f"-I{sysconfig.get_path('include')}", "-o", BUILD / "_core.abi3.so",
          *(ROOT / source for source in module["sources"]))  # fmt: skip
