@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.forked import Forks, printed
-from tests.support.daemon import Start
+from tests.support.daemon import Daemon
 
 EACH_WAY = pytest.mark.parametrize("stateful", [True, False], ids=["stateful", "skipping"])
 
@@ -23,10 +23,9 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(forks: Forks, start_daemon: Start, tmp_path: Path) -> Callable[..., list[str]]:
+def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a training; its losses, after the step from which it continues. All runs of a test have
     one daemon."""
-    daemon = start_daemon()
 
     def run(
         *, code: int = 0, with_daemon: bool = True, ranks: int = 1, **options: Any

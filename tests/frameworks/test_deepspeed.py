@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.frameworks.forked import Forks, printed
-from tests.support.daemon import Start
+from tests.support.daemon import Daemon
 
 KILLED = -signal.SIGKILL
 
@@ -23,9 +23,8 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(forks: Forks, start_daemon: Start, tmp_path: Path) -> Callable[..., list[list[str]]]:
+def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[list[str]]]:
     """Runs a training; what each rank printed. All runs of a test have one daemon."""
-    daemon = start_daemon()
 
     def run(
         *,

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.ctl import Ctl
-from tests.support.daemon import Start
+from tests.support.daemon import Daemon
 
 # The program imports it: workers would take a second each for it.
 if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
 
-def test_other_software_loads_it(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_other_software_loads_it(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """A model of transformers with tied weights, in one file and in several, and back."""
-    daemon = start_daemon()
 
     def run(*words: object) -> None:
         ran = ctl(None, "--socket", daemon.socket, *words)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.forked import Forks, printed
-from tests.support.daemon import Start
+from tests.support.daemon import Daemon
 
 KILLED = -signal.SIGKILL
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
@@ -28,9 +28,8 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(forks: Forks, start_daemon: Start, tmp_path: Path) -> Callable[..., list[str]]:
+def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a training; what its first rank printed. All runs of a test have one daemon."""
-    daemon = start_daemon()
     count = iter(range(100))
 
     def run(*, code: int = 0, with_daemon: bool = True, **options: Any) -> list[str]:

@@ -189,8 +189,8 @@ def test_waits_can_be_interrupted(
                 handle.wait_durable(60)
 
 
-def test_any_number_of_seconds_is_a_timeout(start_daemon: Start) -> None:
-    with PCcheckClient(job="job", socket=start_daemon().socket) as client:
+def test_any_number_of_seconds_is_a_timeout(daemon: Daemon) -> None:
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
         handle = client.checkpoint([1])
         assert handle.wait_durable(float("inf")).step == 1
         handle.wait_copied(-1.0)
@@ -207,8 +207,8 @@ def test_closing_before_a_stopped_daemon_is_bounded(daemon: Daemon) -> None:
     assert time.monotonic() - before < 20  # the request that ends the session has the same limit
 
 
-def test_an_exception_in_the_loop_comes_through(start_daemon: Start) -> None:
-    socket: Any = start_daemon().socket
+def test_an_exception_in_the_loop_comes_through(daemon: Daemon) -> None:
+    socket: Any = daemon.socket
     with (
         pytest.raises(ZeroDivisionError),
         PCcheckClient(job="job", socket=socket) as client,
@@ -281,8 +281,8 @@ def test_a_private_daemon_ends_with_the_last_client_of_a_forked_child(
                 os.close(daemon)
 
 
-def test_a_closed_client_says_only_that_it_is_closed(start_daemon: Start) -> None:
-    client = PCcheckClient(job="job", socket=start_daemon().socket)
+def test_a_closed_client_says_only_that_it_is_closed(daemon: Daemon) -> None:
+    client = PCcheckClient(job="job", socket=daemon.socket)
     client.checkpoint([torch.ones(3)], step=7)
     client.close()
     with warnings.catch_warnings():

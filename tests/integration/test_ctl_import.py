@@ -19,7 +19,7 @@ from pccheck_store.safetensors_layout import DTYPES
 from pccheck_wire import tree
 from pccheckctl.importing import dcp_directory
 from tests.support.ctl import Ctl, Ran
-from tests.support.daemon import Daemon, Start
+from tests.support.daemon import Daemon
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -97,9 +97,9 @@ def saved(daemon: Daemon, job: str, things: Things, step: int) -> dict[str, Any]
     return state
 
 
-def test_a_part_may_have_any_name(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_a_part_may_have_any_name(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """Also the name of the first parameter of a method."""
-    daemon, path = start_daemon(), tmp_path / "in.pt"
+    path = tmp_path / "in.pt"
     torch.save({"self": {"w": torch.ones(3)}}, path)
     assert online(ctl, daemon, "import", "job", path).code == 0
     mine = {"w": torch.zeros(3)}
@@ -140,11 +140,9 @@ def test_what_was_exported_comes_back(daemon: Daemon, ctl: Ctl, tmp_path: Path) 
     assert places["model.2.weight"] == places["model.3.weight"]  # stored once, as it was
 
 
-def test_an_optimizer_without_state_comes_back(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
-) -> None:
+def test_an_optimizer_without_state_comes_back(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """torch.distributed.checkpoint leaves out the empty dict of states."""
-    daemon, given = start_daemon(), Things(3)
+    given = Things(3)
     given.optimizer = torch.optim.SGD(given.model.parameters(), lr=3.0)
     given.optimizer.step()
     saved(daemon, "source", given, 7)
@@ -379,9 +377,8 @@ def test_nothing_in_a_file_is_executed(daemon: Daemon, ctl: Ctl, tmp_path: Path)
 
 
 @pytest.fixture
-def told(start_daemon: Start, ctl: Ctl) -> Iterator[Callable[..., str]]:
+def told(daemon: Daemon, ctl: Ctl) -> Iterator[Callable[..., str]]:
     """The error of an import into job "job" that fails with this exit code, and saves nothing."""
-    daemon = start_daemon()
 
     def told(place: Path, *words: object, code: int) -> str:
         ran = online(ctl, daemon, "import", "job", place, *words)
@@ -489,11 +486,11 @@ def test_a_whole_state_in_safetensors_is_refused(daemon: Daemon, ctl: Ctl, tmp_p
 
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD", "Rprop"])
 def test_state_of_an_earlier_torch_is_made_to_fit(
-    name: str, start_daemon: Start, ctl: Ctl, tmp_path: Path
+    name: str, daemon: Daemon, ctl: Ctl, tmp_path: Path
 ) -> None:
     """Before torch 1.12 the step was a number, and groups had fewer options: torch's
     load_state_dict() takes them, and the next step must not end training."""
-    daemon, path = start_daemon(), tmp_path / "in.pt"
+    path = tmp_path / "in.pt"
 
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)

@@ -79,8 +79,8 @@ def test_bytes_come_back_from_dram_and_from_the_volume(daemon: Daemon) -> None:
         daemon.start()
 
 
-def test_nothing_saved_is_empty(start_daemon: Start) -> None:
-    with Rank(start_daemon().socket) as rank:
+def test_nothing_saved_is_empty(daemon: Daemon) -> None:
+    with Rank(daemon.socket) as rank:
         assert rank.open() == Empty()
 
 

@@ -44,9 +44,9 @@ def test_losses_go_on_bit_for_bit_after_a_kill(
 
 
 def test_a_client_neither_breaks_graphs_nor_compiles_again(
-    start_daemon: Start, stack: ExitStack
+    daemon: Daemon, stack: ExitStack
 ) -> None:
-    alone, saving = stack.enter_context(EndTrainer()).compiled(str(start_daemon().socket))
+    alone, saving = stack.enter_context(EndTrainer()).compiled(str(daemon.socket))
     assert saving["unique_graphs"] == alone["unique_graphs"] > 0
     assert saving["calls_captured"] == alone["calls_captured"]
     assert saving["breaks"] <= alone["breaks"]
@@ -54,10 +54,10 @@ def test_a_client_neither_breaks_graphs_nor_compiles_again(
 
 @pytest.mark.parametrize("told", [(1,), (0, 1)])
 def test_ranks_stop_after_the_same_step(
-    start_daemon: Start, stack: ExitStack, tmp_path: Path, told: tuple[int, ...]
+    daemon: Daemon, stack: ExitStack, tmp_path: Path, told: tuple[int, ...]
 ) -> None:
     """Also when only one rank gets the signal."""
-    socket = str(start_daemon().socket)
+    socket = str(daemon.socket)
     ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
     for rank, trainer in enumerate(ranks):
         trainer.post("until_stopped", socket, rank, 2, str(tmp_path / "store"))
@@ -69,9 +69,9 @@ def test_ranks_stop_after_the_same_step(
 
 
 def test_ranks_that_cannot_agree_any_more_neither_hang_nor_stop_without_a_signal(
-    start_daemon: Start, stack: ExitStack, tmp_path: Path
+    daemon: Daemon, stack: ExitStack, tmp_path: Path
 ) -> None:
-    socket = str(start_daemon().socket)
+    socket = str(daemon.socket)
     ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
     for rank, trainer in enumerate(ranks):
         trainer.post("cut_off", socket, rank, str(tmp_path / "store"))
@@ -80,11 +80,9 @@ def test_ranks_that_cannot_agree_any_more_neither_hang_nor_stop_without_a_signal
         assert sum("only signals to this rank" in one for one in trainer.warnings) == 1
 
 
-def test_torchrun_stops_all_ranks_after_the_same_step(
-    start_daemon: Start, stack: ExitStack
-) -> None:
+def test_torchrun_stops_all_ranks_after_the_same_step(daemon: Daemon, stack: ExitStack) -> None:
     """Each worker gets the signal at another point of its step."""
-    run = torchrun(start_daemon(), "job", 2, "tests.support.endtraining")
+    run = torchrun(daemon, "job", 2, "tests.support.endtraining")
     stack.callback(run.terminate)
     assert run.stdout is not None
     # Lines of two ranks may run together.
@@ -96,8 +94,8 @@ def test_torchrun_stops_all_ranks_after_the_same_step(
     assert len({number for _, *steps in found for number in steps}) == 1, found
 
 
-def test_a_signal_is_noted_and_handed_on(start_daemon: Start, stack: ExitStack) -> None:
-    found = stack.enter_context(EndTrainer()).signalled(str(start_daemon().socket))
+def test_a_signal_is_noted_and_handed_on(daemon: Daemon, stack: ExitStack) -> None:
+    found = stack.enter_context(EndTrainer()).signalled(str(daemon.socket))
     assert "call stop_on(signal.SIGTERM) before the loop" in found["early"]
     assert "names no signal" in found["nothing"] and "not a signal" in found["kill"]
     assert "call stop_on() in the main thread" in found["thread"]

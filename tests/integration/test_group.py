@@ -713,9 +713,9 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
 
 
 def test_nobody_waits_for_ever_for_a_rank_that_ended(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    group = ranks(start_trainer, start_daemon(), "0")
+    group = ranks(start_trainer, daemon, "0")
     save(group)
     group[1].kill()
     group[0].step()

@@ -23,7 +23,7 @@ from pccheck.saving.in_flight import entry_of
 from pccheck.saving.saver import Saver
 from pccheck_native import SNAPSHOTS, WORD_COPYING, WORD_REQUESTED
 from pccheck_wire.attach import Attachment
-from tests.support.daemon import Start
+from tests.support.daemon import Daemon
 from tests.support.trainer import Stamped, expected, mismatch
 
 COUNTS = [300_000, 300_000]
@@ -62,8 +62,8 @@ class Kit:
 
 
 @pytest.fixture
-def client(start_daemon: Start) -> Iterator[PCcheckClient]:
-    with PCcheckClient(job="job", socket=start_daemon().socket) as made:
+def client(daemon: Daemon) -> Iterator[PCcheckClient]:
+    with PCcheckClient(job="job", socket=daemon.socket) as made:
         yield made
 
 
@@ -285,10 +285,10 @@ def interrupting(
     return trace
 
 
-def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Start) -> None:
+def test_ctrl_c_in_close_keeps_no_later_client_out(daemon: Daemon) -> None:
     """The cell of a notebook is interrupted and run again. Its session ends wherever Ctrl-C
     arrived, or at the next close(), as the error message says."""
-    socket = start_daemon().socket
+    socket = daemon.socket
     ends = (PCcheckClient._leave, Session.close, Connection.close, Attachment.close)
     codes = {end.__code__ for end in ends}
     at, interrupted = 0, True
@@ -332,12 +332,12 @@ def test_ctrl_c_in_checkpoint_leaves_no_entry_of_the_page_in_use(client: PCcheck
 
 
 def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
-    start_daemon: Start, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    client = PCcheckClient(job="job", socket=start_daemon().socket)
+    client = PCcheckClient(job="job", socket=daemon.socket)
     kit = Kit(client)
     kit.optimizer.step()
     client.checkpoint(step=1).wait_durable(60)

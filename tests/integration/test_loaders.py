@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from pccheck import PCcheckClient
-from tests.support.daemon import Daemon, Start
+from tests.support.daemon import Daemon
 from tests.support.loadertraining import torchdata
 from tests.support.programs import Program
 from tests.support.torchrun import started
@@ -34,8 +34,8 @@ LOADERS = ["plain", "wrapped", pytest.param("torchdata", marks=TORCHDATA)]
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_losses_are_equal_bit_for_bit(start_daemon: Start, loader: str, workers: int) -> None:
-    socket = start_daemon().socket
+def test_losses_are_equal_bit_for_bit(daemon: Daemon, loader: str, workers: int) -> None:
+    socket = daemon.socket
     undisturbed = ran("", loader, workers, STEPS, 3)
     killed = ran(socket, loader, workers, STEPS, 3, 13, code=-signal.SIGKILL)
     assert killed[0] == "FROM 1" and killed[1:] == undisturbed[:13]
@@ -44,9 +44,9 @@ def test_losses_are_equal_bit_for_bit(start_daemon: Start, loader: str, workers:
 
 
 @pytest.mark.parametrize("loader", [item for item in LOADERS if item != "wrapped"])
-def test_a_checkpoint_at_the_end_of_an_epoch(start_daemon: Start, loader: str) -> None:
+def test_a_checkpoint_at_the_end_of_an_epoch(daemon: Daemon, loader: str) -> None:
     """The next iterator also draws in the undisturbed training."""
-    socket = start_daemon().socket
+    socket = daemon.socket
     undisturbed = ran("", loader, 0, STEPS, 8)
     ran(socket, loader, 0, STEPS, 8, 9, code=-signal.SIGKILL)
     assert ran(socket, loader, 0, STEPS, 8) == ["FROM 9", *undisturbed[8:]]
@@ -110,9 +110,9 @@ def words_of(said: str, rank: int) -> list[list[str]]:
 
 @TORCHDATA
 def test_one_rank_that_saves_for_all_keeps_its_position(
-    start_daemon: Start,
+    daemon: Daemon,
 ) -> None:
-    socket = start_daemon().socket
+    socket = daemon.socket
     seen = []
     for step in (1, 2):
         loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader

@@ -82,9 +82,9 @@ def test_a_pinned_checkpoint_whose_step_is_saved_again_is_listed(daemon: Daemon)
         assert not client.recover(step=3).state[0].any()
 
 
-def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(start_daemon: Start) -> None:
+def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(daemon: Daemon) -> None:
     """DeepSpeed loads a tag by its step."""
-    with client_of(start_daemon()) as client:
+    with client_of(daemon) as client:
         for tag in ("first", "again"):
             client.checkpoint([torch.zeros(9)], step=3, metadata={"tag": tag}).wait_durable(60)
             if tag == "first":
@@ -106,8 +106,8 @@ def test_what_is_protected_for_the_next_run_and_pinned_leaves_a_slot(daemon: Dae
             assert (1, True) in steps(client)
 
 
-def test_only_what_is_durable_can_be_pinned(start_daemon: Start) -> None:
-    with client_of(start_daemon()) as client:
+def test_only_what_is_durable_can_be_pinned(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
         save(client, 1)
         with pytest.raises(NoCheckpointError, match=r"step 2 \(durable steps: 1\).*wait_global"):
             client.pin(2)
@@ -123,8 +123,8 @@ def test_the_end_of_the_job_leaves_what_is_pinned(daemon: Daemon) -> None:
         assert steps(client) == [(3, False), (1, True)]
 
 
-def test_a_pin_in_a_state_that_has_outgrown_its_slots_stays(start_daemon: Start) -> None:
-    with client_of(start_daemon()) as client:
+def test_a_pin_in_a_state_that_has_outgrown_its_slots_stays(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
         save(client, 1)
         client.pin(1)
         for step in (2, 3, 4):
@@ -240,9 +240,9 @@ def _back_to_two(trainer: Any) -> int:
 
 
 def test_a_rank_that_does_not_save_its_job_pins_nothing_of_it(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    trainer = start_trainer(start_daemon())
+    trainer = start_trainer(daemon)
     with pytest.raises(RemoteError, match="no durable checkpoint of step 1"):
         trainer.evaluate(_pin)
     assert Pin(1).pinned

@@ -292,10 +292,9 @@ def _reads(opened: OpenCheckpoint) -> bool:
         return False
 
 
-def test_what_other_users_have_is_refused(start_daemon: Start, start_trainer: Start) -> None:
+def test_what_other_users_have_is_refused(daemon: Daemon, start_trainer: Start) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    daemon = start_daemon()
     daemon.open_to_everybody()
     trainer = start_trainer(daemon, COUNTS)
     save(trainer)

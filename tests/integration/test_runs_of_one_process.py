@@ -3,7 +3,7 @@ and so trains nothing. Every run logs whether it was resumed."""
 
 from __future__ import annotations
 
-from tests.support.daemon import Daemon, Start
+from tests.support.daemon import Daemon
 from tests.support.programs import script
 
 FOLDS = """
@@ -60,14 +60,14 @@ def test_a_second_run_of_one_job_is_warned_of(daemon: Daemon) -> None:
     assert CONTINUES in after and OWN not in after  # fold 0 had nothing to do, and saved nothing
 
 
-def test_runs_with_names_of_their_own_are_not(start_daemon: Start) -> None:
-    told = said(start_daemon(), FOLDS, "fold-{}")
+def test_runs_with_names_of_their_own_are_not(daemon: Daemon) -> None:
+    told = said(daemon, FOLDS, "fold-{}")
     assert "fold 1 begins with step 1" in told
     assert OWN not in told and CONTINUES not in told
 
 
-def test_going_back_with_the_same_client_is_no_second_run(start_daemon: Start) -> None:
-    told = said(start_daemon(), ROLLBACK)
+def test_going_back_with_the_same_client_is_no_second_run(daemon: Daemon) -> None:
+    told = said(daemon, ROLLBACK)
     assert "job 'back' continues from step 1" in told and OWN not in told
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pccheck import PCcheckClient, UsageError
 from tests.conftest import SMALL
-from tests.support.daemon import Daemon, Start
+from tests.support.daemon import Daemon
 from tests.support.endtraining import EndTrainer
 from tests.support.service import Service
 
@@ -91,9 +91,9 @@ def test_ranks_save_after_the_same_steps(
     assert group["global"]["step"] == first[-1]
 
 
-def test_several_ranks_need_a_process_group(start_daemon: Start) -> None:
+def test_several_ranks_need_a_process_group(daemon: Daemon) -> None:
     with (
-        PCcheckClient("lone", 0, 2, socket=start_daemon().socket) as client,
+        PCcheckClient("lone", 0, 2, socket=daemon.socket) as client,
         pytest.raises(UsageError, match=r"init_process_group\(\) before should_checkpoint\(\)"),
     ):
         client.should_checkpoint(1)

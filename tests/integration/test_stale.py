@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from pccheck import PCcheckClient
-from tests.support.daemon import Start
+from tests.support.daemon import Daemon
 
 Train = Callable[[int], None]
 
 
 @pytest.fixture
-def client(start_daemon: Start) -> Iterator[PCcheckClient]:
-    with PCcheckClient(job="job", socket=start_daemon().socket) as client:
+def client(daemon: Daemon) -> Iterator[PCcheckClient]:
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
         yield client
 
 

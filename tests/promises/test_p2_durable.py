@@ -154,12 +154,11 @@ def test_a_file_that_goes_while_its_volume_has_stopped_is_replaced(
 
 
 def test_nothing_is_told_durable_that_a_restart_does_not_find(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Changes of the storage directory, one after another, at random moments of a training that
     saves each step."""
     chance = random.Random(SEED)
-    daemon = start_daemon()
     trainer = start_trainer(daemon)
     for _ in range(12):
         for _ in range(chance.randrange(1, 4)):
