@@ -173,4 +173,4 @@ class Daemon:
         self.cleanup()
 
 
-Start = Callable[..., Daemon]  #: `start_daemon`
+Start = Callable[..., Daemon]  #: the fixture `start_daemon`

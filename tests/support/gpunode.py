@@ -147,4 +147,4 @@ class Node:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-Start = Callable[..., Node]  #: `start_node`
+Start = Callable[..., Node]  #: the fixture `start_node`

@@ -355,4 +355,4 @@ class Trainer:
         self._link.close()
 
 
-Connect = Callable[..., Trainer]  #: `start_trainer`
+Connect = Callable[..., Trainer]  #: the fixture `start_trainer`
