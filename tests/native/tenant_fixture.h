@@ -214,6 +214,12 @@ static inline void fixture_close(struct fixture *f)
     CHECK(rmdir(f->directory) == 0);
 }
 
+static inline void fixture_end(struct fixture *f)
+{
+    detach(f);
+    fixture_close(f);
+}
+
 static inline int begin(struct fixture *f, uint64_t snapshot, uint64_t payload_bytes,
                         uint64_t *sequence)
 {
