@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh setup.py)
 C_SOURCES := $(wildcard native/src/*/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
 	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch])
-PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs
+PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs setup.py
 PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help

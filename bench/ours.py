@@ -11,7 +11,6 @@ from typing import Any, Self
 from bench.common import GIB, MIB, BenchError, cpu_seconds
 from bench.rivals import State
 from pccheck import Checkpoint, PCcheckClient
-from pccheck_store.observer import Observer
 from tests.support.daemon import Daemon
 
 DURABLE_LIMIT_S = 120.0
@@ -110,8 +109,7 @@ class Ours(AbstractContextManager["Ours"]):
         return self.save()
 
     def status(self) -> Any:
-        with Observer(str(self.daemon.socket)) as observer:
-            return observer.status()
+        return self.daemon.status()
 
     def _persist_seconds(self) -> float:
         """From the first chunk's write to the durable record, from the daemon's status."""

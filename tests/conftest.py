@@ -74,6 +74,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of asynchronous tests and fixtures."""
+    return "asyncio"
+
+
+@pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
@@ -106,6 +112,16 @@ def start_trainer(stack: ExitStack) -> Callable[..., Trainer]:
 
 
 @pytest.fixture
+def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+    return start_daemon()
+
+
+@pytest.fixture
+def trainer(start_trainer: Callable[..., Trainer], daemon: Daemon) -> Trainer:
+    return start_trainer(daemon)
+
+
+@pytest.fixture
 def start_node(stack: ExitStack) -> Callable[..., Node]:
     """A daemon with GPUs; see Node for the options."""
 
@@ -115,6 +131,11 @@ def start_node(stack: ExitStack) -> Callable[..., Node]:
         return stack.enter_context(Node(*SMALL, *flags, **options)).start()  # type: ignore[arg-type]
 
     return start
+
+
+@pytest.fixture
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node()
 
 
 @pytest.fixture

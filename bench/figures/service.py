@@ -18,7 +18,7 @@ from bench.figures.trainers import Trainer
 from bench.ours import DURABLE_LIMIT_S, Ours
 from pccheck import Checkpoint
 from pccheck_store.observer import Observer
-from pccheckctl.output.documents import part, rows
+from pccheckctl.output.documents import rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,7 @@ class Service(Contender):
     def other_engine(self) -> str:
         """Why the daemon does not write as the knobs say; empty if it does."""
         assert self.ours is not None
-        with Observer(str(self.ours.daemon.socket)) as observer:
-            return str(part(observer.status(), "daemon").get("engine_reason", ""))
+        return str(self.ours.status()["daemon"]["engine_reason"])
 
     def restart(self) -> None:
         """A restarted trainer, and a daemon that has lost its memory."""

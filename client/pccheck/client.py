@@ -141,11 +141,7 @@ class PCcheckClient:
         autostart = check_flag("autostart", autostart)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        if solo and replicated:
-            raise UsageError(
-                "solo=True and replicated=True cannot be combined",
-                hint="use solo=True if one rank saves, replicated=True if every rank saves a part",
-            )
+        _check_together(solo, replicated, autostart, storage)
         self._fresh, self._replicated = fresh, replicated
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
@@ -156,11 +152,6 @@ class PCcheckClient:
         self._took_one = False  # this client has taken a snapshot
         self._done = False
         self._flushed = False  # after the signal, and since the last checkpoint()
-        if storage is not None and not autostart:
-            raise UsageError(
-                "storage= is for a private daemon only, and needs autostart=True",
-                hint="add autostart=True; or leave storage= out to use the daemon of this node",
-            )
         path = check_path("socket", socket)
         private = private_daemon(check_path("storage", storage), path) if autostart else None
         self._private = private
@@ -864,6 +855,20 @@ def open_client(job: str | None, rank: int, world_size: int) -> PCcheckClient | 
     UsageError as PCcheckClient does."""
     wanted = identify(job, rank, world_size).job, rank
     return next((one for one in _CLIENTS if one.place[:2] == wanted and not one.closed), None)
+
+
+def _check_together(solo: bool, replicated: bool, autostart: bool, storage: object) -> None:
+    """Raises UsageError for options that exclude each other."""
+    if solo and replicated:
+        raise UsageError(
+            "solo=True and replicated=True cannot be combined",
+            hint="use solo=True if one rank saves, replicated=True if every rank saves a part",
+        )
+    if storage is not None and not autostart:
+        raise UsageError(
+            "storage= is for a private daemon only, and needs autostart=True",
+            hint="add autostart=True; or leave storage= out to use the daemon of this node",
+        )
 
 
 def _close(client: PCcheckClient, which: str) -> None:

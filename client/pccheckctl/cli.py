@@ -106,7 +106,7 @@ def _run(given: list[str]) -> int:
     except PccheckError as error:
         failure = error
     except UnicodeEncodeError as error:  # bytes of the command line that are no text
-        failure = UsageError(f"{error.object!r:.80} is not text", hint="use characters of UTF-8")
+        failure = UsageError(f"{error.object!r:.80} is not text", hint="use UTF-8 text")
     except BrokenPipeError:
         raise
     except OSError as error:

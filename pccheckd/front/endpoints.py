@@ -28,11 +28,10 @@ IDLE_S = 60.0
 class ControlServer:
     """Owns the directory of endpoints and the fronts that serve them."""
 
-    def __init__(self, socket_path: Path, *, idle_s: float = IDLE_S) -> None:
+    def __init__(self, socket_path: Path) -> None:
         """`socket_path` is the attach socket's; its lock is held."""
         self._handle: Handle
         self._interrupted: Callable[[int], None]
-        self._idle_s = idle_s
         _remove_left(socket_path)
         self._directory = socket_path.parent / f"{_prefix(socket_path)}{secrets.token_hex(12)}"
         self._keepers: dict[int, Keeper] = {}
@@ -84,7 +83,7 @@ class ControlServer:
         keeper.sessions -= 1
         if not keeper.sessions:
             loop = asyncio.get_running_loop()
-            keeper.idle = loop.call_later(self._idle_s, self._retire, uid)
+            keeper.idle = loop.call_later(IDLE_S, self._retire, uid)
 
     async def close(self) -> None:
         """Ends the fronts; requests in progress are dropped."""

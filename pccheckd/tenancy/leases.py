@@ -12,7 +12,8 @@ from .volumes import Key, VolumeSet
 
 def recycled(key: Key, sequence: int) -> NoCheckpointError:
     return NoCheckpointError(
-        f"{key} has no durable checkpoint {sequence} (any more)", hint="open the newest one again"
+        f"{key} has no durable checkpoint {sequence}: newer ones may have replaced it",
+        hint="open the newest one again",
     )
 
 

@@ -12,9 +12,9 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
 
+from setup import CORE
 from tests.arm64 import apart
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,8 @@ PACKAGES = "python3,procps,coreutils,dash,base-files,mount,util-linux,make,libst
 #: As in constraints.txt, all that they need with them: pip would ask for what torch needs here.
 WHEELS = (
     "msgpack", "pyzmq", "psutil", "uvloop", "numpy", "pytest", "pytest-timeout", "hypothesis",
-    "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers", "filelock", "fsspec",
-    "jinja2", "markupsafe", "mpmath", "networkx", "typing_extensions",
+    "anyio", "idna", "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers", "filelock",
+    "fsspec", "jinja2", "markupsafe", "mpmath", "networkx", "typing_extensions",
 )  # fmt: skip
 TORCH = ("torch==2.6.0", "sympy==1.13.1")  #: its wheel for arm64 is without CUDA
 TOOLS = ("CC=aarch64-linux-gnu-gcc", "LD=aarch64-linux-gnu-ld")
@@ -92,15 +92,12 @@ def compile_all() -> None:
     """The C tests, the extension and the libraries that tests preload, for arm64."""
     _run("make", "-s", "-C", ROOT / "tests/native", "VARIANT=arm64", *TOOLS, "all")  # and xxhash.h
     BUILD.mkdir(parents=True, exist_ok=True)
-    extension = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (module,) = extension["tool"]["setuptools"]["ext-modules"]
     compiler = TOOLS[0].partition("=")[2]
     # The headers of this machine's Python: the stable ABI is the same on both.
-    _run(compiler, *module["extra-compile-args"], "-fPIC", "-shared",
-         *(f"-D{name}={value}" for name, value in module["define-macros"]),
-         *(f"-I{ROOT / path}" for path in module["include-dirs"]),
+    _run(compiler, *CORE.extra_compile_args, "-fPIC", "-shared",
+         *(f"-I{ROOT / path}" for path in CORE.include_dirs),
          f"-I{sysconfig.get_path('include')}", "-o", BUILD / "_core.abi3.so",
-         *(ROOT / source for source in module["sources"]))  # fmt: skip
+         *(ROOT / source for source in CORE.sources))  # fmt: skip
     for source in (*ROOT.glob("tests/support/*.c"), ROOT / "tests/arm64/honest.c"):
         _run(compiler, "-shared", "-fPIC", "-O1", "-o", BUILD / f"{source.stem}.so", source, "-ldl")
     driver = ROOT / "tests/standin/build/arm64/libcuda.so.1"

@@ -15,14 +15,13 @@ from torch import nn
 
 from pccheck import CheckpointState, PCcheckClient
 from tests.conftest import SMALL
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 from tests.support.waiting import until
 
 MIB = 1 << 20
 FLOATS = MIB // 4  # of one MiB
 LIMIT_S = 60.0
-Start = Callable[..., Daemon]
 Save = Callable[[PCcheckClient, nn.Module, int], Any]
 
 
@@ -207,7 +206,7 @@ def test_saving_outran_the_disk_and_so_saving_failed(start_daemon: Start, on_bus
 
 
 def test_shared_memory_went_with_the_trainer_or_filled_dev_shm(
-    start_daemon: Start, start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     """DLRover: Python's resource tracker unlinked it when the trainer died; Docker gives 64 MB.
     Here it has no name that could be unlinked, and none of it is in /dev/shm."""

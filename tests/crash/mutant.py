@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One way to break the protocol; `changes` are (old, new) texts in `source`.
+    """One way to break the protocol: in `source` the text `new` takes the place of `old`.
 
     Where few histories convict it, `seed` names some that do, which are tried before the others.
     """
@@ -17,5 +17,7 @@ class Mutant:
     program: str = "crash_enum"
     arguments: tuple[str, ...] = ()
     source: str = ""
-    changes: tuple[tuple[str, str], ...] = ()
+    old: str = ""
+    new: str = ""
+    also: tuple[tuple[str, str], ...] = ()  # more of these
     seed: str = ""

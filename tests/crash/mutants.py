@@ -50,12 +50,8 @@ MUTANTS = (
         "the error was another checkpoint's page, and is told once",
         arguments=("--model", "mmap"),
         source="disk/pcc_commit.c",
-        changes=(
-            (
-                "atomic_store_explicit(&volume->stopped, true, memory_order_release);",
-                "(void)0;",
-            ),
-        ),
+        old="atomic_store_explicit(&volume->stopped, true, memory_order_release);",
+        new="(void)0;",
         seed="12",
     ),
     Mutant("wrong slot", "data one slot too far", arguments=("--mutant", "wrong-slot"), seed="8"),
@@ -63,109 +59,80 @@ MUTANTS = (
         "single record",
         "every record in one place",
         source="disk/pcc_format.c",
-        changes=(
-            (
-                "        return generation * geometry->record_stride_bytes;\n"
-                "    return geometry->volume_bytes -",
-                "        return 0;\n    return 0 * geometry->volume_bytes + 0 *",
-            ),
-        ),
+        old="        return generation * geometry->record_stride_bytes;\n"
+        "    return geometry->volume_bytes -",
+        new="        return 0;\n    return 0 * geometry->volume_bytes + 0 *",
     ),
     Mutant(
         "no CRC",
         "a torn record passes",
         source="disk/pcc_format.c",
-        changes=(
-            (
-                "if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
-                "if (0)",
-            ),
-        ),
+        old="if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
+        new="if (0)",
     ),
     Mutant(
         "no CRC on persistent memory",
         "a record of old and new words passes",
         arguments=("--model", "pmem"),
         source="disk/pcc_format.c",
-        changes=(
-            (
-                "if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
-                "if (0)",
-            ),
-        ),
+        old="if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))",
+        new="if (0)",
     ),
     Mutant(
         "early free",
         "slots are free before the record without them is durable",
         source="disk/pcc_volume.c",
-        changes=(
-            (
-                "        result = pcc_commit_staged(volume, on_durable, context);\n"
-                "        if (result == 0)\n            free_dropped(volume, dropped);\n",
-                "        free_dropped(volume, dropped);\n"
-                "        result = pcc_commit_staged(volume, on_durable, context);\n",
-            ),
-        ),
+        old="        result = pcc_commit_staged(volume, on_durable, context);\n"
+        "        if (result == 0)\n            free_dropped(volume, dropped);\n",
+        new="        free_dropped(volume, dropped);\n"
+        "        result = pcc_commit_staged(volume, on_durable, context);\n",
         seed="9",
     ),
     Mutant(
         "acknowledged before the record",
         "told durable, then written",
         source="disk/pcc_commit.c",
-        changes=(
-            (
-                "    int result = write_replica(volume, 0);\n",
-                "    if (on_durable)\n        on_durable(context);\n    on_durable = NULL;\n"
-                "    int result = write_replica(volume, 0);\n",
-            ),
-        ),
+        old="    int result = write_replica(volume, 0);\n",
+        new="    if (on_durable)\n        on_durable(context);\n    on_durable = NULL;\n"
+        "    int result = write_replica(volume, 0);\n",
     ),
     Mutant(
         "oldest record wins",
         "recovery takes the first acceptable record",
         source="disk/pcc_commit.c",
-        changes=(
-            (
-                "if (!search->any || search->buffer->record_number > found->record.record_number)",
-                "if (!search->any)",
-            ),
-        ),
+        old="if (!search->any || search->buffer->record_number > found->record.record_number)",
+        new="if (!search->any)",
     ),
     Mutant(
         "opening frees every slot",
         "checkpoints of before a restart are overwritten",
         source="disk/pcc_volume.c",
-        changes=(("if (entry->state == PCC_SLOT_FREE && (entry->flags &", "if ((entry->flags &"),),
+        old="if (entry->state == PCC_SLOT_FREE && (entry->flags &",
+        new="if ((entry->flags &",
     ),
     Mutant(
         "published before the seal",
         "a snapshot whose copy was never vouched for",
         arguments=("--alone",),  # else it publishes while another record is being written
         source="disk/pcc_save_work.c",
-        changes=(
-            ("if (!save->sealed || save->written <", "if (!save->handed_over || save->written <"),
-        ),
+        old="if (!save->sealed || save->written <",
+        new="if (!save->handed_over || save->written <",
         seed="3",
     ),
     Mutant(
         "failed flush ignored",
         "published although the flush said EIO",
         source="disk/pcc_save_work.c",
-        changes=(
-            ('    if (result != 0) {\n        slot_error(save, result, "flush");', "    if (0) {"),
-        ),
+        old='    if (result != 0) {\n        slot_error(save, result, "flush");',
+        new="    if (0) {",
         seed="10",
     ),
     Mutant(
         "failed flush concerns its own save only",
         "the next flush is clean and vouches for nothing",
         source="disk/pcc_save_work.c",
-        changes=(
-            (
-                "const bool doubtful = atomic_load_explicit(",
-                "const bool doubtful = 0 && atomic_load_explicit(",
-            ),
-        ),
+        old="const bool doubtful = atomic_load_explicit(",
+        new="const bool doubtful = 0 && atomic_load_explicit(",
         seed="39",
     ),
     Mutant(
@@ -173,168 +140,136 @@ MUTANTS = (
         "it was told of another save's page",
         arguments=("--model", "mmap"),
         source="disk/pcc_save_work.c",
-        changes=(
-            (
-                "const bool doubtful = atomic_load_explicit(",
-                "const bool doubtful = 0 && atomic_load_explicit(",
-            ),
-        ),
+        old="const bool doubtful = atomic_load_explicit(",
+        new="const bool doubtful = 0 && atomic_load_explicit(",
         seed="1",
     ),
     Mutant(
         "failed write ignored",
         "a chunk that never arrived counts as written",
         source="disk/pcc_save_work.c",
-        changes=(
-            (
-                "    if (result == 0) {\n        if (save->has_base)",
-                "    if (1) {\n        if (save->has_base)",
-            ),
-        ),
+        old="    if (result == 0) {\n        if (save->has_base)",
+        new="    if (1) {\n        if (save->has_base)",
         seed="1",
     ),
     Mutant(
         "short write taken for whole",
         "the rest of the transfer is not resumed",
         source="io/pcc_io.c",
-        changes=(("        length -= moved;\n", "        length = 0;\n"),),
+        old="        length -= moved;\n",
+        new="        length = 0;\n",
         seed="1",
     ),
     Mutant(
         "older overtakes newer",
         "the publisher does not ask who is newest",
         source="disk/pcc_volume.c",
-        changes=(
-            (
-                "const enum pcc_published published = published_as(volume, entry);",
-                "(void)published_as;\n    const enum pcc_published published = PCC_PUBLISHED;",
-            ),
-        ),
+        old="const enum pcc_published published = published_as(volume, entry);",
+        new="(void)published_as;\n    const enum pcc_published published = PCC_PUBLISHED;",
     ),
     Mutant(
         "hidden record overwritten",
         "an opening that could not read the newest record goes on from the one before",
         program="fault_loop",
         source="disk/pcc_commit.c",
-        changes=(
-            (
-                "if (found->unreadable[generation] == PCC_REPLICAS)",
-                "if (0)",
-            ),
-        ),
+        old="if (found->unreadable[generation] == PCC_REPLICAS)",
+        new="if (0)",
     ),
     Mutant(
         "given up, yet moved",
         "an abort between an error and the move is forgotten",
         program="fault_loop",
         source="disk/pcc_save_work.c",
-        changes=(
-            (
-                "pcc_save_lock(save);\n    if (save->failed) { /* given up after",
-                "pcc_save_lock(save);\n    if (0) { /* given up after",
-            ),
-        ),
+        old="pcc_save_lock(save);\n    if (save->failed) { /* given up after",
+        new="pcc_save_lock(save);\n    if (0) { /* given up after",
     ),
     Mutant(
         "bad slot reused",
         "a slot in which a write failed is free again",
         program="fault_loop",
         source="disk/pcc_save_work.c",
-        changes=(("if (save->has_slot && save->slot_bad) {", "if (0) {"),),
+        old="if (save->has_slot && save->slot_bad) {",
+        new="if (0) {",
     ),
     Mutant(
         "quarantine for ever",
         "after an outage no slot is left until the next opening",
         program="fault_loop",
         source="disk/pcc_volume.c",
-        changes=(
-            ("if (volume->free_slots == 0) reuse_quarantined(volume);", "(void)reuse_quarantined;"),
-        ),
+        old="if (volume->free_slots == 0) reuse_quarantined(volume);",
+        new="(void)reuse_quarantined;",
     ),
     Mutant(
         "nothing is repaired",
         "an opening leaves a record with one replica",
         source="disk/pcc_commit.c",
-        changes=(("if (found->good[replica])", "if (1)"),),
+        old="if (found->good[replica])",
+        new="if (1)",
     ),
     Mutant(
         "flag of one that goes",
         "a flag meets a slot that the record under way gives to nobody",
         source="disk/pcc_volume.c",
-        changes=(
-            (
-                "result = find_sequence(&volume->staged, sequence, &staged_slot);",
-                "staged_slot = *slot_out;",
-            ),
-        ),
+        old="result = find_sequence(&volume->staged, sequence, &staged_slot);",
+        new="staged_slot = *slot_out;",
         seed="5",
     ),
     Mutant(
         "announced before it is written",
         "the owner re-uses memory that is not on the disk",
         source="disk/pcc_save_work.c",
-        changes=(
-            (
-                "    const int result = write_changed(",
-                "    pcc_save_lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
-                "    announce = !piece->announced;\n    piece->announced = true;\n"
-                "    pcc_save_unlock(save);\n"
-                "    if (announce)\n"
-                "        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);\n"
-                "    announce = false;\n"
-                "    const int result = write_changed(",
-            ),
-        ),
+        old="    const int result = write_changed(",
+        new="    pcc_save_lock(save);\n    piece->state = PCC_SAVE_CHUNK_WRITTEN;\n"
+        "    announce = !piece->announced;\n    piece->announced = true;\n"
+        "    pcc_save_unlock(save);\n"
+        "    if (announce)\n"
+        "        saver->spec.events->chunk_written(saver->spec.owner, tag, piece->index);\n"
+        "    announce = false;\n"
+        "    const int result = write_changed(",
         seed="12",
     ),
     Mutant(
         "a base recycled",
         "a checkpoint that another one refers to is dropped like any other",
         source="disk/pcc_commit.c",
-        changes=(
-            (
-                "uint32_t bases = in_use | pcc_record_bases(record, kept);",
-                "uint32_t bases = in_use;",
-            ),
-        ),
+        old="uint32_t bases = in_use | pcc_record_bases(record, kept);",
+        new="uint32_t bases = in_use;",
     ),
     Mutant(
         "read from its own slot",
         "what lies in the base is looked for beside what was written",
         source="disk/pcc_load.c",
-        changes=(
-            (
-                "in_base ? load->base_offset_bytes : load->slot_offset_bytes",
-                "load->slot_offset_bytes",
-            ),
-        ),
+        old="in_base ? load->base_offset_bytes : load->slot_offset_bytes",
+        new="load->slot_offset_bytes",
     ),
     Mutant(
         "never referred to",
         "what was not written counts as written",
         source="disk/pcc_save_base.c",
-        changes=(("if (referred) bitmap[block / 64] |=", "if (0) bitmap[block / 64] |="),),
+        old="if (referred) bitmap[block / 64] |=",
+        new="if (0) bitmap[block / 64] |=",
     ),
     Mutant(
         "sequence given out again",
         "after the daemon's death a new checkpoint takes that of one which went on",
         source="disk/pcc_save_adopt.c",
-        changes=(
-            ("(void)pcc_volume_take_sequence(saver->volume, found->sequence);", "(void)found;"),
-        ),
+        old="(void)pcc_volume_take_sequence(saver->volume, found->sequence);",
+        new="(void)found;",
     ),
     Mutant(
         "durable, and saved again",
         "killed between the record and the end of the save, the next daemon continues it",
         source="disk/pcc_save_adopt.c",
-        changes=(("if (is_durable(saver->volume, found->sequence))", "(void)is_durable; if (0)"),),
+        old="if (is_durable(saver->volume, found->sequence))",
+        new="(void)is_durable; if (0)",
     ),
     Mutant(
         "checksums not compared",
         "rotten data is handed out",
         program="rot",
         source="disk/pcc_load.c",
-        changes=(("return pcc_checksums_match(", "return true || pcc_checksums_match("),),
+        old="return pcc_checksums_match(",
+        new="return true || pcc_checksums_match(",
     ),
     Mutant(
         "single replica",
@@ -348,7 +283,7 @@ MUTANTS = (
 def mutated_source(mutant: Mutant, directory: Path) -> Path:
     """Writes the changed copy of the mutant's source; raises when a change no longer applies."""
     text = (CORE / mutant.source).read_text()
-    for old, new in mutant.changes:
+    for old, new in ((mutant.old, mutant.new), *mutant.also):
         words = re.findall(r"\w+|[^\w\s]", old)
         pattern = re.compile(r"\s*".join(re.escape(word) for word in words))
         found = pattern.findall(text)

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import traceback
@@ -34,16 +35,13 @@ class Forks:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def run(
-        self, output: Path, *, ranks: int = 1, environment: dict[str, str] | None = None,
-        **options: Any,
-    ) -> list[int]:  # fmt: skip
+    def run(self, output: Path, *, ranks: int = 1, **options: Any) -> list[int]:
         """The exit codes. What rank r prints goes to `output` with r as its suffix."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {
-            "output": str(output), "ranks": ranks, "environment": environment or {},
-            "options": options,
-        }  # fmt: skip
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        request = {"output": str(output), "ranks": ranks, "port": port, "options": options}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         codes = json.loads(self._process.stdout.readline())
@@ -69,7 +67,7 @@ def _child(request: dict[str, Any], rank: int, run: Any) -> int:
     with Path(request["output"]).with_suffix(f".{rank}").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    os.environ.update(request["environment"])
+    os.environ["MASTER_PORT"] = str(request["port"])
     if request["ranks"] > 1:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]),

@@ -4,7 +4,6 @@ their place, and with skip_first_batches."""
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,17 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(
-    forks: Forks, start_daemon: Callable[..., Daemon], tmp_path: Path
-) -> Callable[..., list[str]]:
+def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a training; its losses, after the step from which it continues. All runs of a test have
     one daemon."""
-    daemon = start_daemon()
 
     def run(
         *, code: int = 0, with_daemon: bool = True, ranks: int = 1, **options: Any
     ) -> list[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            environment = {"MASTER_PORT": str(free.getsockname()[1])}
         if with_daemon:
             options["socket"] = str(daemon.socket)
         output = tmp_path / "printed"
-        codes = forks.run(output, ranks=ranks, environment=environment, **options)
+        codes = forks.run(output, ranks=ranks, **options)
         told = printed(output)
         assert codes == [code] * ranks, "\n".join(told)
         assert not any("as loader=" in line for line in told)  # its generators are set by attach()

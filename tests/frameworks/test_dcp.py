@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pccheck import (
     restore_rng,
 )
 from tests.support.ctl import Ctl
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.torchrun import started
 
 torch = pytest.importorskip("torch")
@@ -49,8 +48,6 @@ from tests.support.dcptraining import (  # noqa: E402
     state_of,
     whole,
 )
-
-Start = Callable[..., Daemon]
 
 
 def ranks(daemon: Daemon, number: int, what: str, place: Path) -> tuple[int, str]:
@@ -192,8 +189,7 @@ class Halves(torch_dcp.DefaultSavePlanner):
         return found[:2] if index.offset == torch.Size([0]) else found[2:]
 
 
-def test_one_process_with_planners_of_its_own(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_one_process_with_planners_of_its_own(daemon: Daemon) -> None:
     state = {"a": torch.arange(7.0), "b": {"c": torch.eye(3), "d": "text"}, "e": [1, (2, None)]}
     with PCcheckClient("planned", socket=daemon.socket, on_error="raise") as client:
         for step in (1, 2):
@@ -227,8 +223,7 @@ def zeroed_and_loaded(state: dict[str, Any], client: PCcheckClient) -> dict[str,
     return found
 
 
-def test_generators_and_values_that_are_no_tensors(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_generators_and_values_that_are_no_tensors(daemon: Daemon) -> None:
 
     def drawn() -> list[float]:
         return [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
@@ -253,8 +248,7 @@ def test_generators_and_values_that_are_no_tensors(start_daemon: Start) -> None:
     assert not differences(found["listed"], state["listed"])
 
 
-def test_states_that_torch_cannot_name(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_states_that_torch_cannot_name(daemon: Daemon) -> None:
     target = {"a": {"b": torch.zeros(2)}}
     with PCcheckClient("odd", socket=daemon.socket) as client:
         dcp.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(3)}, client=client, step=1)
@@ -277,8 +271,7 @@ class Behind(dcp.PCcheckReader):
         return [replace(plan, storage_data=plan.storage_data - 1) for plan in plans]
 
 
-def test_all_ranks_read_the_same_step(start_daemon: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = start_daemon()
+def test_all_ranks_read_the_same_step(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     target = {"a": torch.zeros(2)}
     with PCcheckClient("job", socket=daemon.socket) as client:
         for step in (1, 2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,8 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(
-    forks: Forks, start_daemon: Callable[..., Daemon], tmp_path: Path
-) -> Callable[..., list[list[str]]]:
+def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[list[str]]]:
     """Runs a training; what each rank printed. All runs of a test have one daemon."""
-    daemon = start_daemon()
 
     def run(
         *,
@@ -38,16 +34,13 @@ def run(
         stopping: bool = False,
         **options: Any,
     ) -> list[list[str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            environment = {"MASTER_PORT": str(free.getsockname()[1])}
         if with_daemon:
             options["socket"] = str(daemon.socket)
         if stopping:
             options["daemon"] = daemon.pid
         options.setdefault("folder", str(tmp_path / "checkpoints"))
         output = tmp_path / "printed"
-        codes = forks.run(output, ranks=ranks, environment=environment, **options)
+        codes = forks.run(output, ranks=ranks, **options)
         said = [printed(output, rank) for rank in range(ranks)]
         assert codes == [code] * ranks, "\n".join(line for lines in said for line in lines)
         return said

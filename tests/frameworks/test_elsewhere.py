@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,11 +19,8 @@ if find_spec("transformers") is None:
     pytest.skip("needs transformers", allow_module_level=True)
 
 
-def test_other_software_loads_it(
-    start_daemon: Callable[..., Daemon], ctl: Ctl, tmp_path: Path
-) -> None:
+def test_other_software_loads_it(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """A model of transformers with tied weights, in one file and in several, and back."""
-    daemon = start_daemon()
 
     def run(*words: object) -> None:
         ran = ctl(None, "--socket", daemon.socket, *words)

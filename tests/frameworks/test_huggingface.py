@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,8 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
-def run(
-    forks: Forks, start_daemon: Callable[..., Daemon], tmp_path: Path
-) -> Callable[..., list[str]]:
+def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs a training; what its first rank printed. All runs of a test have one daemon."""
-    daemon = start_daemon()
     count = iter(range(100))
 
     def run(*, code: int = 0, with_daemon: bool = True, **options: Any) -> list[str]:
@@ -129,12 +125,7 @@ def test_two_ranks_resume_one_step(run: Callable[..., list[str]], tmp_path: Path
     """Each has its own random numbers: dropout and the batches differ between ranks."""
 
     def start(**options: Any) -> list[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        return run(
-            ranks=2, environment={"MASTER_PORT": port}, settings={"ddp_backend": "gloo"}, **options
-        )
+        return run(ranks=2, settings={"ddp_backend": "gloo"}, **options)
 
     plain = start(with_daemon=False)
     start(kill_at=5, code=KILLED)

@@ -222,7 +222,7 @@ def test_a_model_checkpoint_that_cannot_save_is_refused_before_training(alone: R
 
 
 def test_ranks_save_one_copy_and_go_on_bit_for_bit(
-    stack: ExitStack, start_daemon: Callable[..., Daemon], tmp_path: Path
+    stack: ExitStack, daemon: Daemon, tmp_path: Path
 ) -> None:
     """Three steps make an epoch: the resumed ranks are in the middle of the second one. A loader
     whose order Lightning draws is named in a warning."""
@@ -233,7 +233,6 @@ def test_ranks_save_one_copy_and_go_on_bit_for_bit(
         ("resumed", ranks | {"job": "ranks", "every": 4}),
         ("shuffled", ranks | {"job": "shuffled", "every": 3, "epochs": 1, "shuffle": True}),
     ]
-    daemon = start_daemon()
     program = (PROGRAM, tmp_path, json.dumps(scenarios))
     launcher = stack.enter_context(started(daemon, "ranks", 2, *program))
     said = launcher.finish()

@@ -90,8 +90,7 @@ def _kill_daemon_at_point(tally: Tally, state: str, point: str, flags: tuple[str
         trainer.open(
             COUNTS, frozen=tally.frozen, socket=str(daemon.socket), job="job", stall_limit_s=20
         )
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
         daemon.armed.touch()
         trainer.post("run", 400, 1)
         daemon.wait_end()
@@ -114,8 +113,7 @@ def _kill_trainer_in_state(
     with Daemon(*flags, *slow) as daemon, Trainer() as trainer:
         daemon.start()
         trainer.open(COUNTS, frozen=tally.frozen, socket=str(daemon.socket), job="job")
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
         trainer.step()
         handle = trainer.checkpoint()
         seen = trainer.watch(handle, state)

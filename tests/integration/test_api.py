@@ -34,11 +34,6 @@ Connect = Callable[..., PCcheckClient]
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    return start_daemon()
-
-
-@pytest.fixture
 def connect(daemon: Daemon) -> Iterator[Connect]:
     made: list[PCcheckClient] = []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -16,7 +15,6 @@ from pccheck_wire.errors import ProtocolError
 from pccheck_wire.messages import Failure, Reply, Report, RequestBody, Status
 from tests.support.daemon import Daemon
 
-Start = Callable[..., Daemon]
 LIMIT_S = 90.0
 
 
@@ -58,9 +56,8 @@ def answer_to(observer: attach.Attachment, packet: bytes) -> Reply:
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_what_cannot_be_read_is_answered_with_the_fix(
-    start_daemon: Start, packet: bytes, number: int, said: str
+    daemon: Daemon, packet: bytes, number: int, said: str
 ) -> None:
-    daemon = start_daemon()
     with attach.observe(daemon.socket) as observer:
         for _ in range(2):
             reply = answer_to(observer, packet)
@@ -73,11 +70,10 @@ def test_what_cannot_be_read_is_answered_with_the_fix(
 
 @pytest.mark.parametrize("mangle", [False, True])
 def test_an_unreadable_request_is_answered_at_once(
-    start_daemon: Start, monkeypatch: pytest.MonkeyPatch, mangle: bool
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, mangle: bool
 ) -> None:
     """An error is returned at once, not at the time limit of the request, which is long for a
     verify."""
-    daemon = start_daemon()
     with attach.observe(daemon.socket) as observer:
         with monkeypatch.context() as patch:
             if mangle:  # so that the number of the request cannot be read either
@@ -87,8 +83,7 @@ def test_an_unreadable_request_is_answered_at_once(
         assert isinstance(observer.request(Status()), Report)
 
 
-def test_a_hello_that_cannot_be_read_is_answered_too(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_hello_that_cannot_be_read_is_answered_too(daemon: Daemon) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
         raw.settimeout(LIMIT_S)
         raw.connect(str(daemon.socket))
@@ -98,10 +93,9 @@ def test_a_hello_that_cannot_be_read_is_answered_too(start_daemon: Start) -> Non
         assert raw.recv(1) == b""
 
 
-def test_a_flood_that_is_not_read_stays_in_its_own_socket(start_daemon: Start) -> None:
+def test_a_flood_that_is_not_read_stays_in_its_own_socket(daemon: Daemon) -> None:
     """The daemon reads no more requests while their answers are not read; other clients are
     served."""
-    daemon = start_daemon()
     with attach.observe(daemon.socket) as flood, attach.observe(daemon.socket) as other:
         flood.socket.setblocking(False)
         with pytest.raises(BlockingIOError):

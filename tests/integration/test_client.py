@@ -29,7 +29,7 @@ from pccheck.restoring import reading as restore
 from pccheck.state import plan
 from pccheck_wire.attach import Attachment, Attempt
 from tests.support import stall
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
 from tests.unit.test_flatten import same
@@ -37,11 +37,6 @@ from tests.unit.test_inplace import make, states
 
 Connect = Callable[..., PCcheckClient]
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
-
-
-@pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    return start_daemon()
 
 
 @pytest.fixture
@@ -151,9 +146,7 @@ def test_many_handles_stay_right_when_entries_are_used_again(
     ]
 
 
-def test_buffers_are_as_they_were_at_the_call(
-    start_daemon: Callable[..., Daemon], connect: Connect
-) -> None:
+def test_buffers_are_as_they_were_at_the_call(start_daemon: Start, connect: Connect) -> None:
     client, kit = connect(start_daemon(*SLOW)), make(1)
     kit["model"].big = torch.nn.Parameter(torch.zeros(1_500_000))
     kit["optimizer"].add_param_group({"params": [kit["model"].big]})
@@ -170,7 +163,7 @@ def test_buffers_are_as_they_were_at_the_call(
 
 
 def test_frozen_parameters_are_as_they_were_at_the_call(
-    start_daemon: Callable[..., Daemon], connect: Connect
+    start_daemon: Start, connect: Connect
 ) -> None:
     """An average of the weights is updated after the step, and no gate holds the update back."""
     client = connect(start_daemon(*SLOW))
@@ -283,7 +276,7 @@ def test_on_error_raise(daemon: Daemon, connect: Connect) -> None:
     assert client.checkpoint([2]).wait_durable(60).step == 2
 
 
-def test_a_handle_of_a_dead_daemon(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
+def test_a_handle_of_a_dead_daemon(start_daemon: Start, connect: Connect) -> None:
     daemon = start_daemon("--max-bandwidth", "1MiB")
     client = connect(daemon)
     client.checkpoint([1]).wait_durable(60)
@@ -296,7 +289,7 @@ def test_a_handle_of_a_dead_daemon(start_daemon: Callable[..., Daemon], connect:
         client.checkpoint([1])
 
 
-def test_waits_have_deadlines(start_daemon: Callable[..., Daemon], connect: Connect) -> None:
+def test_waits_have_deadlines(start_daemon: Start, connect: Connect) -> None:
     client = connect(start_daemon(*SLOW))
     client.checkpoint([1]).wait_durable(60)
     handle = client.checkpoint([torch.ones(700_000)])
@@ -440,7 +433,7 @@ def test_an_error_that_nobody_has_thought_of_stays_out_of_the_loop(
 
 
 def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
-    start_daemon: Callable[..., Daemon], connect: Connect
+    start_daemon: Start, connect: Connect
 ) -> None:
     client = connect(start_daemon("--slots", "6", "--max-bandwidth", "8MiB"))
     client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
@@ -465,7 +458,7 @@ def _killed_with_copied(daemon: Daemon, start_trainer: Callable[..., Trainer]) -
 
 
 def test_restore_waits_for_what_is_still_being_written_and_says_how_far_it_is(
-    start_daemon: Callable[..., Daemon],
+    start_daemon: Start,
     start_trainer: Callable[..., Trainer],
     connect: Connect,
     caplog: pytest.LogCaptureFixture,
@@ -483,7 +476,7 @@ def test_restore_waits_for_what_is_still_being_written_and_says_how_far_it_is(
 
 
 def test_restore_names_the_disk_when_what_is_being_written_stands_still(
-    start_daemon: Callable[..., Daemon],
+    start_daemon: Start,
     start_trainer: Callable[..., Trainer],
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,

@@ -22,7 +22,7 @@ import torch
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, UsageError
 from pccheck_native import layout
 from tests.support import programs, stall
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
 
@@ -65,7 +65,7 @@ print("done")
 
 
 def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
-    start_daemon: Callable[..., Daemon],
+    start_daemon: Start,
 ) -> None:
     """As in a script whose main() returns without close()."""
     daemon = start_daemon(*SLOW)
@@ -89,7 +89,7 @@ def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
 @pytest.mark.timeout(600)  # up to three processes import torch, one after the other
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
-    start_daemon: Callable[..., Daemon], tmp_path: Path, method: str
+    start_daemon: Start, tmp_path: Path, method: str
 ) -> None:
     """atexit does not run there."""
     script = tmp_path / "train.py"
@@ -132,8 +132,7 @@ def test_a_client_that_started_its_daemon_is_closed_when_it_goes_out_of_scope(
             gc.collect()
 
 
-def test_a_client_that_is_garbage_does_not_hang(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_a_client_that_is_garbage_does_not_hang(daemon: Daemon) -> None:
     with programs.script(DROPPED, daemon.socket) as program:
         printed = program.finish()
     assert program.returncode == 0 and printed.endswith("done\n"), printed
@@ -156,7 +155,7 @@ def interrupt() -> Iterator[Callable[[float], None]]:
 
 
 def test_an_interrupted_close_ends_the_session(
-    start_daemon: Callable[..., Daemon], interrupt: Callable[[float], None]
+    start_daemon: Start, interrupt: Callable[[float], None]
 ) -> None:
     daemon = start_daemon(*SLOW)
     client = PCcheckClient(job="job", socket=daemon.socket)
@@ -171,7 +170,7 @@ def test_an_interrupted_close_ends_the_session(
 
 @pytest.mark.parametrize("where", ["wait", "gate"])
 def test_waits_can_be_interrupted(
-    start_daemon: Callable[..., Daemon], interrupt: Callable[[float], None], where: str
+    start_daemon: Start, interrupt: Callable[[float], None], where: str
 ) -> None:
     daemon = start_daemon(*SLOW)
     parameter = torch.nn.Parameter(torch.ones(3_000_000))
@@ -190,15 +189,14 @@ def test_waits_can_be_interrupted(
                 handle.wait_durable(60)
 
 
-def test_any_number_of_seconds_is_a_timeout(start_daemon: Callable[..., Daemon]) -> None:
-    with PCcheckClient(job="job", socket=start_daemon().socket) as client:
+def test_any_number_of_seconds_is_a_timeout(daemon: Daemon) -> None:
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
         handle = client.checkpoint([1])
         assert handle.wait_durable(float("inf")).step == 1
         handle.wait_copied(-1.0)
 
 
-def test_closing_before_a_stopped_daemon_is_bounded(start_daemon: Callable[..., Daemon]) -> None:
-    daemon = start_daemon()
+def test_closing_before_a_stopped_daemon_is_bounded(daemon: Daemon) -> None:
     client = PCcheckClient(job="job", socket=daemon.socket)
     client.checkpoint([1]).wait_durable(60)
     stall.shorten(client, 0.2)
@@ -209,8 +207,8 @@ def test_closing_before_a_stopped_daemon_is_bounded(start_daemon: Callable[..., 
     assert time.monotonic() - before < 20  # the request that ends the session has the same limit
 
 
-def test_an_exception_in_the_loop_comes_through(start_daemon: Callable[..., Daemon]) -> None:
-    socket: Any = start_daemon().socket
+def test_an_exception_in_the_loop_comes_through(daemon: Daemon) -> None:
+    socket: Any = daemon.socket
     with (
         pytest.raises(ZeroDivisionError),
         PCcheckClient(job="job", socket=socket) as client,
@@ -283,8 +281,8 @@ def test_a_private_daemon_ends_with_the_last_client_of_a_forked_child(
                 os.close(daemon)
 
 
-def test_a_closed_client_says_only_that_it_is_closed(start_daemon: Callable[..., Daemon]) -> None:
-    client = PCcheckClient(job="job", socket=start_daemon().socket)
+def test_a_closed_client_says_only_that_it_is_closed(daemon: Daemon) -> None:
+    client = PCcheckClient(job="job", socket=daemon.socket)
     client.checkpoint([torch.ones(3)], step=7)
     client.close()
     with warnings.catch_warnings():

@@ -23,11 +23,6 @@ OWN = "an earlier client of this process saved"
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    return start_daemon()
-
-
-@pytest.fixture
 def connect(daemon: Daemon) -> Iterator[Connect]:
     made: list[PCcheckClient] = []
 

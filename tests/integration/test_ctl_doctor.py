@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,13 @@ from pccheckctl.commands import config
 from pccheckctl.doctor import machine
 from pccheckctl.measure import bench, disk
 from tests.support.ctl import Ctl, Ran
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, Trainer
 from tests.support.waiting import until
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+def daemon(start_daemon: Start) -> Daemon:
     return start_daemon("--allow-any-filesystem")
 
 
@@ -53,7 +52,7 @@ def test_doctor_finds_the_daemon_and_its_disk(ask: Ctl, daemon: Daemon) -> None:
 
 
 def test_doctor_asks_the_private_daemon_of_a_directory(
-    start_daemon: Callable[..., Daemon], ctl: Ctl, monkeypatch: pytest.MonkeyPatch
+    start_daemon: Start, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")  # as autostart=True starts it
     daemon = start_daemon("--allow-any-filesystem")
@@ -66,7 +65,7 @@ def test_doctor_asks_the_private_daemon_of_a_directory(
 
 
 def test_doctor_and_the_log_name_misspelt_variables(
-    start_daemon: Callable[..., Daemon], ctl: Ctl, monkeypatch: pytest.MonkeyPatch
+    start_daemon: Start, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Daemon.environment
     monkeypatch.setattr(
@@ -85,11 +84,9 @@ def test_doctor_and_the_log_name_misspelt_variables(
 
 
 def test_doctor_names_a_volume_that_cannot_be_read(
-    ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
+    ask: Ctl, daemon: Daemon, trainer: Trainer
 ) -> None:
-    trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.close()
     (volume,) = daemon.storage.rglob("*.pcc")
     volume.write_bytes(b"\xff" * 8192)
@@ -100,7 +97,7 @@ def test_doctor_names_a_volume_that_cannot_be_read(
 
 
 def test_a_trainer_takes_as_many_files_as_doctor_says(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem")
 
@@ -111,8 +108,7 @@ def test_a_trainer_takes_as_many_files_as_doctor_says(
     for trainers, job in enumerate(("first", "second", "third"), start=1):
         trainer = start_trainer(daemon, job=job)
         for _ in range(3):
-            trainer.step()
-            trainer.wait_durable(trainer.checkpoint())
+            trainer.save()
         least = machine.FILES_OF_A_USER + trainers * machine.FILES_OF_A_TRAINER
         allowed = range(least - 1, least + 2)  # one may come or go at any time
         # Memory still comes, and a hang-up is on its way.
@@ -175,16 +171,13 @@ def test_tune_prints_a_command_that_pccheckd_takes(
     assert "error" not in config.check([*flags, "--allow-any-filesystem"])
 
 
-def test_tune_by_what_the_daemon_has_seen(
-    ask: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
-) -> None:
+def test_tune_by_what_the_daemon_has_seen(ask: Ctl, daemon: Daemon, start_trainer: Connect) -> None:
     far = ("tune", "--checkpoint", "1GiB", "--step-time", "1s")
     ran = ask(*far)
     assert (ran.code, "fewer than 3 checkpoints" in ran.err) == (1, True)  # a daemon answers: no 12
     trainer = start_trainer(daemon)
     for _ in range(4):
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
     ran = ask(*far)
     assert (ran.code, "of about that size" in ran.err) == (1, True)
     (rank,) = json.loads(ask("status", "--json").out)["ranks"]

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import layout
-from pccheck_store.observer import Observer
 from pccheckctl import cli
 from pccheckd.upkeep import finished
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, Trainer
 from tests.support.volumes import UID, Rank, make
 from tests.support.waiting import until
 
@@ -52,7 +51,7 @@ def files(storage: Path) -> list[Path]:
 
 
 def test_a_dry_run_names_files_and_bytes_and_drops_nothing(
-    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+    start_daemon: Start, storage: Path, ctl: Ctl
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     code, out, _ = ctl(daemon, "drop", "job", "--dry-run", "--json")
@@ -67,9 +66,7 @@ def test_a_dry_run_names_files_and_bytes_and_drops_nothing(
     assert len(files(storage)) == 1
 
 
-def test_dropping_has_to_be_confirmed(
-    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
-) -> None:
+def test_dropping_has_to_be_confirmed(start_daemon: Start, storage: Path, ctl: Ctl) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     code, _, err = ctl(daemon, "drop", "job")
     assert code == 2
@@ -83,27 +80,24 @@ def test_dropping_has_to_be_confirmed(
 
 
 def test_a_job_in_use_is_not_dropped_and_can_begin_anew_afterwards(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], ctl: Ctl
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem")
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     code, _, err = ctl(daemon, "drop", "job", "--yes")
     assert code == 1
     assert f"in use: rank 0 is pid {trainer.pid}" in err
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.close()
     assert ctl(daemon, "drop", "job", "--yes")[0] == 0
     assert files(daemon.storage) == []
     again = start_trainer(daemon)
     assert again.restore()["found"] is False
-    again.step()
-    assert again.wait_durable(again.checkpoint()) == "durable"
+    assert again.save() == "durable"
 
 
-def test_one_rank_alone(start_daemon: Callable[..., Daemon], tmp_path: Path, ctl: Ctl) -> None:
+def test_one_rank_alone(start_daemon: Start, tmp_path: Path, ctl: Ctl) -> None:
     place = make(tmp_path / "storage", 10, rank=0, world_size=2)
     make(place, 10, rank=1, world_size=2)
     daemon = start_daemon("--allow-any-filesystem", storage=place)
@@ -115,7 +109,7 @@ def test_one_rank_alone(start_daemon: Callable[..., Daemon], tmp_path: Path, ctl
 
 
 def test_a_rank_that_a_loaded_job_never_had(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], ctl: Ctl
+    start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem")
     trainer = start_trainer(daemon)
@@ -128,9 +122,7 @@ def test_a_rank_that_a_loaded_job_never_had(
     assert ctl(daemon, "show", "job")[0] == 0
 
 
-def test_jobs_of_the_same_name_are_told_apart(
-    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
-) -> None:
+def test_jobs_of_the_same_name_are_told_apart(start_daemon: Start, storage: Path, ctl: Ctl) -> None:
     make(storage, 5, uid=UID + 1)
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     code, _, err = ctl(daemon, "drop", "job", "--yes")
@@ -143,7 +135,7 @@ def test_jobs_of_the_same_name_are_told_apart(
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 @pytest.mark.parametrize(("uid", "told"), [(None, "no volume of job"), (UID, "may not drop")])
 def test_nobody_drops_anothers(
-    uid: int | None, told: str, start_daemon: Callable[..., Daemon], storage: Path, tmp_path: Path
+    uid: int | None, told: str, start_daemon: Start, storage: Path, tmp_path: Path
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     daemon.open_to_everybody()
@@ -166,13 +158,12 @@ def test_nobody_drops_anothers(
 
 
 def test_a_full_disk_names_what_may_be_dropped_finished_jobs_first(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", "--max-storage", "64MiB")
     for job, done in (("running", False), ("over", True)):
         trainer = start_trainer(daemon, job=job)
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
         trainer.close(done=done)
     trainer = start_trainer(daemon, job="third", counts=[3_000_000])
     trainer.step()
@@ -195,9 +186,7 @@ def test_without_a_daemon(storage: Path, ctl: Ctl) -> None:
     assert not layout.lock_path(storage).exists()  # it would be ours, not the daemon's
 
 
-def test_not_behind_a_daemons_back(
-    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
-) -> None:
+def test_not_behind_a_daemons_back(start_daemon: Start, storage: Path, ctl: Ctl) -> None:
     """A dry run finds the same."""
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     for how in ("--dry-run", "--yes"):
@@ -212,16 +201,15 @@ def test_not_behind_a_daemons_back(
 
 
 def test_the_private_daemon_of_a_directory_drops_its_jobs(
-    start_daemon: Callable[..., Daemon],
-    start_trainer: Callable[..., Trainer],
+    start_daemon: Start,
+    start_trainer: Connect,
     ctl: Ctl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
     daemon = start_daemon("--allow-any-filesystem")
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     code, _, err = ctl(daemon.storage, "drop", "job", "--yes")
     assert code == 1 and f"in use: rank 0 is pid {trainer.pid}" in err
     trainer.close()
@@ -232,7 +220,7 @@ def test_the_private_daemon_of_a_directory_drops_its_jobs(
 
 
 def test_the_daemon_of_a_directory_does_not_drop_for_a_copy_of_it(
-    start_daemon: Callable[..., Daemon],
+    start_daemon: Start,
     storage: Path,
     tmp_path: Path,
     ctl: Ctl,
@@ -264,11 +252,9 @@ HOUR_S = 3600.0
 
 def finish(daemon: Daemon, trainer: Trainer, *, done: bool = True) -> None:
     """Saves and ends; returns when the daemon has noticed the end."""
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.close(done=done)
-    with Observer(str(daemon.socket)) as observer:
-        until(lambda: observer.status()["sessions"] == [])
+    until(lambda: daemon.status()["sessions"] == [])
 
 
 def jobs_of(daemon: Daemon) -> set[str]:
@@ -302,7 +288,7 @@ def looks(daemon: Daemon) -> None:
 
 
 def test_finished_jobs_expire_and_others_do_not(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     """A job that is due is announced first, and dropped at a later look."""
     daemon = start_daemon("--allow-any-filesystem", "--expire-finished", "1h")
@@ -320,7 +306,7 @@ def test_finished_jobs_expire_and_others_do_not(
 
 
 def test_a_wall_clock_that_jumps_makes_no_job_old(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     """A job that was written before the clock was set (1970), or that is read with a clock that is
     ahead."""
@@ -337,7 +323,7 @@ def test_a_wall_clock_that_jumps_makes_no_job_old(
 
 
 def test_a_finished_job_that_was_started_anew_does_not_expire(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     """Not while a trainer is connected, not after the trainer was killed, and not soon after the
     job has finished again."""
@@ -350,8 +336,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
     assert again.restore()["found"]
     looks(daemon)
     assert watched(daemon) == {} and jobs_of(daemon) == {"job"}
-    again.step()
-    again.wait_durable(again.checkpoint())
+    again.save()
     again.kill()
     other = start_trainer(daemon)
     other.restore()
@@ -361,7 +346,7 @@ def test_a_finished_job_that_was_started_anew_does_not_expire(
 
 
 def test_what_an_interrupted_drop_left_is_swept(
-    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl
+    start_daemon: Start, storage: Path, ctl: Ctl
 ) -> None:
     (path,) = files(storage)
     left = path.rename(path.with_name(path.name + ".dropped.tmp"))
@@ -372,7 +357,7 @@ def test_what_an_interrupted_drop_left_is_swept(
 
 @pytest.mark.parametrize("how", ["a drop", "a drop without a daemon", "an expiry"])
 def test_the_room_of_a_drop_that_failed_is_given_back_by_the_next(
-    start_daemon: Callable[..., Daemon], storage: Path, ctl: Ctl, how: str
+    start_daemon: Start, storage: Path, ctl: Ctl, how: str
 ) -> None:
     (path,) = files(storage)
     make(storage, 30, job="other")

@@ -25,7 +25,6 @@ torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-Start = Callable[..., Daemon]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 #: torch cannot save these; the export reports how it stores them.
 UNSAVED = {
@@ -98,9 +97,9 @@ def saved(daemon: Daemon, job: str, things: Things, step: int) -> dict[str, Any]
     return state
 
 
-def test_a_part_may_have_any_name(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_a_part_may_have_any_name(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """Also the name of the first parameter of a method."""
-    daemon, path = start_daemon(), tmp_path / "in.pt"
+    path = tmp_path / "in.pt"
     torch.save({"self": {"w": torch.ones(3)}}, path)
     assert online(ctl, daemon, "import", "job", path).code == 0
     mine = {"w": torch.zeros(3)}
@@ -110,10 +109,9 @@ def test_a_part_may_have_any_name(start_daemon: Start, ctl: Ctl, tmp_path: Path)
     assert mine["w"].tolist() == [1, 1, 1]
 
 
-def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_what_was_exported_comes_back(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """Every dtype, an optimizer with moments, generators, tied tensors and values: in all formats,
     through the daemon, and from the directory."""
-    daemon = start_daemon()
     given = Things(3)
     generators = saved(daemon, "source", given, 7)
     torch.rand(9)
@@ -142,11 +140,9 @@ def test_what_was_exported_comes_back(start_daemon: Start, ctl: Ctl, tmp_path: P
     assert places["model.2.weight"] == places["model.3.weight"]  # stored once, as it was
 
 
-def test_an_optimizer_without_state_comes_back(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
-) -> None:
+def test_an_optimizer_without_state_comes_back(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """torch.distributed.checkpoint leaves out the empty dict of states."""
-    daemon, given = start_daemon(), Things(3)
+    given = Things(3)
     given.optimizer = torch.optim.SGD(given.model.parameters(), lr=3.0)
     given.optimizer.step()
     saved(daemon, "source", given, 7)
@@ -164,10 +160,9 @@ def test_an_optimizer_without_state_comes_back(
 
 @pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
 def test_a_model_comes_back_from_safetensors(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path, kind: str
+    daemon: Daemon, ctl: Ctl, tmp_path: Path, kind: str
 ) -> None:
     """The format holds only a part; the rest is named."""
-    daemon = start_daemon()
     given = Things(3)
     saved(daemon, "source", given, 7)
     for part in ("model", "kinds"):
@@ -196,9 +191,8 @@ def test_a_model_comes_back_from_safetensors(
 
 
 def test_a_directory_of_shards_is_as_hugging_face_has_it(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
+    daemon: Daemon, ctl: Ctl, tmp_path: Path
 ) -> None:
-    daemon = start_daemon()
     given = Things(3)
     saved(daemon, "source", given, 7)
     target = tmp_path / "hf"
@@ -244,9 +238,8 @@ def test_a_directory_of_shards_is_as_hugging_face_has_it(
         assert online(ctl, daemon, *words, "--max-shard-size", size).code == 2
 
 
-def test_files_of_scripts(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_files_of_scripts(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """As scripts write them: parts beside numbers, parts of other names, and a bare state dict."""
-    daemon = start_daemon()
     given, file = Things(3), tmp_path / "state.pt"
     model, optimizer = given.model.state_dict(), given.optimizer.state_dict()
 
@@ -354,8 +347,7 @@ class Executed:
         return os.mkdir, (str(self.place),)
 
 
-def test_nothing_in_a_file_is_executed(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
-    daemon = start_daemon()
+def test_nothing_in_a_file_is_executed(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     trap, model = tmp_path / "executed", {"w": torch.ones(2)}
 
     def refused(place: Path, named: str) -> str:
@@ -385,9 +377,8 @@ def test_nothing_in_a_file_is_executed(start_daemon: Start, ctl: Ctl, tmp_path: 
 
 
 @pytest.fixture
-def told(start_daemon: Start, ctl: Ctl) -> Iterator[Callable[..., str]]:
+def told(daemon: Daemon, ctl: Ctl) -> Iterator[Callable[..., str]]:
     """The error of an import into job "job" that fails with this exit code, and saves nothing."""
-    daemon = start_daemon()
 
     def told(place: Path, *words: object, code: int) -> str:
         ran = online(ctl, daemon, "import", "job", place, *words)
@@ -485,10 +476,7 @@ def test_a_torch_file_without_the_named_parts_is_refused(
     assert "--as generators=rng" in told(file, code=2)
 
 
-def test_a_whole_state_in_safetensors_is_refused(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
-) -> None:
-    daemon = start_daemon()
+def test_a_whole_state_in_safetensors_is_refused(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     source = tmp_path / "whole.safetensors"
     saved(daemon, "source", Things(3), 7)
     assert online(ctl, daemon, "export", "source", "-o", source).code == 0
@@ -498,11 +486,11 @@ def test_a_whole_state_in_safetensors_is_refused(
 
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD", "Rprop"])
 def test_state_of_an_earlier_torch_is_made_to_fit(
-    name: str, start_daemon: Start, ctl: Ctl, tmp_path: Path
+    name: str, daemon: Daemon, ctl: Ctl, tmp_path: Path
 ) -> None:
     """Before torch 1.12 the step was a number, and groups had fewer options: torch's
     load_state_dict() takes them, and the next step must not end training."""
-    daemon, path = start_daemon(), tmp_path / "in.pt"
+    path = tmp_path / "in.pt"
 
     def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)

@@ -18,15 +18,15 @@ from pccheck_wire import basics
 from pccheck_wire.errors import DaemonUnreachableError
 from pccheckctl import cli, source
 from pccheckctl.commands import verify
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 from tests.support.volumes import UID, WIDE, damage, floats, make
 
 Ctl = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon], tmp_path: Path) -> Daemon:
+def daemon(start_daemon: Start, tmp_path: Path) -> Daemon:
     return start_daemon("--allow-any-filesystem", storage=make(tmp_path / "storage", 10, 20, 30))
 
 
@@ -239,7 +239,7 @@ def test_wait(ctl: Ctl) -> None:
 
 @pytest.mark.parametrize("command", ["wait job --newest", "trace", "report -o", "tune --job job"])
 def test_what_only_a_daemon_knows_is_asked_of_the_private_daemon_of_a_directory(
-    start_daemon: Callable[..., Daemon],
+    start_daemon: Start,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -268,7 +268,7 @@ def test_what_only_a_daemon_knows_is_asked_of_the_private_daemon_of_a_directory(
 
 
 def test_without_a_daemon_the_private_ones_are_named_by_their_directories(
-    start_daemon: Callable[..., Daemon],
+    start_daemon: Start,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -300,7 +300,7 @@ def test_without_a_daemon_the_private_ones_are_named_by_their_directories(
 
 
 def test_wait_for_global_and_for_the_newest(
-    ctl: Ctl, daemon: Daemon, start_trainer: Callable[..., Trainer]
+    ctl: Ctl, daemon: Daemon, start_trainer: Connect
 ) -> None:
     assert ctl("wait", "job", "--newest", "--uid", UID)[:2] == (0, "step 30 is durable\n")
     assert ctl("wait", "job", "--step", 5, "--for=global")[:2] == (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,10 @@ from pccheck_wire.messages import (
     Verify,
 )
 from tests.support.as_user import fork_as
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
 from tests.support.waiting import until
 
-Start = Callable[..., Daemon]
 SIZE = 3_000_000
 
 
@@ -69,8 +67,7 @@ def flip(path: Path, data: bytes) -> None:
         file.write(bytes([content[at + 5] ^ 1]))
 
 
-def test_bytes_come_back_from_dram_and_from_the_volume(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_bytes_come_back_from_dram_and_from_the_volume(daemon: Daemon) -> None:
     saved(daemon, *range(1, 8))
     for source in ("dram", "volume"):
         with Rank(daemon.socket) as rank:
@@ -82,13 +79,12 @@ def test_bytes_come_back_from_dram_and_from_the_volume(start_daemon: Start) -> N
         daemon.start()
 
 
-def test_nothing_saved_is_empty(start_daemon: Start) -> None:
-    with Rank(start_daemon().socket) as rank:
+def test_nothing_saved_is_empty(daemon: Daemon) -> None:
+    with Rank(daemon.socket) as rank:
         assert rank.open() == Empty()
 
 
-def test_damage_is_passed_over_flagged_and_told(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_damage_is_passed_over_flagged_and_told(daemon: Daemon) -> None:
     saved(daemon, 1, 2)
     daemon.stop()
     (volume,) = daemon.storage.rglob("*.pcc")
@@ -109,8 +105,7 @@ def test_damage_is_passed_over_flagged_and_told(start_daemon: Start) -> None:
     assert sorted(one["valid"] for one in checked) == [False, True]
 
 
-def test_a_reader_reads_while_the_trainer_saves(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_reader_reads_while_the_trainer_saves(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))
@@ -134,8 +129,7 @@ def test_copied_survives_the_trainer_and_sigterm_makes_it_durable(start_daemon: 
         assert rank.restore()[1] == payload_of(5, SIZE)
 
 
-def test_an_incomplete_copy_fails_when_the_trainer_ends(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_an_incomplete_copy_fails_when_the_trainer_ends(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))
@@ -147,8 +141,7 @@ def test_an_incomplete_copy_fails_when_the_trainer_ends(start_daemon: Start) -> 
     assert one["counters"] == {"durable": 1, "superseded": 0, "skipped": 0, "failed": 1}
 
 
-def test_a_live_duplicate_is_refused_and_costs_nothing(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_live_duplicate_is_refused_and_costs_nothing(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         with pytest.raises(RefusedError, match="already served for pid"):
@@ -159,8 +152,7 @@ def test_a_live_duplicate_is_refused_and_costs_nothing(start_daemon: Start) -> N
         assert rank.welcome.incarnation == 2
 
 
-def test_a_state_that_grows_moves_to_a_new_volume(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_state_that_grows_moves_to_a_new_volume(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))
@@ -216,8 +208,7 @@ def test_numbers_in_the_errors_of_admission(start_daemon: Start) -> None:
             rank.ask(Register(0))
 
 
-def test_goodbye_trims_a_finished_job(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_goodbye_trims_a_finished_job(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         for step in (1, 2, 3):
@@ -227,8 +218,7 @@ def test_goodbye_trims_a_finished_job(start_daemon: Start) -> None:
     assert [item["step"] for item in listed] == [3]  # type: ignore[attr-defined]
 
 
-def test_ranks_recover_the_newest_step_that_all_have(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_ranks_recover_the_newest_step_that_all_have(daemon: Daemon) -> None:
     group = [Rank(daemon.socket, rank=n, world_size=2, launch="a") for n in range(2)]
     for rank in group:
         assert rank.open() == Empty()
@@ -251,8 +241,7 @@ def test_ranks_recover_the_newest_step_that_all_have(start_daemon: Start) -> Non
         rank.open()
 
 
-def test_a_bad_request_fails_that_request_only(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_bad_request_fails_that_request_only(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         for bad in (b"", b"\xc0", b"\x81\xa1t\xa7request", b"x" * 60000):
@@ -284,8 +273,7 @@ def test_sigterm_with_live_ranks_drains_what_they_copied(start_daemon: Start) ->
             assert rank.restore()[0].step == 1
 
 
-def test_a_stop_does_not_blame_the_trainer(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_stop_does_not_blame_the_trainer(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.until_copying(rank.begin(1, payload_of(1, SIZE), fill=False))
@@ -314,8 +302,7 @@ def test_memory_of_ranks_that_are_gone_makes_room(start_daemon: Start) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
-def test_users_are_apart(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_users_are_apart(daemon: Daemon) -> None:
     saved(daemon, 1)
     daemon.open_to_everybody()
 
@@ -349,8 +336,7 @@ def test_users_are_apart(start_daemon: Start) -> None:
         assert fork_as(65534, thief) == "0"
 
 
-def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(daemon: Daemon) -> None:
     reading, writing = os.pipe()
     trainer = os.fork()
     if trainer == 0:
@@ -371,8 +357,7 @@ def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(start_daemon: St
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_killed_daemon_leaves_nothing_behind_for_long(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_killed_daemon_leaves_nothing_behind_for_long(daemon: Daemon) -> None:
     for _ in range(2):
         saved(daemon, 1)
         assert len(list(daemon.socket.parent.glob("ctl-*"))) == 1

@@ -7,7 +7,6 @@ import functools
 import itertools
 import re
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,12 +20,11 @@ from pccheck import (
     UsageError,
     WaitTimeoutError,
 )
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.endtraining import TRAININGS, EndTrainer
 from tests.support.torchrun import torchrun
-from tests.support.trainer import Commands, Trainer
+from tests.support.trainer import Commands, Connect
 
-Start = Callable[..., Daemon]
 STEPS, KILLED = 8, 4
 #: So many bytes that training changes something before a copy is complete.
 SLOW = ("--dram", "2MiB", "--max-bandwidth", "16MiB")
@@ -46,9 +44,9 @@ def test_losses_go_on_bit_for_bit_after_a_kill(
 
 
 def test_a_client_neither_breaks_graphs_nor_compiles_again(
-    start_daemon: Start, stack: ExitStack
+    daemon: Daemon, stack: ExitStack
 ) -> None:
-    alone, saving = stack.enter_context(EndTrainer()).compiled(str(start_daemon().socket))
+    alone, saving = stack.enter_context(EndTrainer()).compiled(str(daemon.socket))
     assert saving["unique_graphs"] == alone["unique_graphs"] > 0
     assert saving["calls_captured"] == alone["calls_captured"]
     assert saving["breaks"] <= alone["breaks"]
@@ -56,10 +54,10 @@ def test_a_client_neither_breaks_graphs_nor_compiles_again(
 
 @pytest.mark.parametrize("told", [(1,), (0, 1)])
 def test_ranks_stop_after_the_same_step(
-    start_daemon: Start, stack: ExitStack, tmp_path: Path, told: tuple[int, ...]
+    daemon: Daemon, stack: ExitStack, tmp_path: Path, told: tuple[int, ...]
 ) -> None:
     """Also when only one rank gets the signal."""
-    socket = str(start_daemon().socket)
+    socket = str(daemon.socket)
     ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
     for rank, trainer in enumerate(ranks):
         trainer.post("until_stopped", socket, rank, 2, str(tmp_path / "store"))
@@ -71,9 +69,9 @@ def test_ranks_stop_after_the_same_step(
 
 
 def test_ranks_that_cannot_agree_any_more_neither_hang_nor_stop_without_a_signal(
-    start_daemon: Start, stack: ExitStack, tmp_path: Path
+    daemon: Daemon, stack: ExitStack, tmp_path: Path
 ) -> None:
-    socket = str(start_daemon().socket)
+    socket = str(daemon.socket)
     ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
     for rank, trainer in enumerate(ranks):
         trainer.post("cut_off", socket, rank, str(tmp_path / "store"))
@@ -82,11 +80,9 @@ def test_ranks_that_cannot_agree_any_more_neither_hang_nor_stop_without_a_signal
         assert sum("only signals to this rank" in one for one in trainer.warnings) == 1
 
 
-def test_torchrun_stops_all_ranks_after_the_same_step(
-    start_daemon: Start, stack: ExitStack
-) -> None:
+def test_torchrun_stops_all_ranks_after_the_same_step(daemon: Daemon, stack: ExitStack) -> None:
     """Each worker gets the signal at another point of its step."""
-    run = torchrun(start_daemon(), "job", 2, "tests.support.endtraining")
+    run = torchrun(daemon, "job", 2, "tests.support.endtraining")
     stack.callback(run.terminate)
     assert run.stdout is not None
     # Lines of two ranks may run together.
@@ -98,8 +94,8 @@ def test_torchrun_stops_all_ranks_after_the_same_step(
     assert len({number for _, *steps in found for number in steps}) == 1, found
 
 
-def test_a_signal_is_noted_and_handed_on(start_daemon: Start, stack: ExitStack) -> None:
-    found = stack.enter_context(EndTrainer()).signalled(str(start_daemon().socket))
+def test_a_signal_is_noted_and_handed_on(daemon: Daemon, stack: ExitStack) -> None:
+    found = stack.enter_context(EndTrainer()).signalled(str(daemon.socket))
     assert "call stop_on(signal.SIGTERM) before the loop" in found["early"]
     assert "names no signal" in found["nothing"] and "not a signal" in found["kill"]
     assert "call stop_on() in the main thread" in found["thread"]
@@ -120,8 +116,7 @@ def attached(client: PCcheckClient) -> torch.optim.Optimizer:
 
 
 @pytest.mark.filterwarnings("ignore::pccheck.PccheckWarning")
-def test_flush_returns_what_a_restart_gets(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_flush_returns_what_a_restart_gets(daemon: Daemon) -> None:
     with PCcheckClient("job", socket=daemon.socket) as client:
         attached(client)
         assert client.flush() is None
@@ -157,8 +152,7 @@ def test_flush_returns_what_a_restart_gets(start_daemon: Start) -> None:
             assert client.flush(0) == second  # as long as this run has saved nothing
 
 
-def test_flush_is_for_all_ranks(start_daemon: Start, start_trainer: Callable[..., Trainer]) -> None:
-    daemon = start_daemon()
+def test_flush_is_for_all_ranks(daemon: Daemon, start_trainer: Connect) -> None:
     environment = {"LOCAL_WORLD_SIZE": "2"}
     ranks = [
         start_trainer(daemon, rank=rank, world_size=2, environment=environment) for rank in range(2)
@@ -167,8 +161,7 @@ def test_flush_is_for_all_ranks(start_daemon: Start, start_trainer: Callable[...
         rank.step()
         rank.checkpoint()
     assert ranks[0].evaluate(functools.partial(flushed, deadline_s=60)) == 1
-    ranks[0].step()
-    ranks[0].wait_durable(ranks[0].checkpoint())
+    ranks[0].save()
     assert ranks[0].evaluate(functools.partial(flushed, deadline_s=0)) == 1
     ranks[1].step()
     ranks[1].checkpoint()
@@ -180,9 +173,8 @@ def flushed(commands: Commands, deadline_s: float) -> int | None:
     return found and found.step
 
 
-def test_after_a_signal_nothing_waits_for_long(start_daemon: Start) -> None:
+def test_after_a_signal_nothing_waits_for_long(daemon: Daemon) -> None:
     """Until the deadline, and for at least 5 s."""
-    daemon = start_daemon()
     client = PCcheckClient("job", socket=daemon.socket, stall_limit_s=1e5)
     attached(client)
     client.stop_on(signal.SIGUSR1, deadline_s=0.5)

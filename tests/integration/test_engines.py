@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pccheck_store.observer import Observer
 from pccheck_wire.errors import PccheckError
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
+from tests.support.daemon import Start
+from tests.support.trainer import Connect
 
 MIB = 1 << 18  # float32 elements of one MiB
 SLOW = ("--max-bandwidth", "12MiB")
@@ -24,27 +18,20 @@ SLOW = ("--max-bandwidth", "12MiB")
 ENGINE = "mmap"  # all other tests run with pwrite
 
 
-def status_of(daemon: Daemon) -> dict[str, Any]:
-    with Observer(str(daemon.socket)) as observer:
-        return observer.status()
-
-
 def test_it_survives_trainer_and_daemon(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--engine", ENGINE)
     trainer = start_trainer(daemon)
     for _ in range(6):  # uses every slot more than once
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
     assert trainer.recover()["wrong"] == ""
-    document = status_of(daemon)
+    document = daemon.status()
     assert document["daemon"]["engine"] == ENGINE
     assert [rank["volume"]["engine"] for rank in document["ranks"]] == [ENGINE]
     trainer.kill()
     daemon.kill()
     daemon.start()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == 6
-    assert again.check(6) == ""
+    assert again.restored() == (6, "")
     assert again.wait_durable(again.checkpoint(step=7)) == "durable"
 
 
@@ -59,16 +46,14 @@ def test_what_is_copied_is_made_durable_at_the_end(
     assert daemon.stop() == 0
     daemon.start("--engine", "pwrite")  # each engine reads what the others have written
     again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
 
 
 @pytest.mark.parametrize("fault", ["eio:flush:1", "eio:record-a:1", "eio:record-b:1"])
 def test_an_error_of_the_disk(start_daemon: Start, start_trainer: Connect, fault: str) -> None:
     daemon = start_daemon("--engine", ENGINE, shim=fault)
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     daemon.armed.touch()
     trainer.step()
     handle = trainer.checkpoint()
@@ -78,15 +63,13 @@ def test_an_error_of_the_disk(start_daemon: Start, start_trainer: Connect, fault
     trainer.step()
     trainer.checkpoint()  # reports the failure; the volume is opened again
     trainer.evaluate(_settled)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     trainer.kill()
     daemon.kill()
     daemon.shim = ""
     daemon.start()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == 4
-    assert again.check(4) == ""
+    assert again.restored() == (4, "")
 
 
 def test_pwrite_stands_in_and_says_why(
@@ -94,9 +77,8 @@ def test_pwrite_stands_in_and_says_why(
 ) -> None:
     daemon = start_daemon("--engine", "pmem", "--allow-any-filesystem", storage=disk)
     trainer = start_trainer(daemon, [1000])
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    told = status_of(daemon)["daemon"]
+    assert trainer.save() == "durable"
+    told = daemon.status()["daemon"]
     assert (told["engine"], told["engine_wanted"]) == ("pwrite", "pmem")
     assert told["engine_reason"].startswith("pmem: no persistent memory")
     daemon.logs("engine pwrite instead of pmem: no persistent memory")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support.daemon import Daemon
 from tests.support.volumes import Rank, damage, floats
 
 fsspec = pytest.importorskip("fsspec")
-Start = Callable[..., Daemon]
 
 
 def exported(ctl: Ctl, storage: Path, target: Path, *words: object) -> bytes:
@@ -108,10 +106,9 @@ def test_parts_and_a_state_without_parts(tmp_path: Path) -> None:
     assert fs.cat("job/2/state.safetensors").endswith(bytes(data[0]))
 
 
-def test_a_running_job(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
+def test_a_running_job(daemon: Daemon, ctl: Ctl, tmp_path: Path) -> None:
     """Through the daemon, which leases the checkpoint of an open file: newer ones do not replace
     it."""
-    daemon = start_daemon()
     model = torch.nn.Linear(1000, 300)
     with PCcheckClient("job", 0, 1, socket=daemon.socket, on_error="raise") as client:
         client.attach(model=model)

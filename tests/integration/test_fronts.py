@@ -8,7 +8,6 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,11 +20,8 @@ from pccheckd.front import framing, program
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import RemoteError, Trainer
+from tests.support.trainer import Connect, RemoteError, Trainer
 from tests.support.waiting import suspend, until
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 
 SIZE = 3_000_000
 NOBODY = 65534
@@ -117,8 +113,7 @@ def trains_on(trainer: Trainer) -> None:
     raise AssertionError("no checkpoint has become durable")
 
 
-def test_the_daemon_has_no_libzmq(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_the_daemon_has_no_libzmq(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))
@@ -133,8 +128,7 @@ def test_the_daemon_has_no_libzmq(start_daemon: Start) -> None:
 
 @needs_root
 @pytest.mark.parametrize("uid", [NOBODY, 3_000_000_000])  # the second is negative as a C int
-def test_a_front_is_its_users_own_process(start_daemon: Start, uid: int) -> None:
-    daemon = start_daemon()
+def test_a_front_is_its_users_own_process(daemon: Daemon, uid: int) -> None:
     daemon.open_to_everybody()
 
     def saves() -> str:
@@ -148,11 +142,7 @@ def test_a_front_is_its_users_own_process(start_daemon: Start, uid: int) -> None
     assert fork_as(uid, saves) == f"{user} {user}  {'0' * 16} {'0' * 16}"
 
 
-def test_connections_without_end_harm_their_user_only(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
+def test_connections_without_end_harm_their_user_only(daemon: Daemon, trainer: Trainer) -> None:
     trains_on(trainer)
     victim = front_of(daemon)
     with Rank(daemon.socket, job="attacker") as rank:
@@ -164,8 +154,7 @@ def test_connections_without_end_harm_their_user_only(
 
 
 @needs_root
-def test_another_user_notices_nothing(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_another_user_notices_nothing(daemon: Daemon) -> None:
     daemon.open_to_everybody()
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
@@ -181,11 +170,7 @@ def test_another_user_notices_nothing(start_daemon: Start) -> None:
         assert front_of(daemon).pid == ours.pid
 
 
-def test_messages_without_end_harm_their_user_only(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
+def test_messages_without_end_harm_their_user_only(daemon: Daemon, trainer: Trainer) -> None:
     trains_on(trainer)
     victim = front_of(daemon)
     before = psutil.Process(daemon.pid).memory_info().rss
@@ -202,10 +187,7 @@ def test_messages_without_end_harm_their_user_only(
     assert psutil.Process(daemon.pid).memory_info().rss < before + 64 * MIB
 
 
-def test_training_goes_on_when_its_front_is_killed(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
+def test_training_goes_on_when_its_front_is_killed(daemon: Daemon, start_trainer: Connect) -> None:
     trainer = start_trainer(daemon, stall_limit_s=20)
     stop = daemon.root / "stop"
     trainer.post("run", 1_000_000, 5, stop=str(stop))  # however long the next front takes to start
@@ -223,9 +205,8 @@ def test_training_goes_on_when_its_front_is_killed(
     daemon.logs("killed by SIGKILL")
 
 
-def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
+def test_a_request_that_was_lost_fails_at_once(daemon: Daemon) -> None:
     """It fails with a reason, and is refused when it arrives later after all."""
-    daemon = start_daemon()
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         process = front_of(daemon)
@@ -242,12 +223,10 @@ def test_a_request_that_was_lost_fails_at_once(start_daemon: Start) -> None:
 
 @pytest.mark.parametrize("delay_s", [0.2, 0, 0.01, 0.03, 0.1])
 def test_a_restore_survives_the_end_of_its_front(
-    start_daemon: Start, start_trainer: Connect, delay_s: float
+    daemon: Daemon, trainer: Trainer, delay_s: float
 ) -> None:
     """Any lost request of a restore is sent again at once. Each case has its own daemon, because
     every end of a front delays the start of the next one."""
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
     trains_on(trainer)
     process = front_of(daemon)
     suspend(process.pid)
@@ -260,10 +239,9 @@ def test_a_restore_survives_the_end_of_its_front(
     trains_on(trainer)
 
 
-def test_an_endpoint_that_was_removed_is_made_anew(start_daemon: Start) -> None:
+def test_an_endpoint_that_was_removed_is_made_anew(daemon: Daemon) -> None:
     """At the next session. Existing sessions find the new endpoint when their connection is
     gone."""
-    daemon = start_daemon()
     with Rank(daemon.socket) as rank:
         rank.register(SIZE)
         rank.save(1, payload_of(1, SIZE))
@@ -279,8 +257,7 @@ def test_an_endpoint_that_was_removed_is_made_anew(start_daemon: Start) -> None:
     assert not list(daemon.socket.parent.glob("ctl-*"))
 
 
-def test_an_endpoint_that_cannot_be_made_is_told(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_an_endpoint_that_cannot_be_made_is_told(daemon: Daemon) -> None:
     with Rank(daemon.socket):
         (made,) = daemon.socket.parent.glob("ctl-*")
         shutil.rmtree(made)
@@ -293,8 +270,7 @@ def test_an_endpoint_that_cannot_be_made_is_told(start_daemon: Start) -> None:
         rank.save(1, payload_of(1, SIZE))
 
 
-def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_no_front_outlives_the_daemon(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.status()  # from then on its end is the daemon's, whatever its state
         process = front_of(daemon)
@@ -309,8 +285,7 @@ def test_no_front_outlives_the_daemon(start_daemon: Start) -> None:
     assert not list(daemon.socket.parent.glob("ctl-*"))
 
 
-def test_observers_need_none(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_observers_need_none(daemon: Daemon) -> None:
     with attach.observe(daemon.socket) as observer:
         observer.request(Status())
         assert not psutil.Process(daemon.pid).children()

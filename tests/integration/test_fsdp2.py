@@ -3,16 +3,12 @@ three ranks can resume as well."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import psutil
 import pytest
 
 from tests.support.curves import Trainer, differences
 from tests.support.daemon import Daemon
 from tests.support.torchrun import started
-
-Start = Callable[..., Daemon]
 
 
 class Launched(Trainer):
@@ -34,8 +30,7 @@ def launch(daemon: Daemon, job: str, steps: int, ranks: int = 2) -> Trainer:
 
 
 @pytest.mark.long
-def test_killed_ranks_go_on_as_if_they_had_not_been(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_killed_ranks_go_on_as_if_they_had_not_been(daemon: Daemon) -> None:
     whole = launch(daemon, "whole", 30).finish()
     assert len({losses[0] for losses in whole.losses.values()}) == 30
     trainer = launch(daemon, "job", 30)  # so many that the kill comes before the last one

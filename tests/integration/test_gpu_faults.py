@@ -4,7 +4,6 @@ or fails cleanly, training goes on, nothing stays mapped, and the next checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 
 from pccheck import DeviceError
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer, Part, expected, raw
 from tests.support.standin import ON_DEVICE, TO_DEVICE, TO_HOST
 from tests.support.trainer import RemoteError
 
-Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 WIDE = (Part(600_000), Part(7, "bfloat16"))  # five chunks with the moments
 OWN = 2_700_000  # float32 elements: an allocation of its own
@@ -50,8 +48,7 @@ def goes_on(trainer: GpuTrainer, tries: int = 2) -> None:
 
 @pytest.mark.parametrize("nth", [1, 3])
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_pulled_copy_fails(start_node: Start, nth: int, behind: bool) -> None:
-    node = start_node()
+def test_a_pulled_copy_fails(node: Node, nth: int, behind: bool) -> None:
     trainer = node.ready()
     node.faults.fail_copy(nth, 1, behind=behind)
     handle = trainer.checkpoint()
@@ -65,8 +62,7 @@ def test_a_pulled_copy_fails(start_node: Start, nth: int, behind: bool) -> None:
     assert node.status()["gpus"][0]["failures"] > 0
 
 
-def test_pulled_copies_that_always_fail_end_in_push(start_node: Start) -> None:
-    node = start_node()
+def test_pulled_copies_that_always_fail_end_in_push(node: Node) -> None:
     trainer = node.ready()
     node.faults.set(copy_fail_kinds=TO_HOST, copy_fail_code=1, copy_fail_at=2**64 - 1)
     for _ in range(4):
@@ -96,10 +92,9 @@ def test_a_failing_disk_is_no_reason_to_push(start_node: Start) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_the_daemons_context_is_lost(start_node: Start, behind: bool) -> None:
+def test_the_daemons_context_is_lost(node: Node, behind: bool) -> None:
     """The checkpoint fails, later ones are pushed, and status reports it until the daemon is
     restarted."""
-    node = start_node()
     trainer = node.ready()
     node.faults.fail_copy(2, LOST, behind=behind)
     handle = trainer.checkpoint()
@@ -126,8 +121,7 @@ def test_the_daemons_context_is_lost(start_node: Start, behind: bool) -> None:
     assert node.transfer()[0] == "pull"
 
 
-def test_the_daemons_context_is_lost_between_checkpoints(start_node: Start) -> None:
-    node = start_node()
+def test_the_daemons_context_is_lost_between_checkpoints(node: Node) -> None:
     trainer = node.ready()
     node.faults.set(lose_context=LOST)
     handle = trainer.checkpoint()
@@ -184,8 +178,7 @@ def test_other_memory_at_the_old_address(start_node: Start) -> None:
     assert (node.faults.closes, node.faults.scrambled) == (1, 0)
 
 
-def test_slow_copies(start_node: Start) -> None:
-    node = start_node()
+def test_slow_copies(node: Node) -> None:
     trainer = node.ready()
     node.faults.slow_copies(50_000)
     for _ in range(3):
@@ -196,8 +189,7 @@ def test_slow_copies(start_node: Start) -> None:
 # -- in the trainer
 
 
-def test_the_page_cannot_be_registered(start_node: Start) -> None:
-    node = start_node()
+def test_the_page_cannot_be_registered(node: Node) -> None:
     trainer = node.process()
     trainer.faults.fail_register()
     node.open(trainer)
@@ -207,8 +199,7 @@ def test_the_page_cannot_be_registered(start_node: Start) -> None:
     assert "page" in reason
 
 
-def test_a_pushed_copy_is_refused(start_node: Start) -> None:
-    node = start_node()
+def test_a_pushed_copy_is_refused(node: Node) -> None:
     trainer = node.ready(transfer="push")
     trainer.faults.fail_copy(2, 1, behind=False)
     handle = trainer.checkpoint()
@@ -219,9 +210,8 @@ def test_a_pushed_copy_is_refused(start_node: Start) -> None:
 
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
-def test_the_trainers_context_is_lost(start_node: Start, transfer: str, snapshot: str) -> None:
+def test_the_trainers_context_is_lost(node: Node, transfer: str, snapshot: str) -> None:
     """No later checkpoint can be saved, no call hangs, and the previous checkpoint is safe."""
-    node = start_node()
     trainer = node.ready(transfer=transfer, snapshot=snapshot, stall_limit_s=2)
     trainer.faults.set(lose_context=LOST)
     for _ in range(3):
@@ -232,8 +222,7 @@ def test_the_trainers_context_is_lost(start_node: Start, transfer: str, snapshot
     trainer.close()
     trainer.kill()
     again = node.connect()
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
     goes_on(again)
 
 
@@ -241,8 +230,7 @@ def ask(trainer: Any) -> None:
     trainer.client.gate()
 
 
-def test_the_trainers_context_is_lost_under_a_copy(start_node: Start) -> None:
-    node = start_node()
+def test_the_trainers_context_is_lost_under_a_copy(node: Node) -> None:
     trainer = node.ready(stall_limit_s=2)
     node.faults.hold_copies()
     handle = trainer.checkpoint()
@@ -362,8 +350,7 @@ def undo_forward(trainer: Any) -> None:
         advance(trainer.gpu, tensor, -1)
 
 
-def test_copies_on_the_device_fail(start_node: Start) -> None:
-    node = start_node()
+def test_copies_on_the_device_fail(node: Node) -> None:
     trainer = node.ready(snapshot="device")
     trainer.faults.fail_copy(1, 1, kinds=ON_DEVICE, behind=False)
     assert ended(trainer, trainer.checkpoint()) == "failed"
@@ -371,8 +358,7 @@ def test_copies_on_the_device_fail(start_node: Start) -> None:
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_restore_fails_and_succeeds(start_node: Start, behind: bool) -> None:
-    node = start_node()
+def test_a_restore_fails_and_succeeds(node: Node, behind: bool) -> None:
     trainer = node.ready()
     trainer.kill()
     again = node.connect()
@@ -387,18 +373,15 @@ def test_a_restore_fails_and_succeeds(start_node: Start, behind: bool) -> None:
             again.restore()
         again.close()
         again.reopen(job="job", socket=str(node.daemon.socket))
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
     goes_on(again)
 
 
-def test_memory_that_is_not_registered_is_restored_to(start_node: Start) -> None:
-    node = start_node()
+def test_memory_that_is_not_registered_is_restored_to(node: Node) -> None:
     trainer = node.ready()
     trainer.kill()
     again = node.process()
     again.faults.fail_register()
     node.open(again)
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
     assert again.faults.pageable_copies > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,11 @@ import pytest
 
 from pccheck.state.devices import HOST
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import PARTS, GpuTrainer, Part, off_by, raw
 from tests.support.trainer import RemoteError
 from tests.support.waiting import until
 
-Start = Callable[..., Node]
 stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 STALL_LIMIT_S = 2.0
 SHORT_LIMIT_S = 2.0 if fakegpu.is_real() else 0.5  # a real driver makes a context meanwhile
@@ -53,9 +52,8 @@ def part0_now(trainer: Any) -> str:
 
 
 @pytest.mark.parametrize("own_stream", [False, True])
-def test_the_stream_waits_and_the_cpu_does_not(start_node: Start, own_stream: bool) -> None:
+def test_the_stream_waits_and_the_cpu_does_not(node: Node, own_stream: bool) -> None:
     """Tensors that forward changes before the gate were copied aside: they are of step 2, too."""
-    node = start_node()
     trainer = node.ready(own_stream=own_stream)
     with held_back(node):
         handle = trainer.checkpoint()
@@ -71,8 +69,7 @@ def test_the_stream_waits_and_the_cpu_does_not(start_node: Start, own_stream: bo
     assert trainer.warnings == []
 
 
-def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None:
-    node = start_node()
+def test_the_cpu_waits_for_what_lies_on_the_host_only(node: Node) -> None:
     trainer = node.ready((Part(400_000), Part(400_000, device=HOST)))
     with held_back(node):
         if fakegpu.is_real():
@@ -84,10 +81,9 @@ def test_the_cpu_waits_for_what_lies_on_the_host_only(start_node: Start) -> None
 
 
 @stand_in
-def test_without_the_gate_the_damage_is_seen(start_node: Start) -> None:
+def test_without_the_gate_the_damage_is_seen(node: Node) -> None:
     """Shows that the tests above can fail: the same with an update that has no gate and that torch
     does not count."""
-    node = start_node()
     trainer = node.ready(gate="manual")
     node.faults.hold_copies(after=1)
     handle = trainer.checkpoint()
@@ -111,8 +107,7 @@ def test_a_step_in_a_stream_of_its_own(start_node: Start, transfer: str) -> None
 
 
 @pytest.mark.parametrize("transfer", ["pull", "push"])
-def test_an_update_that_torch_counts_fails_the_checkpoint(start_node: Start, transfer: str) -> None:
-    node = start_node()
+def test_an_update_that_torch_counts_fails_the_checkpoint(node: Node, transfer: str) -> None:
     trainer = node.ready(gate="manual", transfer=transfer)
     with held_back(node):
         handle = trainer.checkpoint()
@@ -123,8 +118,7 @@ def test_an_update_that_torch_counts_fails_the_checkpoint(start_node: Start, tra
     assert "off" not in trainer.recover()["wrong"]
 
 
-def test_a_manual_gate(start_node: Start) -> None:
-    node = start_node()
+def test_a_manual_gate(node: Node) -> None:
     trainer = node.ready(gate="manual")
     with held_back(node):
         handle = trainer.checkpoint()
@@ -140,15 +134,13 @@ def ask_and_update(trainer: Any) -> None:
     trainer.update_unasked(counted=False)
 
 
-def test_buffers_may_change_at_once(start_node: Start) -> None:
+def test_buffers_may_change_at_once(node: Node) -> None:
     """Batch statistics change many times without a gate. So may a frozen average, once the client
     has seen it change."""
-    node = start_node()
     parts = (Part(300_000), Part(70_000, kind="buffer"), Part(500, "int8", kind="buffer"),
              Part(9_000, "bfloat16", kind="frozen"))  # fmt: skip
     trainer = node.connect(parts)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     with held_back(node):
         moved = trainer.checkpoint()
         trainer.step(ask=False)
@@ -164,8 +156,7 @@ def test_buffers_may_change_at_once(start_node: Start) -> None:
     saved_step_2(trainer, handle)
 
 
-def test_a_snapshot_on_the_device_lets_the_update_go(start_node: Start) -> None:
-    node = start_node()
+def test_a_snapshot_on_the_device_lets_the_update_go(node: Node) -> None:
     trainer = node.ready(snapshot="device")
     with held_back(node):
         handle = trainer.checkpoint()
@@ -182,8 +173,7 @@ def test_a_snapshot_on_the_device_lets_the_update_go(start_node: Start) -> None:
     assert (found["step"], found["wrong"]) == (7, "")
 
 
-def test_staging_memory_in_use_is_busy(start_node: Start) -> None:
-    node = start_node()
+def test_staging_memory_in_use_is_busy(node: Node) -> None:
     trainer = node.ready(snapshot="device", on_busy="skip")
     with held_back(node):
         handle = trainer.checkpoint()
@@ -229,8 +219,7 @@ def checkpoint_and_damage(trainer: Any) -> bool:
     return bool(read)
 
 
-def test_a_blocking_snapshot_was_read_on_return(start_node: Start) -> None:
-    node = start_node()
+def test_a_blocking_snapshot_was_read_on_return(node: Node) -> None:
     trainer = node.ready(snapshot="blocking")
     assert trainer.evaluate(checkpoint_and_damage)
     saved_step_2(trainer, 1)
@@ -254,9 +243,8 @@ def recovers(trainer: GpuTrainer) -> None:
     until(succeeds, lambda: trainer.warnings, every_s=0)
 
 
-def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
+def test_a_stream_is_let_go_at_the_deadline(node: Node) -> None:
     """The checkpoint then fails, later checkpoints are skipped, training goes on."""
-    node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S)
     with held_back(node):
         handle = trainer.checkpoint()
@@ -271,8 +259,7 @@ def test_a_stream_is_let_go_at_the_deadline(start_node: Start) -> None:
     recovers(trainer)
 
 
-def test_a_dead_daemon_lets_the_stream_go(start_node: Start) -> None:
-    node = start_node()
+def test_a_dead_daemon_lets_the_stream_go(node: Node) -> None:
     trainer = node.ready()
     with held_back(node):
         handle = trainer.checkpoint()
@@ -291,10 +278,9 @@ def test_a_dead_daemon_lets_the_stream_go(start_node: Start) -> None:
     recovers(trainer)
 
 
-def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
+def test_a_late_daemon_does_not_vouch(node: Node) -> None:
     """The daemon is stopped beyond the deadline and continued. The update went on, so the
     checkpoint failed."""
-    node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S)
     node.daemon.kill(signal.SIGSTOP)
     handle = trainer.checkpoint()
@@ -311,9 +297,8 @@ def test_a_late_daemon_does_not_vouch(start_node: Start) -> None:
     assert again.check(done["step"]) == ""
 
 
-def test_an_interrupt_lets_the_stream_go(start_node: Start) -> None:
+def test_an_interrupt_lets_the_stream_go(node: Node) -> None:
     """close() while a copy is under way: the stream does not wait any longer."""
-    node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S)
     with held_back(node):
         handle = trainer.checkpoint()
@@ -338,8 +323,7 @@ def checkpoint_in_capture(trainer: Any) -> str:
     return "nothing was raised"
 
 
-def test_no_checkpoint_while_a_graph_is_recorded(start_node: Start) -> None:
-    node = start_node()
+def test_no_checkpoint_while_a_graph_is_recorded(node: Node) -> None:
     trainer = node.ready()
     assert "before or after the recording" in trainer.evaluate(checkpoint_in_capture)
     handle = trainer.checkpoint()
@@ -370,9 +354,8 @@ def replay(trainer: Any) -> None:
 DEVICE_PARTS = PARTS[:4]
 
 
-def test_a_recorded_step_ends_the_trust_in_hooks(start_node: Start) -> None:
+def test_a_recorded_step_ends_the_trust_in_hooks(node: Node) -> None:
     """Replays run no hooks: from then on checkpoint() returns when the copy is complete."""
-    node = start_node()
     trainer = node.ready(DEVICE_PARTS)
     trainer.evaluate(record_a_step)
     assert any('gate="manual"' in w for w in trainer.warnings)
@@ -388,8 +371,7 @@ def checkpoint_and_replay(trainer: Any) -> None:
     replay(trainer)
 
 
-def test_a_manual_gate_before_replay(start_node: Start) -> None:
-    node = start_node()
+def test_a_manual_gate_before_replay(node: Node) -> None:
     trainer = node.ready(DEVICE_PARTS, gate="manual")
     trainer.evaluate(record_a_step)
     with held_back(node):
@@ -406,8 +388,7 @@ def ask_and_replay(trainer: Any) -> None:
     replay(trainer)
 
 
-def test_a_graph_recorded_while_a_copy_is_under_way_is_not_spoilt(start_node: Start) -> None:
-    node = start_node()
+def test_a_graph_recorded_while_a_copy_is_under_way_is_not_spoilt(node: Node) -> None:
     trainer = node.ready(DEVICE_PARTS, gate="manual", transfer="push")
     for _ in range(3):
         trainer.evaluate(checkpoint_then_record)
@@ -424,9 +405,8 @@ def checkpoint_then_record(trainer: Any) -> None:
     record_a_step(trainer)
 
 
-def test_an_error_that_is_raised(start_node: Start) -> None:
+def test_an_error_that_is_raised(node: Node) -> None:
     """on_error="raise": the step goes on, and the next checkpoint() raises the failure."""
-    node = start_node()
     trainer = node.ready(stall_limit_s=SHORT_LIMIT_S, on_error="raise")
     with held_back(node):
         trainer.checkpoint()

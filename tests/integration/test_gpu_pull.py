@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,16 +10,14 @@ import torch
 
 from pccheck.state.devices import HOST
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import Part, expected, raw
 
-Start = Callable[..., Node]
 OWN = 2_700_000  # float32 elements: an allocation of its own
 CHUNK, AHEAD = 16 << 20, 48 << 20
 
 
-def test_a_checkpoint_is_pulled_and_comes_back(start_node: Start) -> None:
-    node = start_node()
+def test_a_checkpoint_is_pulled_and_comes_back(node: Node) -> None:
     trainer = node.connect()
     assert not trainer.restore()["found"]
     for _ in range(5):
@@ -48,8 +45,7 @@ def test_a_checkpoint_is_pulled_and_comes_back(start_node: Start) -> None:
     third = node.connect()
     assert third.restore()["source"] == "volume"
     assert third.check(5) == ""
-    third.step()
-    assert third.wait_durable(third.checkpoint()) == "durable"
+    assert third.save() == "durable"
     assert third.recover()["wrong"] == ""
     assert trainer.warnings == again.warnings == third.warnings == []
 
@@ -133,8 +129,7 @@ def scribble_and_restore(trainer: Any) -> list[str]:
     ]  # fmt: skip
 
 
-def test_everything_that_a_tensor_can_be(start_node: Start) -> None:
-    node = start_node()
+def test_everything_that_a_tensor_can_be(node: Node) -> None:
     trainer = node.connect(attach=False)
     trainer.evaluate(odd_state)
     assert trainer.evaluate(save_odd) == 20
@@ -235,12 +230,10 @@ def use_more(trainer: Any) -> None:
     trainer.others = [trainer.gpu.tensor((OWN,)) for _ in range(3)]
 
 
-def test_only_what_is_needed_is_mapped(start_node: Start) -> None:
-    node = start_node()
+def test_only_what_is_needed_is_mapped(node: Node) -> None:
     trainer = node.connect((*[Part(200)] * 90, Part(OWN)))
     trainer.evaluate(use_more)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     (session,) = node.status()["sessions"]
     if not fakegpu.is_real():  # a block of small ones, one allocation, its moment, and the probe's
         assert session["mappings"] == node.faults.open_mappings == node.faults.opens == 4
@@ -254,9 +247,8 @@ def test_only_what_is_needed_is_mapped(start_node: Start) -> None:
     assert trainer.check(2) == ""  # its memory is its own again, and the streams work
 
 
-def test_many_small_tensors_take_few_copies(start_node: Start) -> None:
+def test_many_small_tensors_take_few_copies(node: Node) -> None:
     """They are in one block of torch's allocator, and are copied with the gaps between them."""
-    node = start_node()
     parts = (*(Part(1 + i % 3) for i in range(300)), Part(2, kind="buffer"), Part(9_000))
     trainer = node.ready(parts)
     copies = node.faults.copies_to_host
@@ -269,12 +261,10 @@ def test_many_small_tensors_take_few_copies(start_node: Start) -> None:
         assert node.faults.copies_to_host - copies < 30
     trainer.kill()
     again = node.connect(parts)
-    assert again.restore()["step"] == 4
-    assert again.check(4) == ""
+    assert again.restored() == (4, "")
 
 
-def test_restarts_leave_nothing_behind(start_node: Start) -> None:
-    node = start_node()
+def test_restarts_leave_nothing_behind(node: Node) -> None:
     pinned = set()
     for step in range(5):
         trainer = node.connect()
@@ -283,8 +273,7 @@ def test_restarts_leave_nothing_behind(start_node: Start) -> None:
         assert trainer.check(step) == ""
         if step > 1:  # while its memory was still being made, the first had to use some twice
             assert done["source"] == "dram"
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
         trainer.kill()
         if not fakegpu.is_real():
             node.faults.wait_for(lambda f: f.open_mappings == 0)
@@ -297,12 +286,10 @@ def test_restarts_leave_nothing_behind(start_node: Start) -> None:
 
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 @pytest.mark.parametrize("snapshot", ["overlap", "device"])
-def test_a_byte_of_a_dead_trainer_never_counts(start_node: Start, snapshot: str) -> None:
+def test_a_byte_of_a_dead_trainer_never_counts(node: Node, snapshot: str) -> None:
     """SIGKILL in mid-copy: later copies read garbage, and the previous checkpoint is recovered."""
-    node = start_node()
     trainer = node.connect(snapshot=snapshot)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     trainer.step()
     node.faults.hold_copies(after=1)
     trainer.checkpoint()
@@ -312,8 +299,7 @@ def test_a_byte_of_a_dead_trainer_never_counts(start_node: Start, snapshot: str)
     node.faults.wait_for(lambda f: f.open_mappings == 0)
     assert node.faults.scrambled > 0
     again = node.connect()
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
 
 
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
@@ -339,5 +325,4 @@ def test_what_was_copied_outlives_its_trainer(start_node: Start) -> None:
     assert trainer.wait_copied(trainer.checkpoint()) in ("copied", "writing")
     trainer.kill()
     again = node.connect()
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")

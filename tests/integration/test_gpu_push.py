@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 
 from pccheck.state.devices import HOST
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import PARTS, GpuTrainer, Part
 from tests.support.trainer import RemoteError
 
-Start = Callable[..., Node]
 stand_in = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 LARGE = (Part(3_000_000), Part(5_000, kind="buffer"), Part(100_000, device=HOST))
 
@@ -45,8 +43,7 @@ def pushed(node: Node, trainer: GpuTrainer, why: str) -> None:
     again.kill()
 
 
-def test_push_can_be_asked_for(start_node: Start) -> None:
-    node = start_node()
+def test_push_can_be_asked_for(node: Node) -> None:
     trainer = node.connect(transfer="push")
     saves(trainer)
     if not fakegpu.is_real():
@@ -56,16 +53,14 @@ def test_push_can_be_asked_for(start_node: Start) -> None:
     pushed(node, trainer, "the client has")
 
 
-def test_memory_that_cannot_be_shared(start_node: Start) -> None:
+def test_memory_that_cannot_be_shared(node: Node) -> None:
     """As with expandable segments."""
-    node = start_node()
     parts = tuple(part._replace(shareable=False) for part in PARTS)
     pushed(node, node.connect(parts), "expandable_segments")
 
 
 @stand_in
-def test_one_tensor_that_cannot_be_shared(start_node: Start) -> None:
-    node = start_node()
+def test_one_tensor_that_cannot_be_shared(node: Node) -> None:
     saves(node.connect((*PARTS, Part(50_000, shareable=False))))
     assert node.transfer()[0] == "push"
 
@@ -78,8 +73,7 @@ def test_a_daemon_without_a_driver(start_node: Start) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
-def test_another_users_memory(start_node: Start) -> None:
-    node = start_node()
+def test_another_users_memory(node: Node) -> None:
     node.daemon.open_to_everybody()
     saves(node.connect(uid=65534))
     assert node.transfer()[0] == "push"
@@ -88,16 +82,14 @@ def test_another_users_memory(start_node: Start) -> None:
 
 @stand_in
 @pytest.mark.parametrize(("code", "word"), [(1, "INVALID_VALUE"), (201, "another user"), (205, "")])
-def test_a_daemon_that_cannot_open_handles(start_node: Start, code: int, word: str) -> None:
-    node = start_node()
+def test_a_daemon_that_cannot_open_handles(node: Node, code: int, word: str) -> None:
     node.faults.fail_open(code)
     pushed(node, node.connect(), word)
 
 
 @stand_in
-def test_a_driver_that_does_not_know_how_long_imported_memory_is(start_node: Start) -> None:
+def test_a_driver_that_does_not_know_how_long_imported_memory_is(node: Node) -> None:
     """The daemon asks in another way; if that fails as well, it reports both errors."""
-    node = start_node()
     node.faults.set(range_fail=1)
     trainer = node.connect()
     saves(trainer)
@@ -112,8 +104,7 @@ def test_a_driver_that_does_not_know_how_long_imported_memory_is(start_node: Sta
 
 
 @stand_in
-def test_no_stream_memory_operations(start_node: Start) -> None:
-    node = start_node()
+def test_no_stream_memory_operations(node: Node) -> None:
     trainer = node.process()
     trainer.faults.set(no_memory_ops=1)
     node.open(trainer)
@@ -127,8 +118,7 @@ def test_a_daemon_that_sees_another_gpu(start_node: Start) -> None:
 
 
 @stand_in
-def test_a_daemon_whose_memory_is_not_pinned(start_node: Start) -> None:
-    node = start_node()
+def test_a_daemon_whose_memory_is_not_pinned(node: Node) -> None:
     node.faults.fail_register()
     pushed(node, node.connect(), "ENOMEM")
 
@@ -172,8 +162,7 @@ def test_a_driver_that_is_slow_to_start(start_node: Start) -> None:
 
 
 @stand_in
-def test_a_handle_that_does_not_open_once(start_node: Start) -> None:
-    node = start_node()
+def test_a_handle_that_does_not_open_once(node: Node) -> None:
     node.faults.fail_open(201, times=1)
     trainer = node.connect()
     saves(trainer)
@@ -181,8 +170,7 @@ def test_a_handle_that_does_not_open_once(start_node: Start) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_pull_that_was_demanded_and_cannot_be_had(start_node: Start, on_error: str) -> None:
-    node = start_node()
+def test_pull_that_was_demanded_and_cannot_be_had(node: Node, on_error: str) -> None:
     parts = tuple(part._replace(shareable=False) for part in PARTS)
     trainer = node.connect(parts, transfer="pull", on_error=on_error)
     trainer.step()
@@ -203,11 +191,9 @@ def test_pull_that_was_demanded_and_cannot_be_had(start_node: Start, on_error: s
 
 
 @stand_in
-def test_all_copies_are_enqueued_and_the_cpu_goes_on(start_node: Start) -> None:
-    node = start_node()
+def test_all_copies_are_enqueued_and_the_cpu_goes_on(node: Node) -> None:
     trainer = node.connect(transfer="push")
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     trainer.step()
     trainer.faults.hold_copies()
     handle = trainer.checkpoint()
@@ -227,8 +213,7 @@ def test_the_host_waits_while_copies_are_to_be_enqueued(start_node: Start) -> No
     yet."""
     node = start_node("--dram", "3MiB")
     trainer = node.connect(LARGE, transfer="push")
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     trainer.step()
     trainer.faults.hold_copies()
     handle = trainer.checkpoint()
@@ -258,8 +243,7 @@ def test_one_hardware_queue_is_no_deadlock(start_node: Start, transfer: str, sna
 
 
 @stand_in
-def test_without_pinned_memory_it_is_slow_and_right(start_node: Start) -> None:
-    node = start_node()
+def test_without_pinned_memory_it_is_slow_and_right(node: Node) -> None:
     trainer = node.process()
     node.open(trainer, transfer="push")
     trainer.faults.fail_register()
@@ -272,8 +256,7 @@ def test_a_push_that_is_given_up_lets_go(start_node: Start) -> None:
     """The host waits for copies to be enqueued at most for the stall limit."""
     node = start_node("--dram", "3MiB")
     trainer = node.connect(LARGE, transfer="push")
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     trainer.shorten(0.5)
     trainer.step()
     trainer.faults.slow_copies(150_000)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer, Part, raw
 from tests.support.trainer import RemoteError
 
-Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 OWN = 2_700_000  # float32 elements: an allocation of its own
 PARTS = (Part(OWN), Part(500))
@@ -51,8 +49,7 @@ def test_a_replaced_tensor_does_not_fail_the_one_that_waits(start_node: Start) -
     assert told <= {"durable", "superseded"}
     found = trainer.recover()
     assert (found["step"], found["wrong"]) == (3, "")
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     found = trainer.recover()
     assert (found["step"], found["wrong"]) == (4, "")
     assert node.transfer() == ("pull", "")
@@ -72,7 +69,6 @@ def test_pull_that_was_demanded_fails_the_newer_one(start_node: Start) -> None:
         assert trainer.wait_durable(handle) in ("durable", "superseded")
     with pytest.raises(RemoteError, match="waits for a slot"):
         trainer.wait_durable(third)
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     found = trainer.recover()
     assert (found["step"], found["wrong"]) == (4, "")

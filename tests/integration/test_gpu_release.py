@@ -3,15 +3,12 @@ trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer
 
-Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="counts the stand-in's contexts")
 NOTHING = {"contexts": 0, "open_mappings": 0, "registered_bytes": 0, "streams": 0, "events": 0}
 
@@ -21,8 +18,7 @@ def is_released(node: Node) -> bool:
 
 
 def saves(trainer: GpuTrainer) -> None:
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
     assert trainer.recover()["wrong"] == ""
 
 

@@ -4,7 +4,6 @@ cleanly."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.support.standin import TO_DEVICE, Faults
 from tests.support.trainer import RemoteError
 from tests.support.volumes import damage
 
-Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 CHUNK = 1 << 20
 #: Some ten chunks with the moments.
@@ -35,23 +33,20 @@ def saved(node: Node, steps: int) -> None:
     node.daemon.stop()
 
 
-def test_many_chunks_are_in_flight(start_node: Start) -> None:
-    node = start_node()
+def test_many_chunks_are_in_flight(node: Node) -> None:
     saved(node, 1)
     node.start()
     again = node.connect(PARTS)
     again.faults.slow_copies(20_000, kinds=TO_DEVICE)
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
     assert again.faults.to_device_queued_most > CHUNK  # parts of two chunks at least
     assert again.faults.to_device_queued == 0
     assert again.faults.pageable_copies <= 2  # probes, at attach() and after the restore
 
 
 @pytest.mark.parametrize("at", [-100, 5 * CHUNK, 0])
-def test_damage_under_copies_falls_to_the_one_before(start_node: Start, at: int) -> None:
+def test_damage_under_copies_falls_to_the_one_before(node: Node, at: int) -> None:
     """Chunks before the damaged block are being copied, or are copied, when the damage is found."""
-    node = start_node()
     saved(node, 2)
     damage(node.daemon.storage, 2, at=at)
     node.start()
@@ -60,16 +55,14 @@ def test_damage_under_copies_falls_to_the_one_before(start_node: Start, at: int)
     done = again.restore()
     assert (done["step"], done["skipped"]) == (1, [2])
     assert again.check(1) == ""
-    again.step()
-    assert again.wait_durable(again.checkpoint()) == "durable"
+    assert again.save() == "durable"
     found = again.recover()
     assert (found["step"], found["wrong"]) == (2, "")
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_the_context_is_lost_under_a_restore(start_node: Start, after: int) -> None:
+def test_the_context_is_lost_under_a_restore(node: Node, after: int) -> None:
     """restore() raises; another process restores the same checkpoint."""
-    node = start_node()
     saved(node, 1)
     node.start()
     again = node.connect(PARTS)
@@ -84,8 +77,7 @@ def test_the_context_is_lost_under_a_restore(start_node: Start, after: int) -> N
     again.close()
     again.kill()
     third = node.connect(PARTS)
-    assert third.restore()["step"] == 1
-    assert third.check(1) == ""
+    assert third.restored() == (1, "")
 
 
 def lose(faults: Faults) -> None:
@@ -94,9 +86,8 @@ def lose(faults: Faults) -> None:
     faults.set(lose_context=LOST)
 
 
-def test_the_daemon_dies_under_a_restore(start_node: Start) -> None:
+def test_the_daemon_dies_under_a_restore(node: Node) -> None:
     """After the exception no copy writes to the tensors."""
-    node = start_node()
     saved(node, 1)
     node.start()
     again = node.connect(PARTS)
@@ -114,5 +105,4 @@ def test_the_daemon_dies_under_a_restore(start_node: Start) -> None:
     killer.join()
     assert again.faults.to_device_queued == 0
     node.start()
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")

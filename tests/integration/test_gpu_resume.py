@@ -14,7 +14,6 @@ from tests.support.fakegpu import StreamSGD, module_to
 from tests.support.gpunode import Node
 from tests.support.gputrainer import GpuTrainer, Part
 
-Start = Callable[..., Node]
 STEPS = 24
 
 
@@ -117,10 +116,7 @@ class Call:
 @pytest.mark.parametrize(
     ("transfer", "snapshot"), [("pull", "overlap"), ("pull", "device"), ("push", "overlap")]
 )
-def test_resumed_training_is_the_same(
-    start_node: Start, transfer: str, snapshot: str, dtype: str
-) -> None:
-    node = start_node()
+def test_resumed_training_is_the_same(node: Node, transfer: str, snapshot: str, dtype: str) -> None:
     whole = start(node, dtype, job="whole", transfer=transfer, snapshot=snapshot)
     killed = start(node, dtype, transfer=transfer, snapshot=snapshot)
     killed.post("evaluate", train_on)
@@ -164,8 +160,7 @@ def best(trainer: Any) -> tuple[int, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("transfer", ["pull", "push"])
-def test_best_weights_beside_the_model_stay_apart(start_node: Start, transfer: str) -> None:
-    node = start_node()
+def test_best_weights_beside_the_model_stay_apart(node: Node, transfer: str) -> None:
     killed = start(node, "float32", transfer=transfer)
     killed.evaluate(Call(train, 1, 3, 10))
     killed.evaluate(Call(keep_best, 3))
@@ -182,9 +177,8 @@ def test_best_weights_beside_the_model_stay_apart(start_node: Start, transfer: s
     assert weights[1]["wide.weight"] != state["net.wide.weight"]
 
 
-def test_a_damaged_gradient_would_be_seen(start_node: Start) -> None:
+def test_a_damaged_gradient_would_be_seen(node: Node) -> None:
     """Shows that the test above can fail: one changed bit of one batch changes all later losses."""
-    node = start_node()
     one, other = start(node, "float32", job="one"), start(node, "float32", job="other")
     one.evaluate(Call(train, 1, 5, 2))
     other.evaluate(Call(train, 2, 6, 2))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support import fakegpu
-from tests.support.gpunode import Node
+from tests.support.gpunode import Node, Start
 from tests.support.gputrainer import GpuTrainer, Part
 from tests.support.standin import TO_DEVICE
 from tests.support.trainer import RemoteError
 
-Start = Callable[..., Node]
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 OWN = 2_700_000  # float32 elements: an allocation of its own
 PARTS = (Part(300_000), Part(90_001, "float16"))
@@ -26,10 +24,9 @@ def durable_and_right(trainer: GpuTrainer, handle: int, step: int) -> None:
     assert (found["step"], found["wrong"]) == (step, "")
 
 
-def test_a_gpu_without_two_free_mebibytes(start_node: Start) -> None:
+def test_a_gpu_without_two_free_mebibytes(node: Node) -> None:
     """torch has allocated all memory, so there is none for the probe: tensors are pushed. Before,
     every checkpoint failed."""
-    node = start_node()
     trainer = node.connect(PARTS, attach=False)
     trainer.step()
     trainer.faults.fail_alloc()
@@ -40,10 +37,9 @@ def test_a_gpu_without_two_free_mebibytes(start_node: Start) -> None:
     assert node.transfer()[0] == "push"
 
 
-def test_memory_that_the_daemon_cannot_pin(start_node: Start) -> None:
+def test_memory_that_the_daemon_cannot_pin(node: Node) -> None:
     """The driver pins the page of the probe, but not the pool: tensors are pushed. Before, the
     session got no memory, and every checkpoint stalled."""
-    node = start_node()
     first = node.connect(PARTS)
     first.step()
     durable_and_right(first, first.checkpoint(), 1)
@@ -96,10 +92,9 @@ def checkpoint_and_replay(trainer: Any) -> None:
         entry["steps"] += 1
 
 
-def test_a_step_recorded_before_attach(start_node: Start) -> None:
+def test_a_step_recorded_before_attach(node: Node) -> None:
     """Optimizers that are not `capturable` can be recorded as well (for example SGD): a hook is
     trusted only after it has run."""
-    node = start_node()
     trainer = node.connect(PARTS, attach=False)
     trainer.step()
     trainer.evaluate(record_then_attach)
@@ -124,10 +119,9 @@ def test_what_is_not_pulled_any_more_is_not_mapped_either(start_node: Start) -> 
     node.faults.wait_for(lambda f: f.open_mappings == 0)
 
 
-def test_a_restore_after_one_that_broke_off_early(start_node: Start) -> None:
+def test_a_restore_after_one_that_broke_off_early(node: Node) -> None:
     """The first restore ends at a failure of the GPU while the daemon still reads; the second waits
     for the daemon. Before, it was refused as busy."""
-    node = start_node()
     trainer = node.connect((Part(3_000_000), Part(500)))
     trainer.step()
     durable_and_right(trainer, trainer.checkpoint(), 1)
@@ -136,19 +130,17 @@ def test_a_restore_after_one_that_broke_off_early(start_node: Start) -> None:
         with pytest.raises(RemoteError, match="GPU"):
             trainer.restore()
         trainer.faults.set(copy_fail_at=0)
-        assert trainer.restore()["step"] == 1
-        assert trainer.check(1) == ""
+        assert trainer.restored() == (1, "")
 
 
 def long_kernel(trainer: Any) -> None:
     trainer.gpu.launch(lambda: time.sleep(3.0))
 
 
-def test_a_cpu_far_ahead_of_its_stream(start_node: Start) -> None:
+def test_a_cpu_far_ahead_of_its_stream(node: Node) -> None:
     """The stall limit counts only while a stream waits for the daemon. Before, it also counted
     until the GPU had reached the snapshot, so a trainer that was far ahead never got a
     checkpoint."""
-    node = start_node()
     trainer = node.connect(PARTS)
     trainer.step()
     durable_and_right(trainer, trainer.checkpoint(), 1)

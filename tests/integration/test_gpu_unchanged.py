@@ -3,17 +3,15 @@ restored to the GPU after kills."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.gpunode import Node
+from tests.support.gpunode import Start
 from tests.support.gputrainer import GpuTrainer, Part, raw
 from tests.support.volumes import bases
 
-Start = Callable[..., Node]
 FROZEN = 9 << 20
 #: Frozen and trained in turn: each GPU's section has what is frozen first.
 PARTS = (

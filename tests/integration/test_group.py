@@ -23,13 +23,11 @@ from pccheck_wire.messages import (
     Restored,
 )
 from tests.support.ctl import Ctl
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import RemoteError, Trainer, mismatch
+from tests.support.trainer import Connect, RemoteError, Trainer, mismatch
 from tests.support.waiting import until
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 Members = Callable[..., list[Rank]]
 COUNTS = [300_000, 11]
 SIZE, SIZE_MAX = 4096, 1 << 20
@@ -73,17 +71,13 @@ def end(group: list[Trainer]) -> None:
         trainer.kill()
 
 
-def test_all_ranks_recover_the_newest_common_step(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
+def test_all_ranks_recover_the_newest_common_step(daemon: Daemon, start_trainer: Connect) -> None:
     group = ranks(start_trainer, daemon, "0")
     for trainer in group:
         assert not trainer.restore()["found"]
         trainer.step(4)
         trainer.wait_durable(trainer.checkpoint())
-    group[0].step()
-    group[0].wait_durable(group[0].checkpoint())  # step 5: rank 1 never gets there
+    group[0].save()  # step 5: rank 1 never gets there
     for trainer in group:
         trainer.kill()
     again = ranks(start_trainer, daemon, "1")
@@ -96,8 +90,7 @@ def test_the_last_common_step_is_not_recycled(start_daemon: Start, start_trainer
     group = ranks(start_trainer, daemon, "0")
     for trainer in group:
         trainer.restore()
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
     ends = []
     for _ in range(8):  # rank 0 runs ahead, far beyond its slots
         group[0].step()
@@ -110,12 +103,10 @@ def test_the_last_common_step_is_not_recycled(start_daemon: Start, start_trainer
 
 
 def test_a_rank_without_checkpoints_is_refused_not_mixed(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, "0")
-    group[0].step()
-    group[0].wait_durable(group[0].checkpoint())
+    group[0].save()
     for trainer in group:
         trainer.kill()
     again = ranks(start_trainer, daemon, "1")
@@ -562,11 +553,10 @@ def divided(group: list[Rank], step: int) -> str:
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_file_of_one_rank_that_cannot_be_read_does_not_divide_the_step(
-    start_daemon: Start, members: Members, readable: bool
+    daemon: Daemon, members: Members, readable: bool
 ) -> None:
     """From the first checkpoint on, all ranks use sequences above any that the file may contain.
     `readable`: the rank has another file, which it restores."""
-    daemon = start_daemon()
     for rank in (group := members(daemon)):
         rank.save(1, payload_of(1, SIZE))
     for rank in group:
@@ -589,9 +579,8 @@ def test_a_file_of_one_rank_that_cannot_be_read_does_not_divide_the_step(
 
 @pytest.mark.parametrize("asks_first", [0, 1])
 def test_a_file_that_appears_while_ranks_save_does_not_divide_the_step(
-    start_daemon: Start, members: Members, asks_first: int
+    daemon: Daemon, members: Members, asks_first: int
 ) -> None:
-    daemon = start_daemon()
     group = members(daemon)
     assert divided(group, 1) == ""
     path = layout.volume_path(daemon.storage, os.getuid(), "job", 1, 1)
@@ -621,16 +610,14 @@ def test_another_number_of_ranks_is_refused_with_the_numbers(
     assert restored(ranks(start_trainer, daemon, "2", before)) == [2] * before
 
 
-def test_two_ranks_that_both_say_solo(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_two_ranks_that_both_say_solo(daemon: Daemon, start_trainer: Connect) -> None:
     start_trainer(daemon, COUNTS, rank=0, world_size=2, solo=True)
     with pytest.raises(RemoteError, match=r"rank 1 .*solo=True.*rank 0") as caught:
         start_trainer(daemon, COUNTS, rank=1, world_size=2, solo=True, on_error="raise")
     assert caught.value.kind == "RefusedError"
 
 
-def test_ranks_on_other_nodes_are_refused(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_ranks_on_other_nodes_are_refused(daemon: Daemon, start_trainer: Connect) -> None:
     with pytest.raises(RemoteError, match=r"2 of the job's 4 ranks") as caught:
         start_trainer(
             daemon, COUNTS, rank=0, world_size=4, on_error="raise",
@@ -709,8 +696,7 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     alone = group[0].checkpoint()  # of step 2
     assert group[0].wait_durable(alone) == "durable"
     group[0].post("wait_global", alone)
-    group[1].step()
-    assert group[1].wait_durable(group[1].checkpoint()) == "durable"  # of step 3
+    assert group[1].save() == "durable"  # of step 3
     with pytest.raises(
         RemoteError, match=r"step 2 is durable on this rank, but .* rank 1"
     ) as ended:
@@ -727,9 +713,9 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
 
 
 def test_nobody_waits_for_ever_for_a_rank_that_ended(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    group = ranks(start_trainer, start_daemon(), "0")
+    group = ranks(start_trainer, daemon, "0")
     save(group)
     group[1].kill()
     group[0].step()
@@ -778,9 +764,8 @@ def test_what_was_copied_is_waited_for(start_daemon: Start, start_trainer: Conne
 
 
 def test_a_job_that_was_done_is_not_finished_once_it_goes_on(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, "0")
     save(group, to=2)
     for trainer in group:
@@ -792,8 +777,7 @@ def test_a_job_that_was_done_is_not_finished_once_it_goes_on(
     assert [job.done for job in dropping.jobs(daemon.storage)] == [False]
 
 
-def test_wait_for_global(start_daemon: Start, start_trainer: Connect, ctl: Ctl) -> None:
-    daemon = start_daemon()
+def test_wait_for_global(daemon: Daemon, start_trainer: Connect, ctl: Ctl) -> None:
     group = ranks(start_trainer, daemon, "0")
     group[0].step(), group[1].step()
     first = group[0].checkpoint()
@@ -879,9 +863,8 @@ def test_a_run_that_found_nothing_because_its_disk_was_away(
 
 
 def test_a_process_that_moved_to_a_newer_start_saves_and_is_shown_as_one_of_that(
-    start_daemon: Start,
+    daemon: Daemon,
 ) -> None:
-    daemon = start_daemon()
     with Rank(daemon.socket, rank=0, world_size=2) as stays:
         Rank(daemon.socket, rank=1, world_size=2).close()
         with Rank(daemon.socket, rank=1, world_size=2) as again:

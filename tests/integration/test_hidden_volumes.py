@@ -24,13 +24,10 @@ from pccheck_wire.messages import Begin
 from tests.conftest import SMALL
 from tests.integration.test_refusals import NOBODY, as_user, refused
 from tests.support.ctl import Ctl, Ran
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank
 from tests.support.volumes import lose_record, wipe_records
 from tests.support.waiting import until
-
-Start = Callable[..., Daemon]
-
 
 #: Without these capabilities file permissions apply to a process of root as well.
 CONFINED = (
@@ -118,9 +115,8 @@ def test_a_job_whose_directory_is_closed_while_it_saves_is_told_the_fix(
         client.checkpoint({"step": 4}, step=4).wait_durable(60)
 
 
-def test_an_immutable_volume_is_named_with_its_attribute(start_daemon: Start) -> None:
+def test_an_immutable_volume_is_named_with_its_attribute(daemon: Daemon) -> None:
     """The owner and the mode that such a file needs are those that it has."""
-    daemon = start_daemon()
     with PCcheckClient("job", socket=daemon.socket) as client:
         client.checkpoint({"step": 1}, step=1).wait_durable(60)
         (volume,) = daemon.storage.glob("*/job/*.pcc")
@@ -142,8 +138,7 @@ def test_a_lock_file_that_is_none_is_to_be_removed() -> None:
         assert (code, f"remove {layout.lock_path(daemon.storage)}" in told) == (10, True), told
 
 
-def test_a_trainer_that_breaks_the_protocol_is_told_so(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_trainer_that_breaks_the_protocol_is_told_so(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(4096)
         rank._send(0, Begin(1, 1, 4096, 4088, 8, "wait"))  # and its word is not REQUESTED
@@ -163,9 +158,8 @@ KINDS: dict[str, Callable[[Path], object]] = {
      ("0/job/rank-0.0.pcc", "fifo"), ("0/job/rank-0.1.pcc", "fifo")],
 )  # fmt: skip
 def test_something_else_in_place_of_a_job_is_no_empty_job(
-    start_daemon: Start, ctl: Ctl, place: str, kind: str
+    daemon: Daemon, ctl: Ctl, place: str, kind: str
 ) -> None:
-    daemon = start_daemon()
     save(daemon, "job", 1)
     daemon.stop()
     path = daemon.storage / place.replace("0", str(os.getuid()), 1)
@@ -198,11 +192,10 @@ def test_something_else_in_place_of_a_job_is_no_empty_job(
 
 @pytest.mark.parametrize("lost", ["volume", "record"])
 def test_what_was_found_at_the_start_is_told_until_it_is_mended(
-    start_daemon: Start, ctl: Ctl, lost: str
+    daemon: Daemon, ctl: Ctl, lost: str
 ) -> None:
     """Status reports the problem before the job is started again: users do not read the log until
     then."""
-    daemon = start_daemon()
     save(daemon, "job", 1, 2)
     daemon.stop()
     (volume,) = daemon.storage.glob("*/*/*.pcc")
@@ -225,9 +218,8 @@ def test_what_was_found_at_the_start_is_told_until_it_is_mended(
     assert restored(daemon, "job") == 2
 
 
-def test_a_volume_that_cannot_be_read_is_no_empty_volume(start_daemon: Start, ctl: Ctl) -> None:
+def test_a_volume_that_cannot_be_read_is_no_empty_volume(daemon: Daemon, ctl: Ctl) -> None:
     """A daemon has the volume open. Its checkpoints are durable, and may become readable again."""
-    daemon = start_daemon()
     save(daemon, "other", 5)
     with PCcheckClient("job", socket=daemon.socket) as client:
         client.checkpoint({"step": 1}, step=1).wait_durable(60)
@@ -249,8 +241,7 @@ def test_a_volume_that_cannot_be_read_is_no_empty_volume(start_daemon: Start, ct
         assert ctl(None, "--socket", daemon.socket, "list").code == 0
 
 
-def test_what_can_be_read_beside_such_a_volume_is_listed(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_what_can_be_read_beside_such_a_volume_is_listed(daemon: Daemon) -> None:
     save(daemon, "job", 1)
     (volume,) = daemon.storage.glob("*/job/*.pcc")
     later = volume.with_name("rank-0.1.pcc")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,7 @@ from pccheck_wire.errors import RefusedError
 from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank
-from tests.support.trainer import RemoteError, Trainer
+from tests.support.trainer import Connect, RemoteError
 
 from .test_refusals import as_user, refused
 
@@ -79,7 +79,7 @@ def ask(daemon: Daemon, user: int, **variables: str) -> subprocess.CompletedProc
 
 
 def test_a_client_does_not_speak_to_a_strangers_daemon(
-    impostor: Daemon, start_trainer: Callable[..., Trainer]
+    impostor: Daemon, start_trainer: Connect
 ) -> None:
     with pytest.raises(RefusedError, match=f"runs as uid {STRANGER}, .*neither yours .0. nor root"):
         Rank(impostor.socket)

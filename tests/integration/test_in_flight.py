@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 MIB = 1 << 18
-
-
-def status(daemon: Daemon) -> dict[str, Any]:
-    """What `pccheckctl status --json` prints."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), "status", "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode in (0, 3), ran.stderr
-    document: dict[str, Any] = json.loads(ran.stdout)
-    return document
 
 
 def overlaps(daemon: Daemon) -> int:
     """Pairs of durable or superseded checkpoints that were in flight at the same time."""
-    (session,) = status(daemon)["sessions"]
+    (session,) = daemon.status()["sessions"]
     spans = [
         (c["times"]["begin"], c["times"]["durable"] or c["times"]["written"])
         for c in session["checkpoints"]
@@ -71,12 +53,10 @@ def test_skip_instead_of_wait(start_daemon: Start, start_trainer: Connect) -> No
 
 
 def test_a_state_that_outgrows_its_slots_gets_a_new_volume(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     small = start_trainer(daemon, [MIB])
-    small.step()
-    small.wait_durable(small.checkpoint())
+    small.save()
     small.close()
     small.kill()
 

@@ -62,8 +62,8 @@ class Kit:
 
 
 @pytest.fixture
-def client(start_daemon: Callable[..., Daemon]) -> Iterator[PCcheckClient]:
-    with PCcheckClient(job="job", socket=start_daemon().socket) as made:
+def client(daemon: Daemon) -> Iterator[PCcheckClient]:
+    with PCcheckClient(job="job", socket=daemon.socket) as made:
         yield made
 
 
@@ -285,10 +285,10 @@ def interrupting(
     return trace
 
 
-def test_ctrl_c_in_close_keeps_no_later_client_out(start_daemon: Callable[..., Daemon]) -> None:
+def test_ctrl_c_in_close_keeps_no_later_client_out(daemon: Daemon) -> None:
     """The cell of a notebook is interrupted and run again. Its session ends wherever Ctrl-C
     arrived, or at the next close(), as the error message says."""
-    socket = start_daemon().socket
+    socket = daemon.socket
     ends = (PCcheckClient._leave, Session.close, Connection.close, Attachment.close)
     codes = {end.__code__ for end in ends}
     at, interrupted = 0, True
@@ -332,12 +332,12 @@ def test_ctrl_c_in_checkpoint_leaves_no_entry_of_the_page_in_use(client: PCcheck
 
 
 def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
-    start_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    client = PCcheckClient(job="job", socket=start_daemon().socket)
+    client = PCcheckClient(job="job", socket=daemon.socket)
     kit = Kit(client)
     kit.optimizer.step()
     client.checkpoint(step=1).wait_durable(60)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,8 @@ LOADERS = ["plain", "wrapped", pytest.param("torchdata", marks=TORCHDATA)]
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_losses_are_equal_bit_for_bit(
-    start_daemon: Callable[..., Daemon], loader: str, workers: int
-) -> None:
-    socket = start_daemon().socket
+def test_losses_are_equal_bit_for_bit(daemon: Daemon, loader: str, workers: int) -> None:
+    socket = daemon.socket
     undisturbed = ran("", loader, workers, STEPS, 3)
     killed = ran(socket, loader, workers, STEPS, 3, 13, code=-signal.SIGKILL)
     assert killed[0] == "FROM 1" and killed[1:] == undisturbed[:13]
@@ -47,11 +44,9 @@ def test_losses_are_equal_bit_for_bit(
 
 
 @pytest.mark.parametrize("loader", [item for item in LOADERS if item != "wrapped"])
-def test_a_checkpoint_at_the_end_of_an_epoch(
-    start_daemon: Callable[..., Daemon], loader: str
-) -> None:
+def test_a_checkpoint_at_the_end_of_an_epoch(daemon: Daemon, loader: str) -> None:
     """The next iterator also draws in the undisturbed training."""
-    socket = start_daemon().socket
+    socket = daemon.socket
     undisturbed = ran("", loader, 0, STEPS, 8)
     ran(socket, loader, 0, STEPS, 8, 9, code=-signal.SIGKILL)
     assert ran(socket, loader, 0, STEPS, 8) == ["FROM 9", *undisturbed[8:]]
@@ -83,13 +78,11 @@ def test_a_loader_under_another_name_is_told(tmp_path: Path) -> None:
     [("ddp", 0, 1, 2, 8), ("ddp", 1, 2, 3, 8), ("ddp", 0, 2, 1, 2), ("fsdp", 0, 1, 2, 14)],
 )
 def test_another_number_of_ranks_begins_the_epoch_again(
-    start_daemon: Callable[..., Daemon],
-    kind: str, workers: int, ranks: int, again: int, kill_after: int,
-) -> None:  # fmt: skip
+    daemon: Daemon, kind: str, workers: int, ranks: int, again: int, kill_after: int
+) -> None:
     """The position of a loader is only valid for the same number of ranks. Every rank gets its part
     of the interrupted epoch, from the start and in the order of that epoch. Rank 0, which has
     saved, gets its generators back."""
-    daemon = start_daemon()
     program = ("tests.support.loaderranks", kind, workers)
     with started(daemon, "job", ranks, *program, kill_after) as launcher:
         killed = launcher.finish()
@@ -117,9 +110,9 @@ def words_of(said: str, rank: int) -> list[list[str]]:
 
 @TORCHDATA
 def test_one_rank_that_saves_for_all_keeps_its_position(
-    start_daemon: Callable[..., Daemon],
+    daemon: Daemon,
 ) -> None:
-    socket = start_daemon().socket
+    socket = daemon.socket
     seen = []
     for step in (1, 2):
         loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader

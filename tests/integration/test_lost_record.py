@@ -3,7 +3,6 @@ place that a user looks at reports it. No crash leaves such a volume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.volumes import lose_record
 
-Start = Callable[..., Daemon]
 LOST = "both copies of a commit record are damaged, so that the newest checkpoint may be lost"
 
 
@@ -29,8 +27,7 @@ def saved(daemon: Daemon, *steps: int) -> Path:
     return found.path
 
 
-def test_a_step_back_is_told_everywhere(start_daemon: Start, ctl: Ctl) -> None:
-    daemon = start_daemon()
+def test_a_step_back_is_told_everywhere(daemon: Daemon, ctl: Ctl) -> None:
     lose_record(saved(daemon, 1, 2, 3))
     assert LOST in ctl(daemon.storage, "status").out
     assert LOST in ctl(daemon.storage, "list").err
@@ -56,9 +53,8 @@ def test_a_step_back_is_told_everywhere(start_daemon: Start, ctl: Ctl) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_job_that_may_have_lost_its_only_checkpoint_does_not_start_anew(
-    start_daemon: Start, world_size: int
+    daemon: Daemon, world_size: int
 ) -> None:
-    daemon = start_daemon()
     lose_record(saved(daemon, 1))
     daemon.start()
     with (

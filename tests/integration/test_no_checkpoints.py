@@ -7,22 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from pccheck import CheckpointFailedError, PCcheckClient
-from tests.integration.test_in_flight import status
 from tests.integration.test_observability import base, get
 from tests.promises.test_p2_durable import pccheckctl, saved, until
 from tests.support import waiting
 from tests.support.ctl import Ran
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, Trainer
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 MIB = 1 << 18  # float32 elements
 
 
@@ -39,7 +35,7 @@ def test_a_job_that_is_refused_is_the_loudest(start_daemon: Start, start_trainer
     assert first < told.out.index("fits")
     assert "30.0 MiB" in told.out
     assert "REFUSED" in next(line for line in told.out.splitlines() if line.startswith("big"))
-    ranks = {rank["job"]: rank for rank in status(daemon)["ranks"]}
+    ranks = {rank["job"]: rank for rank in daemon.status()["ranks"]}
     assert ranks["big"]["counters"]["failed"] >= 2  # the next failure reports the last one
     assert "takes" in ranks["big"]["refused"]["message"]
     assert ranks["fits"]["refused"] is None
@@ -55,7 +51,7 @@ def test_every_refused_checkpoint_is_counted(start_daemon: Start, start_trainer:
         assert saved(big)[0] == "failed"
     big.close()
     gone(daemon, big)
-    (rank,) = status(daemon)["ranks"]
+    (rank,) = daemon.status()["ranks"]
     assert (rank["counters"]["failed"], rank["failing"]) == (3, 3)
     _, text = get(f"{base(daemon)}/metrics")
     job, uid = 'job_name="big",rank="0",', f'uid="{os.getuid()}"'
@@ -86,7 +82,7 @@ def test_a_hint_names_jobs_only_if_they_make_room(
 
 
 def status_of(daemon: Daemon, job: str) -> dict[str, str]:
-    (rank,) = (rank for rank in status(daemon)["ranks"] if rank["job"] == job)
+    (rank,) = (rank for rank in daemon.status()["ranks"] if rank["job"] == job)
     found: dict[str, str] = rank["refused"]
     return found
 
@@ -122,7 +118,7 @@ def test_a_refusal_ends_with_the_next_checkpoint_that_fits(start_daemon: Start) 
 
 
 def ended(daemon: Daemon, job: str) -> bool:
-    ranks = {rank["job"]: rank for rank in status(daemon)["ranks"]}
+    ranks = {rank["job"]: rank for rank in daemon.status()["ranks"]}
     return job in ranks and not ranks[job]["connected"] and not ranks[job]["in_flight"]
 
 
@@ -201,11 +197,10 @@ def test_a_job_without_a_durable_checkpoint_is_named_by_the_next_daemon(
 
 
 def test_a_run_that_ends_in_its_first_copy_is_no_trouble_beside_older_checkpoints(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Older checkpoints exist, and the last one failed only because the run ended: nothing is
     wrong."""
-    daemon = start_daemon()
     trainer = start_trainer(daemon, job="big")
     assert saved(trainer)[0] == "durable"
     gone(daemon, trainer)
@@ -224,24 +219,20 @@ def storage_status(daemon: Daemon) -> Ran:
     return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
-def test_failures_while_the_daemon_was_away_are_counted(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
+def test_failures_while_the_daemon_was_away_are_counted(daemon: Daemon, trainer: Trainer) -> None:
     assert saved(trainer)[0] == "durable"
     daemon.kill()
     ends = [saved(trainer)[0] for _ in range(5)]
     assert ends == ["failed"] * 5
     daemon.start()
     waiting.until(lambda: ends.append(saved(trainer)[0]) or ends[-1] == "durable", lambda: ends)
-    (rank,) = status(daemon)["ranks"]
+    (rank,) = daemon.status()["ranks"]
     assert rank["counters"]["failed"] == len(ends) - 1
     daemon.stop()
     daemon.start()
     ends.clear()
     waiting.until(lambda: ends.append(saved(trainer)[0]) or ends[-1] == "durable", lambda: ends)
-    (rank,) = status(daemon)["ranks"]
+    (rank,) = daemon.status()["ranks"]
     # Told once: the count begins with the daemon.
     assert rank["counters"]["failed"] == len(ends) - 1
     assert rank["failing"] == 0
@@ -258,18 +249,17 @@ def test_a_job_whose_last_checkpoints_failed_is_named(
     told = pccheckctl(daemon, "status")
     assert told.code == 3
     assert "failing" in next(line for line in told.out.splitlines() if line.startswith("unl"))
-    (rank,) = status(daemon)["ranks"]
+    (rank,) = daemon.status()["ranks"]
     assert rank["failing"] == 1
     assert saved(trainer)[0] == "durable"
     assert pccheckctl(daemon, "status").code == 0
 
 
 def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """The run reports its lost checkpoints at its end, with the step from which a restart resumes:
     exit code 0 and one early warning are not enough."""
-    daemon = start_daemon()
     trainer = start_trainer(daemon)
     for _ in range(3):
         assert saved(trainer)[0] == "durable"
@@ -297,9 +287,8 @@ def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(
 
 
 def test_a_run_that_never_met_its_daemon_does_not_deny_earlier_checkpoints(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     before = start_trainer(daemon)
     assert saved(before)[0] == "durable"
     before.close()
@@ -312,10 +301,8 @@ def test_a_run_that_never_met_its_daemon_does_not_deny_earlier_checkpoints(
 
 
 def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, trainer: Trainer
 ) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     shutil.rmtree(daemon.storage / str(os.getuid()))
     ends = [saved(trainer)[0] for _ in range(8)]
@@ -327,11 +314,10 @@ def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
 
 
 def test_a_volume_that_cannot_be_made_is_no_busy_daemon(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Any error except a full disk. Before, such checkpoints were skipped, and a run ended without
     a warning."""
-    daemon = start_daemon()
     place = daemon.storage / str(os.geteuid())
     trainer = start_trainer(daemon)
     place.touch()  # a file in place of the user's directory

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from pccheck_store.observer import Observer
 from pccheckctl import cli
 from pccheckctl.output.documents import rows, whole
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 from tests.support.volumes import damage, make
 from tests.support.waiting import until
 from tests.unit.test_metrics import labels_in_use, names_in_use
 
 LIMIT_S = 90.0
-Start = Callable[..., Daemon]
-Train = Callable[..., Trainer]
 
 
 def base(daemon: Daemon) -> str:
@@ -49,12 +46,13 @@ def durable_lines(daemon: Daemon) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("event") == "durable"]
 
 
-def test_metrics_of_a_job_and_every_name_in_use(start_daemon: Start, start_trainer: Train) -> None:
+def test_metrics_of_a_job_and_every_name_in_use(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
     daemon = start_daemon("--metrics", "127.0.0.1:0", "--log-format", "json")
     trainer = start_trainer(daemon, job="gpt")
     for step in (1, 2, 3):
-        trainer.step()
-        assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        assert trainer.save() == "durable"
         assert trainer.step() and step
     # the client sees `durable` on its page before the daemon's loop has counted it
     until(lambda: "pccheck_last_durable_step{" in (text := get(f"{base(daemon)}/metrics")[1])
@@ -153,7 +151,7 @@ def test_an_address_in_use_ends_the_start(start_daemon: Start) -> None:
 
 def test_a_trace_shows_the_overlap(
     start_daemon: Start,
-    start_trainer: Train,
+    start_trainer: Connect,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -210,11 +208,10 @@ def test_a_trace_shows_the_overlap(
         assert times == sorted(times) and times[0] > 0
 
 
-def test_a_failure_is_counted_by_stage(start_daemon: Start, start_trainer: Train) -> None:
+def test_a_failure_is_counted_by_stage(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--metrics", "0", shim="eio:record-a:1")
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     daemon.armed.touch()
     trainer.step()
     handle = trainer.checkpoint()
@@ -235,17 +232,8 @@ def test_rot_is_found_in_the_background(start_daemon: Start, tmp_path: Path) -> 
         "--allow-any-filesystem", "--scrub-interval", "1", "--scrub-rate", "1GiB", "--metrics", "0",
         storage=storage,
     )  # fmt: skip
-
-    def scrub() -> dict[str, object]:
-        with Observer(str(daemon.socket)) as observer:
-            document = observer.status()
-        found = document["scrub"]
-        assert isinstance(found, dict)
-        return found | {"daemon": document["daemon"], "ranks": document["ranks"]}
-
     until(lambda: "scrub_passes_total 0" not in get(f"{base(daemon)}/metrics")[1])
-    found = scrub()
-    assert found["daemon"]["state"] == "degraded"  # type: ignore[index]
+    assert daemon.status()["daemon"]["state"] == "degraded"
     daemon.logs("is damaged near byte 0 of")
     _, text = get(f"{base(daemon)}/metrics")
     assert re.search(r'pccheck_scrub_checkpoints_total\{result="damaged"\} 1\.0', text)

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,16 +16,14 @@ from tests.support.programs import Program
 from tests.unit.test_flatten import same
 from tests.unit.test_inplace import Float32, Named, OwnBoth
 
-Start = Callable[..., Daemon]
-
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     "part", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 4))]
 )
-def test_a_part_of_torch_jit_is_saved_and_restored(start_daemon: Start, part: Any) -> None:
+def test_a_part_of_torch_jit_is_saved_and_restored(daemon: Daemon, part: Any) -> None:
     """The parts of such a module are not dicts."""
-    daemon, saved = start_daemon(), dict[str, Any]()
+    saved = dict[str, Any]()
     for restores in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), part(nn.Linear(4, 4)))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -56,7 +53,7 @@ class Sharing(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("cls", [Named, OwnBoth, Sharing])
 def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
-    start_daemon: Start, cls: type[Float32]
+    daemon: Daemon, cls: type[Float32]
 ) -> None:
     def kit() -> tuple[nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -68,7 +65,7 @@ def test_an_optimizer_of_its_own_kind_goes_on_as_if_nothing_had_happened(
             p.grad = torch.ones_like(p)
         optimizer.step()
 
-    daemon, (straight, whole) = start_daemon(), kit()
+    (straight, whole) = kit()
     for step in (1, 2):
         train(straight, whole)
         model, optimizer = kit()
@@ -88,18 +85,17 @@ def spawned(daemon: Daemon, how: str, method: str = "fork") -> list[str]:
     return sorted(re.findall(r"(?m)^\d: .*", printed))
 
 
-def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_ranks_of_mp_spawn_take_their_rank_from_the_process_group(daemon: Daemon) -> None:
     assert spawned(daemon, "late", "spawn") == ["0: 0 0", "1: 0 1"]
     assert spawned(daemon, "late") == ["0: 1 0", "1: 1 1"]
 
 
-def test_a_rank_that_connects_before_the_process_group_is_told_how(start_daemon: Start) -> None:
-    texts = spawned(start_daemon(), "early")
+def test_a_rank_that_connects_before_the_process_group_is_told_how(daemon: Daemon) -> None:
+    texts = spawned(daemon, "early")
     assert sum("rank= and world_size=, or make the client after init" in one for one in texts) == 1
 
 
-def test_zero_of_torch_goes_on_bit_for_bit_with_its_scheduler(start_daemon: Start) -> None:
+def test_zero_of_torch_goes_on_bit_for_bit_with_its_scheduler(daemon: Daemon) -> None:
     """Its own state_dict() gathers the state of all ranks, and the scheduler changes its groups,
     not those of the optimizer inside."""
-    assert spawned(start_daemon(), "zero") == ["0: True", "1: True"]
+    assert spawned(daemon, "zero") == ["0: True", "1: True"]

@@ -4,7 +4,6 @@ checkpoint."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from pccheck import CheckpointFailedError, NoCheckpointError, PCcheckClient, Rea
 from pccheck.integrations.deepspeed_files import tags_of
 from pccheck_native import catalog
 from pccheck_wire.messages import Pin
-from tests.support.daemon import Daemon
-from tests.support.trainer import RemoteError, Trainer
-
-Start = Callable[..., Daemon]
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, RemoteError, Trainer
 
 
 def client_of(daemon: Daemon, **options: Any) -> PCcheckClient:
@@ -33,8 +30,7 @@ def steps(client: PCcheckClient) -> list[tuple[int, bool]]:
     return [(one.step, one.pinned) for one in client.steps()]
 
 
-def test_a_pinned_checkpoint_outlives_kill_and_restart(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_pinned_checkpoint_outlives_kill_and_restart(daemon: Daemon) -> None:
     with client_of(daemon) as client:
         save(client, 1, 2)
         client.pin(1)
@@ -65,8 +61,7 @@ def test_a_pin_takes_no_slot_that_the_next_checkpoint_needs(start_daemon: Start)
         assert steps(client)[2:] == [(2, True), (1, True)]
 
 
-def test_a_pinned_checkpoint_whose_step_is_saved_again_is_listed(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_pinned_checkpoint_whose_step_is_saved_again_is_listed(daemon: Daemon) -> None:
     with client_of(daemon) as client:
         save(client, 2, 3)
         client.pin(3)
@@ -87,9 +82,9 @@ def test_a_pinned_checkpoint_whose_step_is_saved_again_is_listed(start_daemon: S
         assert not client.recover(step=3).state[0].any()
 
 
-def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(start_daemon: Start) -> None:
+def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(daemon: Daemon) -> None:
     """DeepSpeed loads a tag by its step."""
-    with client_of(start_daemon()) as client:
+    with client_of(daemon) as client:
         for tag in ("first", "again"):
             client.checkpoint([torch.zeros(9)], step=3, metadata={"tag": tag}).wait_durable(60)
             if tag == "first":
@@ -99,8 +94,8 @@ def test_the_tag_of_a_step_that_is_saved_again_is_the_newer_one(start_daemon: St
         assert tags_of(client) == {"again": 3}
 
 
-def test_what_is_protected_for_the_next_run_and_pinned_leaves_a_slot(start_daemon: Start) -> None:
-    daemon = start_daemon()  # 4 slots, 2 kept
+def test_what_is_protected_for_the_next_run_and_pinned_leaves_a_slot(daemon: Daemon) -> None:
+    """Of four slots, of which two are kept."""
     with client_of(daemon) as client:
         save(client, 1)
         client.pin(1)
@@ -111,15 +106,14 @@ def test_what_is_protected_for_the_next_run_and_pinned_leaves_a_slot(start_daemo
             assert (1, True) in steps(client)
 
 
-def test_only_what_is_durable_can_be_pinned(start_daemon: Start) -> None:
-    with client_of(start_daemon()) as client:
+def test_only_what_is_durable_can_be_pinned(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
         save(client, 1)
         with pytest.raises(NoCheckpointError, match=r"step 2 \(durable steps: 1\).*wait_global"):
             client.pin(2)
 
 
-def test_the_end_of_the_job_leaves_what_is_pinned(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_the_end_of_the_job_leaves_what_is_pinned(daemon: Daemon) -> None:
     with client_of(daemon) as client:
         save(client, 1)
         client.pin(1)
@@ -129,8 +123,8 @@ def test_the_end_of_the_job_leaves_what_is_pinned(start_daemon: Start) -> None:
         assert steps(client) == [(3, False), (1, True)]
 
 
-def test_a_pin_in_a_state_that_has_outgrown_its_slots_stays(start_daemon: Start) -> None:
-    with client_of(start_daemon()) as client:
+def test_a_pin_in_a_state_that_has_outgrown_its_slots_stays(daemon: Daemon) -> None:
+    with client_of(daemon) as client:
         save(client, 1)
         client.pin(1)
         for step in (2, 3, 4):
@@ -147,10 +141,7 @@ def _steps(trainer: Any) -> list[tuple[int, bool]]:
     return [(one.step, one.pinned) for one in trainer.client.steps()]
 
 
-def test_a_pin_by_one_rank_holds_on_all(
-    start_daemon: Start, start_trainer: Callable[..., Trainer]
-) -> None:
-    daemon = start_daemon()
+def test_a_pin_by_one_rank_holds_on_all(daemon: Daemon, start_trainer: Connect) -> None:
 
     def start() -> list[Trainer]:
         return [start_trainer(daemon, rank=rank, world_size=2) for rank in (0, 1)]
@@ -185,7 +176,7 @@ def test_a_pin_by_one_rank_holds_on_all(
 
 
 def test_a_pin_that_was_cut_off_between_ranks_is_none(
-    start_daemon: Start, start_trainer: Callable[..., Trainer]
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     daemon = start_daemon("--slots", "4", shim="kill:record-a:2")
     group = [start_trainer(daemon, rank=rank, world_size=2) for rank in (0, 1)]
@@ -213,9 +204,8 @@ def test_a_pin_that_was_cut_off_between_ranks_is_none(
 
 
 def test_all_ranks_go_back_together_and_finish_after_their_end(
-    start_daemon: Start, start_trainer: Callable[..., Trainer]
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     group = [start_trainer(daemon, rank=rank, world_size=2) for rank in (0, 1)]
 
     def save_step() -> None:
@@ -250,9 +240,9 @@ def _back_to_two(trainer: Any) -> int:
 
 
 def test_a_rank_that_does_not_save_its_job_pins_nothing_of_it(
-    start_daemon: Start, start_trainer: Callable[..., Trainer]
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    trainer = start_trainer(start_daemon())
+    trainer = start_trainer(daemon)
     with pytest.raises(RemoteError, match="no durable checkpoint of step 1"):
         trainer.evaluate(_pin)
     assert Pin(1).pinned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.daemon import Daemon
@@ -12,11 +11,10 @@ from tests.support.programs import python
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
-def test_the_blocks_of_the_page_run(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_the_blocks_of_the_page_run(daemon: Daemon, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
-    daemon = start_daemon()
     variables = daemon.environment() | {"PCCHECK_SOCKET": str(daemon.socket)}
     with python(str(script), environment=variables, cwd=tmp_path) as program:
         printed = program.finish()

@@ -114,9 +114,8 @@ def check_errors(reader: Reader, one: OpenCheckpoint, step: int) -> None:
 
 
 def test_any_part_is_read_beside_the_trainer_and_from_the_directory(
-    start_daemon: Start, start_trainer: Start
+    daemon: Daemon, start_trainer: Start
 ) -> None:
-    daemon = start_daemon()
     trainer = start_trainer(daemon, COUNTS)
     step = save(trainer, metadata={"loss": 0.5}, count=3)
     with Reader("job", socket=daemon.socket) as reader:
@@ -241,9 +240,8 @@ def test_a_lease_ends_rather_than_that_a_checkpoint_is_skipped(
 
 
 def test_a_killed_daemon_ends_what_is_open_and_the_next_one_has_it(
-    start_daemon: Start, start_trainer: Start
+    daemon: Daemon, start_trainer: Start
 ) -> None:
-    daemon = start_daemon()
     trainer = start_trainer(daemon, COUNTS)
     step = save(trainer)
     with Reader("job", socket=daemon.socket) as reader:
@@ -262,10 +260,9 @@ def test_a_killed_daemon_ends_what_is_open_and_the_next_one_has_it(
 
 
 def test_a_read_that_was_interrupted_writes_nothing_afterwards(
-    start_daemon: Start, start_trainer: Start, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, start_trainer: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory may be another's by then. The checkpoint stays open."""
-    daemon = start_daemon()
     save(start_trainer(daemon, COUNTS))
     with Reader("job", socket=daemon.socket) as reader:
         opened = reader.open()
@@ -295,10 +292,9 @@ def _reads(opened: OpenCheckpoint) -> bool:
         return False
 
 
-def test_what_other_users_have_is_refused(start_daemon: Start, start_trainer: Start) -> None:
+def test_what_other_users_have_is_refused(daemon: Daemon, start_trainer: Start) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can be another user")
-    daemon = start_daemon()
     daemon.open_to_everybody()
     trainer = start_trainer(daemon, COUNTS)
     save(trainer)
@@ -383,9 +379,8 @@ def test_ranks_that_lack_a_step_are_named(tmp_path: Path) -> None:
 
 
 def test_reading_and_adopting_ends_the_warning_and_the_pin_on_every_rank(
-    start_daemon: Start, start_trainer: Start
+    daemon: Daemon, start_trainer: Start
 ) -> None:
-    daemon = start_daemon()
 
     def ranks() -> list[Trainer]:
         return [start_trainer(daemon, COUNTS, rank=rank, world_size=2) for rank in range(2)]

@@ -8,18 +8,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
 import pytest
 
-from tests.support.daemon import Daemon
-from tests.support.trainer import RemoteError, Trainer
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
-
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, RemoteError
 
 NOBODY = 65534
 
@@ -131,8 +126,7 @@ def test_storage_of_another_owner() -> None:
         assert "chown" in text or "permission" in text.lower()
 
 
-def test_another_protocol_version(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_another_protocol_version(daemon: Daemon) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(10)
         peer.connect(str(daemon.socket))
@@ -142,19 +136,14 @@ def test_another_protocol_version(start_daemon: Start) -> None:
     assert b"99" in answer
 
 
-def test_a_live_duplicate_is_refused_with_both_pids(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
+def test_a_live_duplicate_is_refused_with_both_pids(daemon: Daemon, start_trainer: Connect) -> None:
     first = start_trainer(daemon)
-    first.step()
-    first.wait_durable(first.checkpoint())
+    first.save()
     second = start_trainer(daemon, on_error="warn")
     with pytest.raises(RemoteError, match=str(first.pid)) as error:
         second.restore()
     assert str(second.pid) in error.value.message
-    first.step()
-    assert first.wait_durable(first.checkpoint()) == "durable"
+    assert first.save() == "durable"
 
 
 def overwrite(path: Path, *, where: int) -> None:
@@ -165,9 +154,8 @@ def overwrite(path: Path, *, where: int) -> None:
 
 @pytest.mark.parametrize("how", ["scribbled", "truncated", "newer"])
 def test_a_volume_that_cannot_be_read_is_kept_and_named(
-    start_daemon: Start, start_trainer: Connect, how: str
+    daemon: Daemon, start_trainer: Connect, how: str
 ) -> None:
-    daemon = start_daemon()
     make_checkpoint(daemon, start_trainer)
     daemon.stop()
     (volume,) = daemon.storage.rglob("*.pcc")

@@ -18,12 +18,7 @@ from pccheck_store.remote import DaemonStore
 from pccheck_wire import tree
 from pccheck_wire.messages import Read, ReplyBody, RequestBody
 from pccheckctl.commands import verify
-from tests.support.daemon import Daemon
-
-
-@pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
-    return start_daemon()
+from tests.support.daemon import Daemon, Start
 
 
 def save(client: PCcheckClient, *steps: int) -> None:
@@ -70,7 +65,7 @@ def test_a_read_whose_answer_was_lost_is_begun_again(
 
 
 @pytest.mark.parametrize("read", ["read", "read_into"])
-def test_a_reader_is_told_so(start_daemon: Callable[..., Daemon], read: str) -> None:
+def test_a_reader_is_told_so(start_daemon: Start, read: str) -> None:
     """The lease of the reader has ended, because a new checkpoint needed the slot."""
     daemon = start_daemon("--slots", "3")
     store = DaemonStore(str(daemon.socket), daemon.storage)

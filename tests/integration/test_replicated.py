@@ -12,12 +12,10 @@ import torch
 
 from pccheck_native import catalog
 from tests.support.ctl import Ctl
-from tests.support.daemon import Daemon
-from tests.support.trainer import RemoteError, Trainer, mismatch
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, RemoteError, Trainer, mismatch
 from tests.support.volumes import damage
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 COUNTS = [300_000, 11, 120_000, 70_001, 5]
 PAYLOAD = 4 * sum(COUNTS)
 
@@ -48,11 +46,10 @@ def kill(group: list[Trainer]) -> None:
 
 @pytest.mark.parametrize("more", [[7], [500_000]])
 def test_ranks_with_different_tensors_do_not_save_what_none_can_restore(
-    start_daemon: Start, start_trainer: Connect, more: list[int]
+    daemon: Daemon, start_trainer: Connect, more: list[int]
 ) -> None:
     """Only rank 0 attaches an averaged model: each rank would divide the state in its own way, and
     the stored parts would not fit together."""
-    daemon = start_daemon()
     group = [
         start_trainer(
             daemon, COUNTS + (more if rank == 0 else []), rank=rank, world_size=2,
@@ -70,10 +67,9 @@ def test_ranks_with_different_tensors_do_not_save_what_none_can_restore(
 
 
 def test_ranks_that_attach_in_another_order_do_not_mix_what_they_store(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Two models of the same shapes: each rank would store a part of another one."""
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, 2, attach=False)
     for trainer, names in zip(group, ("ab", "ba"), strict=True):
         trainer.evaluate(functools.partial(attach_models, names))
@@ -89,9 +85,8 @@ def attach_models(names: str, trainer: Any) -> None:
 
 @pytest.mark.parametrize("again", [1, 2, 3])
 def test_any_number_of_ranks_restores_what_two_have_stored(
-    start_daemon: Start, start_trainer: Connect, again: int
+    daemon: Daemon, start_trainer: Connect, again: int
 ) -> None:
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, 2)
     train(group, 3)
     kill(group)
@@ -148,8 +143,7 @@ def _goes_back(step: int, trainer: Any) -> int:
     return done
 
 
-def test_each_rank_stores_its_part_only(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_each_rank_stores_its_part_only(daemon: Daemon, start_trainer: Connect) -> None:
     group = ranks(start_trainer, daemon, 3)
     train(group, 1)
     kill(group)
@@ -160,9 +154,8 @@ def test_each_rank_stores_its_part_only(start_daemon: Start, start_trainer: Conn
 
 
 def test_the_whole_is_exported_from_any_rank(
-    start_daemon: Start, start_trainer: Connect, ctl: Ctl, tmp_path: Path
+    daemon: Daemon, start_trainer: Connect, ctl: Ctl, tmp_path: Path
 ) -> None:
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, 2)
     train(group, 4)
     kill(group)
@@ -179,10 +172,7 @@ def test_the_whole_is_exported_from_any_rank(
             assert mismatch(parts, 4) == ""
 
 
-def test_sharded_state_is_not_taken_for_replicated(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
+def test_sharded_state_is_not_taken_for_replicated(daemon: Daemon, start_trainer: Connect) -> None:
     group = ranks(start_trainer, daemon, 2, replicated=False)
     train(group, 2)
     kill(group)
@@ -192,9 +182,8 @@ def test_sharded_state_is_not_taken_for_replicated(
 
 
 def test_a_rank_whose_part_is_damaged_has_no_step_mixed(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, 2)
     for _ in range(3):
         train(group, 1)

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,14 +15,13 @@ import pytest
 
 from pccheck_native import catalog
 from tests.conftest import SMALL
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 from tests.support.manager import ServedDaemon
-from tests.support.trainer import Trainer
+from tests.support.trainer import Connect, Trainer
 from tests.support.waiting import until
 
 from .restart_campaign import run
 
-Connect = Callable[..., Trainer]
 Serve = Callable[..., ServedDaemon]
 
 MIB = 1 << 18
@@ -93,12 +89,11 @@ def test_what_was_reported_as_failed_is_named_once_it_is_durable(
 
 
 def test_what_was_published_as_the_daemon_died_is_named_when_it_is_restored(
-    start_daemon: Callable[..., Daemon], start_trainer: Connect
+    start_daemon: Start, start_trainer: Connect
 ) -> None:
     daemon = start_daemon(shim="kill:record-b:1")  # replica A of the record is durable by then
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     daemon.armed.touch()
     trainer.step()
     handle = trainer.checkpoint()
@@ -150,8 +145,7 @@ def test_killed_again_and_again(serve: Serve, start_trainer: Connect) -> None:
 def test_what_was_not_copied_is_dropped(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB])
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.step()
     assert trainer.watch(trainer.checkpoint(), "copying") == "copying"
     daemon.kill()
@@ -184,8 +178,7 @@ def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect)
     """A trainer can always write to its segments; a change after `copied` fails the checkpoint."""
     daemon = serve("--max-bandwidth", "4MiB")
     trainer = start_trainer(daemon, [4 * MIB])
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.step()
     trainer.wait_copied(trainer.checkpoint())
     daemon.kill()
@@ -193,7 +186,7 @@ def test_a_chunk_that_was_changed_is_found(serve: Serve, start_trainer: Connect)
     trainer.kill()
     daemon.start()
     _recovers(start_trainer(daemon, [4 * MIB]), 1)
-    states = {one["step"]: one for rank in _status(daemon)["ranks"] for one in rank["checkpoints"]}
+    states = {one["step"]: one for rank in daemon.status()["ranks"] for one in rank["checkpoints"]}
     assert states[2]["state"] == "failed" and "changed" in states[2]["reason"], states
 
 
@@ -202,8 +195,7 @@ def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
     first."""
     daemon = serve("--dram", "64MiB", "--max-bandwidth", "4MiB")
     trainer = start_trainer(daemon, [8 * MIB])
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.step()
     trainer.wait_copied(trainer.checkpoint())
     daemon.kill()
@@ -235,8 +227,7 @@ def test_a_full_store(serve: Serve, start_trainer: Connect) -> None:
     """With a full store everything works, but fewer checkpoints survive the daemon."""
     daemon = serve(store_max=1)
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     assert _kept(daemon)["refused"] > 0
     daemon.kill()
     trainer.kill()
@@ -273,8 +264,7 @@ def _copied(start_trainer: Connect, daemon: ServedDaemon, size: int) -> Trainer:
 
 
 def _recovers(trainer: Trainer, step: int) -> None:
-    assert trainer.restore()["step"] == step
-    assert trainer.check(step) == ""
+    assert trainer.restored() == (step, "")
 
 
 def _scribble(trainer: Any) -> int:
@@ -315,17 +305,8 @@ def _garbage(daemon: ServedDaemon) -> list[tuple[str, int]]:
     ]
 
 
-def _status(daemon: ServedDaemon) -> dict[str, Any]:
-    told = subprocess.run(
-        [sys.executable, "-m", "pccheckctl", "status", "--json", "--socket", str(daemon.socket)],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    found: dict[str, Any] = json.loads(told.stdout)
-    return found
-
-
 def _kept(daemon: ServedDaemon) -> dict[str, Any]:
-    found: dict[str, Any] = _status(daemon)["kept"]
+    found: dict[str, Any] = daemon.status()["kept"]
     return found
 
 

@@ -122,9 +122,8 @@ class Run:
     ],
 )
 def test_losses_are_those_of_an_uninterrupted_run(
-    start_daemon: Callable[..., Daemon], optimizer: str, scheduler: str, dtype: torch.dtype
+    daemon: Daemon, optimizer: str, scheduler: str, dtype: torch.dtype
 ) -> None:
-    daemon = start_daemon()
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
         run = Run(1, optimizer, scheduler, dtype)
         run.attach(client)
@@ -152,11 +151,11 @@ def another_default_device() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("another_default_device")
-def test_the_default_device_does_not_matter(start_daemon: Callable[..., Daemon]) -> None:
+def test_the_default_device_does_not_matter(daemon: Daemon) -> None:
     """Scripts set it to their GPU; restored tensors are on their original device."""
     model = nn.Linear(3, 3, device="cpu")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with PCcheckClient(job="job", socket=start_daemon().socket, on_error="raise") as client:
+    with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
         client.attach(model=model, rng=True)
         client.checkpoint(step=1, metadata="x").wait_durable(60)
         found = client.recover().state["model"]
@@ -168,10 +167,10 @@ def test_the_default_device_does_not_matter(start_daemon: Callable[..., Daemon])
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_an_interrupted_restore_can_be_repeated(start_daemon: Callable[..., Daemon]) -> None:
+def test_an_interrupted_restore_can_be_repeated(daemon: Daemon) -> None:
     """Ctrl-C at any moment of a restore: the next restore succeeds."""
     state = nn.ParameterList([torch.ones(8_000_000)])
-    with PCcheckClient(job="job", socket=start_daemon().socket) as client:
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.attach(model=state)
         client.checkpoint(step=1).wait_durable(60)
         main = threading.main_thread().ident

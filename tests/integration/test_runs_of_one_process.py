@@ -3,12 +3,8 @@ and so trains nothing. Every run logs whether it was resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tests.support.daemon import Daemon
 from tests.support.programs import script
-
-Start = Callable[..., Daemon]
 
 FOLDS = """
 import sys, torch
@@ -53,8 +49,7 @@ def said(daemon: Daemon, text: str, *words: object) -> str:
         return program.finish()
 
 
-def test_a_second_run_of_one_job_is_warned_of(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_a_second_run_of_one_job_is_warned_of(daemon: Daemon) -> None:
     told = said(daemon, FOLDS, "folds")
     assert "fold 1 begins with step 4" in told
     assert told.count(OWN) == 1 and "PCcheckClient(job=...)" in told
@@ -65,19 +60,18 @@ def test_a_second_run_of_one_job_is_warned_of(start_daemon: Start) -> None:
     assert CONTINUES in after and OWN not in after  # fold 0 had nothing to do, and saved nothing
 
 
-def test_runs_with_names_of_their_own_are_not(start_daemon: Start) -> None:
-    told = said(start_daemon(), FOLDS, "fold-{}")
+def test_runs_with_names_of_their_own_are_not(daemon: Daemon) -> None:
+    told = said(daemon, FOLDS, "fold-{}")
     assert "fold 1 begins with step 1" in told
     assert OWN not in told and CONTINUES not in told
 
 
-def test_going_back_with_the_same_client_is_no_second_run(start_daemon: Start) -> None:
-    told = said(start_daemon(), ROLLBACK)
+def test_going_back_with_the_same_client_is_no_second_run(daemon: Daemon) -> None:
+    told = said(daemon, ROLLBACK)
     assert "job 'back' continues from step 1" in told and OWN not in told
 
 
-def test_one_rank_shows_that_a_job_continues(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_one_rank_shows_that_a_job_continues(daemon: Daemon) -> None:
     first, second = said(daemon, GROUP), said(daemon, GROUP)
     assert "[0, 0]" in first and CONTINUES not in first
     assert "[1, 1]" in second and second.count(CONTINUES) == 1

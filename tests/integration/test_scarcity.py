@@ -7,16 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from pccheck_wire.errors import PccheckError
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import Trainer
+from tests.support.trainer import Connect
 
 MIB = 1 << 20
 NOBODY = 4321
@@ -128,15 +128,12 @@ def test_the_default_dram_is_a_quarter_of_the_cgroups_limit(group: Path) -> None
         assert daemon.stop() == 0
 
 
-def test_killed_for_its_memory(
-    start_daemon: Callable[..., Daemon], start_trainer: Callable[..., Trainer], group: Path
-) -> None:
+def test_killed_for_its_memory(start_daemon: Start, start_trainer: Connect, group: Path) -> None:
     """The kernel kills the daemon when its memory grows: the trainer goes on and connects to the
     next daemon by itself, and durable checkpoints are not lost."""
     daemon = start_daemon("--dram", "256MiB")
     trainer = start_trainer(daemon, [12_000_000])  # 48 MB
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     (group / "cgroup.procs").write_text(str(daemon.pid))
     (group / "memory.limit_in_bytes").write_text(str(16 * MIB))
     with ExitStack() as stack:

@@ -19,10 +19,9 @@ from pccheckctl import cli
 from tests.conftest import SMALL
 from tests.support.rank import Rank, payload_of
 from tests.support.service import Service, listen_at
-from tests.support.trainer import Trainer
+from tests.support.trainer import Connect
 
 Start = Callable[..., Service]
-StartTrainer = Callable[..., Trainer]
 SIZE = 3_000_000
 
 
@@ -78,7 +77,7 @@ def test_the_watchdog_hears_the_loop(make: Start) -> None:
 
 
 def test_a_wedged_disk_is_degraded_and_no_reason_to_die(
-    make: Start, start_trainer: StartTrainer
+    make: Start, start_trainer: Connect
 ) -> None:
     service = make("--stall-limit", "0.5", watchdog_s=1.0, shim="slow:data:3600000000").start()
     service.armed.touch()
@@ -88,13 +87,12 @@ def test_a_wedged_disk_is_degraded_and_no_reason_to_die(
     assert "the disk has finished nothing for" in said
     service.drain()
     service.wait_for(lambda said: said == "WATCHDOG=1")
-    with Observer(str(service.socket)) as observer:
-        document = observer.status()
-    assert document["daemon"]["state"] == "degraded"  # type: ignore[index]
+    document = service.status()
+    assert document["daemon"]["state"] == "degraded"
     assert "stay in memory" in str(document["warnings"])
 
 
-def test_a_stop_says_how_long_it_still_takes(make: Start, start_trainer: StartTrainer) -> None:
+def test_a_stop_says_how_long_it_still_takes(make: Start, start_trainer: Connect) -> None:
     service = make("--drain-limit", "1", shim="slow:data:3600000000").start()
     service.armed.touch()
     trainer = start_trainer(service)
@@ -152,8 +150,7 @@ def test_sighup_limits_what_is_open(make: Start) -> None:
         service.file.write_text(text)
         service.kill(signal.SIGHUP)
         service.wait_for(lambda said: said == "READY=1")
-        with Observer(str(service.socket)) as observer:
-            (shown,) = observer.status()["ranks"]  # type: ignore[misc]
+        (shown,) = service.status()["ranks"]
         limited: int = shown["volume"]["max_bandwidth_bytes"]
         return limited
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,14 @@ from tests.support.volumes import bases
 torch = pytest.importorskip("torch")
 torch_dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-Start = Callable[..., Daemon]
 STEPS = 3  # of every start
 
 
 @pytest.mark.long
 def test_another_mesh_and_another_number_of_ranks_go_on(
-    start_daemon: Start, ctl: Ctl, tmp_path: Path
+    daemon: Daemon, ctl: Ctl, tmp_path: Path
 ) -> None:
     """FSDP, tensor parallelism below it (strided shards), replicas, and no sharding at all."""
-    daemon = start_daemon()
     last = ""
     starts = [(4, "tp"), (3, "fsdp"), (4, "hsdp"), (1, "none"), (2, "fsdp")]
     for number, (ranks, cut) in enumerate(starts):

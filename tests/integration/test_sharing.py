@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -21,16 +21,11 @@ from pccheck_wire.errors import PccheckError, RefusedError, StorageFullError
 from pccheck_wire.messages import CheckpointState, Role
 from tests.conftest import SMALL
 from tests.support.as_user import import_all
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.manager import ServedDaemon
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import Trainer
+from tests.support.trainer import Connect, Trainer
 from tests.support.waiting import until
-
-from .test_in_flight import status
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 
 MIB = 1 << 20
 FLOATS = MIB // 4
@@ -40,7 +35,7 @@ LIMIT_S = 60.0
 
 def dram(daemon: Daemon) -> dict[str, dict[str, int]]:
     """What each job has and wants; checks that all jobs together have no more than the total."""
-    told = status(daemon)
+    told = daemon.status()
     assert told["pool"]["used_bytes"] <= told["pool"]["budget_bytes"], told["pool"]
     return {rank["job"]: rank["dram"] for rank in told["ranks"]}
 
@@ -121,7 +116,7 @@ def test_many_jobs_of_one_user_are_one_user(
     has(daemon, a=8, b=8, c=8)
     saves(start_stranger(daemon, [12 * FLOATS], job="other"))
     has(daemon, a=4, b=4, c=4, other=12)
-    (mine, others) = status(daemon)["users"]
+    (mine, others) = daemon.status()["users"]
     assert (mine["uid"], mine["dram_bytes"], others["dram_bytes"]) == (0, 12 * MIB, 12 * MIB)
 
 
@@ -214,7 +209,7 @@ def test_the_sessions_of_one_user_do_not_hold_all_memory(start_daemon: Start) ->
     ) as attacker:  # fmt: skip
         assert attacker.stdout is not None and attacker.stdin is not None
         assert attacker.stdout.readline() == "enough\n"
-        assert status(daemon)["pool"]["used_bytes"] == 16 * MIB
+        assert daemon.status()["pool"]["used_bytes"] == 16 * MIB
         for job in ("first", "second"):
             with Rank(daemon.socket, job=job) as rank:
                 rank.register(3 * MIB)
@@ -235,7 +230,7 @@ def _registers(rank: Rank, size: int) -> bool:
 
 
 def _chunks(daemon: Daemon) -> int:
-    (rank,) = status(daemon)["ranks"]
+    (rank,) = daemon.status()["ranks"]
     return sum(count for state, count in rank["chunks"].items() if state != "bytes")
 
 
@@ -274,10 +269,10 @@ def test_dram_of_one_user(start_daemon: Start) -> None:
         assert "'job1' rank 0 of uid" in refused.value.message and refused.value.hint
         for rank in ranks[:3]:
             rank.save(1, payload_of(3, 8 * MIB))
-        assert status(daemon)["users"][0]["dram_bytes"] == 6 * MIB
+        assert daemon.status()["users"][0]["dram_bytes"] == 6 * MIB
         ranks[0].close()
         until(lambda: _registers(ranks[3], 8 * MIB))
-        assert status(daemon)["users"][0]["dram_bytes"] <= 6 * MIB
+        assert daemon.status()["users"][0]["dram_bytes"] <= 6 * MIB
 
 
 def test_storage_of_one_user(start_daemon: Start) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from pccheck import PCcheckClient, UsageError
-from pccheck_store.observer import Observer
 from tests.conftest import SMALL
 from tests.support.daemon import Daemon
 from tests.support.endtraining import EndTrainer
@@ -59,8 +58,7 @@ def test_the_interval_follows_the_disk(stack: ExitStack) -> None:
         service.wait_for(lambda said: said == "READY=1")
 
     def shown() -> int:
-        with Observer(str(service.socket)) as observer:
-            (rank,) = observer.status()["ranks"]  # type: ignore[misc]
+        (rank,) = service.status()["ranks"]
         steps: int = rank["interval_steps"]
         return steps
 
@@ -81,23 +79,21 @@ def test_the_interval_follows_the_disk(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_save_after_the_same_steps(
-    start_daemon: Callable[..., Daemon], stack: ExitStack, tmp_path: Path, slow: int
+    daemon: Daemon, stack: ExitStack, tmp_path: Path, slow: int
 ) -> None:
-    socket = str(start_daemon().socket)
     ranks = [stack.enter_context(EndTrainer(LOCAL_WORLD_SIZE="2")) for _ in range(2)]
     for rank, trainer in enumerate(ranks):
         pause_s = 0.02 if rank == slow else 0.01
-        trainer.post("paced", socket, rank, str(tmp_path / "store"), 80, pause_s)
+        trainer.post("paced", str(daemon.socket), rank, str(tmp_path / "store"), 80, pause_s)
     first, second = (trainer.answer() for trainer in ranks)
     assert first == second and len(first) > 2
-    with Observer(socket) as observer:
-        (group,) = observer.status()["groups"]  # type: ignore[misc]
+    (group,) = daemon.status()["groups"]
     assert group["global"]["step"] == first[-1]
 
 
-def test_several_ranks_need_a_process_group(start_daemon: Callable[..., Daemon]) -> None:
+def test_several_ranks_need_a_process_group(daemon: Daemon) -> None:
     with (
-        PCcheckClient("lone", 0, 2, socket=start_daemon().socket) as client,
+        PCcheckClient("lone", 0, 2, socket=daemon.socket) as client,
         pytest.raises(UsageError, match=r"init_process_group\(\) before should_checkpoint\(\)"),
     ):
         client.should_checkpoint(1)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from pccheck_wire.errors import NoCheckpointError
 from pccheck_wire.messages import CheckpointState, Opened, Restored
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
 
-Start = Callable[..., Daemon]
 SIZE = 300_000
 TWO_SLOTS = ("--slots", "2", "--keep", "1")
 
@@ -113,8 +112,7 @@ def test_what_became_durable_after_the_ranks_had_died_is_kept(start_daemon: Star
     assert common_step(daemon, "c") == [2, 2]
 
 
-def test_growing_again_and_again_before_anything_is_durable(start_daemon: Start) -> None:
-    daemon = start_daemon()
+def test_growing_again_and_again_before_anything_is_durable(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         for size in range(1, 9):
             rank.register(size * 4_000_000)

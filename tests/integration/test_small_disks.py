@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 
 
-def test_a_full_disk_is_named_and_what_fits_goes_on(
-    start_daemon: Callable[..., Daemon], disk: Path
-) -> None:
+def test_a_full_disk_is_named_and_what_fits_goes_on(start_daemon: Start, disk: Path) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.checkpoint([1]).wait_durable(60)
@@ -29,9 +26,7 @@ def test_a_full_disk_is_named_and_what_fits_goes_on(
     assert [path.name for path in disk.rglob("*.tmp")] == []
 
 
-def test_a_daemon_starts_on_a_disk_without_a_block_left(
-    start_daemon: Callable[..., Daemon], disk: Path
-) -> None:
+def test_a_daemon_starts_on_a_disk_without_a_block_left(start_daemon: Start, disk: Path) -> None:
     """The full disk may have the only checkpoints from which a job can resume."""
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
@@ -49,9 +44,7 @@ def test_a_daemon_starts_on_a_disk_without_a_block_left(
     assert daemon.stop() == 0
 
 
-def test_a_read_only_disk_is_refused_and_can_be_read(
-    start_daemon: Callable[..., Daemon], disk: Path
-) -> None:
+def test_a_read_only_disk_is_refused_and_can_be_read(start_daemon: Start, disk: Path) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=disk)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.checkpoint([torch.ones(3)], step=7).wait_durable(60)

@@ -18,8 +18,8 @@ Train = Callable[[int], None]
 
 
 @pytest.fixture
-def client(start_daemon: Callable[..., Daemon]) -> Iterator[PCcheckClient]:
-    with PCcheckClient(job="job", socket=start_daemon().socket) as client:
+def client(daemon: Daemon) -> Iterator[PCcheckClient]:
+    with PCcheckClient(job="job", socket=daemon.socket) as client:
         yield client
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -13,13 +12,10 @@ from pccheck.saving.in_flight import InFlight
 from pccheck.saving.saver import Saver
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role
-from tests.support.daemon import Daemon
+from tests.support.daemon import Start
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import RemoteError, Trainer
+from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import until
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 
 
 @pytest.mark.parametrize("fault", ["eio:data:2", "enospc:data:1", "eio:flush:1"])
@@ -28,19 +24,15 @@ def test_a_failed_write_moves_the_checkpoint_to_another_slot(
 ) -> None:
     daemon = start_daemon(shim=fault)
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     daemon.armed.touch()
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
-    trainer.step()
-    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    assert trainer.save() == "durable"
+    assert trainer.save() == "durable"
     trainer.kill()
     daemon.kill()
     daemon.start()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == 3
-    assert again.check(3) == ""
+    assert again.restored() == (3, "")
 
 
 @pytest.mark.parametrize("fault", ["eio:record-a:1", "eio:record-b:1"])
@@ -49,8 +41,7 @@ def test_after_a_failed_record_the_volume_is_read_again(
 ) -> None:
     daemon = start_daemon(shim=fault)
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     daemon.armed.touch()
     trainer.step()
     handle = trainer.checkpoint()
@@ -166,8 +157,7 @@ def test_after_a_failed_record_the_next_trainer_saves(
 ) -> None:
     daemon = start_daemon(shim="enospc:record-a:1")
     trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     daemon.armed.touch()
     trainer.step()
     with pytest.raises(RemoteError):
@@ -175,5 +165,4 @@ def test_after_a_failed_record_the_next_trainer_saves(
     trainer.kill()
     again = start_trainer(daemon)
     assert again.restore()["step"] == 1
-    again.step()
-    assert again.wait_durable(again.checkpoint()) == "durable"
+    assert again.save() == "durable"

@@ -3,7 +3,7 @@ restore, export, verify and damage; with two ranks; and where slots are few."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from pccheck_store.remote import DaemonStore
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState, Opened, Pin, Restored
 from tests.support.ctl import Ctl, written
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.loratrainer import ADAPTERS, CHANGED, FROZEN, LAYERS, LoraTrainer, frozen
 from tests.support.rank import Rank, payload_of
 from tests.support.volumes import bases, damage
 
-Start = Callable[..., Daemon]
 GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB", "--dram", "128MiB")
 
 

@@ -3,7 +3,7 @@ copies, and how it survives failures of daemon, trainer, base or disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,13 +11,12 @@ import pytest
 
 from pccheck_native import catalog
 from tests.support.ctl import Ctl, written
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.loratrainer import CHANGED, FROZEN, LAYERS, LoraTrainer
 from tests.support.manager import ServedDaemon
 from tests.support.volumes import bases, damage
 from tests.support.waiting import until
 
-Start = Callable[..., Daemon]
 CHUNK = 256 << 10
 GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB")
 ROOM = ("--dram", "128MiB")

@@ -4,7 +4,6 @@ test_sharded.py; GPUs: test_gpu_unchanged.py.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import torch
 
 from tests.conftest import SMALL
 from tests.support.ctl import Ctl, written
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.loratrainer import ADAPTERS, CHANGED, FROZEN, LAYERS, LoraTrainer, frozen
 from tests.support.manager import ServedDaemon
 from tests.support.volumes import bases
 
-Start = Callable[..., Daemon]
 GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB", "--dram", "128MiB")
 
 

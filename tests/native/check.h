@@ -46,4 +46,15 @@ static inline uint32_t check_mappings(const char *name)
     return count;
 }
 
+/* Bytes that differ from seed to seed and from place to place. */
+static inline void pattern(uint8_t *bytes, uint64_t count, uint64_t seed)
+{
+    uint64_t x = seed * 0x9e3779b97f4a7c15ull + 1;
+
+    for (uint64_t i = 0; i < count; i++) {
+        x = x * 6364136223846793005ull + 1442695040888963407ull;
+        bytes[i] = (uint8_t)(x >> 56);
+    }
+}
+
 #endif

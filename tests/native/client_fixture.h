@@ -390,14 +390,41 @@ static inline struct pcc_client_state state_of(struct daemon *d, uint64_t snapsh
     return state;
 }
 
-static inline void pattern(uint8_t *bytes, uint64_t count, uint64_t seed)
+/* A daemon, and a client that has the GPU and a stream on it. */
+static inline void daemon_open_gpu(struct daemon *d, uint32_t granted, struct stream *stream,
+                                   uint32_t gpu)
 {
-    uint64_t x = seed * 0x9e3779b97f4a7c15ull + 1;
+    daemon_open(d, granted);
+    CHECK(pcc_client_device_open(d->client, gpu) == 0);
+    stream_open(stream, gpu);
+}
 
-    for (uint64_t i = 0; i < count; i++) {
-        x = x * 6364136223846793005ull + 1442695040888963407ull;
-        bytes[i] = (uint8_t)(x >> 56);
-    }
+static inline void daemon_close_gpu(struct daemon *d, struct stream *stream)
+{
+    daemon_close(d);
+    stream_close(stream);
+}
+
+/* Requests, marks and submits device memory alone, with a tail behind it. */
+static inline void push(struct daemon *d, uint64_t snapshot, const struct stream *stream,
+                        CUdeviceptr address, uint64_t length)
+{
+    const struct pcc_device_range range = on_gpu(stream->gpu, address, 0, length);
+    const struct pcc_submission submission = {.device_ranges = &range,
+                                              .device_range_count = 1,
+                                              .tail = "tail",
+                                              .tail_bytes = 4,
+                                              .tail_offset_bytes = length};
+
+    CHECK(pcc_client_request(d->client, snapshot) == 0);
+    CHECK(pcc_client_mark(d->client, snapshot, stream->gpu, handle(stream), false, false) == 0);
+    CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
+}
+
+static inline int hold(struct daemon *d, uint64_t snapshot, const struct stream *stream,
+                       uint64_t deadline_ns)
+{
+    return pcc_client_hold(d->client, snapshot, stream->gpu, handle(stream), deadline_ns);
 }
 
 static inline bool all(const uint8_t *bytes, uint64_t count, uint8_t value)

@@ -194,15 +194,7 @@ static inline uint32_t entries_of(const char *directory)
 
 static inline uint32_t mappings(void) /* of memfds and rings */
 {
-    char line[512];
-    uint32_t count = 0;
-    FILE *maps = fopen("/proc/self/maps", "re");
-
-    CHECK(maps != NULL);
-    while (fgets(line, sizeof(line), maps) != NULL)
-        count += strstr(line, "/memfd:") != NULL || strstr(line, ".pccheck") != NULL;
-    CHECK(fclose(maps) == 0);
-    return count;
+    return check_mappings("/memfd:") + check_mappings(".pccheck");
 }
 
 struct census {

@@ -214,15 +214,10 @@ static inline void fixture_close(struct fixture *f)
     CHECK(rmdir(f->directory) == 0);
 }
 
-/* Bytes that differ from checkpoint to checkpoint and from place to place. */
-static inline void pattern(uint8_t *bytes, uint64_t count, uint64_t seed)
+static inline void fixture_end(struct fixture *f)
 {
-    uint64_t x = seed * 0x9e3779b97f4a7c15ull + 1;
-
-    for (uint64_t i = 0; i < count; i++) {
-        x = x * 6364136223846793005ull + 1442695040888963407ull;
-        bytes[i] = (uint8_t)(x >> 56);
-    }
+    detach(f);
+    fixture_close(f);
 }
 
 static inline int begin(struct fixture *f, uint64_t snapshot, uint64_t payload_bytes,

@@ -133,8 +133,7 @@ static void test_pulled(void)
     pcc_client_confirm(d.client, 1);
     collect(&d, TAIL_BYTES);
     UNTIL(stream_idle(&stream));
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
 }
 
 int main(void)

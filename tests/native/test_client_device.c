@@ -21,18 +21,10 @@ static void pull(struct daemon *d, uint64_t snapshot, const struct stream *strea
     CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
 }
 
-static int hold(struct daemon *d, uint64_t snapshot, const struct stream *stream,
-                uint64_t deadline_ns)
-{
-    return pcc_client_hold(d->client, snapshot, stream->gpu, handle(stream), deadline_ns);
-}
-
 static void open_one(struct daemon *d, struct stream *stream)
 {
-    daemon_open(d, 4);
-    CHECK(pcc_client_device_open(d->client, 0) == 0);
+    daemon_open_gpu(d, 4, stream, 0);
     CHECK_EQUAL(strlen(pcc_client_device_cannot_pull(d->client, 0)), 0);
-    stream_open(stream, 0);
 }
 
 /* ready follows the stream, the stream follows done, the CPU follows neither. */
@@ -67,8 +59,7 @@ static void test_words(void)
         CHECK(hold(&d, snapshot, &stream, soon()) == 0 && stream_idle(&stream));
         CHECK(!pcc_client_abandon(d.client, snapshot));
     }
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -142,8 +133,7 @@ static void test_a_driver_that_is_locked(void)
         CHECK_EQUAL(state_of(&d, snapshot).error, -ETIMEDOUT);
         listen_to(&d);
     }
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, stream.scratch);
 }
 
@@ -298,8 +288,7 @@ static void test_cannot_pull(void)
     CHECK(pcc_client_mark(d.client, 1, 0, handle(&stream), true, false) == -PCC_E_DEVICE);
     CHECK(pcc_client_mark(d.client, 1, 0, handle(&stream), false, false) == 0);
     CHECK(hold(&d, 1, &stream, pcc_now_ns()) == -ETIMEDOUT); /* never submitted */
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
 }
 
 /* A forked child (a data loader's worker) does not call the driver, and ends normally. */
@@ -323,8 +312,7 @@ static void test_fork(void)
     CHECK(!stream_idle(&stream));
     pulled(&d, 1, 0);
     UNTIL(stream_idle(&stream));
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
 }
 
 /* A stream that has yet to say that it is ready, and one that has yet to pass its wait, though

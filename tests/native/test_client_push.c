@@ -2,28 +2,6 @@
 #include "client/pcc_client_private.h"
 #include "client_fixture.h"
 
-/* Requests, marks and submits device memory alone, with a tail behind it. */
-static void push(struct daemon *d, uint64_t snapshot, const struct stream *stream,
-                 CUdeviceptr address, uint64_t length)
-{
-    const struct pcc_device_range range = on_gpu(stream->gpu, address, 0, length);
-    const struct pcc_submission submission = {.device_ranges = &range,
-                                              .device_range_count = 1,
-                                              .tail = "tail",
-                                              .tail_bytes = 4,
-                                              .tail_offset_bytes = length};
-
-    CHECK(pcc_client_request(d->client, snapshot) == 0);
-    CHECK(pcc_client_mark(d->client, snapshot, stream->gpu, handle(stream), false, false) == 0);
-    CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
-}
-
-static int hold(struct daemon *d, uint64_t snapshot, const struct stream *stream,
-                uint64_t deadline_ns)
-{
-    return pcc_client_hold(d->client, snapshot, stream->gpu, handle(stream), deadline_ns);
-}
-
 static bool pushed(struct daemon *d, CUdeviceptr address, uint64_t length)
 {
     return memcmp(d->payload, at(address), length) == 0 &&
@@ -109,9 +87,7 @@ static void test_gate(void)
     CHECK(before != NULL);
     pattern(at(memory), length, 4);
     memcpy(before, at(memory), length);
-    daemon_open(&d, 3);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 3, &stream, 0);
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     push(&d, 1, &stream, memory, length);
     CHECK(hold(&d, 1, &stream, pcc_now_ns() + SECOND / 50) == -ETIMEDOUT); /* not admitted */
@@ -135,8 +111,7 @@ static void test_gate(void)
     UNTIL(stream_idle(&stream));
     CHECK(all(at(memory), length, 0xff));
     CHECK(!pcc_client_abandon(d.client, 1)); /* it was read: nothing to let go of */
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
     free(before);
 }
@@ -154,9 +129,7 @@ static void test_small_copies_pass(void)
 
     pattern(at(memory), length, 11);
     pattern(at(loss), 4, 12);
-    daemon_open(&d, 14);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 14, &stream, 0);
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     atomic_store(&d.client->ahead_bytes, 3 * CHUNK);
     push(&d, 1, &stream, memory, length);
@@ -185,8 +158,7 @@ static void test_small_copies_pass(void)
     admit(&d, 2);
     collect(&d, length + 4);
     CHECK(pushed(&d, memory, length));
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
     gpu_free(0, loss);
 }
@@ -206,9 +178,7 @@ static void test_abandon(void)
     const CUdeviceptr memory = gpu_alloc(0, 2 * CHUNK);
 
     pattern(at(memory), 2 * CHUNK, 5);
-    daemon_open(&d, 2);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 2, &stream, 0);
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     push(&d, 1, &stream, memory, 2 * CHUNK);
     admit(&d, 1);
@@ -225,8 +195,7 @@ static void test_abandon(void)
     CHECK(state_of(&d, 1).source_read && state_of(&d, 1).error == 0);
     collect(&d, 2 * CHUNK + 4);
     CHECK(pushed(&d, memory, 2 * CHUNK));
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -264,8 +233,7 @@ static void test_pageable(void)
     CHECK(pushed(&d, memory, 3 * CHUNK));
     CHECK(seen(&control->pageable_copies) >= 3);
     set(&control->register_fail_count, 0);
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -277,9 +245,7 @@ static void test_refused_copy(void)
     const CUdeviceptr memory = gpu_alloc(0, 3 * CHUNK);
 
     pattern(at(memory), 3 * CHUNK, 8);
-    daemon_open(&d, 3);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 3, &stream, 0);
     for (uint64_t snapshot = 1; snapshot <= 3; snapshot++) {
         set(&control->copy_fail_kinds, STANDIN_TO_HOST);
         set(&control->copy_fail_code, CUDA_ERROR_INVALID_VALUE);
@@ -299,8 +265,7 @@ static void test_refused_copy(void)
         CHECK(pushed(&d, memory, 3 * CHUNK));
         CHECK(word_to(&d, 2 * snapshot + 1, PCC_WORD_COPYING, PCC_WORD_COPIED));
     }
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -315,9 +280,7 @@ static void test_lost_gpu(void)
         .ranges = &range, .range_count = 1, .tail_offset_bytes = sizeof(host)};
     const CUdeviceptr memory = gpu_alloc(3, 3 * CHUNK);
 
-    daemon_open(&d, 8);
-    CHECK(pcc_client_device_open(d.client, 3) == 0);
-    stream_open(&stream, 3);
+    daemon_open_gpu(&d, 8, &stream, 3);
     set(&control->copy_fail_kinds, STANDIN_TO_HOST);
     set(&control->copy_fail_code, CUDA_ERROR_ILLEGAL_ADDRESS);
     set(&control->copy_fail_async, 1);
@@ -350,9 +313,7 @@ static void test_dead_gpu(void)
     struct stream stream;
     const CUdeviceptr memory = gpu_alloc(0, CHUNK);
 
-    daemon_open(&d, 2);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 2, &stream, 0);
     stream_block(&stream);
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     atomic_store(&d.client->patience_ns, SECOND / 50);
@@ -365,8 +326,7 @@ static void test_dead_gpu(void)
     CHECK(pcc_client_wait(d.client, 1, PCC_WAIT_READ, soon()) == -ECONNRESET);
     CHECK(!pcc_client_alive(d.client));
     set(&control->copy_hold_kinds, 0);
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -379,9 +339,7 @@ static void test_a_late_gpu_is_not_quiet(void)
     const CUdeviceptr memory = gpu_alloc(0, CHUNK);
 
     pattern(at(memory), CHUNK, 13);
-    daemon_open(&d, 2);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 2, &stream, 0);
     d.client->close_patience_ns = SECOND / 50;
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     push(&d, 1, &stream, memory, CHUNK);
@@ -411,9 +369,7 @@ static void test_beside_pull(void)
                                               .pulled_devices = 1};
 
     pattern(at(memory), CHUNK, 10);
-    daemon_open(&d, 4);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 4, &stream, 0);
     CHECK(pcc_client_request(d.client, 1) == 0);
     CHECK(pcc_client_mark(d.client, 1, 0, handle(&stream), true, false) == 0);
     CHECK(pcc_client_submit(d.client, 1, &submission) == 0);
@@ -427,8 +383,7 @@ static void test_beside_pull(void)
     CHECK(hold(&d, 2, &stream, soon()) == 0);
     collect(&d, CHUNK + 4);
     CHECK(pushed(&d, memory, CHUNK));
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -440,9 +395,7 @@ static void test_capture(void)
     bool capturing = false;
     const CUdeviceptr memory = gpu_alloc(0, 2 * CHUNK);
 
-    daemon_open(&d, 4);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 4, &stream, 0);
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     push(&d, 1, &stream, memory, 2 * CHUNK);
     CHECK(pcc_client_capturing(d.client, 0, handle(&stream), &capturing) == 0 && !capturing);
@@ -456,8 +409,7 @@ static void test_capture(void)
     CHECK(capture_end(stream.handle) == CUDA_SUCCESS);
     pcc_gpu_leave(&gpus[0]);
     CHECK_EQUAL(seen(&control->broken_captures), 0);
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 

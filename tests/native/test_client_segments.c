@@ -48,22 +48,6 @@ static void copy_host(struct daemon *d, uint64_t snapshot, uint64_t length)
     free(bytes);
 }
 
-static void push(struct daemon *d, uint64_t snapshot, const struct stream *stream,
-                 CUdeviceptr address, uint64_t length)
-{
-    const struct pcc_device_range range = on_gpu(stream->gpu, address, 0, length);
-    const struct pcc_submission submission = {.device_ranges = &range,
-                                              .device_range_count = 1,
-                                              .tail = "tail",
-                                              .tail_bytes = 4,
-                                              .tail_offset_bytes = length};
-
-    CHECK(pcc_client_request(d->client, snapshot) == 0);
-    CHECK(pcc_client_mark(d->client, snapshot, stream->gpu, handle(stream), false, false) == 0);
-    CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
-    admit(d, snapshot);
-}
-
 /* Half of the memory goes and comes back as other memory, again and again; then all of it goes. */
 static void test_idle(void)
 {
@@ -107,11 +91,10 @@ static void test_copies_under_way(void)
     const CUdeviceptr memory = gpu_alloc(0, 2 * CHUNK);
 
     pattern(at(memory), 2 * CHUNK, 5);
-    daemon_open(&d, 5);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 5, &stream, 0);
     set(&control->copy_hold_kinds, STANDIN_TO_HOST);
     push(&d, 1, &stream, memory, 2 * CHUNK);
+    admit(&d, 1);
     d.retiring = true;
     UNTIL((listen_to(&d), d.handed_bytes == 4)); /* the tail comes last: all chunks are begun */
     UNTIL(seen(&control->held_copies) == 1);
@@ -127,8 +110,7 @@ static void test_copies_under_way(void)
     CHECK_EQUAL(d.taken, 2);
     CHECK_EQUAL(pinned - seen(&control->registered_bytes), (uint64_t)CHUNKS * CHUNK);
     CHECK_EQUAL(mappings(), 1);
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 
@@ -178,10 +160,9 @@ static void test_armed(void)
                                                .pulled_bytes = CHUNK,
                                                .pulled_devices = 1};
 
-    daemon_open(&d, 4);
-    CHECK(pcc_client_device_open(d.client, 0) == 0);
-    stream_open(&stream, 0);
+    daemon_open_gpu(&d, 4, &stream, 0);
     push(&d, 1, &stream, memory, CHUNK);
+    admit(&d, 1);
     collect(&d, CHUNK + 4);
     CHECK(word_to(&d, 1, PCC_WORD_COPYING, PCC_WORD_COPIED));
     CHECK(pcc_client_request(d.client, 2) == 0);
@@ -200,8 +181,7 @@ static void test_armed(void)
     pulled(&d, 2, 0);
     UNTIL((listen_to(&d), d.returned == 1));
     CHECK(stream_idle(&stream));
-    daemon_close(&d);
-    stream_close(&stream);
+    daemon_close_gpu(&d, &stream);
     gpu_free(0, memory);
 }
 

@@ -25,7 +25,7 @@ static int expose(void)
     return error;
 }
 
-static void push(uint64_t snapshot, const struct stream *stream)
+static void push_if_possible(uint64_t snapshot, const struct stream *stream)
 {
     const struct pcc_device_range range = on_gpu(0, memory, 0, CHUNK);
     const struct pcc_submission submission = {
@@ -78,11 +78,11 @@ static void live(void)
         const int error = expose();
         CHECK(error == 0 || was_refused());
         if (error == 0)
-            push(snapshot, &stream);
+            push_if_possible(snapshot, &stream);
     }
     plenty();
     CHECK(expose() == 0 && pcc_client_exposure_holds(d.client));
-    push(4, &stream);
+    push_if_possible(4, &stream);
     daemon_close(&d);
     stream_close(&stream);
     gpu_free(0, memory);

@@ -77,8 +77,7 @@ static void test_ranges(void)
     CHECK(pcc_client_submit(f.client, 2, &submission) == -EINVAL);
     CHECK(pcc_client_abandon(f.client, 2));
     CHECK(begin(&f, 2, payload, &sequence) == -PCC_E_ABORTED);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* What is cached is recovered although the disk has rotted; what rots in DRAM is read again. */
@@ -118,8 +117,7 @@ static void test_load_from_dram(void)
     CHECK(pcc_tenant_grow(f.tenant, 2 * CHUNK, &used) == 0 && used == 2 * CHUNK);
     const struct pcc_range range = {.address = (uintptr_t)bytes, .length_bytes = sizeof(bytes)};
     CHECK(load(&f, second, 3, &range, 1, 0, sizeof(bytes)) == -PCC_E_DAMAGED);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* m > M: chunks are used again as they are written, for saves and for loads. */
@@ -146,8 +144,7 @@ static void test_recycling(void)
     } while (usage.lent_chunks > 0);
     CHECK(usage.granted_chunks == 0 && usage.in_flight == 0);
     CHECK(usage.free_chunks + usage.cached_chunks == 4);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
     free(bytes);
 }
 
@@ -190,8 +187,7 @@ static void test_several_in_flight(void)
         CHECK(i < 3 || state.outcome == PCC_OUTCOME_DURABLE);
     }
     load_equals(&f, sequences[2], 1, bytes + 2 * count, count);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
     free(bytes);
 }
 
@@ -241,8 +237,7 @@ static void test_trainer_killed(void)
     printf("  killed in mid-copy: %u failed, %u durable\n", failed, durable);
     link_open(&f);
     load_equals(&f, save(&f, 1, bytes, count), 1, bytes, count);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
     free(bytes);
 }
 
@@ -274,8 +269,7 @@ static void test_abandon_and_late_daemon(void)
     CHECK(event.id == 1 && event.error == -PCC_E_ABORTED);
     load_equals(&f, save(&f, 2, bytes, count), 1, bytes, count);
     CHECK(!pcc_client_abandon(f.client, 2));
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
     free(bytes);
 }
 
@@ -339,8 +333,7 @@ static void test_close_and_fork(void)
     CHECK(poll(&hang_up, 1, 10000) == 1);
     f.sockets[1] = dup(f.sockets[0]);
     CHECK(kill(worker, SIGKILL) == 0 && waitpid(worker, NULL, 0) == worker);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 int main(void)

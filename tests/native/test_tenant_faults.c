@@ -88,8 +88,7 @@ static void test_moves_to_another_slot(void)
     CHECK(event.rehomed == 1 && event.sequence == sequence);
     CHECK(pcc_tenant_cached(f.tenant, sequence));
     load_equals(&f, sequence, 1, bytes, sizeof(bytes));
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* The disk has failed for good: the word, the outcome and the event report that, the trainer is

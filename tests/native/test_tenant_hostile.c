@@ -165,8 +165,7 @@ static void test_lies(void)
     pattern(bytes, sizeof(bytes), 1);
     link_open(&f);
     load_equals(&f, save(&f, 1, bytes, sizeof(bytes)), 1, bytes, sizeof(bytes));
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* Only a word in its own entry names a snapshot that was asked for. */
@@ -256,8 +255,7 @@ static void test_abandoned_before_the_last_message(void)
     /* The same snapshot twice. */
     word_set(&f, 20, PCC_WORD_REQUESTED);
     CHECK(begin(&f, 20, PAYLOAD, &sequence) == -PCC_E_BAD_PEER);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* -- a process that outlives its session -- */
@@ -357,8 +355,7 @@ static void test_scribbling_is_no_damage(void)
     CHECK(pthread_join(thread, NULL) == 0);
     for (uint32_t i = 0; i < 4; i++)
         CHECK(munmap(writer.chunks[i], CHUNK) == 0);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 static struct pcc_message data_next(struct fixture *f)
@@ -428,8 +425,7 @@ static void test_doubts(void)
     while (load_next(&f, -PCC_E_DAMAGED).result != PCC_DATA_CHECKED)
         continue;
     CHECK_EQUAL(event_until(&f, PCC_EVENT_BAD_PEER).session, f.session);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* A load that has found damage ends while the client still has chunks of it. The client's messages
@@ -470,8 +466,7 @@ static void test_late_doubts(void)
     give_back(&f, &message, 0);
     message = load_next(&f, 0); /* and nothing is sent again */
     CHECK(message.kind == PCC_MSG_END && message.result == 0);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* All that a tenant has, while what was copied is still being written. */
@@ -492,8 +487,7 @@ static void test_nothing_else_is_left(void)
     CHECK(begin_wait(&f, 1, sizeof(bytes)) > 0); /* it waits for memory, and so its save is live */
     renew(&f, &little);
     CHECK(pcc_client_wait(f.client, 1, PCC_WAIT_DURABLE, soon()) == 0);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* A process that has ended writes nothing: its chunks are used again. */

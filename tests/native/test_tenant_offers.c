@@ -102,8 +102,7 @@ static void test_a_longer_chunk_of_the_base(void)
             f.tenant->chunks[i].offset_bytes = FROZEN;
     load_equals(&f, sequence, 1, bytes, count);
     CHECK(!f.tenant->load.careful); /* the client found nothing damaged */
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* A part of a chunk, all of which the base has, but not the rest of that chunk: the base's chunk is
@@ -129,8 +128,7 @@ static void test_a_part_of_a_chunk(void)
     CHECK(memcmp(got, bytes + 3 * CHUNK, sizeof got) == 0);
     CHECK(!f.tenant->load.careful);                   /* the client found nothing damaged */
     CHECK(pcc_tenant_cached(f.tenant, sequence - 1)); /* and the base is as cached as it was */
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* All but one of the chunks may be held for something else: what is asked for still gets one. */
@@ -178,8 +176,7 @@ static void test_with_two_chunks(void)
         pcc_tenant_usage(f.tenant, &usage);
         CHECK(pcc_now_ns() < deadline);
     } while (usage.in_flight > 0 || usage.granted_chunks > 0 || usage.lent_chunks > 0);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* All of it has changed, and the disk is slow: the trainer waits until all has been read, and not
@@ -214,8 +211,7 @@ static void test_answers_do_not_wait_for_writes(void)
     CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_DURABLE, soon()) == 0);
     CHECK_EQUAL(ended(&f).copied_bytes, count);
     load_equals(&f, sequence, 1, large, count);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
     free(large);
 }
 
@@ -420,8 +416,7 @@ static void test_a_false_offer(void)
     static const uint8_t zeros[PAYLOAD];
     link_open(&f);
     load_equals(&f, event.sequence, 1, zeros, PAYLOAD);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 int main(void)

@@ -157,8 +157,7 @@ static void test_lies(void)
     pattern(bytes, sizeof(bytes), 1);
     link_open(&f);
     load_equals(&f, save(&f, 1, bytes, sizeof(bytes)), 1, bytes, sizeof(bytes));
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* A client that never answers keeps its segments, and nothing else. */
@@ -212,8 +211,7 @@ static void test_content_in_flight_stays(void)
     ring(&f);
     CHECK(event_until(&f, PCC_EVENT_DURABLE).id == 1);
     shrink_whole(&f);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 /* The same with a save that cannot move any more, because a chunk of it was re-used: the daemon
@@ -246,8 +244,7 @@ static void test_content_that_cannot_move_goes(void)
     say(&f, &message);
     ring(&f);
     CHECK(event_until(&f, PCC_EVENT_DURABLE).id == 1);
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 int main(void)

@@ -101,8 +101,7 @@ static void test_in_flight(void)
             CHECK(state.outcome == PCC_OUTCOME_DURABLE || state.outcome == PCC_OUTCOME_SUPERSEDED);
         }
         load_equals(&f, sequences[2], 1, bytes + 2 * count, count);
-        detach(&f);
-        fixture_close(&f);
+        fixture_end(&f);
     }
     free(bytes);
 }
@@ -129,8 +128,7 @@ static void test_detached(void)
     CHECK(event_until(&f, PCC_EVENT_DURABLE).sequence == sequence);
     CHECK_EQUAL(mappings(), 2);
     load_equals(&f, sequence, 1, bytes, sizeof(bytes));
-    detach(&f);
-    fixture_close(&f);
+    fixture_end(&f);
 }
 
 struct storm {

@@ -19,8 +19,7 @@ static void test_a_new_volume_is_empty_and_free(void)
     CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 2);
     CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 0);
     CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 0);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_every_stride_is_found_without_the_first_record(void)
@@ -48,8 +47,7 @@ static void test_every_stride_is_found_without_the_first_record(void)
         pcc_volume_close(volume);
         volume = opened(media);
         CHECK_EQUAL(pcc_volume_health(volume).damaged_records, 0);
-        pcc_volume_close(volume);
-        memory_free(media);
+        done_with(volume, media);
     }
 }
 
@@ -175,8 +173,7 @@ static void test_an_unreadable_newest_record_is_not_written_over(void)
     media->fail_reads_after = 0;
     volume = opened(media);
     CHECK_EQUAL(pcc_volume_superseding(volume), sequence);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_keep_newest_and_reuse_the_rest(void)
@@ -197,8 +194,7 @@ static void test_keep_newest_and_reuse_the_rest(void)
     volume = opened(media);
     CHECK(has(volume, sequence) && has(volume, sequence - 1));
     CHECK_EQUAL(pcc_volume_take_sequence(volume, 0), sequence + 1);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_an_older_one_is_superseded(void)
@@ -219,8 +215,7 @@ static void test_an_older_one_is_superseded(void)
     CHECK(superseded);
     CHECK_EQUAL(media->durables, durables);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
@@ -249,8 +244,7 @@ static void test_flags_keep_what_policy_wants_but_leave_a_slot(void)
     CHECK_EQUAL(publish_next(volume, &sequence),
                 0); /* three flagged, the newest: no slot is left */
     CHECK_EQUAL(publish_next(volume, &sequence), -PCC_E_NO_SLOT);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_a_spared_one_stays_until_it_is_spared_no_longer(void)
@@ -280,8 +274,7 @@ static void test_a_spared_one_stays_until_it_is_spared_no_longer(void)
     volume = opened(media); /* nothing of it is on the media */
     CHECK_EQUAL(publish_next(volume, &last), 0);
     CHECK(!has(volume, second));
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 /* A rank of a group of two: nothing of it goes before the group has said so. */
@@ -330,8 +323,7 @@ static void test_a_group_keeps_what_the_others_may_still_need(void)
     CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, 1), 0);
     CHECK_EQUAL(publish_next(volume, &one), 0);
     CHECK_EQUAL(table_size(volume), 1);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_a_group_publishes_in_any_order_above_its_newest(void)
@@ -361,8 +353,7 @@ static void test_a_group_publishes_in_any_order_above_its_newest(void)
     CHECK_EQUAL(pcc_volume_publish(volume, slots[3], &entries[3], &superseded, NULL, NULL), 0);
     CHECK(superseded == PCC_PUBLISH_GIVEN_UP && !has(volume, 16));
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static enum pcc_published publish_of(struct pcc_volume *volume, uint64_t sequence,
@@ -400,8 +391,7 @@ static void test_one_rank_after_several_obeys_the_group_until_it_has_its_own(voi
     CHECK_EQUAL(table_size(volume), 1);
     agree(volume, 7, 7, 8);
     CHECK_EQUAL(publish_of(volume, 8, 2), PCC_PUBLISH_GIVEN_UP);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_what_the_user_pinned_stays_over_a_restart_until_it_is_unpinned(void)
@@ -425,8 +415,7 @@ static void test_what_the_user_pinned_stays_over_a_restart_until_it_is_unpinned(
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK(!has(volume, kept));
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_a_full_volume_of_a_group_gives_away_its_oldest_common_one(void)
@@ -445,8 +434,7 @@ static void test_a_full_volume_of_a_group_gives_away_its_oldest_common_one(void)
     agree(volume, older, newest, 0);
     CHECK_EQUAL(pcc_volume_recycle(volume), 0); /* else none of the group could go on */
     CHECK(has(volume, pinned) && !has(volume, older) && has(volume, newest));
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_damage_is_recorded_and_does_not_count(void)
@@ -470,8 +458,7 @@ static void test_damage_is_recorded_and_does_not_count(void)
     const struct pcc_slot_entry older = entry_of(bad);
     CHECK_EQUAL(pcc_volume_publish(volume, slot, &older, &superseded, NULL, NULL), 0);
     CHECK(superseded);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_a_held_slot_is_freed_at_release(void)
@@ -499,8 +486,7 @@ static void test_a_held_slot_is_freed_at_release(void)
     CHECK_EQUAL(pcc_volume_free_slots(volume), 2);
     pcc_volume_release(volume, &second);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 3);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static int acknowledged;
@@ -535,8 +521,7 @@ static void test_a_failed_record_stops_the_volume(void)
     volume = opened(media);
     CHECK(has(volume, first));
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static struct memory_io *armed;
@@ -567,8 +552,7 @@ static void test_a_failed_second_replica_is_durable_but_stops(void)
     CHECK_EQUAL(pcc_volume_superseding(volume), entry.sequence);
     CHECK_EQUAL(pcc_volume_health(volume).valid_replicas, 1);
     CHECK_EQUAL(pcc_volume_health(volume).repaired_replicas, 1);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 /* Errors cost nothing that is kept: slots that met them are used again when nothing else is left.
@@ -593,8 +577,7 @@ static void test_what_is_being_flagged_supersedes_nothing(void)
     CHECK(!superseded);
     CHECK_EQUAL(pcc_volume_superseding(volume), older);
     CHECK_EQUAL(table_size(volume), 2);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_quarantine_lasts_until_nothing_is_left(void)
@@ -632,8 +615,7 @@ static void test_quarantine_lasts_until_nothing_is_left(void)
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     CHECK_EQUAL(table_size(volume), 2);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 /* The slot of one that need not be kept is a good one. */
@@ -656,8 +638,7 @@ static void test_quarantine_lasts_while_something_is_expendable(void)
     CHECK_EQUAL(pcc_volume_recycle(volume), 0);
     CHECK(!has(volume, first));
     CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_a_full_volume_lets_go_of_what_lost_its_flag(void)
@@ -674,8 +655,7 @@ static void test_a_full_volume_lets_go_of_what_lost_its_flag(void)
     CHECK_EQUAL(pcc_volume_flag(volume, first, 0, PCC_SLOT_PROTECTED, false), 0);
     CHECK_EQUAL(pcc_volume_recycle(volume), 0);
     CHECK_EQUAL(pcc_volume_free_slots(volume), 1);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 static void test_incarnation_and_done(void)
@@ -701,8 +681,7 @@ static void test_incarnation_and_done(void)
     CHECK_EQUAL(pcc_volume_finish(volume, 1), -EROFS);
     CHECK_EQUAL(pcc_volume_spare(volume, sequence, true), -EROFS);
     CHECK_EQUAL(pcc_volume_flag(volume, sequence, PCC_SLOT_PROTECTED, 0, true), -EROFS);
-    pcc_volume_close(volume);
-    memory_free(media);
+    done_with(volume, media);
 }
 
 int main(void)

@@ -49,6 +49,12 @@ static inline struct pcc_volume *opened(struct memory_io *media)
     return volume;
 }
 
+static inline void done_with(struct pcc_volume *volume, struct memory_io *media)
+{
+    pcc_volume_close(volume);
+    memory_free(media);
+}
+
 static inline struct pcc_slot_entry entry_of(uint64_t sequence)
 {
     return (struct pcc_slot_entry){

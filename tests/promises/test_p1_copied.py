@@ -3,22 +3,14 @@ trainer. With real daemons, trainers, files and SIGKILL."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 
 MIB = 1 << 18  # float32 elements of one MiB
 SLOW = ("--max-bandwidth", "4MiB")
 
 
-def test_a_restarted_trainer_recovers_from_dram(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
+def test_a_restarted_trainer_recovers_from_dram(daemon: Daemon, start_trainer: Connect) -> None:
     trainer = start_trainer(daemon)
     trainer.step(2)
     trainer.wait_durable(trainer.checkpoint())
@@ -33,16 +25,14 @@ def test_killed_while_copying_the_one_before_is_recovered(
 ) -> None:
     daemon = start_daemon("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB])
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.step()
     handle = trainer.checkpoint()
     assert trainer.watch(handle, "copying") == "copying"
     trainer.kill()
 
     again = start_trainer(daemon, [8 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
 
 
 def test_killed_after_copied_it_becomes_durable(
@@ -55,8 +45,7 @@ def test_killed_after_copied_it_becomes_durable(
     trainer.kill()
 
     again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
 
 
 def test_sigterm_drains_what_is_copied(start_daemon: Start, start_trainer: Connect) -> None:
@@ -68,5 +57,4 @@ def test_sigterm_drains_what_is_copied(start_daemon: Start, start_trainer: Conne
     trainer.kill()
     daemon.start()
     again = start_trainer(daemon, [6 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")

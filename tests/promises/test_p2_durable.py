@@ -17,14 +17,11 @@ import pytest
 
 from pccheck_native import _core, catalog
 from tests.integration.test_group import end, ranks, restored, save
-from tests.integration.test_in_flight import status
 from tests.support import waiting
 from tests.support.ctl import Ran
-from tests.support.daemon import Daemon
-from tests.support.trainer import RemoteError, Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, RemoteError, Trainer
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 SEED = int(os.environ.get("SEED", "1"))
 
 
@@ -39,7 +36,7 @@ def pccheckctl(daemon: Daemon, *words: str) -> Ran:
 
 def until(daemon: Daemon, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Waits for a status that fulfils a condition; returns the status."""
-    return waiting.until(lambda: found if holds(found := status(daemon)) else {})
+    return waiting.until(lambda: found if holds(found := daemon.status()) else {})
 
 
 def is_there(document: dict[str, Any]) -> bool:
@@ -111,9 +108,8 @@ DEEDS = (remove_file, remove_job, remove_user, replace, replace_by_rubbish, cut,
 
 @pytest.mark.parametrize("deed", DEEDS)
 def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
-    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+    daemon: Daemon, start_trainer: Connect, deed: Callable[[Path], None]
 ) -> None:
-    daemon = start_daemon()
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     path = volume_of(daemon)
@@ -122,7 +118,7 @@ def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
     if end == "failed":  # else the daemon noticed before the record, and made another file
         assert str(path) in reason or "volume" in reason
         assert pccheckctl(daemon, "status").code == 3
-        assert str(path) in " ".join(status(daemon)["warnings"])
+        assert str(path) in " ".join(daemon.status()["warnings"])
         end, reason = saved(trainer)
     assert end == "durable", reason
     newest = trainer.step(0)
@@ -131,8 +127,7 @@ def test_what_is_told_durable_lies_in_a_file_that_can_be_found(
     daemon.start()
     trainer.kill()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == newest
-    assert again.check(newest) == ""
+    assert again.restored() == (newest, "")
 
 
 @pytest.mark.parametrize("deed", DEEDS)
@@ -155,17 +150,15 @@ def test_a_file_that_goes_while_its_volume_has_stopped_is_replaced(
     daemon.armed.unlink()
     daemon.start()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == newest
-    assert again.check(newest) == ""
+    assert again.restored() == (newest, "")
 
 
 def test_nothing_is_told_durable_that_a_restart_does_not_find(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Changes of the storage directory, one after another, at random moments of a training that
     saves each step."""
     chance = random.Random(SEED)
-    daemon = start_daemon()
     trainer = start_trainer(daemon)
     for _ in range(12):
         for _ in range(chance.randrange(1, 4)):
@@ -184,15 +177,13 @@ def test_nothing_is_told_durable_that_a_restart_does_not_find(
     daemon.kill()
     daemon.start()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == newest
-    assert again.check(newest) == ""
+    assert again.restored() == (newest, "")
 
 
 @pytest.mark.parametrize("deed", [remove_file, remove_job, remove_user])
 def test_a_restore_does_not_come_out_of_a_file_that_was_removed(
-    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+    daemon: Daemon, start_trainer: Connect, deed: Callable[[Path], None]
 ) -> None:
-    daemon = start_daemon()
     first = start_trainer(daemon)
     assert saved(first)[0] == "durable"
     first.kill()
@@ -203,11 +194,7 @@ def test_a_restore_does_not_come_out_of_a_file_that_was_removed(
     assert steps_on_disk(daemon) == {1}
 
 
-def test_a_removed_file_is_noticed_without_a_checkpoint(
-    start_daemon: Start, start_trainer: Connect
-) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
+def test_a_removed_file_is_noticed_without_a_checkpoint(daemon: Daemon, trainer: Trainer) -> None:
     assert saved(trainer)[0] == "durable"
     path = volume_of(daemon)
     path.unlink()
@@ -220,10 +207,8 @@ def test_a_removed_file_is_noticed_without_a_checkpoint(
 
 
 def test_a_job_whose_files_were_removed_is_listed_until_it_is_dropped(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, trainer: Trainer
 ) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     trainer.close()
     path = volume_of(daemon)
@@ -242,8 +227,7 @@ def test_a_job_whose_files_were_removed_is_listed_until_it_is_dropped(
     assert pccheckctl(daemon, "drop", "job", "--yes").code == 13
 
 
-def test_a_replaced_file_is_read_as_what_it_is(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_a_replaced_file_is_read_as_what_it_is(daemon: Daemon, start_trainer: Connect) -> None:
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     path = volume_of(daemon)
@@ -253,16 +237,14 @@ def test_a_replaced_file_is_read_as_what_it_is(start_daemon: Start, start_traine
     trainer.kill()
     copy.rename(path)
     again = start_trainer(daemon)
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")
     assert saved(again)[0] == "durable"
     assert steps_on_disk(daemon) >= {1, 2}
 
 
 def test_a_job_whose_broken_volume_was_removed_starts_without_a_new_daemon(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     first = start_trainer(daemon)
     assert saved(first)[0] == "durable"
     first.kill()
@@ -278,9 +260,8 @@ def test_a_job_whose_broken_volume_was_removed_starts_without_a_new_daemon(
 
 
 def test_a_storage_directory_that_was_moved_away_and_back(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     away = daemon.storage.with_name("away")
@@ -305,15 +286,13 @@ def test_a_storage_directory_that_was_moved_away_and_back(
     assert {1, newest} <= steps_on_disk(daemon)
     trainer.kill()
     again = start_trainer(daemon)
-    assert again.restore()["step"] == newest
-    assert again.check(newest) == ""
+    assert again.restored() == (newest, "")
 
 
 def test_a_storage_directory_that_was_made_anew_is_used(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
     """rm -rf and mkdir: the usual way to start over."""
-    daemon = start_daemon()
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     shutil.rmtree(daemon.storage)
@@ -333,10 +312,8 @@ def test_a_storage_directory_that_was_made_anew_is_used(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts")
 def test_a_disk_that_is_mounted_over_the_storage_directory_gets_no_checkpoint(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, trainer: Trainer
 ) -> None:
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "none", str(daemon.storage)], check=False)
     if mounted.returncode != 0:
@@ -359,9 +336,8 @@ def test_a_disk_that_is_mounted_over_the_storage_directory_gets_no_checkpoint(
 
 @pytest.mark.parametrize("deed", [remove_file, replace, cut])
 def test_ranks_agree_again_when_the_file_of_one_is_gone(
-    start_daemon: Start, start_trainer: Connect, deed: Callable[[Path], None]
+    daemon: Daemon, start_trainer: Connect, deed: Callable[[Path], None]
 ) -> None:
-    daemon = start_daemon()
     group = ranks(start_trainer, daemon, "0")
     for _ in range(3):
         save(group)
@@ -381,9 +357,8 @@ def test_ranks_agree_again_when_the_file_of_one_is_gone(
 
 
 def test_what_replaced_an_outgrown_file_is_not_removed(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     small = start_trainer(daemon, [1000])
     assert saved(small)[0] == "durable"
     old = volume_of(daemon)
@@ -398,8 +373,7 @@ def test_what_replaced_an_outgrown_file_is_not_removed(
     assert old.exists() is False or old.stat().st_ino == inode
 
 
-def test_a_checkpoint_comes_back_bit_for_bit(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_a_checkpoint_comes_back_bit_for_bit(daemon: Daemon, start_trainer: Connect) -> None:
     trainer = start_trainer(daemon)
     assert not trainer.restore()["found"]
     for _ in range(5):
@@ -409,13 +383,11 @@ def test_a_checkpoint_comes_back_bit_for_bit(start_daemon: Start, start_trainer:
     trainer.kill()
 
     again = start_trainer(daemon)
-    assert again.restore()["step"] == 5
-    assert again.check(5) == ""
+    assert again.restored() == (5, "")
     assert again.recover()["wrong"] == ""
 
 
-def test_it_survives_the_daemon_too(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_it_survives_the_daemon_too(daemon: Daemon, start_trainer: Connect) -> None:
     trainer = start_trainer(daemon)
     trainer.step(3)
     trainer.wait_durable(trainer.checkpoint())

@@ -3,7 +3,7 @@ favour of the previous one, and reported. A read error is not damage, and leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,16 @@ from tests.integration.test_refusals import make_checkpoint, overwrite
 from tests.promises.test_p2_durable import until
 from tests.support import waiting
 from tests.support.ctl import Ctl
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import RemoteError, Trainer
+from tests.support.trainer import Connect, RemoteError
 from tests.support.volumes import damage, make
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 SIZE = 3_000_000
 
 
 def flagged(storage: Path) -> list[int]:
     return [one.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
-
-
-def status(daemon: Daemon) -> dict[str, Any]:
-    with Observer(str(daemon.socket)) as observer:
-        return observer.status()
 
 
 def verify(daemon: Daemon, uid: int = -1) -> dict[int, dict[str, Any]]:
@@ -50,8 +43,7 @@ def steps_on_disk(start_daemon: Start, start_trainer: Connect, fault: str, steps
     daemon = start_daemon(shim=fault)
     trainer = start_trainer(daemon)
     for _ in range(steps):
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
     trainer.kill()
     assert daemon.stop() == 0
     return daemon.start()
@@ -84,7 +76,7 @@ def test_when_nothing_can_be_read_it_says_so_and_no_flag_is_left(
         start_trainer(daemon).restore()
     assert "step 1" in str(caught.value)
     until(daemon, lambda document: "checkpoints [2, 1]" in " ".join(document["warnings"]))
-    shown = status(daemon)
+    shown = daemon.status()
     assert shown["daemon"]["state"] == "degraded"
     (told,) = shown["warnings"]
     assert "checkpoints [2, 1]" in told and "could not be read" in told
@@ -92,7 +84,7 @@ def test_when_nothing_can_be_read_it_says_so_and_no_flag_is_left(
     assert flagged(daemon.storage) == []
     daemon.armed.unlink()
     assert all(one["valid"] for one in verify(daemon).values())
-    assert status(daemon)["warnings"] == []
+    assert daemon.status()["warnings"] == []
 
 
 @contextmanager
@@ -211,7 +203,7 @@ def test_verify_takes_the_flag_away_once_all_is_whole(ctl: Ctl, damaged: Daemon)
     assert result(*served) == (0, "ok")
     assert flagged(damaged.storage) == []
     damaged.logs("checkpoint 3 is readable and intact again")
-    assert status(damaged)["warnings"] == []
+    assert damaged.status()["warnings"] == []
     damaged.kill()
     damaged.start()
     assert flagged(damaged.storage) == []
@@ -229,13 +221,11 @@ def _scribble_slot_of_step(volume: Path, step: int) -> None:
     overwrite(volume, where=first_slot + entry.slot * info.slot_bytes + 65536)
 
 
-def test_damaged_data_falls_to_the_one_before(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_damaged_data_falls_to_the_one_before(daemon: Daemon, start_trainer: Connect) -> None:
     make_checkpoint(daemon, start_trainer, 3)
     trainer = start_trainer(daemon)
     trainer.restore()
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.kill()
     daemon.stop()
     (volume,) = daemon.storage.rglob("*.pcc")
@@ -245,12 +235,11 @@ def test_damaged_data_falls_to_the_one_before(start_daemon: Start, start_trainer
     done = again.restore()
     assert (done["step"], done["skipped"]) == (3, [4])
     assert again.check(3) == ""
-    (rank,) = status(daemon)["ranks"]
+    (rank,) = daemon.status()["ranks"]
     assert rank["newest"]["step"] == 3
 
 
-def test_one_rotten_replica_is_repaired(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_one_rotten_replica_is_repaired(daemon: Daemon, start_trainer: Connect) -> None:
     make_checkpoint(daemon, start_trainer)
     daemon.stop()
     (volume,) = daemon.storage.rglob("*.pcc")

@@ -17,20 +17,18 @@ import torch
 from torch import nn
 
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, PccheckWarning
-from tests.support.daemon import Daemon
-from tests.support.trainer import Trainer
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 
 WIDTH = 256
 Change = Callable[[], object]
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 
 MIB = 1 << 18  # float32 elements of one MiB
 SLOW = ("--max-bandwidth", "4MiB")
 
 
 @pytest.fixture
-def daemon(start_daemon: Callable[..., Daemon]) -> Daemon:
+def daemon(start_daemon: Start) -> Daemon:
     return start_daemon("--chunk", "128KiB", "--dram", "512KiB", "--max-bandwidth", "16MiB")
 
 
@@ -422,8 +420,7 @@ def test_an_abandoned_snapshot_is_never_vouched_for(
     the deadline, so the checkpoint must fail, although the daemon goes on copying."""
     daemon = start_daemon("--dram", "4MiB", *SLOW)
     trainer = start_trainer(daemon, [8 * MIB])
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.shorten(1.0)
     trainer.step()
     handle = trainer.checkpoint()
@@ -434,5 +431,4 @@ def test_an_abandoned_snapshot_is_never_vouched_for(
     assert trainer.state(handle) == "failed"
     trainer.kill()
     again = start_trainer(daemon, [8 * MIB])
-    assert again.restore()["step"] == 1
-    assert again.check(1) == ""
+    assert again.restored() == (1, "")

@@ -9,19 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pccheck import PCcheckClient
 from tests.support import programs
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.programs import Program
 from tests.support.trainer import Trainer
 
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 LIMIT_S = 280.0
 LONELY = 61234  #: a uid with no process but the test's
 ROOT = Path(__file__).parents[2]
@@ -86,10 +83,9 @@ print("trained", len(os.listdir("/proc/self/fd")) - top < 20)
 """
 
 
-def test_a_process_without_files_left_trains_on(start_daemon: Start) -> None:
+def test_a_process_without_files_left_trains_on(daemon: Daemon) -> None:
     """libzmq would abort the process. A failed attempt to connect must not use up the last
     descriptors."""
-    daemon = start_daemon()
     with script(FILES, daemon.socket) as running:
         # A connection that succeeds after a failed attempt is logged before this line.
         assert told(running).splitlines()[-1] == "trained True"
@@ -120,9 +116,8 @@ print("trained")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a user without processes")
-def test_a_process_without_threads_left_trains_on(start_daemon: Start) -> None:
+def test_a_process_without_threads_left_trains_on(daemon: Daemon) -> None:
     """libzmq would abort the process."""
-    daemon = start_daemon()
     daemon.open_to_everybody()
     with tempfile.TemporaryDirectory(prefix="pcc-") as root:
         os.chown(root, LONELY, LONELY)
@@ -175,9 +170,8 @@ print("at", step, sorted(int(name) for name in os.listdir("/proc/self/fd"))[-1] 
 
 
 @pytest.mark.long
-def test_a_process_that_replaces_itself_goes_on_where_it_was(start_daemon: Start) -> None:
+def test_a_process_that_replaces_itself_goes_on_where_it_was(daemon: Daemon) -> None:
     """exec keeps the process id, and closes the client's descriptors."""
-    daemon = start_daemon()
     text = SCRIPT + REPLACED
     with script(REPLACED, daemon.socket, text) as running:
         assert told(running).splitlines()[-1] == "at 2 True"
@@ -208,10 +202,9 @@ print("trained", client._step)
 
 @pytest.mark.parametrize("end", ["workers", "nothing"])
 def test_workers_that_are_forked_from_a_trainer_do_nothing_of_ours(
-    start_daemon: Start, end: str
+    daemon: Daemon, end: str
 ) -> None:
     """Workers live for several epochs, and the interpreter may end without close()."""
-    daemon = start_daemon()
     assert interpreter(WORKERS, daemon.socket, end) == "trained 24\n"
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as client:
         assert client.recover().step == 24  # no other trainer has taken its session
@@ -235,9 +228,8 @@ client.close()
 
 
 @pytest.mark.long
-def test_every_sigterm_gets_its_checkpoint(start_daemon: Start) -> None:
+def test_every_sigterm_gets_its_checkpoint(daemon: Daemon) -> None:
     """As the README has it: the handler sets a flag."""
-    daemon = start_daemon()
     for _ in range(3):
         with script(TERMINATED, daemon.socket) as running:
             assert running.line() == "ready\n"
@@ -264,10 +256,9 @@ print("trained")
 @pytest.mark.parametrize("what", ["endpoints", "all"])
 @pytest.mark.parametrize("killed", [False, True])
 def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
-    start_daemon: Start, what: str, killed: bool
+    daemon: Daemon, what: str, killed: bool
 ) -> None:
     """As a clean-up of /tmp does. If the daemon is killed as well, no client can reconnect."""
-    daemon = start_daemon()
     with script(REMOVED, daemon.socket, 2.0) as running:
         assert running.line() == "ready\n"
         for path in daemon.socket.parent.glob("ctl-*"):
@@ -280,12 +271,9 @@ def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
         assert told(running) == "trained\n"
 
 
-def test_training_goes_on_without_the_daemon(start_daemon: Start, start_trainer: Connect) -> None:
+def test_training_goes_on_without_the_daemon(daemon: Daemon, trainer: Trainer) -> None:
     """P5: the daemon is SIGKILLed under load; one warning, and a reconnect when it is back."""
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     trainer.step()
     trainer.checkpoint()
     daemon.kill()

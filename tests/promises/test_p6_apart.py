@@ -10,20 +10,17 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_refusals import NOBODY, as_user, make_checkpoint
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Start
 from tests.support.hostile import ATTACKS
 from tests.support.rank import Rank, payload_of
-from tests.support.trainer import Trainer
+from tests.support.trainer import Connect
 
 ATTACKER = 4322
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
 SIZE = 300_000
 CHECKPOINTS = 8
 #: More than the daemon uses without an attack: full queues, and unused memory of the heap.
@@ -49,7 +46,7 @@ def save(rank: Rank, step: int) -> float:
 
 
 @pytest.mark.parametrize("attack", sorted(ATTACKS))
-def test_the_others_go_on(start_daemon: Callable[..., Daemon], attack: str) -> None:
+def test_the_others_go_on(start_daemon: Start, attack: str) -> None:
     daemon = start_daemon(*SCARCE.get(attack, ("--max-storage", "96MiB")))
     daemon.open_to_everybody()
     with Rank(daemon.socket, job="late") as late:
@@ -106,8 +103,7 @@ def test_there_are_enough_attacks() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
-def test_another_uid_sees_and_gets_nothing(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon()
+def test_another_uid_sees_and_gets_nothing(daemon: Daemon, start_trainer: Connect) -> None:
     make_checkpoint(daemon, start_trainer)
     daemon.open_to_everybody()
     ran = subprocess.run(

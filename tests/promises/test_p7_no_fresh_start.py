@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
 
 import pytest
 
 from pccheck_native import catalog
 from tests.support.ctl import Ctl
-from tests.support.daemon import Daemon
-from tests.support.trainer import RemoteError, Trainer
-
-Start = Callable[..., Daemon]
-Connect = Callable[..., Trainer]
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, RemoteError, Trainer
 
 
 def earlier_run(daemon: Daemon, connect: Connect, step: int = 9) -> None:
@@ -29,8 +25,7 @@ def forgetful_run(daemon: Daemon, connect: Connect, **options: object) -> Traine
     slots."""
     trainer = connect(daemon, **options)
     for _ in range(8):
-        trainer.step()
-        trainer.wait_durable(trainer.checkpoint())
+        trainer.save()
     return trainer
 
 
@@ -58,14 +53,11 @@ def test_a_checkpoint_that_is_still_written_counts(
 
 
 def test_a_run_that_went_on_in_a_new_directory_is_no_earlier_run(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, trainer: Trainer
 ) -> None:
     """The storage directory was removed while daemon and trainer ran, and then the daemon
     restarted: the checkpoints are those of the same run."""
-    daemon = start_daemon()
-    trainer = start_trainer(daemon)
-    trainer.step()
-    trainer.wait_durable(trainer.checkpoint())
+    trainer.save()
     new = daemon.root / "new"  # made first, so that it has another inode number
     new.mkdir()
     shutil.rmtree(daemon.storage)
@@ -102,17 +94,15 @@ def test_fresh_says_that_it_is_meant(start_daemon: Start, start_trainer: Connect
 
 
 def test_a_daemon_that_comes_late_does_not_look_empty(
-    start_daemon: Start, start_trainer: Connect
+    daemon: Daemon, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon()
     earlier_run(daemon, start_trainer)
     daemon.stop()
     trainer = start_trainer(daemon)
     with pytest.raises(RemoteError, match="DaemonUnreachable"):
         trainer.restore()
     daemon.start()
-    assert trainer.restore()["step"] == 9
-    assert trainer.check(9) == ""
+    assert trainer.restored() == (9, "")
 
 
 def test_what_a_run_took_over_late_is_not_given_away(
@@ -134,10 +124,9 @@ def test_what_a_run_took_over_late_is_not_given_away(
 @pytest.mark.parametrize("part", ["user", "job", "volume"])
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_in_place_of_a_job_is_no_empty_job(
-    start_daemon: Start, start_trainer: Connect, ctl: Ctl, part: str, there: bool
+    daemon: Daemon, start_trainer: Connect, ctl: Ctl, part: str, there: bool
 ) -> None:
     """An administrator moved it to another disk, which may not be mounted now."""
-    daemon = start_daemon()
     earlier_run(daemon, start_trainer)
     daemon.stop()
     (volume,) = daemon.storage.glob("*/*/*.pcc")

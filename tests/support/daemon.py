@@ -10,9 +10,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from pccheck_store.observer import Observer
 from tests.support.forked import Forked
 from tests.support.waiting import PATIENCE, suspend, until
 
@@ -121,6 +123,11 @@ class Daemon:
         session and the answers."""
         until(lambda: text in self.log.read_text(), self.log.read_text)
 
+    def status(self) -> dict[str, Any]:
+        """The document of `pccheckctl status --json`."""
+        with Observer(str(self.socket)) as observer:
+            return observer.status()
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal. After SIGKILL the process has ended on return, and after SIGSTOP it has
         stopped."""
@@ -164,3 +171,6 @@ class Daemon:
 
     def __exit__(self, *_exception: object) -> None:
         self.cleanup()
+
+
+Start = Callable[..., Daemon]  #: the fixture `start_daemon`

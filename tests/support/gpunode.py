@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Self
@@ -78,8 +75,7 @@ class Node:
         """A trainer after step 2; step 1 is durable, and all tensors are exposed."""
         stall_limit_s = options.pop("stall_limit_s", None)
         trainer = self.connect(parts, **options)
-        trainer.step()
-        assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+        assert trainer.save() == "durable"
         if stall_limit_s is not None:
             trainer.shorten(stall_limit_s)
         trainer.step()
@@ -112,11 +108,7 @@ class Node:
         trainer.open(list(parts), socket=str(self.daemon.socket), **options)
 
     def status(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "pccheckctl", "--socket", str(self.daemon.socket)]
-        told = subprocess.run([*command, "status", "--json"], check=False, capture_output=True)
-        assert told.returncode in (0, 3), told.stderr.decode()
-        document: dict[str, Any] = json.loads(told.stdout)
-        return document
+        return self.daemon.status()
 
     def wait_for(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
         until = time.monotonic() + limit_s
@@ -153,3 +145,6 @@ class Node:
                 trainer.__exit__(None, None, None)
             self.daemon.cleanup()
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+Start = Callable[..., Node]  #: the fixture `start_node`

@@ -194,7 +194,7 @@ class Tenant:
 
 
 class Ranks:
-    """A job with fake ranks, all of them connected in its first start."""
+    """A job with fake ranks; `connect` connects them."""
 
     def __init__(self, world: int = 2) -> None:
         self.world = world

@@ -102,6 +102,11 @@ class Commands:
             self.optimizer.now = done.step
         return self._found(done)
 
+    def restored(self) -> tuple[int, str]:
+        """Restores; the step, and how the state differs from that of the step."""
+        step = self.restore()["step"]
+        return step, self.check(step)
+
     @staticmethod
     def _found(done: Any) -> dict[str, Any]:
         return {
@@ -131,6 +136,11 @@ class Commands:
     def wait_durable(self, handle: int, timeout: float = 60) -> str:
         self.handles[handle].wait_durable(timeout)
         return self.state(handle)
+
+    def save(self) -> str:
+        """Makes a step and its checkpoint, and waits until the checkpoint is durable."""
+        self.step()
+        return self.wait_durable(self.checkpoint())
 
     def ended(self, handle: int, timeout: float = 60) -> str:
         """Waits until the checkpoint has ended on this rank; returns its state."""
@@ -343,3 +353,6 @@ class Trainer:
     def __exit__(self, *_exception: object) -> None:
         self.kill()
         self._link.close()
+
+
+Connect = Callable[..., Trainer]  #: the fixture `start_trainer`

@@ -18,35 +18,29 @@ from pccheckd.control.handlers import Handlers
 from pccheckd.jobs.sessions import Sessions
 
 
-def test_a_lack_of_descriptors_is_told_once_with_its_fix(
+async def test_a_lack_of_descriptors_is_told_once_with_its_fix(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LOG, "propagate", True)
     monkeypatch.setattr(attach, "ACCEPT_RETRY_S", 0)
     caplog.set_level(logging.INFO, LOG.name)
     answers: list[int | None] = [errno.EMFILE] * 3 + [None] + [errno.EMFILE] * 2 + [errno.ENFILE]
+    loop, accepted = asyncio.get_running_loop(), asyncio.Event()
 
-    async def work() -> None:
-        loop, accepted = asyncio.get_running_loop(), asyncio.Event()
+    async def accept(_: object) -> tuple[socket.socket, None]:
+        if not answers:
+            accepted.set()
+            await asyncio.Event().wait()
+        error = answers.pop(0)
+        if error is not None:
+            raise OSError(error, os.strerror(error))
+        return socket.socketpair()[0], None
 
-        async def accept(_: object) -> tuple[socket.socket, None]:
-            if not answers:
-                accepted.set()
-                await asyncio.Event().wait()
-            error = answers.pop(0)
-            if error is not None:
-                raise OSError(error, os.strerror(error))
-            return socket.socketpair()[0], None
-
-        monkeypatch.setattr(loop, "sock_accept", accept)
-        nothing: Any = None
-        with socket.socket() as listener:
-            async with attach.AttachServer(
-                listener, cast(Sessions, nothing), cast(Handlers, nothing)
-            ):
-                await accepted.wait()
-
-    asyncio.run(work())
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    nothing: Any = None
+    with socket.socket() as listener:
+        async with attach.AttachServer(listener, cast(Sessions, nothing), cast(Handlers, nothing)):
+            await accepted.wait()
     told = [record.message for record in caplog.records]
     few = "no process can connect: Too many open files (raise pccheckd's limit: ulimit -n, or "
     few += "LimitNOFILE= of the service)"

@@ -110,44 +110,36 @@ def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "NO_SLOT"])
-def test_the_core_ends_what_it_was_beginning_when_the_session_ended(answer: str) -> None:
+async def test_the_core_ends_what_it_was_beginning_when_the_session_ended(answer: str) -> None:
     """The core may have copied the checkpoint already. If it were refused here, the other ranks
     would give it up."""
     desk = Desk(free=0)
+    entered, goes_on = asyncio.Event(), asyncio.Event()
 
-    async def work() -> None:
-        entered, goes_on = asyncio.Event(), asyncio.Event()
+    async def attempt(item: Checkpoint) -> str:
+        entered.set()
+        await goes_on.wait()
+        return answer
 
-        async def attempt(item: Checkpoint) -> str:
-            entered.set()
-            await goes_on.wait()
-            return answer
-
-        desk.attempt = attempt  # type: ignore[method-assign]
-        desk.submit(checkpoint(1))
-        desk.submit(checkpoint(2))
-        await entered.wait()
-        desk.drop(1)
-        assert [n for n, _, _ in desk.refused] == [2]
-        goes_on.set()
-        assert desk._task is not None
-        await asyncio.wait_for(desk._task, 10)
-
-    asyncio.run(work())
+    desk.attempt = attempt  # type: ignore[method-assign]
+    desk.submit(checkpoint(1))
+    desk.submit(checkpoint(2))
+    await entered.wait()
+    desk.drop(1)
+    assert [n for n, _, _ in desk.refused] == [2]
+    goes_on.set()
+    assert desk._task is not None
+    await asyncio.wait_for(desk._task, 10)
     assert [n for n, _, _ in desk.refused] == ([2, 1] if answer else [2])
     assert not desk.sleeps
 
 
-def test_the_queue_is_bounded() -> None:
+async def test_the_queue_is_bounded() -> None:
     desk = Desk(free=0)
-
-    async def work() -> None:
-        for number in range(PENDING_MAX + 5):
-            desk.submit(checkpoint(number))
-        assert len(desk.refused) == 5 and len(desk) == PENDING_MAX
-        await desk.close()
-
-    asyncio.run(work())
+    for number in range(PENDING_MAX + 5):
+        desk.submit(checkpoint(number))
+    assert len(desk.refused) == 5 and len(desk) == PENDING_MAX
+    await desk.close()
 
 
 def test_one_that_breaks_something_fails_alone() -> None:

@@ -40,17 +40,14 @@ class Failing(Background):
         await asyncio.Event().wait()
 
 
-def test_what_fails_is_told_with_its_traceback_and_begun_anew(
+async def test_what_fails_is_told_with_its_traceback_and_begun_anew(
     log: pytest.LogCaptureFixture,
 ) -> None:
-    async def work() -> None:
-        task = Failing()
-        task.start()
-        await asyncio.wait_for(task.well.wait(), LIMIT_S)
-        await task.close()
-        assert task.begun == 4
-
-    asyncio.run(work())
+    task = Failing()
+    task.start()
+    await asyncio.wait_for(task.well.wait(), LIMIT_S)
+    await task.close()
+    assert task.begun == 4
     told = [record for record in log.records if record.levelno == logging.ERROR]
     assert [record.getMessage() for record in told] == ["Failing failed and restarts"] * 3
     assert [str(record.exc_info[1]) for record in told if record.exc_info] == [
@@ -58,18 +55,15 @@ def test_what_fails_is_told_with_its_traceback_and_begun_anew(
     ]  # fmt: skip
 
 
-def test_a_piece_of_work_that_fails_is_told(log: pytest.LogCaptureFixture) -> None:
+async def test_a_piece_of_work_that_fails_is_told(log: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise RuntimeError("fault")
 
-    async def work() -> None:
-        tasks = Tasks("job 5")
-        tasks.spawn(fail())
-        tasks.spawn(asyncio.sleep(0))
-        await tasks.settle()
-        await asyncio.sleep(0)
-
-    asyncio.run(work())
+    tasks = Tasks("job 5")
+    tasks.spawn(fail())
+    tasks.spawn(asyncio.sleep(0))
+    await tasks.settle()
+    await asyncio.sleep(0)
     (told,) = log.records
     assert told.getMessage() == "job 5: background work failed"
     assert told.exc_info and str(told.exc_info[1]) == "fault"

@@ -9,7 +9,7 @@ import pytest
 
 from pccheck_wire import basics
 from pccheck_wire.errors import UsageError
-from pccheck_wire.units import GIB, KIB, MIB, parse_size
+from pccheck_wire.units import GIB, MIB
 from pccheckd.config import sources as config
 from pccheckd.config.options import OPTIONS, Config, Option
 
@@ -18,23 +18,6 @@ def load(flags: str = "", **environ: str) -> Config:
     line = f"--storage /srv/x --socket /run/x/a.sock --dram 256MiB {flags}".split()
     flags_ = vars(config.parser().parse_args(line))
     return config.Sources(flags_, {"PCCHECK_CONFIG": "/dev/null", **environ}).load()
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("4096", 4096), ("8GiB", 8 * GIB), ("8G", 8 * GIB), ("1.5 MiB", 3 * MIB // 2),
-        ("2kib", 2 * KIB), ("0", 0), ("1TiB", 1 << 40),
-    ],
-)  # fmt: skip
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "8GB", "-1", "1e9", "x", "8 GiB GiB", "0x10"])
-def test_wrong_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match=r"not a size.*8GiB"):
-        parse_size(text)
 
 
 def test_flag_over_variable_over_default() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -52,156 +52,116 @@ class Place:
         return [job.job for job in await self.expiry.look()]
 
 
-Work = Callable[[Place], Awaitable[None]]
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
     config = Config(
         tmp_path, tmp_path / "s", dram_bytes=1 << 24, chunk_bytes=1 << 16, slots=2, keep=1,
         block_bytes=BLOCK_BYTES, allow_any_filesystem=True, expire_finished_s=AGE_S,
     )  # fmt: skip
-
-    def run(work: Work) -> None:
-        async def all_of_it() -> None:
-            place = Place(config)
-            place.engine.start()
-            await asyncio.wait_for(work(place), 30)
-            place.engine.stop()
-
-        asyncio.run(all_of_it())
-
-    yield run
+    place = Place(config)
+    place.engine.start()
+    yield place
+    place.engine.stop()
 
 
-def test_said_at_one_look_and_dropped_at_the_next(
-    run: Callable[[Work], None], tmp_path: Path
-) -> None:
-    async def work(place: Place) -> None:
-        await place.finish("job")
-        assert await place.look() == []
-        assert await place.look(after_s=AGE_S - 1) == []
-        assert await place.look(after_s=1) == []  # it is due now, and reported
-        assert len(layout.list_volumes(tmp_path)) == 1
-        assert await place.look() == ["job"]
-        assert layout.list_volumes(tmp_path) == []
-        assert await place.look(after_s=AGE_S) == []
-
-    run(work)
+async def test_said_at_one_look_and_dropped_at_the_next(place: Place, tmp_path: Path) -> None:
+    await place.finish("job")
+    assert await place.look() == []
+    assert await place.look(after_s=AGE_S - 1) == []
+    assert await place.look(after_s=1) == []  # it is due now, and reported
+    assert len(layout.list_volumes(tmp_path)) == 1
+    assert await place.look() == ["job"]
+    assert layout.list_volumes(tmp_path) == []
+    assert await place.look(after_s=AGE_S) == []
 
 
-def test_only_watched_time_counts(run: Callable[[Work], None], tmp_path: Path) -> None:
+async def test_only_watched_time_counts(place: Place, tmp_path: Path) -> None:
     """The wall clock, and the time in which no daemon ran, do not count."""
-
-    async def work(place: Place) -> None:
-        await place.finish("job")
-        await place.registry.jobs[UID, "job"].tenants[0].close()
-        del place.registry.jobs[UID, "job"]
-        (file,) = layout.list_volumes(tmp_path)
-        os.utime(file.path, (0, 0))
-        for _ in range(3):
-            assert await place.look() == []
-        assert await place.look(after_s=AGE_S / 2) == []
-        place.begin()
-        assert await place.look(after_s=100 * AGE_S) == []  # between two daemons
-        assert await place.look(after_s=AGE_S / 4) == []
-        assert await place.look(after_s=AGE_S / 4) == []
-        assert await place.look() == ["job"]
-
-    run(work)
+    await place.finish("job")
+    await place.registry.jobs[UID, "job"].tenants[0].close()
+    del place.registry.jobs[UID, "job"]
+    (file,) = layout.list_volumes(tmp_path)
+    os.utime(file.path, (0, 0))
+    for _ in range(3):
+        assert await place.look() == []
+    assert await place.look(after_s=AGE_S / 2) == []
+    place.begin()
+    assert await place.look(after_s=100 * AGE_S) == []  # between two daemons
+    assert await place.look(after_s=AGE_S / 4) == []
+    assert await place.look(after_s=AGE_S / 4) == []
+    assert await place.look() == ["job"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"schema": 1, "jobs": [5, {"uid": "x"}]}'])
-def test_what_is_lost_begins_anew(
-    run: Callable[[Work], None], tmp_path: Path, content: str | None
-) -> None:
-    async def work(place: Place) -> None:
-        await place.finish("job")
-        for after_s in (0.0, AGE_S):
-            assert await place.look(after_s=after_s) == []
-        if content is None:
-            (tmp_path / finished.NAME).unlink()
-        else:
-            (tmp_path / finished.NAME).write_text(content)
-        place.begin()
-        for _ in range(3):
-            assert await place.look() == []
-
-    run(work)
-
-
-def test_a_job_in_use_or_written_to_begins_anew(
-    run: Callable[[Work], None], tmp_path: Path
-) -> None:
-    async def work(place: Place) -> None:
-        await place.finish("read", "written")
+async def test_what_is_lost_begins_anew(place: Place, tmp_path: Path, content: str | None) -> None:
+    await place.finish("job")
+    for after_s in (0.0, AGE_S):
+        assert await place.look(after_s=after_s) == []
+    if content is None:
+        (tmp_path / finished.NAME).unlink()
+    else:
+        (tmp_path / finished.NAME).write_text(content)
+    place.begin()
+    for _ in range(3):
         assert await place.look() == []
-        tenant = place.registry.jobs[UID, "read"].tenants[0]
-        tenant.add_reader()
-        assert await place.look(after_s=AGE_S) == []
-        tenant.add_reader(-1)
-        (written,) = layout.list_volumes(tmp_path, job="written")
-        os.utime(written.path)
-        for _ in range(2):
-            assert await place.look() == []
-        assert await place.look(after_s=AGE_S) == []
-        assert sorted(await place.look()) == ["read", "written"]
-
-    run(work)
 
 
-def test_one_look_drops_a_few(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_a_job_in_use_or_written_to_begins_anew(place: Place, tmp_path: Path) -> None:
+    await place.finish("read", "written")
+    assert await place.look() == []
+    tenant = place.registry.jobs[UID, "read"].tenants[0]
+    tenant.add_reader()
+    assert await place.look(after_s=AGE_S) == []
+    tenant.add_reader(-1)
+    (written,) = layout.list_volumes(tmp_path, job="written")
+    os.utime(written.path)
+    for _ in range(2):
+        assert await place.look() == []
+    assert await place.look(after_s=AGE_S) == []
+    assert sorted(await place.look()) == ["read", "written"]
+
+
+async def test_one_look_drops_a_few(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(expiry, "DROPS_MAX", 2)
-
-    async def work(place: Place) -> None:
-        await place.finish("a", "b", "c")
-        for after_s in (0.0, AGE_S):
-            assert await place.look(after_s=after_s) == []
-        assert len(await place.look()) == 2
-        assert len(layout.list_volumes(tmp_path)) == 1
-        assert len(await place.look()) == 1
-
-    run(work)
+    await place.finish("a", "b", "c")
+    for after_s in (0.0, AGE_S):
+        assert await place.look(after_s=after_s) == []
+    assert len(await place.look()) == 2
+    assert len(layout.list_volumes(tmp_path)) == 1
+    assert len(await place.look()) == 1
 
 
-def test_a_file_that_cannot_be_written_keeps_nothing_from_being_watched(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_file_that_cannot_be_written_keeps_nothing_from_being_watched(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_self: Idle, _storage: Path) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(Idle, "store", full)
-
-    async def work(place: Place) -> None:
-        await place.finish("job")
-        for after_s in (0.0, AGE_S):
-            assert await place.look(after_s=after_s) == []
-        assert await place.look() == ["job"]
-
-    run(work)
+    await place.finish("job")
+    for after_s in (0.0, AGE_S):
+        assert await place.look(after_s=after_s) == []
+    assert await place.look() == ["job"]
 
 
-def test_expiry_waits_for_nothing_while_trainers_wait_for_it(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        await place.finish("job")
-        for after_s in (0.0, AGE_S):
-            await place.look(after_s=after_s)
-        verified = threading.Event()
-        long = asyncio.create_task(place.engine.scan(UID, verified.wait, 30))
-        await asyncio.sleep(0)
-        try:
-            assert await asyncio.wait_for(place.look(), 20) == ["job"]
-        finally:
-            verified.set()
-            await long
-
-    run(work)
+async def test_expiry_waits_for_nothing_while_trainers_wait_for_it(place: Place) -> None:
+    await place.finish("job")
+    for after_s in (0.0, AGE_S):
+        await place.look(after_s=after_s)
+    verified = threading.Event()
+    long = asyncio.create_task(place.engine.scan(UID, verified.wait, 30))
+    await asyncio.sleep(0)
+    try:
+        assert await asyncio.wait_for(place.look(), 20) == ["job"]
+    finally:
+        verified.set()
+        await long
 
 
-def test_a_job_that_cannot_be_dropped_does_not_keep_the_others(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_job_that_cannot_be_dropped_does_not_keep_the_others(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop = dropping.drop
 
@@ -211,11 +171,7 @@ def test_a_job_that_cannot_be_dropped_does_not_keep_the_others(
         drop(paths)
 
     monkeypatch.setattr(dropping, "drop", failing)
-
-    async def work(place: Place) -> None:
-        await place.finish("after", "job")
-        for after_s in (0.0, AGE_S):
-            await place.look(after_s=after_s)
-        assert await place.look() == ["job"]
-
-    run(work)
+    await place.finish("after", "job")
+    for after_s in (0.0, AGE_S):
+        await place.look(after_s=after_s)
+    assert await place.look() == ["job"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -172,72 +173,58 @@ def driven(monkeypatch: pytest.MonkeyPatch, native: Native, *, installed: bool =
     monkeypatch.setenv("CUDA_DISABLE_PERF_BOOST", "1")
 
 
-def run(work: Callable[[gpus.Driver], object]) -> None:
-    async def all_of_it() -> None:
-        driver = gpus.Driver()
-        driver.start()
-        await driver.ready()
-        try:
-            result = work(driver)
-            if asyncio.iscoroutine(result):
-                await result
-        finally:
-            driver.take_away()
-
-    asyncio.run(all_of_it())
+@asynccontextmanager
+async def loading() -> AsyncIterator[gpus.Driver]:
+    driver = gpus.Driver()
+    driver.start()
+    await driver.ready()
+    try:
+        yield driver
+    finally:
+        driver.take_away()
 
 
-def test_a_driver_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     native = Native()
     driven(monkeypatch, native)
-
-    def work(driver: gpus.Driver) -> None:
+    async with loading() as driver:
         assert driver.offer == gpus.Offer("pull", "CUDA IPC, driver 12.8")
         assert driver.take_away() is native  # type: ignore[comparison-overlap]
         assert driver.take_away() is None
 
-    run(work)
 
-
-def test_without_a_driver_tensors_are_pushed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_driver_tensors_are_pushed_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driven(monkeypatch, Native("libcuda.so.1 is not there"), installed=False)
-
-    def work(driver: gpus.Driver) -> None:
+    async with loading() as driver:
         assert driver.gpus is None and driver.info() == []
         assert (driver.offer.transfer, driver.offer.later) == ("push", False)
         assert "libcuda.so.1 is not there" in driver.offer.reason
 
-    run(work)
 
-
-def test_a_driver_that_fails_is_tried_again_in_other_processes(
+async def test_a_driver_that_fails_is_tried_again_in_other_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     native = Native("cuInit: not yet", "cuInit: still not", "")
     driven(monkeypatch, native)
     monkeypatch.setattr(gpus, "RETRY_S", 0.001)
-
-    async def work(driver: gpus.Driver) -> None:
+    async with loading() as driver:
         while driver.offer.transfer != "pull":
             assert driver.offer.later
             await asyncio.sleep(0.001)
-        assert native.loads == 1  # this process has seen no failure
-
-    run(work)
+    assert native.loads == 1  # this process has seen no failure
 
 
-def test_nobody_waits_long_for_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_long_for_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts from the start, not from each trainer's coming."""
     monkeypatch.setattr(gpus, "DRIVER_LIMIT_S", 0.0)
     gate = threading.Event()
     native = Native(gate=gate)
     driven(monkeypatch, native)
-
-    def work(driver: gpus.Driver) -> None:
-        assert driver.gpus is native  # type: ignore[comparison-overlap]
-        assert (driver.offer.transfer, driver.offer.later) == ("push", True)
-
     try:
-        run(work)
+        async with loading() as driver:
+            assert driver.gpus is native  # type: ignore[comparison-overlap]
+            assert (driver.offer.transfer, driver.offer.later) == ("push", True)
     finally:
         gate.set()

@@ -37,6 +37,11 @@ def chosen(connection: FakeConnection) -> list[tuple[str, str]]:
     return [(b.transfer, b.reason) for b in connection.sent if isinstance(b, Chose)]
 
 
+def automatic() -> tuple[FakeConnection, Exposure]:
+    connection = FakeConnection()
+    return connection, Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+
+
 def native_error(text: str, name: str = "BAD_HANDLE") -> NativeError:
     error = NativeError(text)
     error.code, error.code_name = E_BAD_HANDLE, name
@@ -44,8 +49,7 @@ def native_error(text: str, name: str = "BAD_HANDLE") -> NativeError:
 
 
 def test_the_same_layout_is_exposed_once() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     first = exposure.prepare(part())
     again = exposure.prepare(part())
     assert (first.map, again.map, connection.exposed()) == (1, 1, [1])
@@ -57,16 +61,14 @@ def test_the_same_layout_is_exposed_once() -> None:
 
 
 def test_other_memory_at_the_same_addresses_is_exposed_anew() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     exposure.prepare(part())
     connection.link.holds = False
     assert exposure.prepare(part()).map == 2
 
 
 def test_long_exposures_go_in_pieces() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     data = os.urandom(2 * PIECES_MAX * PIECE_BYTES + 5)
     connection.link.expose = lambda ranges, nbytes: data  # type: ignore[method-assign]
     exposure.prepare(part())
@@ -110,8 +112,7 @@ def test_what_cannot_be_pulled_is_pushed(
 
 
 def test_a_refusal_that_may_pass_is_asked_about_again() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     connection.refusal = RefusedError("its context was not made", retryable=True)
     maps = [exposure.prepare(part()).map for _ in range(31)]
     assert not any(maps)
@@ -136,8 +137,7 @@ def test_a_daemon_whose_driver_is_late_is_asked_again() -> None:
 
 def test_a_full_gpu_gets_what_torch_keeps_for_later(fakes: FakeDevices) -> None:
     """The room for the probe, for staging, and for what the daemon needs there."""
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     real, failures = connection.link.expose, [OSError(errno.ENOMEM, "out of memory")]
 
     def once_full(ranges: bytes, nbytes: int) -> bytes:
@@ -183,8 +183,7 @@ def test_a_gpu_that_lacks_what_pull_needs_is_named_every_time() -> None:
 
 
 def test_a_daemon_that_does_not_answer_is_no_refusal() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     connection.refusal = WaitTimeoutError("slow")
     with pytest.raises(WaitTimeoutError):
         exposure.prepare(part())
@@ -193,8 +192,7 @@ def test_a_daemon_that_does_not_answer_is_no_refusal() -> None:
 
 
 def test_a_gpu_that_cannot_be_opened_fails_the_checkpoint() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
 
     def broken(device: int) -> str:
         raise native_error("the CUDA driver refused")
@@ -205,8 +203,7 @@ def test_a_gpu_that_cannot_be_opened_fails_the_checkpoint() -> None:
 
 
 def test_memory_stays_until_the_next_exposure_is_acknowledged() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     one, two = part(), part(1 << 41)
     exposure.prepare(one)
     assert exposure._kept is one.owners
@@ -220,8 +217,7 @@ def test_memory_stays_until_the_next_exposure_is_acknowledged() -> None:
 
 
 def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     for number in range(1, 6):
         assert exposure.prepare(part()).map == number
         exposure.broke()
@@ -232,8 +228,7 @@ def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
 
 def test_what_waits_for_a_slot_keeps_its_exposure() -> None:
     """A state that does not fit is pushed meanwhile, so nothing is sent to the daemon."""
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     assert exposure.prepare(part()).map == 1
     assert exposure.prepare(part(), queued=True).map == 1
     assert exposure.prepare(part(1 << 41), queued=True).map == 0
@@ -257,8 +252,7 @@ def test_demanded_pull_fails_beside_what_waits_for_a_slot() -> None:
 
 
 def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     made = part(volatile=512)
     handover = exposure.prepare(made)
     address = connection.link.staging(0, 512)
@@ -273,8 +267,7 @@ def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
 
 
 def test_staging_for_what_no_gate_guards_is_limited() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     with pytest.raises(NoStagingError, match="without a gate"):
         exposure.prepare(part(volatile=STAGING_BYTES_MAX + 1))
     exposure.prepare(part(volatile=STAGING_BYTES_MAX + 1, aside=True))
@@ -303,8 +296,7 @@ def test_streams_are_marked_after_everything_was_staged(fakes: FakeDevices) -> N
 
 
 def test_graphs_that_are_recorded_are_noticed() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     connection.link.captures = True
     assert not exposure.capturing()  # no stream of a GPU is known yet
     exposure.prepare(part())
@@ -312,8 +304,7 @@ def test_graphs_that_are_recorded_are_noticed() -> None:
 
 
 def test_no_room_for_the_probe_is_no_reason_to_fail() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     connection.link.expose_error = OSError(errno.ENOMEM, "out of memory")
     assert exposure.prepare(part()).map == 0
     assert "out of memory" in chosen(connection)[0][1]
@@ -321,8 +312,7 @@ def test_no_room_for_the_probe_is_no_reason_to_fail() -> None:
 
 
 def test_what_is_pushed_from_now_on_is_taken_back() -> None:
-    connection = FakeConnection()
-    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    connection, exposure = automatic()
     exposure.prepare(part())
     connection.link.expose_error = native_error("no handle")
     for _ in range(2):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,12 @@ import zmq
 
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.packing import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
-from pccheckd.front import children, framing, program
+from pccheckd.front import children, endpoints, framing, program
 from pccheckd.front.endpoints import ControlServer
 
 LIMIT_S = 60
 UID, GID = os.getuid(), os.getgid()
 READY = f"os.write(3, {framing.READY!r})"
-
-Work = Callable[[ControlServer], Awaitable[None]]
 
 
 async def echo(uid: int, request: bytes) -> bytes | None:
@@ -40,24 +37,14 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+async def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ControlServer]:
     monkeypatch.setattr(children, "READY_WAIT_S", LIMIT_S)
-
-    def run(work: Work, *, idle_s: float = LIMIT_S) -> None:
-        async def all_of_it() -> None:
-            server = ControlServer(place, idle_s=idle_s)
-            server.serve(echo)
-            try:
-                async with asyncio.timeout(LIMIT_S):
-                    await work(server)
-            finally:
-                await server.close()
-            assert server.fronts == 0
-            assert list(place.parent.iterdir()) == []
-
-        asyncio.run(all_of_it())
-
-    return run
+    server = ControlServer(place)
+    server.serve(echo)
+    yield server
+    await server.close()
+    assert server.fronts == 0
+    assert list(place.parent.iterdir()) == []
 
 
 @pytest.fixture
@@ -113,30 +100,25 @@ def request(address: str, data: bytes) -> bytes:
         (f"{READY}; os.write(2, b'\\x1b[31mred'); os._exit(3)", "exit code 3; ?[31mred"),
     ],
 )
-def test_what_is_no_front_is_ended_and_named(
-    run: Callable[..., None],
+async def test_what_is_no_front_is_ended_and_named(
+    server: ControlServer,
     pretend: Callable[[str], None],
     caplog: pytest.LogCaptureFixture,
     script: str,
     said: str,
 ) -> None:
     pretend(script)
-
-    async def work(server: ControlServer) -> None:
-        try:
-            await server.join(UID, GID)
-        except RefusedError as error:
-            assert "not READY" in error.message and error.retryable
-        await until(lambda: server.restarts > 1)
-        server.leave(UID)
-
-    with caplog.at_level(logging.WARNING):
-        run(work)
+    try:
+        await server.join(UID, GID)
+    except RefusedError as error:
+        assert "not READY" in error.message and error.retryable
+    await until(lambda: server.restarts > 1)
+    server.leave(UID)
     assert said in caplog.text
 
 
-def test_a_front_that_takes_nothing_is_ended(
-    run: Callable[..., None],
+async def test_a_front_that_takes_nothing_is_ended(
+    server: ControlServer,
     pretend: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -145,18 +127,13 @@ def test_a_front_that_takes_nothing_is_ended(
     monkeypatch.setattr(children, "SEND_LIMIT_S", 0.5)
     wanted = framing.pack(b"peer", str(REPLY_BYTES_MAX).encode())
     pretend(f"{READY}\nfor _ in range(9): os.write(3, {wanted!r})\ntime.sleep(99)")
-
-    async def work(server: ControlServer) -> None:
-        await server.join(UID, GID)
-        await until(lambda: server.restarts > 0)
-
-    with caplog.at_level(logging.WARNING):
-        run(work)
+    await server.join(UID, GID)
+    await until(lambda: server.restarts > 0)
     assert "an answer is lost" in caplog.text
     assert "did not accept answers" in caplog.text
 
 
-def test_requests_wait_in_the_front_while_the_daemon_is_busy(
+async def test_requests_wait_in_the_front_while_the_daemon_is_busy(
     place: Path, pretend: Callable[[str], None]
 ) -> None:
     frame = framing.pack(b"peer", b"x" * 1000)
@@ -170,60 +147,50 @@ def test_requests_wait_in_the_front_while_the_daemon_is_busy(
         await release.wait()
         return None
 
-    async def work() -> None:
-        server = ControlServer(place)
-        server.serve(busy)
-        await server.join(UID, GID)
-        await until(lambda: taken == children.REQUESTS_IN_PROGRESS_MAX)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert taken == children.REQUESTS_IN_PROGRESS_MAX
-        release.set()
-        await until(lambda: taken > children.REQUESTS_IN_PROGRESS_MAX)
-        await server.close()
-
-    asyncio.run(work())
+    server = ControlServer(place)
+    server.serve(busy)
+    await server.join(UID, GID)
+    await until(lambda: taken == children.REQUESTS_IN_PROGRESS_MAX)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert taken == children.REQUESTS_IN_PROGRESS_MAX
+    release.set()
+    await until(lambda: taken > children.REQUESTS_IN_PROGRESS_MAX)
+    await server.close()
 
 
-def test_the_largest_messages_pass(run: Callable[..., None]) -> None:
-    async def work(server: ControlServer) -> None:
-        address = await server.join(UID, GID)
-        largest = b"r" * REQUEST_BYTES_MAX
-        assert await asyncio.to_thread(request, address, largest) == largest
-        answer = await asyncio.to_thread(request, address, str(REPLY_BYTES_MAX).encode())
-        assert answer == b"x" * REPLY_BYTES_MAX
-        assert server.restarts == 0
-
-    run(work)
+async def test_the_largest_messages_pass(server: ControlServer) -> None:
+    address = await server.join(UID, GID)
+    largest = b"r" * REQUEST_BYTES_MAX
+    assert await asyncio.to_thread(request, address, largest) == largest
+    answer = await asyncio.to_thread(request, address, str(REPLY_BYTES_MAX).encode())
+    assert answer == b"x" * REPLY_BYTES_MAX
+    assert server.restarts == 0
 
 
-def test_a_front_goes_when_nobody_needs_it_any_more(run: Callable[..., None]) -> None:
-    async def work(server: ControlServer) -> None:
-        first = await server.join(UID, GID)
-        assert await server.join(UID, GID) == first
-        assert server.fronts == 1
-        server.leave(UID)
-        assert await asyncio.to_thread(request, first, b"one session is left") != b""
-        server.leave(UID)
-        await until(lambda: server.fronts == 0)
-        assert not Path(first.removeprefix("ipc://")).exists()
-        assert await server.join(UID, GID) == first
-        assert await asyncio.to_thread(request, first, b"it serves again") == b"it serves again"
-        assert server.restarts == 0
+async def test_a_front_goes_when_nobody_needs_it_any_more(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "IDLE_S", 0.01)
+    first = await server.join(UID, GID)
+    assert await server.join(UID, GID) == first
+    assert server.fronts == 1
+    server.leave(UID)
+    assert await asyncio.to_thread(request, first, b"one session is left") != b""
+    server.leave(UID)
+    await until(lambda: server.fronts == 0)
+    assert not Path(first.removeprefix("ipc://")).exists()
+    assert await server.join(UID, GID) == first
+    assert await asyncio.to_thread(request, first, b"it serves again") == b"it serves again"
+    assert server.restarts == 0
 
-    run(work, idle_s=0.01)
 
-
-def test_what_cannot_be_started_is_said(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+async def test_what_cannot_be_started_is_said(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-
-    async def work(server: ControlServer) -> None:
-        with pytest.raises(RefusedError, match="No such file"):
-            await server.join(UID, GID)
-
-    run(work)
+    with pytest.raises(RefusedError, match="No such file"):
+        await server.join(UID, GID)
 
 
 def test_a_confined_process_opens_no_file() -> None:
@@ -250,30 +217,22 @@ def test_limits_fit_together() -> None:
     assert queued + 4 * REPLY_BYTES_MAX + (40 << 20) < program.ADDRESS_SPACE_BYTES
 
 
-def test_a_front_of_another_version_says_so(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+async def test_a_front_of_another_version_says_so(
+    server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framing, "VERSION", 0)
-
-    async def work(server: ControlServer) -> None:
-        with pytest.raises(RefusedError, match="restart the daemon"):
-            await server.join(UID, GID)
-
-    run(work)
+    with pytest.raises(RefusedError, match="restart the daemon"):
+        await server.join(UID, GID)
 
 
-def test_a_session_does_not_wait_for_a_slow_start(
+async def test_a_session_does_not_wait_for_a_slow_start(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests do, at the endpoint."""
     monkeypatch.setattr(children, "READY_WAIT_S", 0)
-
-    async def work() -> None:
-        server = ControlServer(place)
-        server.serve(echo)
-        address = await server.join(UID, GID)
-        assert server.fronts == 0
-        assert await asyncio.to_thread(request, address, b"early") == b"early"
-        await server.close()
-
-    asyncio.run(work())
+    server = ControlServer(place)
+    server.serve(echo)
+    address = await server.join(UID, GID)
+    assert server.fronts == 0
+    assert await asyncio.to_thread(request, address, b"early") == b"early"
+    await server.close()

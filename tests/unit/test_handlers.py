@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,27 +137,17 @@ class Place:
         return codec.decode(data, Reply).body if data is not None else None
 
 
-Work = Callable[[Place], Awaitable[None]]
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
     config = Config(
         storage=tmp_path, socket=tmp_path / "s", dram_bytes=1 << 24, chunk_bytes=1 << 20,
         allow_any_filesystem=True,
     )  # fmt: skip
-
-    def run(work: Work) -> None:
-        async def all_of_it() -> None:
-            place = Place(config)
-            place.engine.start()
-            await place.open()
-            await asyncio.wait_for(work(place), 20)
-            place.engine.stop()
-
-        asyncio.run(all_of_it())
-
-    yield run
+    place = Place(config)
+    place.engine.start()
+    await place.open()
+    yield place
+    place.engine.stop()
 
 
 def refused(answer: object, text: str) -> None:
@@ -169,132 +159,102 @@ def refused(answer: object, text: str) -> None:
 # -- Expose ------------------------------------------------------------------------------------
 
 
-def test_an_exposure_reaches_the_channel_whole(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        answers = await asyncio.gather(  # nobody waits for the answers in between
-            place.ask(Expose(1, [b"ab", b"c"], more=True)),
-            place.ask(Expose(1, [b"de"], more=True)),
-            place.ask(Expose(1, [b"f"])),
-            place.ask(Expose(2, [b"next"])),
-        )
-        assert list(answers) == [Done()] * 4
-        assert place.channel.exposed == [(1, b"abcdef"), (2, b"next")]
-
-    run(work)
+async def test_an_exposure_reaches_the_channel_whole(place: Place) -> None:
+    answers = await asyncio.gather(  # nobody waits for the answers in between
+        place.ask(Expose(1, [b"ab", b"c"], more=True)),
+        place.ask(Expose(1, [b"de"], more=True)),
+        place.ask(Expose(1, [b"f"])),
+        place.ask(Expose(2, [b"next"])),
+    )
+    assert list(answers) == [Done()] * 4
+    assert place.channel.exposed == [(1, b"abcdef"), (2, b"next")]
 
 
-def test_the_channels_reason_is_told(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        place.channel.answer = "allocation 3: the handle does not open"
-        answer = await place.ask(Expose(1, [b"x"]))
-        refused(answer, "allocation 3")
-        assert isinstance(answer, Failure)
-        assert (answer.hint, answer.retryable) == (PUSHED, True)
-
-    run(work)
+async def test_the_channels_reason_is_told(place: Place) -> None:
+    place.channel.answer = "allocation 3: the handle does not open"
+    answer = await place.ask(Expose(1, [b"x"]))
+    refused(answer, "allocation 3")
+    assert isinstance(answer, Failure)
+    assert (answer.hint, answer.retryable) == (PUSHED, True)
 
 
-def test_without_a_driver_nothing_is_collected(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        place.engine.driver.offer = Offer("push", "no CUDA driver here")
-        refused(await place.ask(Expose(1, [b"x"], more=True)), "no CUDA driver")
-        assert place.session.exposing.held_bytes == 0
-
-    run(work)
+async def test_without_a_driver_nothing_is_collected(place: Place) -> None:
+    place.engine.driver.offer = Offer("push", "no CUDA driver here")
+    refused(await place.ask(Expose(1, [b"x"], more=True)), "no CUDA driver")
+    assert place.session.exposing.held_bytes == 0
 
 
-def test_a_trainer_that_the_kernel_does_not_name_pushes(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        place.session.kernel_pid = 0  # what it says itself would prove nothing
-        assert place.sessions.offer(place.session).transfer == "push"
-        refused(await place.ask(Expose(1, [b"x"])), "PID namespace")
-        assert not place.channel.exposed
-
-    run(work)
+async def test_a_trainer_that_the_kernel_does_not_name_pushes(place: Place) -> None:
+    place.session.kernel_pid = 0  # what it says itself would prove nothing
+    assert place.sessions.offer(place.session).transfer == "push"
+    refused(await place.ask(Expose(1, [b"x"])), "PID namespace")
+    assert not place.channel.exposed
 
 
-def test_another_users_trainer_pushes(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        place.session.uid = KEY.uid + 1  # root could open whatever handle it is given
-        assert "runs as uid" in place.sessions.offer(place.session).reason
-        refused(await place.ask(Expose(1, [b"x"])), "runs as uid")
-        assert not place.channel.exposed
-
-    run(work)
+async def test_another_users_trainer_pushes(place: Place) -> None:
+    place.session.uid = KEY.uid + 1  # root could open whatever handle it is given
+    assert "runs as uid" in place.sessions.offer(place.session).reason
+    refused(await place.ask(Expose(1, [b"x"])), "runs as uid")
+    assert not place.channel.exposed
 
 
-def test_an_old_session_cannot_expose_for_the_next(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        old = place.session
-        async with place.tenant.lock:  # its last piece waits while the next one comes
-            late = asyncio.create_task(place.ask(Expose(1, [b"old"]), old))
-            await asyncio.sleep(0)
-            place.join(2)
-        refused(await late, "has ended")
-        assert not place.channel.exposed
-
-    run(work)
+async def test_an_old_session_cannot_expose_for_the_next(place: Place) -> None:
+    old = place.session
+    async with place.tenant.lock:  # its last piece waits while the next one comes
+        late = asyncio.create_task(place.ask(Expose(1, [b"old"]), old))
+        await asyncio.sleep(0)
+        place.join(2)
+    refused(await late, "has ended")
+    assert not place.channel.exposed
 
 
-def test_what_a_session_had_sent_goes_with_it(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        assert await place.ask(Expose(1, [b"half"], more=True)) == Done()
-        other = place.join(2)
-        assert place.sessions.room_bytes(other) < place.sessions.room_bytes(place.session)
-        await place.sessions.end(place.session)
-        assert place.session.exposing.held_bytes == 0
-        refused(await place.ask(Expose(1, [b"x"]), place.session), "has ended")
-
-    run(work)
+async def test_what_a_session_had_sent_goes_with_it(place: Place) -> None:
+    assert await place.ask(Expose(1, [b"half"], more=True)) == Done()
+    other = place.join(2)
+    assert place.sessions.room_bytes(other) < place.sessions.room_bytes(place.session)
+    await place.sessions.end(place.session)
+    assert place.session.exposing.held_bytes == 0
+    refused(await place.ask(Expose(1, [b"x"]), place.session), "has ended")
 
 
 @pytest.mark.parametrize("role", [Role.READER, Role.OBSERVER])
-def test_only_trainers_share_memory(run: Callable[[Work], None], role: Role) -> None:
-    async def work(place: Place) -> None:
-        session = place.join(2, role)
-        for body in (Expose(1, [b"x"]), Chose("pull", "")):
-            refused(await place.ask(body, session), "requires a trainer")
-        assert not place.channel.exposed
-
-    run(work)
+async def test_only_trainers_share_memory(place: Place, role: Role) -> None:
+    session = place.join(2, role)
+    for body in (Expose(1, [b"x"]), Chose("pull", "")):
+        refused(await place.ask(body, session), "requires a trainer")
+    assert not place.channel.exposed
 
 
 # -- Chose, Begin ------------------------------------------------------------------------------
 
 
-def test_what_was_chosen_is_shown(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        assert await place.ask(Chose("pull", "CUDA IPC")) == Done()
-        assert (place.session.transfer, place.session.transfer_reason) == ("pull", "CUDA IPC")
-        refused(await place.ask(Chose("pull", "two\nlines")), "reason")
-
-    run(work)
+async def test_what_was_chosen_is_shown(place: Place) -> None:
+    assert await place.ask(Chose("pull", "CUDA IPC")) == Done()
+    assert (place.session.transfer, place.session.transfer_reason) == ("pull", "CUDA IPC")
+    refused(await place.ask(Chose("pull", "two\nlines")), "reason")
 
 
-def test_status_tells_of_gpus_and_transfers(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        place.engine.driver.gpus = cast(Gpus, FakeGpus())
-        await place.ask(Chose("pull", "CUDA IPC"))
-        answer = await place.ask(Status())
-        assert isinstance(answer, Report)
-        document = answer.document
-        assert document["schema"] == 1
-        (gpu,), (session,) = rows(document, "gpus"), rows(document, "sessions")
-        assert gpu == {
-            "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "name": "NVIDIA H200",
-            "numa_node": None, "lost": True, "copied_bytes": 5, "copies": 2, "failures": 1,
-        }  # fmt: skip
-        shown = {key: session[key] for key in ("transfer", "transfer_reason", "exposed_bytes",
-                                               "mappings")}  # fmt: skip
-        assert shown == {"transfer": "pull", "transfer_reason": "CUDA IPC", "exposed_bytes": 8192,
-                         "mappings": 2}  # fmt: skip
-        assert [rank["numa_node"] for rank in rows(document, "ranks")] == [1]
-        assert part(document, "pool")["pinned_bytes"] == 4096
-        daemon = part(document, "daemon")
-        assert (daemon["state"], daemon["transfer"]) == ("degraded", "pull")
-        assert "lost" in str(document["warnings"])
-
-    run(work)
+async def test_status_tells_of_gpus_and_transfers(place: Place) -> None:
+    place.engine.driver.gpus = cast(Gpus, FakeGpus())
+    await place.ask(Chose("pull", "CUDA IPC"))
+    answer = await place.ask(Status())
+    assert isinstance(answer, Report)
+    document = answer.document
+    assert document["schema"] == 1
+    (gpu,), (session,) = rows(document, "gpus"), rows(document, "sessions")
+    assert gpu == {
+        "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "name": "NVIDIA H200",
+        "numa_node": None, "lost": True, "copied_bytes": 5, "copies": 2, "failures": 1,
+    }  # fmt: skip
+    shown = {key: session[key] for key in ("transfer", "transfer_reason", "exposed_bytes",
+                                           "mappings")}  # fmt: skip
+    assert shown == {"transfer": "pull", "transfer_reason": "CUDA IPC", "exposed_bytes": 8192,
+                     "mappings": 2}  # fmt: skip
+    assert [rank["numa_node"] for rank in rows(document, "ranks")] == [1]
+    assert part(document, "pool")["pinned_bytes"] == 4096
+    daemon = part(document, "daemon")
+    assert (daemon["state"], daemon["transfer"]) == ("degraded", "pull")
+    assert "lost" in str(document["warnings"])
 
 
 async def begun(place: Place) -> State:
@@ -311,41 +271,28 @@ async def begun(place: Place) -> State:
     return found.state
 
 
-def test_the_map_reaches_the_channel(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        assert await begun(place) is State.COPYING
-        assert [(one["map"], one["sequence"]) for one in place.channel.begun] == [(5, 41)]
-
-    run(work)
+async def test_the_map_reaches_the_channel(place: Place) -> None:
+    assert await begun(place) is State.COPYING
+    assert [(one["map"], one["sequence"]) for one in place.channel.begun] == [(5, 41)]
 
 
-def test_a_checkpoint_that_begins_while_the_daemon_stops_is_refused(
-    run: Callable[[Work], None],
-) -> None:
-    async def work(place: Place) -> None:
-        place.sessions.draining = True
-        assert await place.ask(Begin(1, 10, 4096, 0, 64)) is None
-        found = place.tenant.ledger.find(1, 1)
-        assert found is not None and found.state is State.FAILED
-        assert found.reason == "the daemon is stopping"
-        assert (place.channel.begun, place.channel.refused) == ([], [1])
-
-    run(work)
+async def test_a_checkpoint_that_begins_while_the_daemon_stops_is_refused(place: Place) -> None:
+    place.sessions.draining = True
+    assert await place.ask(Begin(1, 10, 4096, 0, 64)) is None
+    found = place.tenant.ledger.find(1, 1)
+    assert found is not None and found.state is State.FAILED
+    assert found.reason == "the daemon is stopping"
+    assert (place.channel.begun, place.channel.refused) == ([], [1])
 
 
 @pytest.mark.parametrize("code_name", ["BAD_HANDLE", "DEVICE_LOST"])
-def test_a_stale_map_fails_the_checkpoint_at_once(
-    run: Callable[[Work], None], code_name: str
-) -> None:
-    async def work(place: Place) -> None:
-        place.channel.error = native_error(code_name)
-        assert await begun(place) is State.FAILED
-        found = place.tenant.ledger.find(1, 1)
-        assert found is not None and "GPU" in found.reason and found.hint
-        assert len(place.channel.begun) == 1
-        assert place.channel.refused == [1]
-
-    run(work)
+async def test_a_stale_map_fails_the_checkpoint_at_once(place: Place, code_name: str) -> None:
+    place.channel.error = native_error(code_name)
+    assert await begun(place) is State.FAILED
+    found = place.tenant.ledger.find(1, 1)
+    assert found is not None and "GPU" in found.reason and found.hint
+    assert len(place.channel.begun) == 1
+    assert place.channel.refused == [1]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +19,8 @@ from pccheckd.control import attach
 from pccheckd.control.attach import AttachServer, _hung_up
 from pccheckd.jobs.sessions import Peer, Session
 from pccheckd.tenancy.volumes import OpenVolume
-from tests.unit.test_handlers import KEY, Place, Work
-from tests.unit.test_handlers import run as run  # a fixture
+from tests.unit.test_handlers import KEY, Place
+from tests.unit.test_handlers import place as place  # a fixture
 
 
 def test_a_hang_up_is_seen_without_reading() -> None:
@@ -37,22 +36,19 @@ def test_a_hang_up_is_seen_without_reading() -> None:
     assert _hung_up(ours)
 
 
-def test_a_peer_of_whom_nothing_is_known_is_not_counted(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_peer_of_whom_nothing_is_known_is_not_counted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(place: Place) -> None:
-        def unknown(_connection: socket.socket) -> Peer:
-            raise OSError(errno.ENOTCONN, "gone")
+    def unknown(_connection: socket.socket) -> Peer:
+        raise OSError(errno.ENOTCONN, "gone")
 
-        monkeypatch.setattr(attach, "_peer", unknown)
-        server = AttachServer(cast(socket.socket, None), place.sessions, place.handlers)
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with theirs:
-            await server._serve(ours)
-            assert theirs.recv(1) == b"" and ours.fileno() == -1
-        assert not +server._count and min(server._count.values(), default=0) == 0
-
-    run(work)
+    monkeypatch.setattr(attach, "_peer", unknown)
+    server = AttachServer(cast(socket.socket, None), place.sessions, place.handlers)
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        await server._serve(ours)
+        assert theirs.recv(1) == b"" and ours.fileno() == -1
+    assert not +server._count and min(server._count.values(), default=0) == 0
 
 
 @pytest.mark.parametrize(
@@ -73,44 +69,35 @@ def test_a_few_users_cannot_keep_others_out(mine: int, others: int, said: str) -
 
 
 @pytest.mark.parametrize("occupied", [True, False])
-def test_a_peer_that_has_hung_up_does_not_join(run: Callable[[Work], None], occupied: bool) -> None:
-    async def work(place: Place) -> None:
-        if not occupied:
-            place.job.left(KEY.rank, b"\1" * 16)
-            place.tenant.owner = None
-        session = Session(
-            number=9, token=bytes(16), role=Role.TRAINER, uid=KEY.uid, pid=1, kernel_pid=1,
-            connected_ns=0, process=b"\2" * 16,
-        )  # fmt: skip
-        hello = Hello(PROTOCOL_VERSION, Role.TRAINER, "test", 1, job=KEY.job)
-        peer = Peer(os.getuid(), os.getgid(), 1, gone=lambda: True)
-        with pytest.raises(RefusedError, match="disconnected"):
-            await place.sessions._attach_trainer(session, hello, peer)
-        assert place.job.starts.of(KEY.rank, session.process) is None
-
-    run(work)
+async def test_a_peer_that_has_hung_up_does_not_join(place: Place, occupied: bool) -> None:
+    if not occupied:
+        place.job.left(KEY.rank, b"\1" * 16)
+        place.tenant.owner = None
+    session = Session(
+        number=9, token=bytes(16), role=Role.TRAINER, uid=KEY.uid, pid=1, kernel_pid=1,
+        connected_ns=0, process=b"\2" * 16,
+    )  # fmt: skip
+    hello = Hello(PROTOCOL_VERSION, Role.TRAINER, "test", 1, job=KEY.job)
+    peer = Peer(os.getuid(), os.getgid(), 1, gone=lambda: True)
+    with pytest.raises(RefusedError, match="disconnected"):
+        await place.sessions._attach_trainer(session, hello, peer)
+    assert place.job.starts.of(KEY.rank, session.process) is None
 
 
-def test_a_request_that_comes_while_its_session_ends_ends_with_it(
-    run: Callable[[Work], None],
-) -> None:
+async def test_a_request_that_comes_while_its_session_ends_ends_with_it(place: Place) -> None:
     """A restore waits for every checkpoint that was asked for: none may stay for ever."""
-
-    async def work(place: Place) -> None:
-        place.session.ending = True
-        assert await place.ask(Begin(1, 5, 100, 90, 10, "wait")) is None
-        found = place.tenant.ledger.find(1, 1)
-        assert found is not None and found.state is State.FAILED and not found.live
-        volume = SimpleNamespace(info=SimpleNamespace(next_sequence=41, keep=1), checkpoints=[])
-        place.tenant.volumes.open = [cast(OpenVolume, volume)]
-        place.session.ending = False
-        assert await place.ask(Begin(2, 6, 4096, 0, 64)) is None
-        place.tenant.owner = None  # before it is admitted
-        task = place.tenant.queue._task
-        assert task is not None
-        await task
-        place.tenant.volumes.open = []
-        found = place.tenant.ledger.find(1, 2)
-        assert found is not None and found.state is State.FAILED and not found.live
-
-    run(work)
+    place.session.ending = True
+    assert await place.ask(Begin(1, 5, 100, 90, 10, "wait")) is None
+    found = place.tenant.ledger.find(1, 1)
+    assert found is not None and found.state is State.FAILED and not found.live
+    volume = SimpleNamespace(info=SimpleNamespace(next_sequence=41, keep=1), checkpoints=[])
+    place.tenant.volumes.open = [cast(OpenVolume, volume)]
+    place.session.ending = False
+    assert await place.ask(Begin(2, 6, 4096, 0, 64)) is None
+    place.tenant.owner = None  # before it is admitted
+    task = place.tenant.queue._task
+    assert task is not None
+    await task
+    place.tenant.volumes.open = []
+    found = place.tenant.ledger.find(1, 2)
+    assert found is not None and found.state is State.FAILED and not found.live

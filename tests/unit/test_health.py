@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,60 +42,47 @@ class Place:
         await asyncio.wrap_future(self.health._asked)
 
 
-def run(work: Callable[[Place], Awaitable[None]]) -> None:
-    async def all_of_it() -> None:
-        place = Place()
-        try:
-            await asyncio.wait_for(work(place), 20)
-        finally:
-            place.may_answer.set()
-            await place.health.close()
-
-    asyncio.run(all_of_it())
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    place = Place()
+    yield place
+    place.may_answer.set()
+    await place.health.close()
 
 
-def test_a_core_that_answers_is_well() -> None:
-    async def work(place: Place) -> None:
-        for _ in range(3):
-            place.now += 100.0
-            place.health.ask()
-            await place.answered()
-            assert place.health.faults == []
-        assert place.asked == 3
-
-    run(work)
-
-
-def test_a_lock_that_is_never_given_back_is_a_fault_until_it_is() -> None:
-    async def work(place: Place) -> None:
-        place.may_answer.clear()
-        place.health.ask()
-        place.now += ANSWER_LIMIT_S - 1
-        place.health.ask()
-        assert place.health.faults == []
-        place.now += 1
-        place.health.ask()
-        (fault,) = place.health.faults
-        assert "has not answered for 20 s" in fault
-        place.may_answer.set()
-        await place.answered()
-        assert place.asked == 1
-        place.health.ask()
-        assert place.health.faults == []
-
-    run(work)
-
-
-def test_a_disk_that_hangs_is_no_fault() -> None:
-    async def work(place: Place) -> None:
-        place.engine.stalled = "a call to the storage has not returned"
-        place.tenants = [SimpleNamespace(key="job", stalled="no progress", port=None)]
+async def test_a_core_that_answers_is_well(place: Place) -> None:
+    for _ in range(3):
+        place.now += 100.0
         place.health.ask()
         await place.answered()
         assert place.health.faults == []
-        assert place.health.stalled() == [place.engine.stalled, "job: no progress"]
+    assert place.asked == 3
 
-    run(work)
+
+async def test_a_lock_that_is_never_given_back_is_a_fault_until_it_is(place: Place) -> None:
+    place.may_answer.clear()
+    place.health.ask()
+    place.now += ANSWER_LIMIT_S - 1
+    place.health.ask()
+    assert place.health.faults == []
+    place.now += 1
+    place.health.ask()
+    (fault,) = place.health.faults
+    assert "has not answered for 20 s" in fault
+    place.may_answer.set()
+    await place.answered()
+    assert place.asked == 1
+    place.health.ask()
+    assert place.health.faults == []
+
+
+async def test_a_disk_that_hangs_is_no_fault(place: Place) -> None:
+    place.engine.stalled = "a call to the storage has not returned"
+    place.tenants = [SimpleNamespace(key="job", stalled="no progress", port=None)]
+    place.health.ask()
+    await place.answered()
+    assert place.health.faults == []
+    assert place.health.stalled() == [place.engine.stalled, "job: no progress"]
 
 
 @pytest.mark.parametrize(

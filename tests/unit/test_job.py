@@ -19,6 +19,13 @@ from tests.support.jobs import CONFIG, Ranks, owner
 MAX = 2**63
 
 
+def connected(world: int = 2) -> Ranks:
+    """All of them, in the first start."""
+    ranks = Ranks(world)
+    ranks.connect()
+    return ranks
+
+
 def ended(reason: str, error: str = "EIO") -> Any:
     return SimpleNamespace(live=False, reason=reason, error=error, sequence=1, state=State.FAILED)
 
@@ -27,8 +34,7 @@ def ended(reason: str, error: str = "EIO") -> Any:
 
 
 def test_ranks_that_ask_for_the_same_step_get_the_same_sequence() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     first, second = ranks.ask(0, 5), ranks.ask(1, 5)
     assert first == second
     again, other = ranks.ask(0, 5, repeat=1), ranks.ask(1, 5, repeat=1)
@@ -36,8 +42,7 @@ def test_ranks_that_ask_for_the_same_step_get_the_same_sequence() -> None:
 
 
 def test_a_lone_rank_gets_a_new_sequence_for_every_request() -> None:
-    ranks = Ranks(1)
-    ranks.connect()
+    ranks = connected(1)
     assert len({ranks.ask(0, 5)[1] for _ in range(3)}) == 3
 
 
@@ -77,8 +82,7 @@ def test_a_rank_that_saves_alone_is_the_only_one(solo: bool) -> None:
 
 
 def test_every_rank_obeys_the_same_agreement() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     ranks.hold(1, 2)
     ranks.hold(3, ranks=(0,))
     agreed = ranks.settle()
@@ -90,8 +94,7 @@ def test_every_rank_obeys_the_same_agreement() -> None:
 
 
 def test_a_lone_rank_has_nothing_to_agree_on() -> None:
-    ranks = Ranks(1)
-    ranks.connect()
+    ranks = connected(1)
     ranks.hold(1)
     ranks.settle()
     assert ranks.tenants[0].obeyed == []
@@ -99,8 +102,7 @@ def test_a_lone_rank_has_nothing_to_agree_on() -> None:
 
 def test_what_a_rank_did_not_save_is_given_up_for_good() -> None:
     """A rank may have acted on it: it stays given up, whatever appears later."""
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.ask(1, 5)
     ranks.hold(number, ranks=(0,))
@@ -113,8 +115,7 @@ def test_what_a_rank_did_not_save_is_given_up_for_good() -> None:
 
 def test_what_was_given_up_and_is_back_is_restored_but_never_reported_as_global() -> None:
     """A file that was away is back: the other rank may be about to overwrite its part."""
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.ask(1, 5)
     ranks.hold(number, ranks=(0,))
@@ -127,8 +128,7 @@ def test_what_was_given_up_and_is_back_is_restored_but_never_reported_as_global(
 
 
 def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     ranks.tenants[0].ledger.checkpoints[1] = ended("every rank gave it up", GIVEN_UP)
     assert "rank 1 did not ask" in ranks.job.why_given_up(1)
     ranks.tenants[1].ledger.checkpoints[1] = ended("write: EIO")
@@ -137,8 +137,7 @@ def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
 
 def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it() -> None:
     """Also when the process of that rank has ended: the rank is not given the sequence again."""
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
     ranks.settle()
@@ -160,8 +159,7 @@ def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it(
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_with_skip_the_first_that_asks_decides_for_all(busy: bool) -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     ranks.tenants[1].room = not busy
     number = ranks.ask(0, 5, on_busy="skip")[1]
     assert ranks.job.gives_up(number) is busy
@@ -173,8 +171,7 @@ def test_with_skip_the_first_that_asks_decides_for_all(busy: bool) -> None:
 
 
 def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
     assert ranks.request_slot(0) == "1"  # it lives, and may still ask
@@ -189,8 +186,7 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
 
 def test_ranks_that_need_slots_get_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have many ranks, and each tries again some times a second."""
-    ranks = Ranks(8)
-    ranks.connect()
+    ranks = connected(8)
     numbers = [ranks.ask(rank, rank)[1] for rank in range(8)]
     for rank, number in enumerate(numbers):
         ranks.hold(number, ranks=(rank,))
@@ -237,8 +233,7 @@ def test_the_reason_is_found_without_a_walk_through_the_world() -> None:
 
 
 def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
     dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
@@ -270,20 +265,15 @@ def test_a_rank_that_reconnects_or_is_late_is_waited_for() -> None:
     assert not ranks.job.gives_up(number)
 
 
-def test_it_decides_once_in_a_turn_of_the_loop() -> None:
-    ranks = Ranks()
-
-    async def turn() -> None:
-        for _ in range(5):
-            ranks.job.decide_soon()
-        assert before == len(ranks.tenants[0].obeyed)
-        await asyncio.sleep(0)
-        assert before + 1 == len(ranks.tenants[0].obeyed)
-
-    ranks.connect()
+async def test_it_decides_once_in_a_turn_of_the_loop() -> None:
+    ranks = connected()
     ranks.settle()
     before = len(ranks.tenants[0].obeyed)
-    asyncio.run(turn())
+    for _ in range(5):
+        ranks.job.decide_soon()
+    assert before == len(ranks.tenants[0].obeyed)
+    await asyncio.sleep(0)
+    assert before + 1 == len(ranks.tenants[0].obeyed)
 
 
 def test_a_late_group_is_logged_when_it_begins_and_when_it_ends(
@@ -321,8 +311,7 @@ def test_a_restore_gets_the_newest_that_all_ranks_have() -> None:
 
 def test_nothing_is_found_only_if_every_volume_was_read() -> None:
     """P7: a run does not begin at step 0 because a disk was away."""
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     assert choose(ranks, 0) is None
     ranks.tenants[1].volumes.unreadable[Path("v")] = UnreadableError("EIO")
     with pytest.raises(UnreadableError):
@@ -366,8 +355,7 @@ def test_a_new_start_tries_again_what_could_not_be_read() -> None:
 
 
 def test_what_is_still_being_written_is_reported_with_its_size() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     number = ranks.ask(0, 5)[1]
     item = SimpleNamespace(
         live=True, sequence=number, step=5, payload_bytes=64, reason="", state=State.COPIED
@@ -386,8 +374,7 @@ def test_what_is_still_being_written_is_reported_with_its_size() -> None:
 
 
 def test_protection_ends_when_the_last_rank_has_restored() -> None:
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     for tenant in ranks.tenants:
         tenant.retention.unrestored = True
     asyncio.run(ranks.job.restored(0, 5))
@@ -406,8 +393,7 @@ def test_protection_stays_while_a_rank_is_not_connected() -> None:
 
 def test_all_ranks_keep_what_becomes_common_of_the_run_before() -> None:
     """Even if a checkpoint of this run became common before."""
-    ranks = Ranks()
-    ranks.connect()
+    ranks = connected()
     ranks.hold(1)
     ranks.hold(2, ranks=(0,))
     ranks.tenants[1].on_its_way = {2: 2}

@@ -69,7 +69,7 @@ def test_other_classes_are_neither_stored_nor_made() -> None:
 
 @pytest.mark.parametrize("cls", [Slotted, Reduced, Restored, dict, int, object, 3])
 def test_a_class_whose_objects_are_more_than_their_attributes_is_refused(cls: Any) -> None:
-    with pytest.raises(UsageError, match="cannot be stored by its attributes"):
+    with pytest.raises(UsageError, match="cannot be stored as their attributes"):
         Objects([cls], "")
 
 

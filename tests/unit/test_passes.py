@@ -11,16 +11,37 @@ from concurrent.futures import Executor
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from pccheckd.base.passes import Passes
 from pccheckd.control.attach import AttachServer
 from pccheckd.control.handlers import Handlers
 from pccheckd.front import framing
 from pccheckd.front.children import Front, Keeper
 from pccheckd.jobs.sessions import Session, Sessions
-from tests.support.passes import Loop, run
 
 ONE, OTHER = 1, 2  # users
 CONNECTIONS, PACKETS = 20, 3
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """Counts its passes."""
+
+    passes = 0
+
+    def _run_once(self) -> None:
+        self.passes += 1
+        super()._run_once()  # type: ignore[misc]
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, type[Loop]]]:
+    return "asyncio", {"loop_factory": Loop}
+
+
+@pytest.fixture
+async def loop(anyio_backend: object) -> Loop:
+    return cast(Loop, asyncio.get_running_loop())
 
 
 class Answers:
@@ -49,61 +70,50 @@ def connections(count: int) -> Iterator[list[tuple[socket.socket, socket.socket]
         yield pairs
 
 
-def test_a_user_has_one_turn_in_a_pass() -> None:
-    async def work(loop: Loop) -> None:
-        passes, taken = Passes(), Counter[tuple[int, int]]()
+async def test_a_user_has_one_turn_in_a_pass(loop: Loop) -> None:
+    passes, taken = Passes(), Counter[tuple[int, int]]()
 
-        async def step(uid: int) -> None:
-            await passes.next(uid)
-            taken[uid, loop.passes] += 1
+    async def step(uid: int) -> None:
+        await passes.next(uid)
+        taken[uid, loop.passes] += 1
 
-        await asyncio.gather(*(step(uid) for uid in [*[ONE] * 10, OTHER]))
-        assert taken.total() == 11 and set(taken.values()) == {1}
-        (its,) = (at for uid, at in taken if uid == OTHER)
-        assert its <= min(at for uid, at in taken if uid == ONE)
-
-    run(work)
+    await asyncio.gather(*(step(uid) for uid in [*[ONE] * 10, OTHER]))
+    assert taken.total() == 11 and set(taken.values()) == {1}
+    (its,) = (at for uid, at in taken if uid == OTHER)
+    assert its <= min(at for uid, at in taken if uid == ONE)
 
 
-def test_many_connections_of_a_user_are_read_one_after_another() -> None:
-    async def work(loop: Loop) -> None:
-        answers = Answers(loop)
-        server = AttachServer(
-            cast(socket.socket, None), cast(Sessions, None), cast(Handlers, answers)
-        )
-        with connections(CONNECTIONS + 1) as pairs:
-            users = [*[ONE] * CONNECTIONS, OTHER]
-            for _, theirs in pairs:
-                for _ in range(PACKETS):
-                    theirs.send(b"request")
-            serving = [
-                asyncio.ensure_future(server._requests(ours, session(uid)))
-                for uid, (ours, _) in zip(users, pairs, strict=True)
-            ]
-            while len(answers.passes[ONE]) < CONNECTIONS * PACKETS:
-                await asyncio.sleep(0)
-            for _, theirs in pairs:
-                theirs.close()
-            await asyncio.gather(*serving)
-        its, others = answers.passes[ONE], answers.passes[OTHER]
-        assert len(set(its)) == len(its) == CONNECTIONS * PACKETS
-        assert len(others) == PACKETS and others[-1] < its[3 * PACKETS]
-
-    run(work)
+async def test_many_connections_of_a_user_are_read_one_after_another(loop: Loop) -> None:
+    answers = Answers(loop)
+    server = AttachServer(cast(socket.socket, None), cast(Sessions, None), cast(Handlers, answers))
+    with connections(CONNECTIONS + 1) as pairs:
+        users = [*[ONE] * CONNECTIONS, OTHER]
+        for _, theirs in pairs:
+            for _ in range(PACKETS):
+                theirs.send(b"request")
+        serving = [
+            asyncio.ensure_future(server._requests(ours, session(uid)))
+            for uid, (ours, _) in zip(users, pairs, strict=True)
+        ]
+        while len(answers.passes[ONE]) < CONNECTIONS * PACKETS:
+            await asyncio.sleep(0)
+        for _, theirs in pairs:
+            theirs.close()
+        await asyncio.gather(*serving)
+    its, others = answers.passes[ONE], answers.passes[OTHER]
+    assert len(set(its)) == len(its) == CONNECTIONS * PACKETS
+    assert len(others) == PACKETS and others[-1] < its[3 * PACKETS]
 
 
-def test_requests_over_zeromq_are_taken_one_after_another() -> None:
-    async def work(loop: Loop) -> None:
-        answers = Answers(loop)
-        keeper = Keeper(
-            ONE, ONE, cast(socket.socket, None), cast(Executor, None), answers.answer, lambda: None
-        )
-        front = Front(cast(Any, SimpleNamespace(pid=1)), cast(socket.socket, None))
-        reader = asyncio.StreamReader()
-        reader.feed_data(framing.pack(b"peer", b"request") * CONNECTIONS)
-        reader.feed_eof()
-        await front.serve(reader, keeper._take)
-        await keeper._work.settle()
-        assert len(set(answers.passes[ONE])) == len(answers.passes[ONE]) == CONNECTIONS
-
-    run(work)
+async def test_requests_over_zeromq_are_taken_one_after_another(loop: Loop) -> None:
+    answers = Answers(loop)
+    keeper = Keeper(
+        ONE, ONE, cast(socket.socket, None), cast(Executor, None), answers.answer, lambda: None
+    )
+    front = Front(cast(Any, SimpleNamespace(pid=1)), cast(socket.socket, None))
+    reader = asyncio.StreamReader()
+    reader.feed_data(framing.pack(b"peer", b"request") * CONNECTIONS)
+    reader.feed_eof()
+    await front.serve(reader, keeper._take)
+    await keeper._work.settle()
+    assert len(set(answers.passes[ONE])) == len(answers.passes[ONE]) == CONNECTIONS

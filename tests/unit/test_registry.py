@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,11 +42,10 @@ from pccheckd.upkeep import expiry
 from tests.support.coreloop import BLOCK_BYTES, Loop
 
 KEY = Key(7, "job", 0)
-Work = Callable[[Registry], Awaitable[None]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Work], None]]:
+async def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Registry]:
     monkeypatch.setattr(registry_module, "IDLE_MAX", 0)
     path = layout.volume_path(tmp_path, KEY.uid, KEY.job, KEY.rank)
     path.parent.mkdir(parents=True)
@@ -58,16 +57,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[W
         block_bytes=BLOCK_BYTES, allow_any_filesystem=True,
     )  # fmt: skip
 
-    def run(work: Work) -> None:
-        async def all_of_it() -> None:
-            engine = Engine(config)
-            engine.start()
-            await asyncio.wait_for(work(Registry(engine)), 20)
-            engine.stop()
-
-        asyncio.run(all_of_it())
-
-    yield run
+    engine = Engine(config)
+    engine.start()
+    yield Registry(engine)
+    engine.stop()
 
 
 def flags(tmp_path: Path) -> dict[int, int]:
@@ -97,262 +90,222 @@ async def trainer_of(tenant: Tenant) -> AsyncIterator[None]:
         await tenant.detach(1)
 
 
-def test_what_a_reader_may_read_stays_loaded(run: Callable[[Work], None]) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.existing(KEY)
-        tenant.add_reader()
-        await registry.trim()
-        assert not tenant.closed and tenant.volumes.checkpoints()
-        tenant.add_reader(-1)
-        await registry.trim()
-        assert tenant.closed
-
-    run(work)
+async def test_what_a_reader_may_read_stays_loaded(registry: Registry) -> None:
+    _, tenant = await registry.existing(KEY)
+    tenant.add_reader()
+    await registry.trim()
+    assert not tenant.closed and tenant.volumes.checkpoints()
+    tenant.add_reader(-1)
+    await registry.trim()
+    assert tenant.closed
 
 
-def test_nobody_attaches_to_a_rank_whose_job_is_being_dropped(run: Callable[[Work], None]) -> None:
+async def test_nobody_attaches_to_a_rank_whose_job_is_being_dropped(registry: Registry) -> None:
     """All ranks refuse trainers before the first one is closed: while one rank closes, a trainer
     might attach to another."""
+    _, first = await registry.tenant(KEY)
+    _, second = await registry.tenant(Key(KEY.uid, KEY.job, 1))
+    closing = first.close
 
-    async def work(registry: Registry) -> None:
-        _, first = await registry.tenant(KEY)
-        _, second = await registry.tenant(Key(KEY.uid, KEY.job, 1))
-        closing = first.close
+    async def close() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs, pytest.raises(RefusedError, match="unloaded"):
+            await second.attach(owner(), ours.fileno())
+        await closing()
 
-        async def close() -> None:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with ours, theirs, pytest.raises(RefusedError, match="unloaded"):
-                await second.attach(owner(), ours.fileno())
-            await closing()
-
-        first.close = close  # type: ignore[method-assign]
-        async with registry.unloaded(KEY.uid, KEY.job):
-            assert second.owner is None
-
-    run(work)
+    first.close = close  # type: ignore[method-assign]
+    async with registry.unloaded(KEY.uid, KEY.job):
+        assert second.owner is None
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_a_hang_up_that_is_on_its_way_is_waited_for(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch, dry_run: bool
+async def test_a_hang_up_that_is_on_its_way_is_waited_for(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, dry_run: bool
 ) -> None:
     """A trainer that has just closed is still connected when the request to drop comes; and from
     when its hang-up is known on, until it is drained, however long that takes."""
     monkeypatch.setattr(registry_module, "STEP_S", 0.001)
     monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.existing(KEY)
-        tenant.owner = owner()
-        ask = functools.partial(expiry.drop, registry, KEY.uid)
-        dropping = asyncio.create_task(ask(Drop(KEY.job, dry_run=dry_run)))
-        tenant.leaving = True
-        for _ in range(20):  # more often than it looks for a hang-up
-            await asyncio.sleep(0.001)
-        assert not dropping.done()
-        tenant.owner, tenant.leaving = None, False
-        assert (await dropping)["dropped"] is not dry_run
-
-    run(work)
+    _, tenant = await registry.existing(KEY)
+    tenant.owner = owner()
+    ask = functools.partial(expiry.drop, registry, KEY.uid)
+    dropping = asyncio.create_task(ask(Drop(KEY.job, dry_run=dry_run)))
+    tenant.leaving = True
+    for _ in range(20):  # more often than it looks for a hang-up
+        await asyncio.sleep(0.001)
+    assert not dropping.done()
+    tenant.owner, tenant.leaving = None, False
+    assert (await dropping)["dropped"] is not dry_run
 
 
-def test_a_dry_run_closes_nothing(run: Callable[[Work], None]) -> None:
+async def test_a_dry_run_closes_nothing(registry: Registry) -> None:
     """What a job has in DRAM is worth a fast recovery."""
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.existing(KEY)
-        ask = functools.partial(expiry.drop, registry, KEY.uid)
-        document = await ask(Drop(KEY.job, dry_run=True))
-        assert document["dropped"] is False
-        assert registry.loaded(KEY) is tenant and not tenant.closed
-        tenant.add_reader()
-        with pytest.raises(RefusedError, match="in use"):
-            await ask(Drop(KEY.job, dry_run=True))
-        tenant.add_reader(-1)
-        assert (await ask(Drop(KEY.job)))["dropped"] is True
-        assert tenant.closed and not layout.list_volumes(registry.config.storage)
-
-    run(work)
+    _, tenant = await registry.existing(KEY)
+    ask = functools.partial(expiry.drop, registry, KEY.uid)
+    document = await ask(Drop(KEY.job, dry_run=True))
+    assert document["dropped"] is False
+    assert registry.loaded(KEY) is tenant and not tenant.closed
+    tenant.add_reader()
+    with pytest.raises(RefusedError, match="in use"):
+        await ask(Drop(KEY.job, dry_run=True))
+    tenant.add_reader(-1)
+    assert (await ask(Drop(KEY.job)))["dropped"] is True
+    assert tenant.closed and not layout.list_volumes(registry.config.storage)
 
 
-def test_a_job_that_is_closed_while_it_is_looked_up_is_loaded_again(
-    run: Callable[[Work], None],
+async def test_a_job_that_is_closed_while_it_is_looked_up_is_loaded_again(
+    registry: Registry,
 ) -> None:
-    async def work(registry: Registry) -> None:
-        await registry.job(KEY.uid, KEY.job)
-        async with registry._lock(KEY.uid):
-            found = asyncio.create_task(registry.tenant(KEY))
-            await asyncio.sleep(0)
-            trimmed = asyncio.create_task(registry.trim())
-            await asyncio.sleep(0)
-        await asyncio.gather(found, trimmed)
-        _, tenant = await registry.tenant(KEY)
-        assert not tenant.closed and tenant.volumes.open
-
-    run(work)
+    await registry.job(KEY.uid, KEY.job)
+    async with registry._lock(KEY.uid):
+        found = asyncio.create_task(registry.tenant(KEY))
+        await asyncio.sleep(0)
+        trimmed = asyncio.create_task(registry.trim())
+        await asyncio.sleep(0)
+    await asyncio.gather(found, trimmed)
+    _, tenant = await registry.tenant(KEY)
+    assert not tenant.closed and tenant.volumes.open
 
 
-def test_a_second_pin_of_a_killed_daemon_goes_with_the_next(
-    run: Callable[[Work], None], tmp_path: Path
+async def test_a_second_pin_of_a_killed_daemon_goes_with_the_next(
+    registry: Registry, tmp_path: Path
 ) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
-        keeper = tenant.retention
-        for sequence in (newest, before):
-            assert await keeper.flag(sequence, set_=PROTECTED, now=True)
-        assert keeper.flagged == {newest, before}
-        await keeper.protect({newest}, unrestored=True)
-        assert await keeper.flag(newest, set_=DAMAGED, now=True)
-        assert flags(tmp_path) == {newest: PROTECTED | DAMAGED, before: 0}
-        assert (keeper.protected, keeper.flagged, keeper.unrestored) == ({newest}, {newest}, True)
-        assert tenant.protected_step() == 3
-        keeper.restored_to(before)
-        assert keeper.unrestored  # that was not what is kept for it
-        keeper.restored_to(newest)
-        assert not keeper.unrestored and tenant.protected_step() is None
-        await keeper.release()
-        assert await keeper.flag(newest, clear=DAMAGED, now=True)
-        assert flags(tmp_path) == {newest: 0, before: 0} and not keeper.protected
-        await tenant.close()
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+    keeper = tenant.retention
+    for sequence in (newest, before):
+        assert await keeper.flag(sequence, set_=PROTECTED, now=True)
+    assert keeper.flagged == {newest, before}
+    await keeper.protect({newest}, unrestored=True)
+    assert await keeper.flag(newest, set_=DAMAGED, now=True)
+    assert flags(tmp_path) == {newest: PROTECTED | DAMAGED, before: 0}
+    assert (keeper.protected, keeper.flagged, keeper.unrestored) == ({newest}, {newest}, True)
+    assert tenant.protected_step() == 3
+    keeper.restored_to(before)
+    assert keeper.unrestored  # that was not what is kept for it
+    keeper.restored_to(newest)
+    assert not keeper.unrestored and tenant.protected_step() is None
+    await keeper.release()
+    assert await keeper.flag(newest, clear=DAMAGED, now=True)
+    assert flags(tmp_path) == {newest: 0, before: 0} and not keeper.protected
+    await tenant.close()
 
 
-def test_a_trainer_that_has_not_restored_overwrites_nothing_of_before(
-    run: Callable[[Work], None],
+async def test_a_trainer_that_has_not_restored_overwrites_nothing_of_before(
+    registry: Registry,
 ) -> None:
-    async def work(registry: Registry) -> None:
-        job, tenant = await registry.tenant(KEY)
-        newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
-        same = dataclasses.replace(owner(), process=bytes(16))
-        job.join(KEY.rank, owner(), launch="", was=0)
-        job.join(KEY.rank, same, launch="", was=1)
-        for trainer, wanted in (
-            (owner(), {newest}),
-            (owner(fresh=True), set()),
-            (dataclasses.replace(owner(), restored=before), {newest}),
-            (dataclasses.replace(owner(), restored=newest), set()),
-            (same, set()),  # its own run made them
-        ):
-            await tenant.protect(trainer)
-            assert tenant.retention.protected == tenant.retention.flagged == wanted
-            unread = trainer.restored is None and not trainer.fresh
-            assert tenant.retention.unrestored is (unread or bool(wanted))
-            assert tenant._needs(tenant.volumes.open[0]) is bool(wanted)
-        await tenant.close()
-
-    run(work)
+    job, tenant = await registry.tenant(KEY)
+    newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+    same = dataclasses.replace(owner(), process=bytes(16))
+    job.join(KEY.rank, owner(), launch="", was=0)
+    job.join(KEY.rank, same, launch="", was=1)
+    for trainer, wanted in (
+        (owner(), {newest}),
+        (owner(fresh=True), set()),
+        (dataclasses.replace(owner(), restored=before), {newest}),
+        (dataclasses.replace(owner(), restored=newest), set()),
+        (same, set()),  # its own run made them
+    ):
+        await tenant.protect(trainer)
+        assert tenant.retention.protected == tenant.retention.flagged == wanted
+        unread = trainer.restored is None and not trainer.fresh
+        assert tenant.retention.unrestored is (unread or bool(wanted))
+        assert tenant._needs(tenant.volumes.open[0]) is bool(wanted)
+    await tenant.close()
 
 
-def test_what_becomes_durable_while_a_trainer_attaches_is_kept_for_it(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_what_becomes_durable_while_a_trainer_attaches_is_kept_for_it(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer before was killed, and its last checkpoint ended in that moment."""
+    job, tenant = await registry.tenant(KEY)
+    volume = tenant.volumes.open[0]
+    newest, *before = volume.checkpoints
+    volume.checkpoints = before  # the newest is durable, and not read yet
+    last = SimpleNamespace(session=9, sequence=newest.sequence)
+    attach = Port.attach
 
-    async def work(registry: Registry) -> None:
-        job, tenant = await registry.tenant(KEY)
-        volume = tenant.volumes.open[0]
-        newest, *before = volume.checkpoints
-        volume.checkpoints = before  # the newest is durable, and not read yet
-        last = SimpleNamespace(session=9, sequence=newest.sequence)
-        attach = Port.attach
+    async def ends_meanwhile(port: Port, *about: int) -> int:
+        await tenant._after_durable(last)  # type: ignore[arg-type]
+        return await attach(port, *about)
 
-        async def ends_meanwhile(port: Port, *about: int) -> int:
-            await tenant._after_durable(last)  # type: ignore[arg-type]
-            return await attach(port, *about)
-
-        monkeypatch.setattr(Port, "attach", ends_meanwhile)
-        trainer = dataclasses.replace(owner(), kernel_pid=os.getpid())
-        job.join(KEY.rank, trainer, launch="", was=0)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
-            os.close(await tenant.attach(trainer, ours.fileno()))
-            assert tenant.retention.flagged == {newest.sequence}
-            await tenant.detach(trainer.session)
-        await tenant.close()
-
-    run(work)
+    monkeypatch.setattr(Port, "attach", ends_meanwhile)
+    trainer = dataclasses.replace(owner(), kernel_pid=os.getpid())
+    job.join(KEY.rank, trainer, launch="", was=0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        os.close(await tenant.attach(trainer, ours.fileno()))
+        assert tenant.retention.flagged == {newest.sequence}
+        await tenant.detach(trainer.session)
+    await tenant.close()
 
 
-def test_a_rank_alone_needs_no_common_step(run: Callable[[Work], None]) -> None:
+async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     """What the ranks of a group still need must not go with a volume that was outgrown."""
-
-    async def work(registry: Registry) -> None:
-        job, tenant = await registry.tenant(KEY)
-        sequences = [found.sequence for found in tenant.volumes.checkpoints()]
-        newest = sequences[0]
-        job.join(KEY.rank, owner(world_size=2), launch="a", was=0)
-        job.settle()
-        assert (job.world_size, job.newest_common) == (2, newest)
-        assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
-        assert not job.needs(sequences[-1] - 1)
-        assert tenant._needs(tenant.volumes.open[0])
-        job.left(KEY.rank, owner(world_size=2).process)
-        job.join(KEY.rank, owner(), launch="b", was=0)
-        assert job.world_size == 1 and not any(map(job.needs, sequences))
-        assert not tenant._needs(tenant.volumes.open[0])
-        await tenant.close()
-
-    run(work)
+    job, tenant = await registry.tenant(KEY)
+    sequences = [found.sequence for found in tenant.volumes.checkpoints()]
+    newest = sequences[0]
+    job.join(KEY.rank, owner(world_size=2), launch="a", was=0)
+    job.settle()
+    assert (job.world_size, job.newest_common) == (2, newest)
+    assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
+    assert not job.needs(sequences[-1] - 1)
+    assert tenant._needs(tenant.volumes.open[0])
+    job.left(KEY.rank, owner(world_size=2).process)
+    job.join(KEY.rank, owner(), launch="b", was=0)
+    assert job.world_size == 1 and not any(map(job.needs, sequences))
+    assert not tenant._needs(tenant.volumes.open[0])
+    await tenant.close()
 
 
-def test_a_stopped_volume_is_not_reopened_under_a_reader(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_stopped_volume_is_not_reopened_under_a_reader(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pccheckd.tenancy.tenant.UNBIND_LIMIT_S", 0.0)
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()
-        tenant.stopped = True
-        tenant.begin_read()
-        with pytest.raises(RefusedError, match="still being read"):
-            await tenant.reopen()
-        assert tenant.volumes.checkpoints()[0].step == 3
-        tenant.end_read()
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()
+    tenant.stopped = True
+    tenant.begin_read()
+    with pytest.raises(RefusedError, match="still being read"):
         await tenant.reopen()
-        await tenant.volumes.refresh()
-        assert tenant.volumes.checkpoints()[0].step == 3
-        await tenant.close()
+    assert tenant.volumes.checkpoints()[0].step == 3
+    tenant.end_read()
+    await tenant.reopen()
+    await tenant.volumes.refresh()
+    assert tenant.volumes.checkpoints()[0].step == 3
+    await tenant.close()
 
-    run(work)
 
-
-def test_a_stopped_volume_is_not_reopened_under_a_reader_that_comes_meanwhile(
-    run: Callable[[Work], None],
+async def test_a_stopped_volume_is_not_reopened_under_a_reader_that_comes_meanwhile(
+    registry: Registry,
 ) -> None:
     """While the writes in progress are waited for."""
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()
+    assert tenant.port is not None
+    unbind, old = tenant.port.unbind, tenant.volumes.open[0].volume
+    reading = [tenant.read()]
 
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()
-        assert tenant.port is not None
-        unbind, old = tenant.port.unbind, tenant.volumes.open[0].volume
-        reading = [tenant.read()]
+    async def unbound(*which: object) -> bool:
+        if reading:
+            began = reading.pop()
+            began.__enter__()
+            asyncio.get_running_loop().call_later(0.05, lambda: ended(began))
+        return await unbind(*which)  # type: ignore[arg-type]
 
-        async def unbound(*which: object) -> bool:
-            if reading:
-                began = reading.pop()
-                began.__enter__()
-                asyncio.get_running_loop().call_later(0.05, lambda: ended(began))
-            return await unbind(*which)  # type: ignore[arg-type]
+    def ended(began: object) -> None:
+        assert not closing(old)
+        began.__exit__(None, None, None)  # type: ignore[attr-defined]
 
-        def ended(began: object) -> None:
-            assert not closing(old)
-            began.__exit__(None, None, None)  # type: ignore[attr-defined]
-
-        tenant.port.unbind = unbound  # type: ignore[method-assign, assignment]
-        tenant.stopped = True
-        await tenant.reopen()
-        assert not tenant._reading and not tenant.stopped and closing(old)
-        await tenant.close()
-
-    run(work)
+    tenant.port.unbind = unbound  # type: ignore[method-assign, assignment]
+    tenant.stopped = True
+    await tenant.reopen()
+    assert not tenant._reading and not tenant.stopped and closing(old)
+    await tenant.close()
 
 
-def test_a_verify_gives_way_to_a_stopped_volume(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_verify_gives_way_to_a_stopped_volume(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verify may take hours, in which no checkpoint could begin."""
     reading = threading.Event()
@@ -366,181 +319,146 @@ def test_a_verify_gives_way_to_a_stopped_volume(
 
     monkeypatch.setattr(verification, "verify", verify)
     monkeypatch.setattr("pccheckd.tenancy.tenant.UNBIND_LIMIT_S", 1.0)
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()
-        verifying = await asked(registry, Verify(KEY.job))
-        while not reading.is_set():
-            await asyncio.sleep(0)
-        tenant.stopped = True
-        await tenant.reopen()
-        answer = codec.decode(cast(bytes, await verifying), Reply).body
-        assert isinstance(answer, Failure) and answer.retryable and "interrupted" in answer.message
-        await tenant.close()
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()
+    verifying = await asked(registry, Verify(KEY.job))
+    while not reading.is_set():
+        await asyncio.sleep(0)
+    tenant.stopped = True
+    await tenant.reopen()
+    answer = codec.decode(cast(bytes, await verifying), Reply).body
+    assert isinstance(answer, Failure) and answer.retryable and "interrupted" in answer.message
+    await tenant.close()
 
 
-def test_a_read_waits_while_a_volume_is_opened_again(run: Callable[[Work], None]) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()
-        opens, found = tenant.volumes._opened, tenant.volumes.checkpoints()[0].sequence
-        verified: list[asyncio.Task[bytes | None]] = []
+async def test_a_read_waits_while_a_volume_is_opened_again(registry: Registry) -> None:
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()
+    opens, found = tenant.volumes._opened, tenant.volumes.checkpoints()[0].sequence
+    verified: list[asyncio.Task[bytes | None]] = []
 
-        async def opened(*args: object, **kwargs: object) -> object:
-            verified.append(await asked(registry, Verify(KEY.job, sequence=found)))
-            await asyncio.sleep(0.05)
-            assert not verified[0].done()
-            return await opens(*args, **kwargs)  # type: ignore[arg-type]
+    async def opened(*args: object, **kwargs: object) -> object:
+        verified.append(await asked(registry, Verify(KEY.job, sequence=found)))
+        await asyncio.sleep(0.05)
+        assert not verified[0].done()
+        return await opens(*args, **kwargs)  # type: ignore[arg-type]
 
-        tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
-        tenant.stopped = True
-        await tenant.reopen()
-        answer = codec.decode(cast(bytes, await verified[0]), Reply)
-        assert isinstance(answer.body, Report), answer
-        await tenant.close()
-
-    run(work)
+    tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
+    tenant.stopped = True
+    await tenant.reopen()
+    answer = codec.decode(cast(bytes, await verified[0]), Reply)
+    assert isinstance(answer.body, Report), answer
+    await tenant.close()
 
 
-def test_a_volume_that_goes_while_it_is_looked_at_disturbs_nobody(
-    run: Callable[[Work], None],
-) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        newest = tenant.volumes.checkpoints()[0].sequence
-        tenant.volumes.open[0].volume.close()
-        await tenant.volumes.refresh()
-        assert not await tenant.retention.flag(newest, set_=PROTECTED)
-
-    run(work)
+async def test_a_volume_that_goes_while_it_is_looked_at_disturbs_nobody(registry: Registry) -> None:
+    _, tenant = await registry.tenant(KEY)
+    newest = tenant.volumes.checkpoints()[0].sequence
+    tenant.volumes.open[0].volume.close()
+    await tenant.volumes.refresh()
+    assert not await tenant.retention.flag(newest, set_=PROTECTED)
 
 
-def test_a_follower_that_cannot_be_read_is_never_outnumbered_by_its_own_sequences(
-    run: Callable[[Work], None], tmp_path: Path
+async def test_a_follower_that_cannot_be_read_is_never_outnumbered_by_its_own_sequences(
+    registry: Registry, tmp_path: Path
 ) -> None:
     layout.volume_path(tmp_path, KEY.uid, KEY.job, KEY.rank, 1).write_bytes(b"x" * (1 << 16))
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        async with trainer_of(tenant):
-            made = await tenant.register(1000)
-            assert made.generation == 2 and made.info.next_sequence == 2 << 32
-        await tenant.close()
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    async with trainer_of(tenant):
+        made = await tenant.register(1000)
+        assert made.generation == 2 and made.info.next_sequence == 2 << 32
+    await tenant.close()
 
 
-def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
-    run: Callable[[Work], None],
+async def test_a_volume_that_cannot_be_written_any_more_can_still_be_read(
+    registry: Registry,
 ) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        item = tenant.volumes.open[0]
-        item.volume.close()
-        with item.path.open("rb") as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            with pytest.raises(NativeError, match="LOCKED"):
-                await tenant.volumes.reopen(item)
-            item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
-        await tenant.volumes.reopen(item)
-        assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PROTECTED)
-        await tenant.close()
-
-    run(work)
-
-
-def test_a_volume_is_opened_again_when_its_last_user_has_left(run: Callable[[Work], None]) -> None:
-    """Another thread may be inside a method of the volume when the volume is closed."""
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()  # its channel uses the volume
-        port, item = tenant.port, tenant.volumes.open[0]
-        assert port is not None
-        old, opens = item.volume, tenant.volumes._opened
-
-        async def opened(*args: object, **kwargs: object) -> object:
-            assert old.closed  # else its lock refuses the opening
-            return await opens(*args, **kwargs)  # type: ignore[arg-type]
-
-        tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
-        reopening = asyncio.create_task(tenant.volumes.reopen(item))
-        while not closing(old):
-            await asyncio.sleep(0)
-        assert not old.closed
-        assert await port.unbind(old, 0)
-        assert await reopening
+    _, tenant = await registry.tenant(KEY)
+    item = tenant.volumes.open[0]
+    item.volume.close()
+    with item.path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(NativeError, match="LOCKED"):
+            await tenant.volumes.reopen(item)
         item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
-        await tenant.close()
+    await tenant.volumes.reopen(item)
+    assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PROTECTED)
+    await tenant.close()
 
-    run(work)
+
+async def test_a_volume_is_opened_again_when_its_last_user_has_left(registry: Registry) -> None:
+    """Another thread may be inside a method of the volume when the volume is closed."""
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()  # its channel uses the volume
+    port, item = tenant.port, tenant.volumes.open[0]
+    assert port is not None
+    old, opens = item.volume, tenant.volumes._opened
+
+    async def opened(*args: object, **kwargs: object) -> object:
+        assert old.closed  # else its lock refuses the opening
+        return await opens(*args, **kwargs)  # type: ignore[arg-type]
+
+    tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
+    reopening = asyncio.create_task(tenant.volumes.reopen(item))
+    while not closing(old):
+        await asyncio.sleep(0)
+    assert not old.closed
+    assert await port.unbind(old, 0)
+    assert await reopening
+    item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
+    await tenant.close()
 
 
-def test_a_volume_that_could_not_be_opened_for_a_moment_is_opened_at_the_next_look(
-    run: Callable[[Work], None], tmp_path: Path
+async def test_a_volume_that_could_not_be_opened_for_a_moment_is_opened_at_the_next_look(
+    registry: Registry, tmp_path: Path
 ) -> None:
     """Its file does not change when another process unlocks it."""
     path = layout.volume_path(tmp_path, *KEY)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        _, tenant = await registry.tenant(KEY)
+        assert [type(why) for why in tenant.volumes.unreadable.values()] == [StoreLockedError]
+    opens = tenant.volumes._opened
 
-    async def work(registry: Registry) -> None:
-        with path.open() as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            _, tenant = await registry.tenant(KEY)
-            assert [type(why) for why in tenant.volumes.unreadable.values()] == [StoreLockedError]
-        opens = tenant.volumes._opened
+    async def opened(*args: object, **kwargs: object) -> object:
+        assert tenant.volumes.doubts  # else the job seems to have nothing
+        return await opens(*args, **kwargs)  # type: ignore[arg-type]
 
-        async def opened(*args: object, **kwargs: object) -> object:
-            assert tenant.volumes.doubts  # else the job seems to have nothing
-            return await opens(*args, **kwargs)  # type: ignore[arg-type]
-
-        tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
-        await tenant.look()
-        assert not tenant.volumes.unreadable and tenant.volumes.checkpoints()
-
-    run(work)
+    tenant.volumes._opened = opened  # type: ignore[method-assign, assignment]
+    await tenant.look()
+    assert not tenant.volumes.unreadable and tenant.volumes.checkpoints()
 
 
-def test_a_reader_finds_a_volume_that_could_not_be_opened_for_a_moment(
-    run: Callable[[Work], None], tmp_path: Path
+async def test_a_reader_finds_a_volume_that_could_not_be_opened_for_a_moment(
+    registry: Registry, tmp_path: Path
 ) -> None:
     """No trainer need attach first."""
     path = layout.volume_path(tmp_path, *KEY)
-
-    async def work(registry: Registry) -> None:
-        with path.open() as other:
-            fcntl.flock(other, fcntl.LOCK_EX)
-            with pytest.raises(StoreLockedError):
-                await registry.existing(KEY)
-        _, tenant = await registry.existing(KEY)
-        assert tenant.volumes.checkpoints()
-
-    run(work)
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StoreLockedError):
+            await registry.existing(KEY)
+    _, tenant = await registry.existing(KEY)
+    assert tenant.volumes.checkpoints()
 
 
-def test_a_job_is_unloaded_when_the_last_user_of_its_files_has_left(
-    run: Callable[[Work], None],
+async def test_a_job_is_unloaded_when_the_last_user_of_its_files_has_left(
+    registry: Registry,
 ) -> None:
     """A thread may be inside a method of a volume for a process that has ended."""
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        shape = Shape(1 << 16, BLOCK_BYTES, 2, lanes=1, writers=1)
-        port = await Port.opened(registry.engine, KEY.uid, lambda event: None, shape)
-        volume = tenant.volumes.open[0].volume
-        await tenant.bind(port, tenant.volumes.open[0])  # it uses the volume
-        dropping = asyncio.create_task(expiry.drop(registry, KEY.uid, Drop(KEY.job)))
-        while not closing(volume):
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.05)
-        assert not dropping.done()
-        assert await port.unbind(volume, 0)
-        assert (await dropping)["dropped"]
-        await port.close()
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    shape = Shape(1 << 16, BLOCK_BYTES, 2, lanes=1, writers=1)
+    port = await Port.opened(registry.engine, KEY.uid, lambda event: None, shape)
+    volume = tenant.volumes.open[0].volume
+    await tenant.bind(port, tenant.volumes.open[0])  # it uses the volume
+    dropping = asyncio.create_task(expiry.drop(registry, KEY.uid, Drop(KEY.job)))
+    while not closing(volume):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    assert not dropping.done()
+    assert await port.unbind(volume, 0)
+    assert (await dropping)["dropped"]
+    await port.close()
 
 
 async def asked(registry: Registry, body: Drop | Verify) -> asyncio.Task[bytes | None]:
@@ -552,26 +470,22 @@ async def asked(registry: Registry, body: Drop | Verify) -> asyncio.Task[bytes |
     return asyncio.create_task(Handlers(sessions).answer(KEY.uid, request, session))
 
 
-def test_a_drop_whose_asker_has_gone_is_ended(run: Callable[[Work], None]) -> None:
+async def test_a_drop_whose_asker_has_gone_is_ended(registry: Registry) -> None:
     """Otherwise the files of a job that is no longer known stay open, and locked."""
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()
-        volume = tenant.volumes.open[0].volume
-        drop = await asked(registry, Drop(KEY.job))
-        while registry.loaded(KEY):
-            await asyncio.sleep(0)
-        drop.cancel()
-        await asyncio.wait([drop])
-        _, again = await registry.tenant(KEY)  # waits for the end
-        assert (volume.closed, again.volumes.unreadable, again.volumes.open) == (True, {}, [])
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()
+    volume = tenant.volumes.open[0].volume
+    drop = await asked(registry, Drop(KEY.job))
+    while registry.loaded(KEY):
+        await asyncio.sleep(0)
+    drop.cancel()
+    await asyncio.wait([drop])
+    _, again = await registry.tenant(KEY)  # waits for the end
+    assert (volume.closed, again.volumes.unreadable, again.volumes.open) == (True, {}, [])
 
 
-def test_a_job_that_could_not_be_loaded_leaves_no_file_locked(
-    run: Callable[[Work], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_job_that_could_not_be_loaded_leaves_no_file_locked(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout.volume_path(tmp_path, KEY.uid, KEY.job, 1).touch()
     listed, failures = layout.list_volumes, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
@@ -582,45 +496,37 @@ def test_a_job_that_could_not_be_loaded_leaves_no_file_locked(
         return listed(storage, **whose)
 
     monkeypatch.setattr(layout, "list_volumes", list_volumes)
-
-    async def work(registry: Registry) -> None:
-        with pytest.raises(OSError, match="Too many open files") as kept:  # as a log keeps it
-            await registry.tenant(KEY)
-        _, tenant = await registry.tenant(KEY)
-        assert tenant.volumes.unreadable == {}
-        assert kept.value.errno == errno.EMFILE
-
-    run(work)
+    with pytest.raises(OSError, match="Too many open files") as kept:  # as a log keeps it
+        await registry.tenant(KEY)
+    _, tenant = await registry.tenant(KEY)
+    assert tenant.volumes.unreadable == {}
+    assert kept.value.errno == errno.EMFILE
 
 
-def test_the_refusal_of_a_drop_whose_asker_has_gone_is_no_error_of_the_daemon(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_the_refusal_of_a_drop_whose_asker_has_gone_is_no_error_of_the_daemon(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No client is left to receive it."""
     monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
     errors: list[object] = []
-
-    async def work(registry: Registry) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
-        _, tenant = await registry.tenant(KEY)
-        tenant.add_reader()
-        drop = await asked(registry, Drop(KEY.job))
-        while len(asyncio.all_tasks()) < 4:  # this one and its runner, the request, the drop
-            await asyncio.sleep(0)
-        drop.cancel()
-        await asyncio.wait([drop])
-        del drop
-        while len(asyncio.all_tasks()) > 2:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.001)  # its end is noted
-        gc.collect()
-        assert not errors
-
-    run(work)
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+    _, tenant = await registry.tenant(KEY)
+    tenant.add_reader()
+    drop = await asked(registry, Drop(KEY.job))
+    while len(asyncio.all_tasks()) < 4:  # this one and its runner, the request, the drop
+        await asyncio.sleep(0)
+    drop.cancel()
+    await asyncio.wait([drop])
+    del drop
+    while len(asyncio.all_tasks()) > 2:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.001)  # its end is noted
+    gc.collect()
+    assert not errors
 
 
-def test_a_job_is_in_use_while_a_thread_reads_it_for_an_asker_that_has_gone(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_job_is_in_use_while_a_thread_reads_it_for_an_asker_that_has_gone(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, end = threading.Event(), threading.Event()
 
@@ -631,98 +537,87 @@ def test_a_job_is_in_use_while_a_thread_reads_it_for_an_asker_that_has_gone(
 
     monkeypatch.setattr(verification, "verify", verify)
     monkeypatch.setattr(registry_module, "GRACE_S", 0.005)
-
-    async def work(registry: Registry) -> None:
-        verifying = await asked(registry, Verify(KEY.job))
-        while not reading.is_set():
-            await asyncio.sleep(0)
-        verifying.cancel()
-        await asyncio.wait([verifying])
-        with pytest.raises(RefusedError, match="rank 0 is being read"):
-            await expiry.drop(registry, KEY.uid, Drop(KEY.job))
-        end.set()
-        while registry.used(KEY.uid, KEY.job):
-            await asyncio.sleep(0)
-        assert (await expiry.drop(registry, KEY.uid, Drop(KEY.job)))["dropped"]
-
-    run(work)
+    verifying = await asked(registry, Verify(KEY.job))
+    while not reading.is_set():
+        await asyncio.sleep(0)
+    verifying.cancel()
+    await asyncio.wait([verifying])
+    with pytest.raises(RefusedError, match="rank 0 is being read"):
+        await expiry.drop(registry, KEY.uid, Drop(KEY.job))
+    end.set()
+    while registry.used(KEY.uid, KEY.job):
+        await asyncio.sleep(0)
+    assert (await expiry.drop(registry, KEY.uid, Drop(KEY.job)))["dropped"]
 
 
 @pytest.mark.parametrize("role", [Role.READER, Role.TRAINER])
-def test_a_job_stays_loaded_while_a_process_attaches_to_it(
-    run: Callable[[Work], None], role: Role
+async def test_a_job_stays_loaded_while_a_process_attaches_to_it(
+    registry: Registry, role: Role
 ) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        look = tenant.look
+    _, tenant = await registry.tenant(KEY)
+    look = tenant.look
 
-        async def slow_look() -> None:
-            await registry.trim()
-            await look()
-
-        tenant.look = slow_look  # type: ignore[method-assign, assignment]
-        front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
-        sessions = Sessions(registry, cast(ControlServer, front))
-        hello = Hello(PROTOCOL_VERSION, role, "test", os.getpid(), job=KEY.job)
-        session, _, descriptors = await sessions.open(hello, Peer(KEY.uid, 0, os.getpid()))
-        for descriptor in descriptors:
-            os.close(descriptor)
-        assert session.tenant is tenant and not tenant.closed
-        await sessions.end(session)
+    async def slow_look() -> None:
         await registry.trim()
-        assert tenant.closed
+        await look()
 
-    run(work)
+    tenant.look = slow_look  # type: ignore[method-assign, assignment]
+    front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
+    sessions = Sessions(registry, cast(ControlServer, front))
+    hello = Hello(PROTOCOL_VERSION, role, "test", os.getpid(), job=KEY.job)
+    session, _, descriptors = await sessions.open(hello, Peer(KEY.uid, 0, os.getpid()))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert session.tenant is tenant and not tenant.closed
+    await sessions.end(session)
+    await registry.trim()
+    assert tenant.closed
 
 
-def test_the_next_trainer_waits_for_one_that_ended_before_its_answer(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_the_next_trainer_waits_for_one_that_ended_before_its_answer(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end is noticed when it is answered, which may take long. The next one has been waiting
     then until other ranks have joined."""
     monkeypatch.setattr(sessions_module, "GRACE_S", 0.0)
+    job, tenant = await registry.tenant(KEY)
+    answers, ended, comes = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    release, prepare = job.release, tenant.prepare
 
-    async def work(registry: Registry) -> None:
-        job, tenant = await registry.tenant(KEY)
-        answers, ended, comes = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        release, prepare = job.release, tenant.prepare
+    async def slow_release() -> None:
+        answers.set()
+        await ended.wait()
+        await release()
 
-        async def slow_release() -> None:
-            answers.set()
-            await ended.wait()
-            await release()
+    async def prepared() -> None:
+        await prepare()
+        if answers.is_set():
+            comes.set()
 
-        async def prepared() -> None:
-            await prepare()
-            if answers.is_set():
-                comes.set()
+    job.release, tenant.prepare = slow_release, prepared  # type: ignore[method-assign]
+    front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
+    sessions = Sessions(registry, cast(ControlServer, front))
 
-        job.release, tenant.prepare = slow_release, prepared  # type: ignore[method-assign]
-        front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
-        sessions = Sessions(registry, cast(ControlServer, front))
+    async def opened(process: bytes, gone: Callable[[], bool]) -> Session:
+        hello = Hello(
+            PROTOCOL_VERSION, Role.TRAINER, "test", os.getpid(), job=KEY.job, process=process
+        )
+        peer = Peer(KEY.uid, 0, os.getpid(), gone)
+        session, _, descriptors = await sessions.open(hello, peer)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return session
 
-        async def opened(process: bytes, gone: Callable[[], bool]) -> Session:
-            hello = Hello(
-                PROTOCOL_VERSION, Role.TRAINER, "test", os.getpid(), job=KEY.job, process=process
-            )
-            peer = Peer(KEY.uid, 0, os.getpid(), gone)
-            session, _, descriptors = await sessions.open(hello, peer)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            return session
-
-        first = asyncio.create_task(opened(b"1" * 16, ended.is_set))
-        await answers.wait()
-        second = asyncio.create_task(opened(b"2" * 16, lambda: False))
-        await comes.wait()
-        ended.set()
-        await sessions.end(await first)
-        session = await second
-        assert tenant.owner is not None and tenant.owner.session == session.number
-        assert job.starts.of(KEY.rank, session.process) is not None
-        await sessions.end(session)
-
-    run(work)
+    first = asyncio.create_task(opened(b"1" * 16, ended.is_set))
+    await answers.wait()
+    second = asyncio.create_task(opened(b"2" * 16, lambda: False))
+    await comes.wait()
+    ended.set()
+    await sessions.end(await first)
+    session = await second
+    assert tenant.owner is not None and tenant.owner.session == session.number
+    assert job.starts.of(KEY.rank, session.process) is not None
+    await sessions.end(session)
 
 
 def closing(volume: Volume) -> bool:
@@ -734,118 +629,100 @@ def closing(volume: Volume) -> bool:
 
 
 @pytest.mark.parametrize("size", [None, 0, 1000])
-def test_a_stopped_volume_whose_file_goes_at_that_moment_is_lost(
-    run: Callable[[Work], None], size: int | None
+async def test_a_stopped_volume_whose_file_goes_at_that_moment_is_lost(
+    registry: Registry, size: int | None
 ) -> None:
     """Between the look and the opening: the next checkpoint goes into a new volume."""
+    _, tenant = await registry.tenant(KEY)
+    async with trainer_of(tenant):
+        item = await tenant.register(1000)
+        tenant.stopped = True
+        looks = tenant.volumes.look
 
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        async with trainer_of(tenant):
-            item = await tenant.register(1000)
-            tenant.stopped = True
-            looks = tenant.volumes.look
+        async def look() -> bool:
+            found = await looks()
+            if size is None:
+                item.path.unlink(missing_ok=True)
+            elif tenant.stopped:
+                os.truncate(item.path, size)
+            return found
 
-            async def look() -> bool:
-                found = await looks()
-                if size is None:
-                    item.path.unlink(missing_ok=True)
-                elif tenant.stopped:
-                    os.truncate(item.path, size)
-                return found
-
-            tenant.volumes.look = look  # type: ignore[method-assign]
-            await tenant.reopen()
-            made = tenant.volumes.current
-            assert made is not None and made is not item and not tenant.stopped
-            assert made.info.next_sequence >= item.info.next_sequence
-            assert str(item.path) in tenant.volumes.loss
-        await tenant.close()
-
-    run(work)
+        tenant.volumes.look = look  # type: ignore[method-assign]
+        await tenant.reopen()
+        made = tenant.volumes.current
+        assert made is not None and made is not item and not tenant.stopped
+        assert made.info.next_sequence >= item.info.next_sequence
+        assert str(item.path) in tenant.volumes.loss
+    await tenant.close()
 
 
-def test_a_stopped_volume_is_reopened_once(run: Callable[[Work], None]) -> None:
+async def test_a_stopped_volume_is_reopened_once(registry: Registry) -> None:
     """A request and a save may find it stopped at the same time: the second one must not close the
     volume that the first has just bound."""
-
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        await tenant._open_port()
-        tenant.stopped = True
-        before = tenant.volumes.current
-        assert before is not None
-        old = before.volume
-        await asyncio.gather(tenant.reopen(), tenant.reopen(), tenant.reopen())
-        assert not tenant.stopped and before.volume is not old
-        assert next(found.step for found in tenant.volumes.checkpoints()) == 3
-        await tenant.close()
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    await tenant._open_port()
+    tenant.stopped = True
+    before = tenant.volumes.current
+    assert before is not None
+    old = before.volume
+    await asyncio.gather(tenant.reopen(), tenant.reopen(), tenant.reopen())
+    assert not tenant.stopped and before.volume is not old
+    assert next(found.step for found in tenant.volumes.checkpoints()) == 3
+    await tenant.close()
 
 
-def test_the_first_rank_that_asks_decides_whether_all_skip(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_the_first_rank_that_asks_decides_whether_all_skip(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A free rank must not write a checkpoint that a busy rank will skip."""
+    job, tenant = await registry.tenant(KEY)
+    trainer = owner(world_size=2)
+    job.join(KEY.rank, trainer, launch="a", was=0)
+    tenant.owner = trainer
 
-    async def work(registry: Registry) -> None:
-        job, tenant = await registry.tenant(KEY)
-        trainer = owner(world_size=2)
-        job.join(KEY.rank, trainer, launch="a", was=0)
-        tenant.owner = trainer
+    def asks(step: int, on_busy: str) -> int:
+        body = Begin(step, step, 10, 0, 1, on_busy)
+        asked = Checkpoint(1, step, step, 10, 0, 1, on_busy == "skip", 1, 2, requested_ns=1)
+        return job.number(KEY.rank, asked, body)[1]
 
-        def asks(step: int, on_busy: str) -> int:
-            body = Begin(step, step, 10, 0, 1, on_busy)
-            asked = Checkpoint(1, step, step, 10, 0, 1, on_busy == "skip", 1, 2, requested_ns=1)
-            return job.number(KEY.rank, asked, body)[1]
-
-        assert not job.gives_up(asks(11, "skip"))
-        monkeypatch.setattr(tenant, "has_room", lambda: False)
-        skipped = asks(12, "skip")
-        assert job.gives_up(skipped) and "rank 0 was busy" in job.why_given_up(skipped)
-        assert not job.gives_up(asks(13, "wait"))
-        monkeypatch.setattr(tenant, "has_room", lambda: True)
-        assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
-        tenant.owner = None
-        await tenant.close()
-
-    run(work)
+    assert not job.gives_up(asks(11, "skip"))
+    monkeypatch.setattr(tenant, "has_room", lambda: False)
+    skipped = asks(12, "skip")
+    assert job.gives_up(skipped) and "rank 0 was busy" in job.why_given_up(skipped)
+    assert not job.gives_up(asks(13, "wait"))
+    monkeypatch.setattr(tenant, "has_room", lambda: True)
+    assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
+    tenant.owner = None
+    await tenant.close()
 
 
-def test_a_checkpoint_that_the_volume_does_not_list_yet_has_its_slot(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_checkpoint_that_the_volume_does_not_list_yet_has_its_slot(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.tenant(KEY)
-        item = tenant.volumes.open[0]
-        full = SimpleNamespace(has_expendable=lambda: False)
-        free = item.info.slots - len(item.checkpoints)
-        with monkeypatch.context() as meanwhile:
-            meanwhile.setattr(item, "volume", full)
-            assert free > 0 and tenant.has_room()
-            listed = [one.sequence for one in item.checkpoints]
-            tenant._appearing = dict.fromkeys(listed, 1)
-            assert tenant.has_room()
-            tenant._appearing |= dict.fromkeys(range(100, 100 + free), 1)
-            assert not tenant.has_room()
-        await tenant.close()
-
-    run(work)
+    _, tenant = await registry.tenant(KEY)
+    item = tenant.volumes.open[0]
+    full = SimpleNamespace(has_expendable=lambda: False)
+    free = item.info.slots - len(item.checkpoints)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(item, "volume", full)
+        assert free > 0 and tenant.has_room()
+        listed = [one.sequence for one in item.checkpoints]
+        tenant._appearing = dict.fromkeys(listed, 1)
+        assert tenant.has_room()
+        tenant._appearing |= dict.fromkeys(range(100, 100 + free), 1)
+        assert not tenant.has_room()
+    await tenant.close()
 
 
-def test_what_was_requested_before_a_refusal_does_not_end_it(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_what_was_requested_before_a_refusal_does_not_end_it(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(registry: Registry) -> None:
-        _, tenant = await registry.existing(KEY)
-        before = time.monotonic_ns()
-        tenant.set_refusal(RefusedError("no room"))
-        for asked_ns, ends in ((before, False), (time.monotonic_ns() + 1, True)):
-            saved = Checkpoint(1, 1, 1, 10, 0, 1, False, 1, 1, requested_ns=asked_ns)
-            monkeypatch.setattr(tenant.ledger, "apply", lambda *_, saved=saved: saved)
-            tenant.on_event(SimpleNamespace(kind="durable", session=1))  # type: ignore[arg-type]
-            assert (tenant.refused is None) == ends
-        await tenant.close()
-
-    run(work)
+    _, tenant = await registry.existing(KEY)
+    before = time.monotonic_ns()
+    tenant.set_refusal(RefusedError("no room"))
+    for asked_ns, ends in ((before, False), (time.monotonic_ns() + 1, True)):
+        saved = Checkpoint(1, 1, 1, 10, 0, 1, False, 1, 1, requested_ns=asked_ns)
+        monkeypatch.setattr(tenant.ledger, "apply", lambda *_, saved=saved: saved)
+        tenant.on_event(SimpleNamespace(kind="durable", session=1))  # type: ignore[arg-type]
+        assert (tenant.refused is None) == ends
+    await tenant.close()

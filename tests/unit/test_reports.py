@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -56,23 +56,13 @@ class Place:
         return answer.body.document
 
 
-Work = Callable[[Place], Awaitable[None]]
-
-
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
     config = Config(tmp_path, tmp_path / "s", dram_bytes=1 << 24, allow_any_filesystem=True)
-
-    def run(work: Work) -> None:
-        async def all_of_it() -> None:
-            place = Place(config)
-            place.engine.start()
-            await asyncio.wait_for(work(place), LIMIT_S)
-            place.engine.stop()
-
-        asyncio.run(all_of_it())
-
-    yield run
+    place = Place(config)
+    place.engine.start()
+    yield place
+    place.engine.stop()
 
 
 def full(place: Place, *uids: int) -> None:
@@ -81,8 +71,8 @@ def full(place: Place, *uids: int) -> None:
             place.registry.chronicle.ring.add(record(step, step + 10, step + 20, uid=uid))
 
 
-def test_a_trace_is_made_and_encoded_off_the_loop(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_trace_is_made_and_encoded_off_the_loop(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, threading.Thread] = {}
 
@@ -96,19 +86,15 @@ def test_a_trace_is_made_and_encoded_off_the_loop(
 
     monkeypatch.setattr(trace, "document", noted("made", trace.document))
     monkeypatch.setattr(codec, "encode", noted("encoded", codec.encode))
-
-    async def work(place: Place) -> None:
-        full(place, 7)
-        document = await place.ask(Trace(1e8))
-        assert len(rows(document, "checkpoints")) == trace.RECORDS_PER_UID
-        assert set(threads) == {"made", "encoded"}
-        assert threading.current_thread() not in threads.values()
-
-    run(work)
+    full(place, 7)
+    document = await place.ask(Trace(1e8))
+    assert len(rows(document, "checkpoints")) == trace.RECORDS_PER_UID
+    assert set(threads) == {"made", "encoded"}
+    assert threading.current_thread() not in threads.values()
 
 
-def test_a_users_traces_are_made_one_after_another(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+async def test_a_users_traces_are_made_one_after_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is in the second is what was there when its turn came."""
     made, begun, let_go = trace.document, threading.Semaphore(0), threading.Event()
@@ -120,39 +106,32 @@ def test_a_users_traces_are_made_one_after_another(
         return made(records, **times)
 
     monkeypatch.setattr(trace, "document", held)
-
-    async def work(place: Place) -> None:
-        ring = place.registry.chronicle.ring
-        ring.add(record(1, 10, 20))
-        ring.add(record(1, 10, 20, uid=8))
-        first = asyncio.create_task(place.ask(Trace(1e8)))
-        assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
-        others = [asyncio.create_task(place.ask(Trace(1e8))) for _ in range(10)]
-        await place.ask(Trace(1e8), uid=8)  # no user waits for another one
-        assert begun.acquire(blocking=False) and not begun.acquire(blocking=False)
-        ring.add(record(2, 30, 40))
-        let_go.set()
-        assert len(rows(await first, "checkpoints")) == 1
-        for other in others:
-            assert len(rows(await other, "checkpoints")) == 2
-
-    run(work)
+    ring = place.registry.chronicle.ring
+    ring.add(record(1, 10, 20))
+    ring.add(record(1, 10, 20, uid=8))
+    first = asyncio.create_task(place.ask(Trace(1e8)))
+    assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+    others = [asyncio.create_task(place.ask(Trace(1e8))) for _ in range(10)]
+    await place.ask(Trace(1e8), uid=8)  # no user waits for another one
+    assert begun.acquire(blocking=False) and not begun.acquire(blocking=False)
+    ring.add(record(2, 30, 40))
+    let_go.set()
+    assert len(rows(await first, "checkpoints")) == 1
+    for other in others:
+        assert len(rows(await other, "checkpoints")) == 2
 
 
-def test_status_of_many_ranks_gives_everybody_his_turn(run: Callable[[Work], None]) -> None:
-    async def work(place: Place) -> None:
-        uid = os.geteuid()
-        for number in range(JOBS):
-            _, tenant = await place.registry.tenant(Key(uid, f"job{number}", 0))
-            tenant.ledger.add(checkpoint(1))
-        turns, asking = 0, asyncio.create_task(place.ask(Status(), uid=uid))
-        while not asking.done():
-            await asyncio.sleep(0)
-            turns += 1
-        assert len(rows(await asking, "ranks")) == JOBS
-        assert turns >= JOBS
-
-    run(work)
+async def test_status_of_many_ranks_gives_everybody_his_turn(place: Place) -> None:
+    uid = os.geteuid()
+    for number in range(JOBS):
+        _, tenant = await place.registry.tenant(Key(uid, f"job{number}", 0))
+        tenant.ledger.add(checkpoint(1))
+    turns, asking = 0, asyncio.create_task(place.ask(Status(), uid=uid))
+    while not asking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert len(rows(await asking, "ranks")) == JOBS
+    assert turns >= JOBS
 
 
 def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,23 +194,20 @@ def test_the_ledger_knows_what_moves_without_looking_at_what_has_ended() -> None
     assert ledger.recent(1000, session=3) == []
 
 
-def test_a_restore_waits_for_what_was_asked_for_before_it() -> None:
-    async def work() -> None:
-        ledger = Ledger()
-        items = [checkpoint(number) for number in (1, 2)]
-        for item in items:
-            item.sequence = item.snapshot
-            assert ledger.add(item)
-        assert await ledger.settled(0, 0)
-        assert not await ledger.settled(0, 1)
-        waiting = asyncio.create_task(ledger.settled(LIMIT_S, 1))
-        await asyncio.sleep(0)
-        ledger.refuse(items[0], End(State.FAILED, "why"))
-        assert await asyncio.wait_for(waiting, LIMIT_S)
-        assert ledger.of_sequence(2) is items[1] and ledger.of_sequence(3) is None
-        assert not await ledger.settled(0, 2)
-
-    asyncio.run(work())
+async def test_a_restore_waits_for_what_was_asked_for_before_it() -> None:
+    ledger = Ledger()
+    items = [checkpoint(number) for number in (1, 2)]
+    for item in items:
+        item.sequence = item.snapshot
+        assert ledger.add(item)
+    assert await ledger.settled(0, 0)
+    assert not await ledger.settled(0, 1)
+    waiting = asyncio.create_task(ledger.settled(LIMIT_S, 1))
+    await asyncio.sleep(0)
+    ledger.refuse(items[0], End(State.FAILED, "why"))
+    assert await asyncio.wait_for(waiting, LIMIT_S)
+    assert ledger.of_sequence(2) is items[1] and ledger.of_sequence(3) is None
+    assert not await ledger.settled(0, 2)
 
 
 def test_a_long_document_is_packed_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

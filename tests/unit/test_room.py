@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,34 +19,25 @@ from pccheckd.core.engine import Engine
 from pccheckd.storage import space as room_module
 from pccheckd.tenancy.volumes import Key, VolumeSet
 from tests.unit.test_handlers import Place
-from tests.unit.test_handlers import Work as PlaceWork
-from tests.unit.test_handlers import run as run_place  # a fixture
+from tests.unit.test_handlers import place as place  # a fixture
 
 LIMIT_S = 90.0
 PAYLOAD = 1 << 20
-Work = Callable[[Config, Engine], Awaitable[None]]
-__all__ = ["run_place"]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Work], None]]:
-    def run(work: Work) -> None:
-        async def all_of_it() -> None:
-            config = Config(
-                tmp_path, tmp_path / "s", dram_bytes=1 << 24, allow_any_filesystem=True,
-                block_bytes=1 << 16, slots=2, keep=1,
-            )  # fmt: skip
-            engine = Engine(config)
-            engine.start()
-            await asyncio.wait_for(work(config, engine), 2 * LIMIT_S)
-            engine.stop()
-
-        asyncio.run(all_of_it())
-
-    yield run
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    config = Config(
+        tmp_path, tmp_path / "s", dram_bytes=1 << 24, allow_any_filesystem=True,
+        block_bytes=1 << 16, slots=2, keep=1,
+    )  # fmt: skip
+    engine = Engine(config)
+    engine.start()
+    yield engine
+    engine.stop()
 
 
-async def make(config: Config, engine: Engine, uid: int) -> None:
+async def make(engine: Engine, uid: int) -> None:
     volumes = VolumeSet(Key(uid, "job", 0), engine)
     await volumes.make(PAYLOAD, incarnation=1, world_size=1, next_sequence=1)
     await volumes.close()
@@ -80,90 +71,71 @@ def volume_bytes(config: Config) -> int:
     return _core.volume_bytes_for(2 << 20, config.slots, config.block_bytes)
 
 
-def test_a_volume_is_made_while_the_disk_of_another_user_hangs(
-    run: Callable[[Work], None], slow: Slow
+async def test_a_volume_is_made_while_the_disk_of_another_user_hangs(
+    engine: Engine, slow: Slow
 ) -> None:
-    async def work(config: Config, engine: Engine) -> None:
-        first = asyncio.create_task(make(config, engine, 1))
-        assert await asyncio.to_thread(slow.begun.wait, LIMIT_S)
-        await make(config, engine, 2)
-        assert not first.done()
-        slow.go.set()
+    first = asyncio.create_task(make(engine, 1))
+    assert await asyncio.to_thread(slow.begun.wait, LIMIT_S)
+    await make(engine, 2)
+    assert not first.done()
+    slow.go.set()
+    await first
+
+
+async def test_two_volumes_do_not_both_count_on_the_last_room(engine: Engine) -> None:
+    engine.config.max_storage_bytes = volume_bytes(engine.config)
+    made = await asyncio.gather(*(make(engine, uid) for uid in (1, 2, 3)), return_exceptions=True)
+    refused = [one for one in made if one is not None]
+    assert [type(one) for one in refused] == [StorageFullError] * 2
+
+
+async def test_room_that_a_failed_volume_had_reserved_is_anothers(
+    engine: Engine, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.config.max_storage_bytes = volume_bytes(engine.config)
+    checked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    refused = VolumeSet._droppable
+
+    def droppable(volumes: VolumeSet, lacking: int) -> str:
+        loop.call_soon_threadsafe(checked.set)
+        return refused(volumes, lacking)
+
+    monkeypatch.setattr(VolumeSet, "_droppable", droppable)
+    slow.fails = True
+    first = asyncio.create_task(make(engine, 1))
+    assert await asyncio.to_thread(slow.begun.wait, LIMIT_S)
+    second = asyncio.create_task(make(engine, 2))
+    await checked.wait()
+    slow.go.set()
+    await second
+    with pytest.raises(Exception, match="uid 1"):
         await first
 
-    run(work)
 
-
-def test_two_volumes_do_not_both_count_on_the_last_room(run: Callable[[Work], None]) -> None:
-    async def work(config: Config, engine: Engine) -> None:
-        config.max_storage_bytes = volume_bytes(config)
-        made = await asyncio.gather(
-            *(make(config, engine, uid) for uid in (1, 2, 3)), return_exceptions=True
-        )
-        refused = [one for one in made if one is not None]
-        assert [type(one) for one in refused] == [StorageFullError] * 2
-
-    run(work)
-
-
-def test_room_that_a_failed_volume_had_reserved_is_anothers(
-    run: Callable[[Work], None], slow: Slow, monkeypatch: pytest.MonkeyPatch
+async def test_a_file_system_that_hangs_is_described_as_last_seen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work(config: Config, engine: Engine) -> None:
-        config.max_storage_bytes = volume_bytes(config)
-        checked = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        refused = VolumeSet._droppable
-
-        def droppable(volumes: VolumeSet, lacking: int) -> str:
-            loop.call_soon_threadsafe(checked.set)
-            return refused(volumes, lacking)
-
-        monkeypatch.setattr(VolumeSet, "_droppable", droppable)
-        slow.fails = True
-        first = asyncio.create_task(make(config, engine, 1))
-        assert await asyncio.to_thread(slow.begun.wait, LIMIT_S)
-        second = asyncio.create_task(make(config, engine, 2))
-        await checked.wait()
-        slow.go.set()
-        await second
-        with pytest.raises(Exception, match="uid 1"):
-            await first
-
-    run(work)
+    seen = await engine.room.fresh()
+    assert seen.total_bytes > seen.free_bytes > 0
+    monkeypatch.setattr(room_module, "FRESH_LIMIT_S", 0.0)
+    with ExitStack() as stack:
+        go = threading.Event()
+        stack.callback(go.set)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: go.wait(LIMIT_S))
+        assert await engine.room.fresh() == seen
+        assert engine.room.look() is engine.room.look()  # only one thread hangs
+        monkeypatch.undo()
 
 
-def test_a_file_system_that_hangs_is_described_as_last_seen(
-    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def work(config: Config, engine: Engine) -> None:
-        seen = await engine.room.fresh()
-        assert seen.total_bytes > seen.free_bytes > 0
-        monkeypatch.setattr(room_module, "FRESH_LIMIT_S", 0.0)
-        with ExitStack() as stack:
-            go = threading.Event()
-            stack.callback(go.set)
-            monkeypatch.setattr(shutil, "disk_usage", lambda _: go.wait(LIMIT_S))
-            assert await engine.room.fresh() == seen
-            assert engine.room.look() is engine.room.look()  # only one thread hangs
-            monkeypatch.undo()
+async def test_the_end_of_a_session_waits_for_no_other_users_job(place: Place) -> None:
+    trimming, go = asyncio.Event(), asyncio.Event()
 
-    run(work)
+    async def trim() -> None:
+        trimming.set()
+        await go.wait()
 
-
-def test_the_end_of_a_session_waits_for_no_other_users_job(
-    run_place: Callable[[PlaceWork], None],
-) -> None:
-    async def work(place: Place) -> None:
-        trimming, go = asyncio.Event(), asyncio.Event()
-
-        async def trim() -> None:
-            trimming.set()
-            await go.wait()
-
-        place.registry.trim = trim  # type: ignore[method-assign]
-        await place.sessions.end(place.join(2, Role.READER))
-        await trimming.wait()
-        go.set()
-
-    run_place(work)
+    place.registry.trim = trim  # type: ignore[method-assign]
+    await place.sessions.end(place.join(2, Role.READER))
+    await trimming.wait()
+    go.set()

@@ -30,13 +30,24 @@ def test_what_is_no_duration(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("1.5GiB", 3 << 29), ("8g", 8 << 30), ("2 TiB", 2 << 40)]
-)
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("0", 0),
+        ("1.5GiB", 3 << 29),
+        ("8g", 8 << 30),
+        ("2kib", 2048),
+        ("2 TiB", 2 << 40),
+    ],
+)  # fmt: skip
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1GB", "-1", "1 2", "8388608TiB", "9" * 400])
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "GiB", "1GB", "8 GiB GiB", "-1", "1 2", "1e9", "0x10", "8388608TiB", "9" * 400],
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(UsageError):
         parse_size(text)

@@ -30,9 +30,9 @@ class Objects:
         for cls in classes:
             if not isinstance(cls, type) or not (issubclass(cls, Enum) or _is_plain(cls)):
                 raise UsageError(
-                    f"{cls!r} cannot be stored by its attributes",
-                    hint="name enums and classes without __slots__ and __reduce__, or store what "
-                    "is in the object",
+                    f"objects of {cls!r} cannot be stored as their attributes",
+                    hint="name enums and classes without __slots__ and __reduce__, or store the "
+                    "values of the object",
                 )
             self._classes[_name(cls)] = cls
 
@@ -62,8 +62,8 @@ class Objects:
             cls = self._classes.get(item[OBJECT])
             if cls is None:
                 raise StateMismatchError(
-                    f"{where} was an object of {item[OBJECT]}, and only classes that are named are "
-                    "made of a checkpoint",
+                    f"{where} was an object of {item[OBJECT]}, and PCcheck makes only objects of "
+                    "classes that the script names",
                     hint=self._hint,
                 )
             state: Any = rebuilt(item["state"], remade, f"{where}.state")

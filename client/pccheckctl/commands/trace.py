@@ -21,7 +21,14 @@ from pccheckctl.output.files import write_text
 from pccheckctl.source import daemon
 
 _GATE, _ADMISSION, _LANES = 1, 100, 200
-_TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
+#: The parts of a checkpoint, in order: name, from and to. They may overlap.
+PHASES = (
+    ("wait", "requested", "begin"),
+    ("copy", "begin", "sealed"),
+    ("write", "first_write", "written"),
+    ("flush", "written", "flushed"),
+    ("publish", "flushed", "durable"),
+)
 #: Colours that both viewers know.
 _COLOURS = {"failed": "terrible", "superseded": "grey", "skipped": "grey"}
 
@@ -119,19 +126,14 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
 def _saved(process: int, track: int, item: Document, end_ns: int) -> Iterator[Document]:
     """Copy on one track, the disk on the next."""
     step, facts, state = whole(item, "step"), _facts(item), text(item, "state")
-    at = {name: whole(item, name) for name in _TIMES}
-    parts = [("copy", "begin", "sealed", track), ("write", "first_write", "written", track + 1),
-             ("flush", "written", "flushed", track + 1),
-             ("publish", "flushed", "durable", track + 1)]  # fmt: skip
-    for name, since, until, place in parts:
-        if at[since]:
-            yield _slice(
-                process, place, f"{name} {step}", at[since], at[until] or end_ns, facts, state
-            )
-    if at["first_write"]:
+    for name, since, until in PHASES[1:]:
+        if began := whole(item, since):
+            place, ended = track + (name != "copy"), whole(item, until) or end_ns
+            yield _slice(process, place, f"{name} {step}", began, ended, facts, state)
+    if first_write := whole(item, "first_write"):
         yield {
             "ph": "i", "s": "t", "cat": "pccheck", "pid": process, "tid": track + 1,
-            "ts": at["first_write"] / 1000, "name": f"first write {step}",
+            "ts": first_write / 1000, "name": f"first write {step}",
         }  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def _facts(item: Document) -> Document:
     took_ns = whole(item, "written") - whole(item, "first_write")
     if whole(item, "written") and took_ns > 0:
         speed = whole(item, "payload_bytes") * 1_000_000_000 // took_ns
-        facts["write_speed"] = f"{render.size(speed)}/s"
+        facts["write_speed"] = render.rate(speed)
     return facts
 
 

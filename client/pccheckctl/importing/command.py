@@ -130,7 +130,7 @@ def _wanted(names: list[str]) -> dict[str, str]:
         name, _, key = text.partition("=")
         if not name or name in wanted or ("=" in text and not key):
             raise UsageError(
-                f"--as {text!r} does not name one thing that a script attaches",
+                f"--as {text!r} does not name what a script attaches",
                 hint="use --as model for all of the file, or --as model=KEY for a part of it",
             )
         wanted[name] = key

@@ -111,7 +111,7 @@ class _Reader(FileSystemReader):
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError("its .metadata is something else")
+            raise TypeError("its .metadata holds another kind of object")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

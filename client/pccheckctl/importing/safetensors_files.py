@@ -55,7 +55,7 @@ def _chosen(place: Path) -> Path:
     found = sorted(place.glob(f"*{INDEX}")) or sorted(place.glob("*.safetensors"))
     if len(found) != 1:
         raise UsageError(
-            f"{place} has {len(found)} files of which each may be the model",
+            f"{place} has {len(found)} files, and any of them may be the model",
             hint=f"name one: {some(one.name for one in found)}" if found else "",
         )
     return found[0]

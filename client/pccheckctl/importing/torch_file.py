@@ -32,8 +32,8 @@ def _load(path: Path) -> object:
     except Exception as error:  # of torch's unpickler, which takes any bytes for its instructions
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise PccheckError(
-            f"{path} is not a complete file of torch.save: {reason}",
-            hint="name a file of torch.save, or its format with --format",
+            f"{path} is not a complete torch.save() file: {reason}",
+            hint="name a torch.save() file, or give the format with --format",
         ) from error
 
 
@@ -42,11 +42,11 @@ def refused(path: Path, error: Exception) -> PccheckError:
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if found is None:
         return PccheckError(
-            f"{path} is not a file of torch.save: it does not begin with a pickle of tensors",
-            hint="name a file of torch.save, or its format with --format",
+            f"{path} is not a torch.save() file: it does not begin with a pickle of tensors",
+            hint="name a torch.save() file, or give the format with --format",
         )
     return UnsupportedStateError(
-        f"{path} needs {found[1]}, and to load that would execute code of the file",
+        f"{path} needs {found[1]}, and loading that would execute code from the file",
         hint="where you trust the file, load it with torch.load(weights_only=False), and save only "
-        "tensors, numbers, texts, dicts and lists of it with torch.save",
+        "its tensors, numbers, texts, dicts and lists with torch.save()",
     )

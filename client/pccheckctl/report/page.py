@@ -11,9 +11,10 @@ from importlib import resources
 from statistics import median, quantiles
 from typing import NamedTuple
 
+from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
 
-from .saves import LOST, PHASES, Key, Save, Saves, disk_rates, lags, lanes, losses, states
+from .saves import LOST, Key, Save, Saves, disk_rates, lags, lanes, losses, states
 
 SHOWN = 36  # checkpoints of a rank in the timeline, and columns of a chart
 RANKS_SHOWN = 16

@@ -9,14 +9,6 @@ from typing import NamedTuple, TypeAlias
 from pccheckctl.commands.trace import free_lane
 from pccheckctl.output.documents import Document, rows, text, whole
 
-#: The parts of a checkpoint, in order: name, from and to. They may overlap.
-PHASES = (
-    ("wait", "requested", "begin"),
-    ("copy", "begin", "sealed"),
-    ("write", "first_write", "written"),
-    ("flush", "written", "flushed"),
-    ("publish", "flushed", "durable"),
-)
 LOST = ("failed", "skipped")
 
 Key: TypeAlias = tuple[int, str, int]  # uid, job, rank
