@@ -512,11 +512,15 @@ class PCcheckClient:
             )
         if isinstance(only, str):
             only = (only,)
-        if only is not None and (unknown := set(only) - self._planner.attached.keys()):
-            raise UsageError(
-                f"restore(only=...) names what is not attached: {', '.join(sorted(unknown))}",
-                hint=f"attached are: {', '.join(sorted(self._planner.attached))}",
-            )
+        if only is not None:
+            unknown = set(only) - self._planner.attached.keys()
+            if unknown or not only:
+                raise UsageError(
+                    f"restore(only=...) names what is not attached: {', '.join(sorted(unknown))}"
+                    if unknown
+                    else "restore(only=...) has no names, so nothing would be restored",
+                    hint=f"attached are: {', '.join(sorted(self._planner.attached))}",
+                )
         step = None if step is None else check_step(step)
         with self._calling(), no_collection():  # until all that was made for it is gone
             connection = self._connection()

@@ -73,7 +73,8 @@ class Job:
         self._chosen: dict[int, tuple[bytes, Held]] = {}  # what a rank's process restored last
         self._due: asyncio.Handle | None = None
         self._asked_ns: dict[int, int] = {}  # when the ones above the common one were asked for
-        self.late = ""  # why its ranks have had no common checkpoint for long
+        self.late = ""  # why its ranks have had no common checkpoint for long ...
+        self._late_since: list[Held] = []  # ... and which they had last
         #: By rank: the newest sequence that its trainer has requested, or found here, and the
         #: incarnation of the start in which it did.
         self._asked: dict[int, tuple[int, int]] = {}
@@ -455,8 +456,12 @@ class Job:
         return self.agreement.newest
 
     def note_late(self, why: str) -> None:
-        """Why its ranks have had no common checkpoint for long, or "": logged when it changes."""
-        if bool(why) != bool(self.late):
+        """Why its ranks have had no common checkpoint for long, or "": logged when it changes.
+        Ranks that end without one are no longer late, and still have none."""
+        again = not why and self._shared[:1] != self._late_since
+        if why and not self.late:
+            self._late_since = self._shared[:1]
+        if bool(why) != bool(self.late) and (why or again):
             LOG.warning(
                 "job %r of uid %d: %s", self.name, self.uid,
                 why or "the ranks have a new common checkpoint again",

@@ -278,6 +278,8 @@ def test_some_of_the_attached_things_are_restored(connect: Connect) -> None:
         client.attach(seen=seen, other={"value": 1})
         with pytest.raises(UsageError, match="names what is not attached: model"):
             client.restore(only=["model"])
+        with pytest.raises(UsageError, match="has no names, so nothing would be restored"):
+            client.restore(only=[])
         with pytest.raises(StateMismatchError, match="other"):
             client.restore(only=["other"])
         assert client.restore(only=["seen"]).step == 1

@@ -19,7 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, UsageError
+from pccheck import (
+    CheckpointFailedError,
+    CheckpointState,
+    PCcheckClient,
+    PccheckWarning,
+    UsageError,
+)
 from pccheck_native import layout
 from tests.support import programs, stall
 from tests.support.daemon import Daemon, Start
@@ -279,6 +285,18 @@ def test_a_private_daemon_ends_with_the_last_client_of_a_forked_child(
             finally:
                 signal.pidfd_send_signal(daemon, signal.SIGKILL)
                 os.close(daemon)
+
+
+def test_a_durable_checkpoint_of_a_closed_client_has_no_reason(
+    daemon: Daemon,
+) -> None:
+    """Another rank might have made it global: nobody asks for that any more."""
+    client = PCcheckClient(job="job", socket=daemon.socket, rank=0, world_size=2)
+    with pytest.warns(PccheckWarning, match="not connected: 1"):
+        handle = client.checkpoint([torch.ones(3)], step=1)
+    handle.wait_durable(60)
+    client.close()
+    assert (handle.state, handle.reason) == (CheckpointState.DURABLE, "")
 
 
 def test_a_closed_client_says_only_that_it_is_closed(daemon: Daemon) -> None:

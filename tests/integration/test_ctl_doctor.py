@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from pccheckctl import cli
 from pccheckctl.commands import config
 from pccheckctl.doctor import machine
 from pccheckctl.measure import bench, disk
+from tests.integration.test_refusals import NOBODY, as_user
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, Trainer
@@ -94,6 +98,41 @@ def test_doctor_names_a_volume_that_cannot_be_read(
     assert ran.code == 1
     assert f"{volume} cannot be read" in ran.out
     assert f"pccheckctl --socket {daemon.socket} drop" in ran.out
+
+
+def test_a_directory_that_this_user_or_container_cannot_see(
+    start_daemon: Start, tmp_path: Path
+) -> None:
+    """The daemon works, and checks its disk itself."""
+    hidden = tmp_path / "private" / "storage"
+    hidden.mkdir(parents=True)
+    daemon = start_daemon("--allow-any-filesystem", "--storage", str(hidden))
+    socket = ("--socket", str(daemon.socket), "doctor", "--json")
+    unseen = f"{hidden} of the daemon cannot be seen from here (no permission, or a container)"
+
+    def doctor(*command: str) -> tuple[int, dict[str, dict[str, str]]]:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.stdout, ran.stderr
+        found = json.loads(ran.stdout)["findings"]
+        return ran.returncode, {one["check"]: one for one in found if one["check"] != "open files"}
+
+    if os.geteuid() == 0:
+        daemon.open_to_everybody()
+        hidden.parent.chmod(0o700)
+        code, found = doctor(*as_user(NOBODY, "pccheckctl.cli", *socket))
+        assert (code, found["storage"]["level"]) == (0, "ok"), found
+        assert unseen in found["storage"]["found"] and "disk" not in found
+        assert found["daemon"]["level"] == "ok"
+        code, found = doctor(
+            *as_user(NOBODY, "pccheckctl.cli", "--storage", str(hidden), "doctor", "--json")
+        )
+        assert code == 1
+        assert "may not enter a directory above" in found["storage"]["found"]
+    hidden.rename(tmp_path / "elsewhere")  # a container that does not mount it sees none either
+    code, found = doctor(sys.executable, "-m", "pccheckctl", *socket)
+    assert unseen in found["storage"]["found"]
+    assert "it was removed, moved" in found["daemon"]["found"]  # the daemon's own warning
+    assert code == 3
 
 
 def test_a_trainer_takes_as_many_files_as_doctor_says(

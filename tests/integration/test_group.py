@@ -792,6 +792,27 @@ def test_wait_for_global(daemon: Daemon, start_trainer: Connect, ctl: Ctl) -> No
     assert ctl(None, *waiting, "--timeout", "60").code == 0
 
 
+def test_ranks_that_save_different_steps_are_warned(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """As when only rank 0 calls checkpoint(): no checkpoint would be there after a crash."""
+    group = ranks(start_trainer, start_daemon(), "1")
+    group[1].step(100)
+
+    def told() -> list[int]:
+        for trainer in group:
+            trainer.step()
+            trainer.checkpoint()
+        return [
+            sum(f"skipped: rank {1 - rank} did not ask" in one for one in trainer.warnings)
+            for rank, trainer in enumerate(group)
+        ]
+
+    until(lambda: told() == [1, 1], told)
+    for _ in range(5):
+        assert told() == [1, 1]
+
+
 def test_status_says_which_rank_holds_the_others_back(
     start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:

@@ -280,7 +280,13 @@ def test_a_late_group_is_logged_when_it_begins_and_when_it_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = Job(7, "gpt", CONFIG)
-    for why in ("", "late", "later", "", ""):
+    for why in ("", "late", "later", ""):  # its ranks end without a common checkpoint
+        job.note_late(why)
+    assert [record.getMessage() for record in caplog.records] == ["job 'gpt' of uid 7: late"]
+    caplog.clear()
+    job.note_late("late")
+    job._note_common([group.Held(3, 30, 1, 2)])
+    for why in ("", ""):
         job.note_late(why)
     assert [record.getMessage() for record in caplog.records] == [
         "job 'gpt' of uid 7: late",

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from pccheck import PccheckWarning, UsageError
+from pccheck.job import agreement
 from pccheck.job.agreement import Agreement
 from pccheck.job.stop import Stop
 from pccheck.warn import Warner
+from tests.support.waiting import until
 
 Make = Callable[[Callable[[torch.Tensor], object]], Stop]
 
@@ -23,11 +25,21 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(total: Callable[[torch.Tensor], object]) -> Stop:
         group: Any = object()
         monkeypatch.setattr("torch.distributed.all_reduce", lambda word, _op, _group: total(word))
-        agreement = Agreement(2, Warner())
-        agreement._group = group
-        return Stop(agreement)
+        ranks = Agreement(2, Warner())
+        ranks._group = group
+        return Stop(ranks)
 
     return made
+
+
+def test_a_rank_that_waits_for_the_first_call_of_the_others_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when only rank 0 calls it. The words come while the call waits."""
+    monkeypatch.setattr(agreement, "_WAIT_S", 0.01)
+    monkeypatch.setattr(agreement, "_group", lambda *_: until(lambda: caplog.records))
+    Agreement(2, Warner()).begin("should_checkpoint()")
+    assert "should_checkpoint() waits for the other ranks: every rank must" in caplog.text
 
 
 def test_a_signal_after_the_sum_counts_in_the_next_one(make: Make) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 from torch import distributed
 
-from pccheck.warn import Warner
+from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import UsageError
+
+#: A rank that waits longer for the first call of the others says so: gloo waits half an hour.
+_WAIT_S = 30.0
 
 
 class Agreement:
@@ -23,7 +27,16 @@ class Agreement:
     def begin(self, caller: str) -> None:
         """All ranks must call it before `largest`. Raises UsageError, which names `caller`."""
         if self._world_size > 1 and self._group is None and not self._broken:
-            self._group = _group(self._world_size, caller)
+            late = threading.Timer(
+                _WAIT_S, LOG.warning,
+                ("PCcheck: %s waits for the other ranks: every rank must call it", caller),
+            )  # fmt: skip
+            late.daemon = True
+            late.start()
+            try:
+                self._group = _group(self._world_size, caller)
+            finally:
+                late.cancel()
 
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers; after a rank has ended, this rank's own."""

@@ -45,18 +45,28 @@ class Failures:
         if checkpoint.requested_ns > self._failed_ns:
             self._failed_ns, self._last = checkpoint.requested_ns, checkpoint
 
-    def report(self, step: int, reason: str) -> None:
-        """Warns of the first failure, and of the first ones with other reasons."""
-        kind = "failed: " + re.sub(r"\d+", "", reason)
+    def report(self, step: int, reason: str, *, skipped: bool = False) -> None:
+        """Warns of the first failure, and of the first ones with other reasons; of a skipped one
+        once for each reason, because others may be durable on this rank in between."""
+        how = "was skipped" if skipped else "failed"
+        kind = f"{how}: " + re.sub(r"\d+", "", reason)
+        text = f"checkpoint of step {step} {how}: {reason}. Training continues; a restart resumes "
+        if skipped:
+            self._warner.once(
+                kind,
+                f"{text}from the newest checkpoint that all ranks have, if there is one. Further "
+                "ones that are skipped for this reason are only counted (see: pccheckctl status)",
+            )
+            return
         if kind not in self._reported and len(self._reported) >= REASONS_MAX:
             LOG.debug("checkpoint of step %d failed: %s", step, reason)
             return
         self._reported.append(kind)
         self._warner.once(
             kind,
-            f"checkpoint of step {step} failed: {reason}. Training continues; a restart resumes "
-            "from the newest durable checkpoint, if there is one. Until a later checkpoint is "
-            "durable, further failures with this reason are only counted (see: pccheckctl status)",
+            f"{text}from the newest durable checkpoint, if there is one. Until a later checkpoint "
+            "is durable, further failures with this reason are only counted (see: pccheckctl "
+            "status)",
         )
 
     def report_last(self, saved_step: int | None, *, known: bool) -> None:

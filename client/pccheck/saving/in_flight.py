@@ -357,8 +357,9 @@ class InFlight:
             try:
                 connection.ask(Describe(self.snapshot), self._take)
                 self._asked_s = now_s
-            except PccheckError:
-                self._reason = "unknown: the daemon did not answer"
+            except PccheckError:  # the daemon ended, or this client was closed
+                if self._given_up or self._state is not CheckpointState.DURABLE:
+                    self._reason = "unknown: the daemon did not answer"
 
     def _take(self, answer: object) -> None:
         if not isinstance(answer, (Described, Failure)):

@@ -241,7 +241,7 @@ class Saver:
         self._breaker.trip(connection, in_flight, snapshot)
 
     def _collect_ended(self) -> None:
-        """Notes checkpoints that ended, and reports the first that failed."""
+        """Notes checkpoints that ended, and reports the first that failed or was skipped."""
         states = [(item, item.state) for item in self._unfinished]
         self._report_moved()
         self._gate.collect()  # after the states: what was abandoned by then has its reason now
@@ -279,7 +279,9 @@ class Saver:
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
             self.failures.durable(checkpoint.step, checkpoint.requested_ns)
             self._warner.over("stall")
-        elif state is CheckpointState.FAILED:
+        elif state is CheckpointState.FAILED or (
+            state is CheckpointState.SKIPPED and self._options.on_busy != "skip"
+        ):
             self.failures.failed(checkpoint)
             checkpoint.describe_later()
             self._unexplained.append(checkpoint)
@@ -295,18 +297,21 @@ class Saver:
             else:
                 self._unexplained.remove(checkpoint)
                 if not checkpoint.reported:
-                    self._failed_later(checkpoint.step, reason)
+                    skipped = checkpoint.state is CheckpointState.SKIPPED
+                    self._failed_later(checkpoint.step, reason, skipped=skipped)
 
-    def _failed_later(self, step: int, reason: str) -> None:
-        """One failed after `checkpoint()` had returned: the next call raises or warns."""
+    def _failed_later(self, step: int, reason: str, *, skipped: bool) -> None:
+        """One failed or was skipped after `checkpoint()` had returned: the next call raises or
+        warns."""
         if self._ends and self.failures.count:
             return  # close() warns of all of them
         if self._raises:
+            how = "was skipped" if skipped else "failed"
             self._to_raise.append(
-                CheckpointFailedError(f"checkpoint of step {step} failed: {reason}")
+                CheckpointFailedError(f"checkpoint of step {step} {how}: {reason}")
             )
         else:
-            self.failures.report(step, reason)
+            self.failures.report(step, reason, skipped=skipped)
 
     def _report_moved(self) -> None:
         """Reports tensors that were changed while they were read. Training thread only."""

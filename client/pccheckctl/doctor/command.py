@@ -35,8 +35,13 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
         *guarded("shared memory", lambda: machine.memory(unused)),
     ]
     if place is not None:
-        found += guarded("storage", lambda: storage.access(place, asked.uid))
-        if place.is_dir():
+        seen = storage.seen(place)
+        if seen or given or not asked.storage:
+            found += guarded("storage", lambda: storage.access(place, asked.uid))
+        else:
+            why = "cannot be seen from here (no permission, or a container): it was not checked"
+            found.append(ok("storage", f"{place} of the daemon {why}"))
+        if seen:
             found += guarded("file system", lambda: storage.file_system(place))
             found += guarded("disk", lambda: storage.direct_io(place))
             found += guarded("room", lambda: storage.room(place, whole(server, "slots")))

@@ -50,8 +50,26 @@ def file_system(place: Path) -> Iterator[Finding]:
         yield ok("file system", where)
 
 
+def seen(place: Path) -> bool:
+    """Whether this process sees a directory there."""
+    try:
+        return place.is_dir()
+    except PermissionError:  # for a directory above it
+        return False
+
+
 def access(place: Path, daemon_uid: int | None) -> Iterator[Finding]:
     """Whether the directory exists, and who may use it."""
+    try:
+        place.lstat()
+    except PermissionError:
+        yield problem(
+            "storage", f"uid {os.geteuid()} may not enter a directory above {place}",
+            effect="the disk was not checked", fix="run doctor as the user that runs pccheckd",
+        )  # fmt: skip
+        return
+    except OSError:  # it is not there
+        pass
     if place.exists() and not place.is_dir():
         yield problem(
             "storage", f"{place} is not a directory", effect="pccheckd cannot start there",
