@@ -73,7 +73,7 @@ def require_ours(place: Path) -> None:
 def lock(path: Path, purpose: str) -> int:
     """Takes the flock at `path` and writes this pid into it; the descriptor is the lock.
 
-    Raises StoreLockedError that names the pid of its holder.
+    Raises StoreLockedError that names the pid of its holder; NoStoreError without locks there.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -90,6 +90,11 @@ def lock(path: Path, purpose: str) -> int:
         note = os.pread(descriptor, 32, 0).strip()  # others may have written to it
         holder = note.decode() if note.isdigit() else "unknown"
         os.close(descriptor)
+        if not isinstance(error, BlockingIOError):
+            raise NoStoreError(
+                f"{path} cannot be locked: {error.strerror}",
+                hint="choose a directory on a local disk",
+            ) from error
         raise StoreLockedError(
             f"another pccheckd (pid {holder}) {purpose}",
             hint=f"use that one, or stop it first: kill {holder}",

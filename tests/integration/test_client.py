@@ -322,6 +322,21 @@ def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
     assert client.checkpoint([2]).wait_durable(60).step == 2
 
 
+def test_a_forked_child_does_not_report_the_end_of_the_daemon(
+    daemon: Daemon, connect: Connect
+) -> None:
+    client = connect(daemon)
+    client.checkpoint([1]).wait_durable(60)
+    handle = client.checkpoint([2])
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=lambda: answers.put(handle.reason))
+    child.start()
+    assert answers.get(timeout=120).startswith("only the parent of a forked process learns")
+    child.join()
+    assert handle.wait_durable(60).step == 2
+
+
 def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
     daemon: Daemon, connect: Connect
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_directory_that_this_user_or_container_cannot_see(
         assert code == 1
         assert "may not enter a directory above" in found["storage"]["found"]
     hidden.rename(tmp_path / "elsewhere")  # a container that does not mount it sees none either
+    until(lambda: "it was removed, moved" in str(daemon.status()))
     code, found = doctor(sys.executable, "-m", "pccheckctl", *socket)
     assert unseen in found["storage"]["found"]
     assert "it was removed, moved" in found["daemon"]["found"]  # the daemon's own warning

@@ -103,7 +103,8 @@ WRAP(void *, realloc, (void *old, size_t length), (old, length), ENOMEM, NULL, o
 WRAP(void *, aligned_alloc, (size_t to, size_t length), (to, length), ENOMEM, NULL, true)
 WRAP(void *, mmap, (void *at, size_t length, int protection, int flags, int fd, off_t offset),
      (at, length, protection, flags, fd, offset), ENOMEM, MAP_FAILED, false)
-WRAP(int, memfd_create, (const char *name, unsigned flags), (name, flags), EMFILE, -1, false)
+/* As the kernel does where a memory cgroup leaves no inode. */
+WRAP(int, memfd_create, (const char *name, unsigned flags), (name, flags), ENOSPC, -1, false)
 WRAP(int, eventfd, (unsigned count, int flags), (count, flags), EMFILE, -1, false)
 WRAP(int, pipe2, (int *ends, int flags), (ends, flags), EMFILE, -1, false)
 WRAP(int, socket, (int domain, int type, int protocol), (domain, type, protocol), EMFILE, -1, false)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pccheck import PCcheckClient
-from tests.support import programs
+from tests.support import programs, sandbox
 from tests.support.daemon import Daemon, Start
 from tests.support.programs import Program
 from tests.support.trainer import Trainer
@@ -154,6 +154,40 @@ def test_a_process_without_address_space_is_told_so(start_daemon: Start) -> None
     assert said.splitlines()[-1] == "trained"
     assert "cannot map the daemon's memory: Cannot allocate memory (raise the limit" in said
     assert "has ended" not in said, said
+
+
+SANDBOX = """
+import ctypes, struct
+libc = ctypes.CDLL(None)
+number = int(sys.argv[2])
+
+def step(code, yes, no, value):
+    return struct.pack("<HBBI", code, yes, no, value)
+
+# Load the number; if it is that of the call: EPERM; else allow.
+program = step(0x20, 0, 0, 0) + step(0x15, 0, 1, number)
+program += step(6, 0, 0, 0x50001) + step(6, 0, 0, 0x7FFF0000)
+steps = ctypes.create_string_buffer(program, len(program))
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, struct.pack("@HxxxxxxP", 4, ctypes.addressof(steps)), 0, 0) == 0
+client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
+client.attach(model=model, optimizer=optimizer)
+print(client.checkpoint(step=1).reason)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("call", ["sched_setscheduler", "sched_getparam"])
+def test_a_process_whose_sandbox_would_end_it_is_told_so(start_daemon: Start, call: str) -> None:
+    """libzmq would abort the process."""
+    number = sandbox.numbers().get(call)
+    if number is None:
+        pytest.skip("no header with the numbers of the system calls")
+    daemon = start_daemon()
+    with script(SANDBOX, daemon.socket, number) as running:
+        said = told(running)
+    assert said.splitlines()[-1] == "trained"
+    assert "may not set the scheduling policy of its threads (Operation not permitted)" in said
 
 
 REPLACED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ class Daemon:
             word=word, outcome=outcome, sequence=7, source_read=True, error=0, error_name=""
         )
         self.link = SimpleNamespace(state=lambda _: state)
+        self.pid = os.getpid()
 
     def alive(self) -> bool:
         return bool(self.answers)

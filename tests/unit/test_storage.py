@@ -111,6 +111,18 @@ def test_the_lock_names_who_has_it(tmp_path: Path) -> None:
     os.close(storage.lock(path, "serves here"))
 
 
+def test_a_file_system_without_locks_is_no_other_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int, _how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))  # NFS without lockd, say
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(NoStoreError, match="cannot be locked: No locks available") as told:
+        storage.lock(tmp_path / "lock", "serves here")
+    assert told.value.hint == "choose a directory on a local disk"
+
+
 def test_a_directory_that_takes_no_files_is_told_as_such() -> None:
     with pytest.raises(NoStoreError) as told:
         storage.lock(Path("/proc/.pccheckd.lock"), "serves here")

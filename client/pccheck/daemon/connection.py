@@ -59,10 +59,12 @@ _CONTEXTS: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 
 def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Raises OSError when this process has no threads left for it."""
+    """Raises where libzmq would end the process: OSError when the process has no threads left for
+    it, RefusedError in a sandbox that forbids what every thread of it does."""
     made = _CONTEXTS.get(os.getpid())
     if made is None:
         _require_threads()
+        _require_scheduling()
         made = _CONTEXTS[os.getpid()] = zmq.Context()
         made.socket(zmq.DEALER).close(0)  # starts its threads, now that there are some
     return made
@@ -83,6 +85,21 @@ def _require_threads() -> None:
         end.set()
         for thread in started:
             thread.join()
+
+
+def _require_scheduling() -> None:
+    """Raises RefusedError when threads must not set their scheduling policy, not even to what it
+    is."""
+    try:
+        os.sched_setscheduler(0, os.sched_getscheduler(0), os.sched_getparam(0))
+    except OSError as error:
+        raise RefusedError(
+            "cannot connect: this process may not set the scheduling policy of its threads "
+            f"({error.strerror})",
+            hint="allow sched_getparam and sched_setscheduler in its sandbox (seccomp profile, "
+            "SystemCallFilter= of its unit)",
+            retryable=True,
+        ) from error
 
 
 class Connection:

@@ -4,6 +4,7 @@ end, and waiting for it. Users get a `Checkpoint` (`handle.py`)."""
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,6 +41,7 @@ NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
 FINAL = _SAFE | NOT_SAVED
 TIMED_OUT = "ETIMEDOUT"
 _LOST = "the daemon ended before the checkpoint was durable"
+_FORKED = "only the parent of a forked process learns how the checkpoint ends"
 _UNTOLD = "the daemon ended before it gave the reason"
 _REPLACED = "a newer checkpoint became durable first"
 _NOT_ON_ALL = "another rank did not save this checkpoint"
@@ -297,6 +299,8 @@ class InFlight:
         but the copy may have become complete a moment before."""
         self.is_unknown = self._sequence > 0
         reason = f"{_UNKNOWN} ({_SEE})" if self.is_unknown else _LOST
+        if self._connection is not None and self._connection.pid != os.getpid():
+            reason = _FORKED
         self.end(CheckpointState.FAILED, reason, reported=True)
 
     def find_out(self, connection: Connection) -> None:

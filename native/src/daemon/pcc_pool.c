@@ -75,6 +75,12 @@ static void populate_huge(uint8_t *bytes, uint64_t length_bytes)
     }
 }
 
+/* A memfd lies on no disk: where the kernel says "no space", it had no memory. */
+static int memory_error(void)
+{
+    return errno == ENOSPC ? -ENOMEM : -errno;
+}
+
 /* Every page is touched here, by us: a peer never pays for it and never meets SIGBUS. */
 static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
 {
@@ -85,7 +91,7 @@ static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
         return -ENOMEM;
     /* Kernels before 5.14: fallocate reports a shortage where touching would kill us. */
     if (fallocate(fd, 0, 0, (off_t)length_bytes) != 0)
-        return errno == ENOSPC ? -ENOMEM : -errno;
+        return memory_error();
     memset(bytes, 0, length_bytes);
     return 0;
 }
@@ -101,8 +107,8 @@ int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, i
         return -EINVAL;
     const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0)
-        return -errno;
-    int error = ftruncate(fd, (off_t)length_bytes) == 0 ? 0 : -errno;
+        return memory_error();
+    int error = ftruncate(fd, (off_t)length_bytes) == 0 ? 0 : memory_error();
     if (error == 0)
         error = pcc_map_shared(fd, length_bytes, &bytes);
     if (error != 0)
