@@ -106,8 +106,13 @@ class StorageDirectory:
         with contextlib.suppress(OSError):
             if not (layout.list_volumes(self.directory) or layout.list_hidden(self.directory)):
                 layout.replace(self.directory, self._identity)
-        self._identity = layout.identity(self.directory)
-        self._number = layout.number(self.directory)
+        try:
+            self._identity, self._number = (
+                layout.identity(self.directory), layout.number(self.directory)
+            )  # fmt: skip
+        except OSError as error:
+            os.close(lock)
+            return f"the storage directory {self.directory} cannot be read: {error.strerror}"
         before, self._lock = self._lock, lock
         os.close(before)
         LOG.warning(

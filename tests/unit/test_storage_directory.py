@@ -91,3 +91,30 @@ def test_only_an_empty_directory_takes_the_place_of_the_one_that_was_removed(
         assert layout.identity(storage) == own
     finally:
         directory.close()
+
+
+def test_a_new_directory_that_is_removed_at_once_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = tmp_path / "storage"
+    storage.mkdir()
+    directory = StorageDirectory(storage)
+    take = directory._taken
+
+    def removed() -> int:
+        lock = take()
+        shutil.rmtree(storage)
+        return lock
+
+    monkeypatch.setattr(directory, "_taken", removed)
+    try:
+        shutil.rmtree(storage)
+        storage.mkdir()
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        assert "cannot be read: No such file" in directory.look()
+        assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+        monkeypatch.undo()
+        storage.mkdir()
+        assert not directory.look()
+    finally:
+        directory.close()
