@@ -157,19 +157,8 @@ def test_a_process_without_address_space_is_told_so(start_daemon: Start) -> None
 
 
 SANDBOX = """
-import ctypes, struct
-libc = ctypes.CDLL(None)
-number = int(sys.argv[2])
-
-def step(code, yes, no, value):
-    return struct.pack("<HBBI", code, yes, no, value)
-
-# Load the number; if it is that of the call: EPERM; else allow.
-program = step(0x20, 0, 0, 0) + step(0x15, 0, 1, number)
-program += step(6, 0, 0, 0x50001) + step(6, 0, 0, 0x7FFF0000)
-steps = ctypes.create_string_buffer(program, len(program))
-assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-assert libc.prctl(22, 2, struct.pack("@HxxxxxxP", 4, ctypes.addressof(steps)), 0, 0) == 0
+from tests.support.sandbox import forbid
+forbid(int(sys.argv[2]))
 client = PCcheckClient(job="job", socket=sys.argv[1], stall_limit_s=5)
 client.attach(model=model, optimizer=optimizer)
 print(client.checkpoint(step=1).reason)

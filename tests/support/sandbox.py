@@ -1,5 +1,6 @@
-"""Runs pccheckd under what pccheckd.service forbids, without systemd: its system calls, writable
-memory that becomes executable, new privileges, and root.
+"""Forbids system calls, as a sandbox does. As a program: runs pccheckd under what pccheckd.service
+forbids, without systemd: its system calls, writable memory that becomes executable, new privileges,
+and root.
 
     python -m tests.support.sandbox NUMBER,NUMBER,... FLAG...
 """
@@ -62,7 +63,9 @@ def allowed(unit: Path) -> set[str]:
     return left | names("@default")
 
 
-def _program(permitted: list[int]) -> bytes:
+def _filter(named: list[int], then: int, otherwise: int) -> bytes:
+    """`then` for the calls that are named."""
+
     def step(code: int, yes: int, no: int, value: int) -> bytes:
         return struct.pack("<HBBI", code, yes, no, value)
 
@@ -72,9 +75,24 @@ def _program(permitted: list[int]) -> bytes:
         step(_RETURN, 0, 0, _KILL),
         step(_LOAD, 0, 0, 0),  # the number
     ]
-    for number in permitted:
-        steps += [step(_EQUALS, 0, 1, number), step(_RETURN, 0, 0, _ALLOW)]
-    return b"".join([*steps, step(_RETURN, 0, 0, _EPERM)])
+    for number in named:
+        steps += [step(_EQUALS, 0, 1, number), step(_RETURN, 0, 0, then)]
+    return b"".join([*steps, step(_RETURN, 0, 0, otherwise)])
+
+
+def _apply(steps: bytes) -> None:
+    """To this thread, and to threads and processes that it starts."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    program = ctypes.create_string_buffer(steps)
+    header = struct.pack("@HP", (len(program) - 1) // 8, ctypes.addressof(program))
+    if prctl(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def forbid(number: int) -> None:
+    """From now on that system call ends with EPERM."""
+    _apply(_filter([number], _EPERM, _ALLOW))
 
 
 def _become_nobody(libc: ctypes.CDLL) -> None:
@@ -102,13 +120,8 @@ def main() -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() == 0:
         _become_nobody(libc)
-    prctl = libc.prctl
-    prctl(_PR_SET_MDWE, 1, 0, 0, 0)  # Linux 6.3; without it the rest still counts
-    assert prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-    program = ctypes.create_string_buffer(_program(permitted))
-    header = struct.pack("@HP", (len(program) - 1) // 8, ctypes.addressof(program))
-    if prctl(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(header), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "seccomp")
+    libc.prctl(_PR_SET_MDWE, 1, 0, 0, 0)  # Linux 6.3; without it the rest still counts
+    _apply(_filter(permitted, _ALLOW, _EPERM))
     from pccheckd.cli import main as serve
 
     return serve(sys.argv[2:])
