@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 
 from bench import common
 from bench.common import Spread
+from bench.ours import Daemon
 from pccheck import PCcheckClient
-from tests.support.daemon import Daemon
 
 OTHER_BYTES = 64 << 20  # more than caches hold
 CASES = {

@@ -26,9 +26,8 @@ import torch
 
 from bench import common
 from bench.common import MIB, Spread, cpu_seconds, exit_code
-from bench.ours import DURABLE_LIMIT_S
+from bench.ours import DURABLE_LIMIT_S, Daemon
 from pccheck import PCcheckClient
-from tests.support.daemon import Daemon
 
 #: Cost -> its value at one point.
 Costs = dict[str, float]

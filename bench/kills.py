@@ -34,10 +34,10 @@ from pathlib import Path
 from bench import common
 from bench.common import MIB, BenchError, Spread
 from bench.figures.trainers import Paced
+from bench.ours import Daemon
 from pccheck import PCcheckClient
 from pccheck_store.observer import Observer
 from pccheckctl.output.documents import rows, whole
-from tests.support.daemon import Daemon
 
 STEPS_MAX = 100_000
 LIMIT_S = 120.0

@@ -88,7 +88,7 @@ def once(case: str, size: int, steps: int) -> list[tuple[float, float]]:
     """Times of all ranks, in one process each."""
     import torch  # noqa: F401  (once, before the ranks are forked)
 
-    from tests.support.daemon import Daemon
+    from bench.ours import Daemon
 
     world_size, how = CASES[case]
     board = mmap.mmap(-1, 4096)

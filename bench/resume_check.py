@@ -38,9 +38,9 @@ from bench.figures.plan import CPU, Plan
 from bench.figures.registry import OURS
 from bench.figures.report import slowdown_table
 from bench.figures.rounds import Bench
+from bench.ours import Daemon
 from bench.rivals import UNSYNCED
 from tests.support.curves import ROOT, Difference, Run, Trainer, differences
-from tests.support.daemon import Daemon
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ from bench import common
 from bench.common import GIB, MIB, BenchError, Spread
 from bench.core import Writer, plain_kept
 from bench.fio import Limit, Setting, require_fio
+from bench.ours import Daemon
 from pccheck import PCcheckClient
 from pccheck.saving.handle import Checkpoint
-from tests.support.daemon import Daemon
 
 DURABLE_LIMIT_S = 60.0
 WARM = 4  # checkpoints of each session that do not count: volume, plan and memory

@@ -23,8 +23,8 @@ import torch
 
 from bench import common
 from bench.common import MIB, Spread
+from bench.ours import Daemon
 from pccheck import PCcheckClient
-from tests.support.daemon import Daemon
 
 DURABLE_LIMIT_S = 60.0
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from bench.common import MIB, BenchError, exit_code, make_training_state, require_pyplot
+from bench.ours import Daemon
 from pccheck import PCcheckClient
 from pccheck_store.observer import Observer
 from pccheckctl.commands.trace import chrome
 from pccheckctl.output.documents import Document, rows
-from tests.support.daemon import Daemon
 
 STATE_BYTES = 96 * MIB
 BANDWIDTH = "150MiB"  # of the volume: a checkpoint takes about 0.65 s
