@@ -1,6 +1,6 @@
 """How long `checkpoint()` holds the calling thread: attached state of 1,000 tensors.
 
-    python -m bench.call_overhead [--calls 300] [--warm 20]
+    python -m bench.call_overhead [--calls 300] [--warm 20] [--directory DIR]
 
 A real daemon; 250 small parameters with AdamW's three tensors each, so that the copy itself is
 short. Each call is timed from outside. Between two calls the optimizer steps and the checkpoint
@@ -17,11 +17,9 @@ generators, and for a model that FSDP2 has sharded (on a mesh of one rank).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,15 +103,17 @@ def measure(daemon: Daemon, case: str, calls: int, warm: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--warm", type=int, default=20, help="first calls, which do not count")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    facts = common.facts_of(Path.cwd())
+    facts = common.facts_of(options.directory)
     dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    with Daemon("--chunk", "1MiB", "--dram", "64MiB") as daemon:
-        daemon.start()
+    with (
+        common.scratch(options.directory) as storage,
+        Daemon("--chunk", "1MiB", "--dram", "64MiB", storage=storage).start() as daemon,
+    ):
         found = [measure(daemon, case, options.calls, options.warm) for case in CASES]
     dist.destroy_process_group()
     lines = common.heading("How long checkpoint() holds the calling thread", facts)

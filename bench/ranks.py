@@ -1,13 +1,12 @@
 """The times of several ranks of a job: from the request to durable, and to durable on all ranks.
 
-    python -m bench.ranks [--size 64MiB] [--steps 30] [--rounds 5] [--other DIR]
+    python -m bench.ranks [--size 64MiB] [--steps 30] [--rounds 5] [--directory DIR]
 
 Cases: one rank alone with `size` bytes; two ranks of `size` each, in lockstep, a checkpoint every
 step as soon as the previous one is durable on both; the same with replicated=True and with the
 DTensors of HSDP (two replicas), where two and four ranks store `size` bytes together. Real daemon,
-real trainers, a barrier per step. `--other` names another checkout with its extension built (pip
-install --target does it): the cases in which each rank stores its own run in turn with both, and
-the ratio is printed.
+real trainers, a barrier per step. Each case runs in a new interpreter.
+Writes bench/results/ranks-DATE.{json,md}.
 """
 
 from __future__ import annotations
@@ -16,12 +15,21 @@ import argparse
 import json
 import mmap
 import os
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from bench import common
+from bench.common import MIB, Spread
+from bench.ours import Daemon
+from pccheck import PCcheckClient
 
 CASES = {
     "1 rank": (1, ""), "2 ranks": (2, ""), "2 ranks, replicated": (2, "replicated"),
@@ -33,11 +41,6 @@ WARM = 5
 
 def replicas(rank: int, world_size: int, socket: Path, size: int) -> list[Any]:
     """What HSDP makes of eight parameters: each is sharded within each of two replicas."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     dist.init_process_group(
         "gloo", init_method=f"file://{socket.with_name('ranks')}", rank=rank, world_size=world_size
     )
@@ -49,10 +52,6 @@ def replicas(rank: int, world_size: int, socket: Path, size: int) -> list[Any]:
 def train(rank: int, world_size: int, how: str, socket: Path, size: int, steps: int,
           board: memoryview) -> list[tuple[float, float]]:  # fmt: skip
     """Seconds to durable, and to durable on every rank."""
-    import torch
-
-    from pccheck import PCcheckClient
-
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     if how == "HSDP":
@@ -84,15 +83,12 @@ def train(rank: int, world_size: int, how: str, socket: Path, size: int, steps: 
     return took[WARM:]
 
 
-def once(case: str, size: int, steps: int) -> list[tuple[float, float]]:
+def once(case: str, size: int, steps: int, directory: Path) -> list[tuple[float, float]]:
     """Times of all ranks, in one process each."""
-    import torch  # noqa: F401  (once, before the ranks are forked)
-
-    from bench.ours import Daemon
-
     world_size, how = CASES[case]
     board = mmap.mmap(-1, 4096)
-    with Daemon("--chunk", "4MiB", "--dram", "1GiB", "--engine", "pwrite") as daemon:
+    flags = ("--chunk", "4MiB", "--dram", "1GiB", "--engine", "pwrite")
+    with common.scratch(directory) as storage, Daemon(*flags, storage=storage) as daemon:
         daemon.start()
         pipes = []
         for rank in range(world_size):
@@ -107,65 +103,34 @@ def once(case: str, size: int, steps: int) -> list[tuple[float, float]]:
         return [tuple(item) for pipe in pipes for item in json.loads(os.fdopen(pipe, "rb").read())]
 
 
-def run(case: str, size: int, steps: int, place: str) -> list[tuple[float, float]]:
-    """In a fresh interpreter, with the code at `place` ("": this one's)."""
-    root = Path(place).absolute() if place else Path(__file__).parents[1]
-    paths = ":".join(str(root / path) for path in ("client", "native", ""))
-    environment = os.environ | {"PYTHONPATH": paths}
-    command = [sys.executable, str(Path(__file__).resolve()), "--once", case, "--size", str(size),
-               "--steps", str(steps)]  # fmt: skip
-    done = subprocess.run(command, env=environment, cwd=root, check=True, stdout=subprocess.PIPE)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
-def spread(times: list[float]) -> str:
-    scaled = [1e3 * one for one in times]
-    return f"{statistics.median(scaled):.1f} [{min(scaled):.1f}-{max(scaled):.1f}]"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--size", default="64MiB")
+    parser = common.arguments(__doc__, rounds=5)
+    parser.add_argument("--size", type=common.parse_sizes, default=[64 * MIB])
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--other", default="")
     parser.add_argument("--once", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.once:
-        print(json.dumps(once(given.once, int(given.size), given.steps)))
+    options = parser.parse_args()
+    (size,) = options.size
+    if options.once:
+        print(json.dumps(once(options.once, size, options.steps, options.directory)))
         return
-    from bench import common
-
-    (size,) = common.parse_sizes(given.size)
-    load = os.getloadavg()[0]
-    found: dict[str, list[tuple[float, float]]] = {}
-    for _ in range(given.rounds):
-        for case in given.cases:
-            places = {"": case}
-            if given.other and not CASES[case][1]:
-                places[given.other] = f"{case}, other"
-            for place, name in places.items():
-                found.setdefault(name, []).extend(run(case, size, given.steps, place))
-    lines = common.heading("Several ranks of one job", common.facts_of(Path.cwd()))
+    facts = common.facts_of(options.directory)
+    command = [sys.executable, "-m", "bench.ranks", *sys.argv[1:], "--once"]
+    found: dict[str, list[tuple[float, float]]] = {case: [] for case in options.cases}
+    for _ in range(options.rounds):
+        for case, times in found.items():
+            done = subprocess.run([*command, case], check=True, stdout=subprocess.PIPE)
+            times += json.loads(done.stdout.splitlines()[-1])
+    lines = common.heading("Several ranks of one job", facts)
     lines += [
-        f"{given.size} per rank, or for all ranks together where replicated or HSDP; "
-        f"{given.rounds} rounds of {given.steps} checkpoints, the cases in turn. "
-        f"Load average at the beginning: {load:.1f}.", "",
+        f"{size // MIB} MiB per rank, or for all ranks together where replicated or HSDP; "
+        f"{options.rounds} rounds of {options.steps} checkpoints, the cases in turn.", "",
         "| case | to durable, ms, median [min-max] | to durable on all ranks |", "|---|---|---|",
     ]  # fmt: skip
-    for name, times in found.items():
-        durable, together = ([one[part] for one in times] for part in (0, 1))
-        lines.append(f"| {name} | {spread(durable)} | {spread(together)} |")
-    for case in CASES:
-        if f"{case}, other" in found:
-            ours, other = (
-                statistics.median(one[0] for one in found[name])
-                for name in (case, f"{case}, other")
-            )
-            lines.append(f"\n{case}: this to other, medians to durable: {ours / other:.3f}")
-    document = {"size_bytes": size, "steps": given.steps, "seconds": found}
-    common.write_results("ranks", document, "\n".join(lines) + "\n")
+    for case, times in found.items():
+        spreads = (Spread.of([1e3 * one[part] for one in times]).text(1) for part in (0, 1))
+        lines.append(f"| {case} | {' | '.join(spreads)} |")
+    common.write_results("ranks", facts | {"seconds": found}, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How long does it take until the daemon is ready and until pccheckctl has answered, and how much
 memory has a daemon that does nothing?
 
-    python -m bench.startup [--runs 20] [--sessions 64]
+    python -m bench.startup [--runs 20] [--sessions 64] [--directory DIR]
 
 Interleaved runs, beside bare Python on the same machine. Memory is the daemon's resident set
 without shared memory, which is its pool: before the first session, and with sessions that each have
@@ -10,7 +10,6 @@ saved one checkpoint of 1 MiB. Writes bench/results/startup-DATE.{json,md}.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -87,12 +86,12 @@ def memory(sessions: int, storage: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    flags.add_argument("--runs", type=int, default=20)
-    flags.add_argument("--sessions", type=int, default=64)
-    options = flags.parse_args()
-    facts = common.facts_of(Path.cwd())
-    with common.scratch(Path()) as place:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--sessions", type=int, default=64)
+    options = parser.parse_args()
+    facts = common.facts_of(options.directory)
+    with common.scratch(options.directory) as place:
         for name in ("answers", "ready", "memory"):
             (place / name).mkdir()
         took = starts(options.runs, place)
