@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.groupmodel import load
 
@@ -64,28 +63,31 @@ def defined(ranks: Any, world_size: int, keep: int, short: Collection[int]) -> A
     )
 
 
-@st.composite
-def some_ranks(draw: st.DrawFn) -> dict[int, Any]:
-    sequence, size = st.integers(1, 6), st.integers(1, 5)
-    sizes = draw(st.lists(size, min_size=6, max_size=6))
-    one = st.builds(
-        lambda number, usable: group.Held(number, number, 1, sizes[number - 1], usable),
-        sequence, st.booleans(),
-    )  # fmt: skip
-    rank = st.builds(
-        Rank, st.lists(one, max_size=4), st.dictionaries(sequence, size, max_size=2),
-        st.none() | st.integers(0, 7) | st.just(2**63),
-    )  # fmt: skip
-    return draw(st.dictionaries(st.integers(0, 5), rank, max_size=5))
+def some_ranks(rng: random.Random) -> dict[int, Any]:
+    sizes = [rng.randint(1, 5) for _ in range(6)]
+
+    def one() -> Any:
+        number = rng.randint(1, 6)
+        return group.Held(number, number, 1, sizes[number - 1], rng.random() < 0.5)
+
+    return {
+        rank: Rank(
+            [one() for _ in range(rng.randint(0, 4))],
+            {rng.randint(1, 6): rng.randint(1, 5) for _ in range(rng.randint(0, 2))},
+            rng.choice([None, rng.randint(0, 7), 2**63]),
+        )
+        for rank in rng.sample(range(6), rng.randint(0, 5))
+    }
 
 
-@settings(max_examples=1500, deadline=None)
-@given(some_ranks(), st.integers(1, 5), st.integers(1, 3), st.data())
-def test_what_is_agreed_is_what_is_defined(
-    ranks: dict[int, Any], world_size: int, keep: int, data: st.DataObject
-) -> None:
-    short = data.draw(st.sets(st.sampled_from(sorted(ranks)))) if ranks else set()
-    assert group.agree(ranks, world_size, keep, short) == defined(ranks, world_size, keep, short)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_agreed_is_what_is_defined(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(2000):
+        ranks, world_size, keep = some_ranks(rng), rng.randint(1, 5), rng.randint(1, 3)
+        short = {rank for rank in ranks if rng.random() < 0.5}
+        said = group.agree(ranks, world_size, keep, short)
+        assert said == defined(ranks, world_size, keep, short), (ranks, world_size, keep, short)
 
 
 class Visited(list[Any]):
