@@ -71,20 +71,6 @@ def end(group: list[Trainer]) -> None:
         trainer.kill()
 
 
-def test_all_ranks_recover_the_newest_common_step(daemon: Daemon, start_trainer: Connect) -> None:
-    group = ranks(start_trainer, daemon, "0")
-    for trainer in group:
-        assert not trainer.restore()["found"]
-        trainer.step(4)
-        trainer.wait_durable(trainer.checkpoint())
-    group[0].save()  # step 5: rank 1 never gets there
-    for trainer in group:
-        trainer.kill()
-    again = ranks(start_trainer, daemon, "1")
-    assert [trainer.restore()["step"] for trainer in again] == [4, 4]
-    assert [trainer.check(4) for trainer in again] == ["", ""]
-
-
 def test_the_last_common_step_is_not_recycled(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon("--slots", "4", "--keep", "1")
     group = ranks(start_trainer, daemon, "0")

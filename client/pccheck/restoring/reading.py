@@ -261,9 +261,9 @@ class Payload:
                 hint="restore again when fewer checkpoints are saved",
             )
         if code == _core.E_DAMAGED:
-            raise DamagedError(f"the data of step {step} does not match its checksums")
+            raise DamagedError("the data does not match its checksums")
         if code == _core.E_UNREADABLE:
-            raise UnreadableError(f"the disk could not read the data of step {step}")
+            raise UnreadableError("the disk could not read the data")
         if code in _DEVICE:
             raise DeviceError(f"cannot copy the checkpoint to a GPU (code {code})")
         if code != 0:
