@@ -744,8 +744,9 @@ WORDS: dict[str, str] = {
     ),
     "last ones failed": (
         "PCcheck: 2 checkpoints failed since step 4, up to step 6: no space left in /data. The "
-        "newest durable checkpoint is step 4: a restart resumes there, and repeats the steps after "
-        "it. Remove the cause before the restart (see: pccheckctl status)"
+        "newest checkpoint that is known to be durable is step 4: a restart resumes there, or at a "
+        "later one, and repeats the steps after it. Remove the cause before the restart (see: "
+        "pccheckctl status)"
     ),
     "all failed": (
         "PCcheck: 1 checkpoint failed, up to step 5: no space left in /data. There is no durable "

@@ -78,9 +78,12 @@ class Failures:
         step = saved_step if known else self._durable_step
         since = "" if self._durable_step is None else f" since step {self._durable_step}"
         if step is not None:
+            which, there = "durable checkpoint", "there"
+            if not known:  # what the daemon had copied when it ended may be durable since
+                which, there = "checkpoint that is known to be durable", "there, or at a later one"
             then = (
-                f"The newest durable checkpoint is step {step}: a restart resumes there, and "
-                "repeats the steps after it"
+                f"The newest {which} is step {step}: a restart resumes {there}, and repeats the "
+                "steps after it"
             )
         elif known:
             then = "There is no durable checkpoint, so a restart begins at the start of training"
