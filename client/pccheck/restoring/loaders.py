@@ -38,6 +38,8 @@ def has_position(name: str, thing: object) -> bool:
 def draws_anew(loader: Any) -> str:
     """torch's sampler in this StatefulDataLoader, if it draws an order that no state gives again.
     torchdata has a RandomSampler of its own for shuffle=True."""
+    if not is_torchdata(type(loader)):
+        return ""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return type(sampler).__name__ if type(sampler) in drawing else ""
