@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .restoring.loaders import is_torchdata
+from .restoring.loaders import draws_anew
 from .saving.planner import Planner
 from .state.attaching import is_replicated
-from .state.plan import RNG
 from .warn import Warner
 
 
@@ -22,8 +21,7 @@ class Advice:
         self._copies = copies
 
     def attached(self, things: Mapping[str, object]) -> None:
-        """These were attached: may warn of copies, and of a loader after which the generators are
-        not set again."""
+        """These were attached: may warn of copies, and of a loader that does not resume exactly."""
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
                 "ddp",
@@ -32,16 +30,15 @@ class Advice:
                 "PCcheckClient(replicated=True) on every rank. If only rank 0 saves, pass "
                 "PCcheckClient(solo=True) there",
             )
-        attached = self._planner.attached
-        # Accelerate's loaders have a type of their own: its integration sets the generators.
-        loaders = [name for name, thing in things.items() if is_torchdata(type(thing))]
-        if loaders and RNG in attached and "loader" not in attached:
-            self._warner.once(
-                "loader",
-                f"attach({loaders[0]}=...) is a StatefulDataLoader, and no loader= is attached: a "
-                "restored run gets other random numbers, because the loader draws some when its "
-                "iterator is made. Attach the loader that training draws from as loader=",
-            )
+        for name, thing in things.items():
+            if sampler := draws_anew(thing):
+                self._warner.once(
+                    "sampler",
+                    f"attach({name}=...): {sampler} has no state, so a run that resumes in the "
+                    "middle of an epoch draws another order for the rest of that epoch. Use "
+                    "shuffle=True, or a sampler whose order follows from the epoch "
+                    "(docs/python.md, recipes)",
+                )
 
     def saving(self, step: int) -> None:
         """What is attached is about to be saved: may warn that it is not what trains."""

@@ -69,15 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _prepare_streams()
     try:
         code = _run(given)
-        sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has ended
-        _discard_output()
-        return PccheckError.exit_code
+        code = PccheckError.exit_code
     except OSError as error:  # no space where the output goes
-        _discard_output()
         with contextlib.suppress(OSError):
             print(f"pccheckctl: cannot write the output: {error.strerror}", file=sys.stderr)
-        return PccheckError.exit_code
+        code = PccheckError.exit_code
+    _discard_unwritten()
     return code
 
 
@@ -92,9 +90,13 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _discard_output() -> None:
-    """What is still buffered: otherwise Python complains of it at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard_unwritten() -> None:
+    """What could not be written, which is known by now: otherwise Python complains at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(given: list[str]) -> int:

@@ -51,6 +51,7 @@ ALONE: list[tuple[str, dict[str, object]]] = [
     ("killed-averaged", {"job": "mean", "every": 4, "kill": 10, "saved": 8, "average": True}),
     ("resumed-averaged", {"job": "mean", "every": 4, "average": True}),
     ("plain", {"job": "plain", "every": 6, "plain": True, "epochs": 1, "odd": [{"a": "b"}]}),
+    ("drawn", {"job": "drawn", "every": 6, "drawn": True, "epochs": 1}),
     ("folds", {"job": "folds", "kind": "folds", "every": 5, "epochs": 1}),
     ("order", {"job": "order", "kind": "order", "epochs": 1}),
     ("paths", {"job": "paths", "kind": "paths"}),
@@ -134,6 +135,11 @@ def test_a_plain_loader_and_odd_hyper_parameters_are_told(alone: Read) -> None:
     assert lines[-1] == "CODE 0"
     assert sum("StatefulDataLoader" in line for line in lines) == 1
     assert not any("StatefulDataLoader" in line for line in alone("whole") + alone("resumed"))
+
+
+def test_a_sampler_without_a_state_is_told(alone: Read) -> None:
+    assert sum("RandomSampler has no state" in line for line in alone("drawn")) == 1
+    assert not any("Sampler has no state" in line for line in alone("whole") + alone("resumed"))
 
 
 def test_it_is_shown_whether_a_run_was_resumed(alone: Read) -> None:

@@ -10,11 +10,16 @@ import warnings
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
-from tests.support.loadertraining import torchdata
 from tests.support.programs import Program
 from tests.support.torchrun import started
 
@@ -29,7 +34,8 @@ def ran(*arguments: object, code: int = 0) -> list[str]:
 
 
 TORCHDATA = pytest.mark.skipif(not importlib.util.find_spec("torchdata"), reason="not installed")
-LOADERS = ["plain", "wrapped", pytest.param("torchdata", marks=TORCHDATA)]
+TORCHDATAS = [pytest.param(name, marks=TORCHDATA) for name in ("torchdata", "three")]
+LOADERS = ["plain", "wrapped", *TORCHDATAS]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -53,23 +59,31 @@ def test_a_checkpoint_at_the_end_of_an_epoch(daemon: Daemon, loader: str) -> Non
 
 
 @TORCHDATA
-def test_a_loader_under_another_name_is_told(tmp_path: Path) -> None:
-    """One warning; none for a second loader beside loader=, and none without attached
-    generators."""
-    loader = torchdata(0)
-    for rng, names, told in (
-        (True, ["data", "validation"], 1),
-        (True, ["loader", "validation"], 0),
-        (False, ["data"], 0),
+def test_a_sampler_without_a_state_is_told(tmp_path: Path) -> None:
+    """torchdata skips what it has given, in another order."""
+
+    class Own(WeightedRandomSampler):
+        pass
+
+    items, weights = range(8), [1.0] * 8
+    draws = WeightedRandomSampler(weights, 8)
+    for options, told in (
+        ({"shuffle": True}, ""),
+        ({"sampler": Own(weights, 8)}, ""),
+        ({"sampler": draws}, "WeightedRandomSampler"),
+        ({"sampler": RandomSampler(items)}, "RandomSampler"),
+        ({"batch_sampler": BatchSampler(draws, 2, False)}, "WeightedRandomSampler"),
+        ({"sampler": SubsetRandomSampler(items), "batch_size": None}, "SubsetRandomSampler"),
     ):
+        loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
         with (
             warnings.catch_warnings(record=True) as caught,
             PCcheckClient("loaders", socket=tmp_path / "none") as client,
         ):
             warnings.simplefilter("always")
-            for _ in range(2):
-                client.attach(rng=rng, **dict.fromkeys(names, loader))
-        assert sum("as loader=" in str(one.message) for one in caught) == told, names
+            client.attach(loader=loader(items, **options))
+        found = [str(one.message) for one in caught if "has no state" in str(one.message)]
+        assert len(found) == bool(told) and all(f" {told} has" in one for one in found), found
 
 
 @TORCHDATA

@@ -24,7 +24,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pccheck import PCcheckClient, UsageError
@@ -150,12 +150,15 @@ def loader_of(options: Options) -> Any:
     if ranks and not options.get("shuffle"):  # an order that depends on seed and epoch only
         sampler = DistributedSampler(Items(), ranks, int(os.environ["RANK"]), seed=5)
         return kind(Items(), BATCH, sampler=sampler)
+    if options.get("drawn"):
+        return kind(Items(), BATCH, sampler=RandomSampler(Items()))
     return kind(Items(), BATCH, shuffle=True)
 
 
 def train(options: Options) -> None:
     """`every`, `kill` at a step when `saved` is durable, `stop` after a step, `epochs`,
-    `accumulate`, `average`, `validate`, `plain` loader, `devices`, `shuffle` with several of them.
+    `accumulate`, `average`, `validate`, `plain` loader, an order that is `drawn` by torch's
+    sampler, `devices`, `shuffle` with several of them.
     """
     callbacks: list[Callback] = []
     if job := options.get("job"):

@@ -94,28 +94,38 @@ def torchdata(workers: int) -> Any:
     return StatefulDataLoader(Items(), BATCH, shuffle=True, num_workers=workers)
 
 
-LOADERS: dict[str, Any] = {"plain": Plain, "wrapped": Wrapped, "torchdata": torchdata}
+LOADERS: dict[str, Any] = {
+    "plain": Plain, "wrapped": Wrapped, "torchdata": torchdata, "three": torchdata,
+}  # fmt: skip
 
 
 def train(
-    socket: str, make: Any, workers: int, steps: int, every: int, kill_after: int, first: int = 1
+    socket: str, name: str, workers: int, steps: int, every: int, kill_after: int, first: int = 1
 ) -> None:
     torch.manual_seed(5)  # some loaders draw already here
-    loader = make(workers)
+    loader = LOADERS[name](workers)
+    # Drawn from in turn with the first one, and from start to end now and then.
+    others = ["second", "validation"] if name == "three" else []
+    more = {other: torchdata(workers) for other in others}
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if more:
+        for each in (loader, *more.values()):
+            each.state_dict()  # draws; attach() asks for it, too
     client = PCcheckClient("loaders", socket=socket) if socket else None
     if client is not None:
-        client.attach(rng=True, loader=loader, model=model, optimizer=optimizer)
+        client.attach(rng=True, loader=loader, model=model, optimizer=optimizer, **more)
         first = client.restore().step + 1
         print(f"FROM {first}", flush=True)
     while first <= steps:
-        for batch in loader:
+        for batch, *_ in zip(loader, *(more[other] for other in others[:1]), strict=False):
             loss = model(batch).square().mean() + model(batch).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             print(f"LOSS {first} {loss.item().hex()}", flush=True)
+            if more and first % 4 == 0:
+                list(more["validation"])
             if client is not None and first % every == 0:
                 last = client.checkpoint(step=first)
             if client is not None and first == kill_after:
@@ -129,7 +139,7 @@ def train(
 def main() -> None:
     socket, name, workers, steps, every, *kill_after = sys.argv[1:]
     torch.set_num_threads(1)
-    train(socket, LOADERS[name], int(workers), int(steps), int(every), int([*kill_after, 0][0]))
+    train(socket, name, int(workers), int(steps), int(every), int([*kill_after, 0][0]))
 
 
 if __name__ == "__main__":

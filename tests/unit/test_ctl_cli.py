@@ -261,6 +261,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("words", [["list"], ["list", "--json"], ["completion", "bash"]])
 @pytest.mark.parametrize(
     ("shell", "code", "said"),
@@ -272,7 +273,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     ],
 )
 def test_an_output_that_takes_nothing_is_no_traceback(
-    tmp_path: Path, words: list[str], shell: str, code: int, said: str
+    tmp_path: Path, words: list[str], shell: str, code: int, said: str, buffered: bool
 ) -> None:
     """A closed one, as cron jobs may have, is no error."""
     storage = tmp_path / "storage"
@@ -280,8 +281,9 @@ def test_an_output_that_takes_nothing_is_no_traceback(
     (storage / ".pccheckd.lock").touch()
     command = [sys.executable, "-m", "pccheckctl", "--storage", str(storage), *words]
     ran = subprocess.run(
-        ["/bin/sh", "-c", shell, "sh", *command], check=False, capture_output=True, text=True
-    )
+        ["/bin/sh", "-c", shell, "sh", *command], check=False, capture_output=True, text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"},
+    )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (code, said)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -206,6 +207,15 @@ def test_a_confined_process_opens_no_file() -> None:
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False", "it opened a file although the kernel has Landlock"
+
+
+def test_root_of_a_container_that_forbids_setgroups_starts_one() -> None:
+    """Such a container has one user, and that user is root in it."""
+    inside = ["unshare", "--user", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*inside, "true"], check=False).returncode:
+        pytest.skip("needs user namespaces")
+    program = "from pccheckd.front import program as front; front._confine(0, 0)"
+    subprocess.run([*inside, sys.executable, "-P", "-c", program], check=True)
 
 
 def test_limits_fit_together() -> None:

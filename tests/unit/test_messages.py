@@ -393,10 +393,14 @@ def no_generators(kit: Kit) -> None:
     client._recovery._left(opened, tree.Tree(40, None, True, [], None), None)
 
 
-def loader_as_data(kit: Kit) -> None:
-    body = {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
+def order_is_drawn(kit: Kit) -> None:
+    body = {
+        "__module__": "torchdata.stateful_dataloader.stateful_dataloader",
+        "batch_sampler": None,
+        "sampler": torch.utils.data.RandomSampler([1]),
+    }
     kind = type("StatefulDataLoader", (torch.optim.lr_scheduler.ConstantLR,), body)
-    kit.attached().attach(rng=True, data=kind(torch.optim.SGD(nn.Linear(2, 2).parameters())))
+    kit.attached().attach(loader=kind(torch.optim.SGD(nn.Linear(2, 2).parameters())))
 
 
 def stale(kit: Kit) -> None:
@@ -439,7 +443,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "storage without a parent": lambda kit: PrivateDaemon(kit.path / "no" / "such").ensure(),
     # -- attach
     "DataLoader": lambda _: checked({"loader": torch.utils.data.DataLoader([1])}),  # type: ignore[arg-type]
-    "StatefulDataLoader": loader_as_data,
+    "StatefulDataLoader": order_is_drawn,
     "without a name": lambda kit: kit.connected().attach(nn.Linear(2, 2)),  # type: ignore[arg-type]
     "no state": lambda _: checked({"epoch": 3}),
     "rng": lambda _: checked({"rng": {"seed": 1}}),
@@ -628,9 +632,9 @@ WORDS: dict[str, str] = {
         "torchdata): it takes the same arguments and saves its place in the data)"
     ),
     "StatefulDataLoader": (
-        "PCcheck: attach(data=...) is a StatefulDataLoader, and no loader= is attached: a restored "
-        "run gets other random numbers, because the loader draws some when its iterator is made. "
-        "Attach the loader that training draws from as loader="
+        "PCcheck: attach(loader=...): RandomSampler has no state, so a run that resumes in the "
+        "middle of an epoch draws another order for the rest of that epoch. Use shuffle=True, or a "
+        "sampler whose order follows from the epoch (docs/python.md, recipes)"
     ),
     "without a name": (
         "attach(Linear): everything is attached under a name (call attach(model=model, "

@@ -29,7 +29,7 @@ from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
 from . import overlaps, pairing
-from .loaders import is_loader, set_again
+from .loaders import is_loader, is_torchdata, set_again, undo_draws
 from .pairing import some
 from .rebuild import Loader, Memory, state_of
 from .values import Dicts, in_state_of, leaves, require_trained, trained
@@ -79,9 +79,7 @@ class Placement:
         self._before: list[Callable[[Memory], None]] = []
         self._after: list[Callable[[Memory], None]] = []
         self._last: list[Callable[[Memory], None]] = []
-        # Training draws from this one. Others (validation) may make their next iterator much later,
-        # when the generators have moved on.
-        self._loader = attached.get("loader") if "loader" not in leave else None
+        self._leave = leave
         named = _named(described, attached, only)
         self._both = {name: thing for name, _, thing in named}
         for name, node, thing in named:
@@ -292,7 +290,8 @@ class Placement:
                 require_trained(name, thing.values, self._attached, loaded)
 
     def _generators(self, node: tree.Node) -> None:
-        """attach(rng=True): set at the end, and again when the loader's next iterator has drawn."""
+        """attach(rng=True): set at the end, and again when the next iterator of `loader` has drawn.
+        Other loaders (validation) may make theirs much later, when the generators have moved on."""
         rest = _only(self._both.keys() - {RNG})
         require_generators(_mapping(node, RNG), f"to leave the generators out: {rest}")
         self._want(node)
@@ -300,8 +299,12 @@ class Placement:
         def finish(memory: Memory) -> None:
             state = state_of(memory, node)
             restore_rng(state)
-            if is_loader(self._loader):
-                set_again(self._loader, functools.partial(restore_rng, state))
+            for name in self._both.keys() - self._leave:
+                thing = self._both[name]
+                if name == "loader" and is_loader(thing):
+                    set_again(thing, functools.partial(restore_rng, state))
+                elif is_torchdata(type(thing)):
+                    undo_draws(thing)
 
         self._last.append(finish)
 

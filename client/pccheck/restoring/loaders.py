@@ -3,12 +3,15 @@ training drew long before its checkpoint. So the generators are set a second tim
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import LOG
 
 
@@ -32,6 +35,16 @@ def has_position(name: str, thing: object) -> bool:
     return name == "loader" or is_torchdata(thing.__class__)
 
 
+def draws_anew(loader: Any) -> str:
+    """torch's sampler in this StatefulDataLoader, if it draws an order that no state gives again.
+    torchdata has a RandomSampler of its own for shuffle=True."""
+    if not is_torchdata(type(loader)):
+        return ""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return type(sampler).__name__ if type(sampler) in drawing else ""
+
+
 def begin_again(thing: Any) -> None:
     """attach() asks for the state, for which a StatefulDataLoader makes an iterator: it may have
     read ahead in the order of another epoch."""
@@ -43,19 +56,26 @@ def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
     """Calls `set_generators` once: for torch's loaders right after their next iterator was made,
     for others when the first batch of their next iteration arrives."""
     if hasattr(loader, "_get_iterator"):
-        _after_iterator(loader, set_generators)
+        _after_iterator(loader, lambda: set_generators)
     else:
         _at_first_batch(loader, set_generators)
 
 
-def _after_iterator(loader: Any, set_generators: Callable[[], None]) -> None:
-    """At the end of an epoch a loader makes a second iterator, which draws as in uninterrupted
-    training."""
+def undo_draws(loader: Any) -> None:
+    """For a StatefulDataLoader whose next iterator may be made at any time: what making it draws is
+    undone."""
+    _after_iterator(loader, lambda: functools.partial(restore_rng, capture_rng()))
+
+
+def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
+    """Calls what `before` returned. At the end of an epoch a loader makes a second iterator, which
+    draws as in uninterrupted training."""
     vars(loader).pop("_get_iterator", None)  # of an earlier restore
     make = loader._get_iterator
 
     def get_iterator() -> Any:
         vars(loader).pop("_get_iterator", None)
+        set_generators = before()
         made = make()
         set_generators()
         return made
