@@ -108,12 +108,10 @@ class Tenant:
                 )
             self._require_open()
             self.volumes.require_readable(fresh=owner.fresh)
-            if self.port is None:
-                await self._open_port()
-            assert self.port is not None
+            port = await self._open_port()
             self.retention.inherited = self.retention.flagged
             await self.protect(owner)
-            page_fd = await self.port.attach(socket_fd, owner.session, owner.kernel_pid)
+            page_fd = await port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
             self.finished = False
             self._room_bytes = 0
@@ -124,10 +122,12 @@ class Tenant:
 
     async def prepare(self) -> None:
         """The slow part of an attach, before other ranks of the job wait for it."""
+        if self.port is not None and self.port.least_bytes > self.config.dram_bytes:
+            # A trainer cannot use its chunks, which are larger than --chunk is now.
+            await self.ledger.until(lambda: not self.ledger.live(), UNBIND_LIMIT_S)
         async with self.lock:
             self._require_open()
-            if self.port is None:
-                await self._open_port()
+            await self._open_port()
 
     def _require_open(self) -> None:
         if self.closed:
@@ -626,14 +626,20 @@ class Tenant:
         owner = self.owner
         return self.port if owner is not None and owner.session == session else None
 
-    async def _open_port(self) -> None:
-        """The channel; its block size is that of the volume that is already there."""
+    async def _open_port(self) -> Port:
+        """The channel; its block size is that of the volume that is already there. One with chunks
+        of the previous daemon, which had another --chunk, is replaced when its checkpoints are
+        written."""
         config, current = self.config, self.volumes.current
         block = current.info.block_bytes if current else config.block_bytes
         chunk = -(-config.chunk_bytes // block) * block
-        port = await self.make_port(chunk, block, config.in_flight)
-        if current is not None:
-            await self.bind(port, current)
+        if self.port is not None and self.port.chunk_bytes != chunk and not self.ledger.live():
+            await self.abandon_port()
+        if self.port is None:
+            self.port = await self.make_port(chunk, block, config.in_flight)
+            if current is not None:
+                await self.bind(self.port, current)
+        return self.port
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         """Opens a channel; also for chunks that the previous daemon has left."""
@@ -645,7 +651,7 @@ class Tenant:
         return self.port
 
     async def abandon_port(self) -> None:
-        """Closes a channel that has adopted nothing."""
+        """Closes a channel in which nothing is being written."""
         port, self.port = self.port, None
         if port is not None:
             await port.close()

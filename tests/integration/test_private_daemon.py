@@ -135,6 +135,39 @@ def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
+INTERRUPTED = """
+import signal, subprocess
+from pccheck import PCcheckClient
+
+class Process(subprocess.Popen):
+    asked = False
+
+    def poll(self):
+        if not self.asked:
+            self.asked = True
+            print("pid", self.pid, flush=True)
+            signal.raise_signal(signal.SIGINT)
+        return super().poll()
+
+subprocess.Popen = Process
+PCcheckClient(job="job", autostart=True, storage={storage!r})
+"""
+
+
+def test_ctrl_c_ends_a_daemon_that_does_not_listen_yet(daemon: Daemon) -> None:
+    """Before, the daemon ran until the next run on the directory ended."""
+    text = INTERRUPTED.format(storage=str(daemon.root / "private"))
+    with script(text, environment={"XDG_RUNTIME_DIR": str(daemon.root / "r")}) as program:
+        said = program.finish()
+        assert "KeyboardInterrupt" in said
+    [pid] = [int(line.split()[1]) for line in said.splitlines() if line.startswith("pid ")]
+    try:
+        ended(pid)
+    finally:
+        if _alive(pid):
+            os.kill(pid, signal.SIGTERM)
+
+
 def ended(pid: int) -> None:
     until(lambda: not _alive(pid), every_s=0.1)
 

@@ -207,6 +207,24 @@ def test_a_smaller_budget(serve: Serve, start_trainer: Connect) -> None:
     _recovers(start_trainer(daemon, [8 * MIB]), 1)
 
 
+def test_smaller_chunks(serve: Serve, start_trainer: Connect) -> None:
+    """--dram holds two of the new chunks, and none of those in which a checkpoint was copied.
+    Before, the job was refused until the daemon was started once more."""
+    daemon = serve("--chunk", "16MiB", shim="kill:flush:1")
+    trainer = start_trainer(daemon, [6 * MIB])
+    trainer.step()
+    daemon.armed.touch()
+    trainer.checkpoint()
+    daemon.wait_end()
+    daemon.shim = ""
+    daemon.start("--chunk", "256KiB", "--dram", "4MiB", "--max-bandwidth", "4MiB")
+    assert _kept(daemon)["adopted_checkpoints"] == 1
+    assert trainer.wait_durable(trainer.connects_again()) in ("durable", "global", "superseded")
+    newest = trainer.step(0)
+    trainer.kill()
+    _recovers(start_trainer(daemon, [6 * MIB]), newest)
+
+
 def test_descriptors_of_others_are_closed(serve: Serve, start_trainer: Connect) -> None:
     daemon = serve(*SLOW)
     trainer = _copied(start_trainer, daemon, 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -135,3 +136,22 @@ def test_growing_while_the_one_before_is_written(start_daemon: Start) -> None:
                 CheckpointState.DURABLE, CheckpointState.SUPERSEDED,
             )  # fmt: skip
         assert rank.restore()[0].step == 7
+
+
+def test_a_copy_of_a_volume_gets_the_room_of_all_its_slots(daemon: Daemon) -> None:
+    """cp makes holes of what was never written. Before, a disk that became full ended the
+    checkpoints of a job whose volume was such a copy."""
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        rank.save(1, payload_of(1, SIZE))
+    daemon.stop()
+    [path] = daemon.storage.rglob("*.pcc")
+    whole = path.rename(daemon.root / "whole")
+    subprocess.run(["cp", "-p", "--sparse=always", whole, path], check=True)
+    assert path.stat().st_blocks * 512 < path.stat().st_size
+    daemon.start()
+    with Rank(daemon.socket) as rank:
+        rank.register(SIZE)
+        assert path.stat().st_blocks * 512 >= path.stat().st_size
+        opened = rank.open()
+        assert isinstance(opened, Opened) and opened.step == 1

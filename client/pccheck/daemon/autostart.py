@@ -220,9 +220,8 @@ class PrivateDaemon:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the trainer; it drains first
             )  # fmt: skip
-        deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline and process.poll() is None:
-            if _serves(self.socket, deadline - time.monotonic()) is not None:
+        try:
+            if self._listens(process):
                 LOG.warning(
                     "PCcheck: started a private pccheckd (pid %d, socket %s, log %s). It ends "
                     "after its last trainer. If this container or job step ends before, what is "
@@ -232,7 +231,9 @@ class PrivateDaemon:
                 # It outlives this process: without a return code Popen warns at exit.
                 process.returncode = 0
                 return
-            time.sleep(0.02)
+        except BaseException:  # Ctrl-C: release() finds no daemon that does not listen yet
+            process.terminate()
+            raise
         if process.poll() is None:
             process.terminate()
         lines = log.read_text(errors="replace").strip().splitlines()
@@ -240,6 +241,15 @@ class PrivateDaemon:
             f"the private pccheckd did not start: {lines[-1] if lines else 'its log is empty'}",
             hint=f"see its log: {log}",
         )
+
+    def _listens(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits until the daemon listens, which it may not before its limit or its end."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline and process.poll() is None:
+            if _serves(self.socket, deadline - time.monotonic()) is not None:
+                return True
+            time.sleep(0.02)
+        return False
 
     def release(self) -> None:
         """Ends the daemon, which drains first, unless another client is connected."""

@@ -7,6 +7,7 @@
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -143,6 +144,20 @@ static bool has_writer(int fd)
     return false;
 }
 
+/* A copy of a volume has holes where the volume had only room (cp, tar): the room is taken again,
+ * if there is as much. Otherwise the first write into a hole fails, and a restore still works. */
+static void take_holes(int fd)
+{
+    struct stat file;
+    struct statvfs disk;
+
+    if (fstat(fd, &file) != 0 || fstatvfs(fd, &disk) != 0)
+        return;
+    const int64_t holes_bytes = (int64_t)file.st_size - (int64_t)file.st_blocks * 512;
+    if (holes_bytes > 0 && (uint64_t)holes_bytes < disk.f_bavail * disk.f_frsize)
+        (void)fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, file.st_size);
+}
+
 /* Locks for writing; and before anything is trusted, what a crashed writer left in the cache goes
  * to the media, so that no record is believed that a power cut could still take back. */
 static int lock_and_sync(int fd, bool writable)
@@ -169,6 +184,8 @@ int pcc_volume_open_file(const char *path, bool writable, int *fd_out)
         (void)close(fd);
         return result;
     }
+    if (writable)
+        take_holes(fd);
     *fd_out = fd;
     return 0;
 }
