@@ -137,7 +137,7 @@ class Retention:
 
     async def unprotect(self, sequence: int) -> None:
         """It may be recycled again. The disk has its flag until the next record."""
-        self._released.add(sequence)
+        self._released = (self._released | {sequence}) & self._volumes.sequences()
         await self.flag(sequence, clear=PROTECTED)
 
     async def stage_again(self) -> None:

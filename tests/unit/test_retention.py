@@ -49,3 +49,18 @@ def test_what_was_not_read_stays_protected(
     retention.protected, retention.unrestored = protected, True
     retention.restored_to(sequence)
     assert retention.unrestored is not restored
+
+
+def test_released_checkpoints_are_forgotten_with_their_slots() -> None:
+    """Each restart of a job releases one: before, the daemon remembered all of them."""
+    there: set[int] = set()
+    item = SimpleNamespace(volume=SimpleNamespace(flag=lambda *_, **__: None), read=lambda: None)
+    volumes: Any = SimpleNamespace(
+        key=Key(7, "gpt", 0), find=lambda _: item, sequences=lambda: there
+    )
+    engine: Any = Inline()
+    retention = Retention(volumes, engine)
+    for sequence in range(1, 10):
+        there = {sequence - 1, sequence}
+        asyncio.run(retention.unprotect(sequence))
+        assert retention._released == there & set(range(1, 10))
