@@ -20,9 +20,7 @@ class Daemon(daemon.Daemon):
     """pccheckd as users start it. The daemons of the tests check each of their calls; they are
     forked from a process that has imported everything, and so are ready six times sooner."""
 
-    def command(self, *flags: str) -> list[str]:
-        python, _, _, *arguments = super().command(*flags)
-        return [python, "-m", "pccheckd", *arguments]
+    module = "pccheckd"
 
 
 @dataclass(frozen=True, slots=True)

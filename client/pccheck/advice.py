@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .restoring.loaders import draws_anew
+from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
 from .state.attaching import is_replicated
 from .warn import Warner
@@ -31,7 +31,7 @@ class Advice:
                 "PCcheckClient(solo=True) there",
             )
         for name, thing in things.items():
-            if sampler := draws_anew(thing):
+            if sampler := stateless_sampler(thing):
                 self._warner.once(
                     "sampler",
                     f"attach({name}=...): {sampler} has no state, so a run that resumes in the "

@@ -636,9 +636,10 @@ class Tenant:
         if self.port is not None and self.port.chunk_bytes != chunk and not self.ledger.live():
             await self.abandon_port()
         if self.port is None:
-            self.port = await self.make_port(chunk, block, config.in_flight)
+            port = await self.make_port(chunk, block, config.in_flight)
             if current is not None:
-                await self.bind(self.port, current)
+                await self.bind(port, current)
+            return port
         return self.port
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:

@@ -45,6 +45,8 @@ class Daemon:
     The root lies directly under the temporary directory: AF_UNIX paths end at 107 bytes.
     """
 
+    module = LOOPCHECK
+
     def __init__(self, *flags: str, shim: str = "", storage: Path | None = None) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="pcc-"))
         self.storage = storage or self.root / "storage"
@@ -79,7 +81,7 @@ class Daemon:
 
     def command(self, *flags: str) -> list[str]:
         return [
-            sys.executable, "-m", LOOPCHECK, "--storage", str(self.storage),
+            sys.executable, "-m", self.module, "--storage", str(self.storage),
             "--socket", str(self.socket), *self.flags, *flags,
         ]  # fmt: skip
 

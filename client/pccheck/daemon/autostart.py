@@ -243,7 +243,7 @@ class PrivateDaemon:
         )
 
     def _listens(self, process: subprocess.Popen[bytes]) -> bool:
-        """Waits until the daemon listens, which it may not before its limit or its end."""
+        """Whether the daemon listens before START_LIMIT_S have passed, and before it ends."""
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline and process.poll() is None:
             if _serves(self.socket, deadline - time.monotonic()) is not None:

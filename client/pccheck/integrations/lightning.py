@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import _CallbackCon
 from lightning.pytorch.utilities import CombinedLoader
 
 from pccheck.client import PCcheckClient, open_client
-from pccheck.restoring.loaders import draws_anew
+from pccheck.restoring.loaders import stateless_sampler
 from pccheck.restoring.reading import Found
 from pccheck.state.flatten import Flattener
 from pccheck.state.rng import restore_rng
@@ -250,7 +250,7 @@ class PCcheckCallback(Callback):
                     f"the order of {type(loader).__name__}(shuffle=True) on several ranks is not "
                     "saved. Make it with sampler=DistributedSampler(dataset, seed=...)"
                 )
-            elif sampler := draws_anew(loader):
+            elif sampler := stateless_sampler(loader):
                 why = (
                     f"{sampler} has no state. Use shuffle=True, or a sampler whose order follows "
                     "from the epoch (docs/python.md, recipes)"

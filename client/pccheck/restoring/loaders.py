@@ -35,9 +35,9 @@ def has_position(name: str, thing: object) -> bool:
     return name == "loader" or is_torchdata(thing.__class__)
 
 
-def draws_anew(loader: Any) -> str:
-    """torch's sampler in this StatefulDataLoader, if it draws an order that no state gives again.
-    torchdata has a RandomSampler of its own for shuffle=True."""
+def stateless_sampler(loader: Any) -> str:
+    """The class of torch's sampler in this StatefulDataLoader, if it draws an order that no state
+    gives again; else "". torchdata has a RandomSampler of its own for shuffle=True."""
     if not is_torchdata(type(loader)):
         return ""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -68,8 +68,8 @@ def undo_draws(loader: Any) -> None:
 
 
 def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
-    """Calls what `before` returned. At the end of an epoch a loader makes a second iterator, which
-    draws as in uninterrupted training."""
+    """Calls `before` ahead of the next iterator, and what `before` returned right after it. At the
+    end of an epoch a loader makes a second iterator, which draws as in uninterrupted training."""
     vars(loader).pop("_get_iterator", None)  # of an earlier restore
     make = loader._get_iterator
 
