@@ -155,6 +155,8 @@ def main() -> None:
             done = [one.step for one in handles if one.state in ENDED[size == 1]]
             common = max(done, default=common)
             del handles[:-COUNTED]
+            if given.frozen:  # so that it depends on no timing which checkpoint is written whole
+                handle.wait_global(60)
             if step == given.kill_at:
                 if given.keep_whole:
                     keep_whole(given.digests / "whole.pt", model, optimizer)
