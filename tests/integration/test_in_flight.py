@@ -30,11 +30,8 @@ def test_checkpoints_overlap_exactly_when_n_is_above_one(
 ) -> None:
     daemon = start_daemon("--slots", str(slots), "--keep", "1", "--max-bandwidth", "8MiB")
     trainer = start_trainer(daemon, [3 * MIB])
-    for _ in range(6):
-        trainer.step()
-        last = trainer.checkpoint()
-    trainer.wait_durable(last)
-    for handle in range(last + 1):
+    trainer.run(6, 1)
+    for handle in range(6):
         trainer.wait_durable(handle)
     assert (overlaps(daemon) > 0) is expected
 
