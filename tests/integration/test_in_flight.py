@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect
+from tests.support.waiting import until
 
 MIB = 1 << 18
 
@@ -61,6 +62,7 @@ def test_a_state_that_outgrows_its_slots_gets_a_new_volume(
     large.step(7)
     large.wait_durable(large.checkpoint())
     large.kill()
+    until(lambda: len(list(daemon.storage.rglob("*.pcc"))) == 1)  # the old one goes afterwards
     (volume,) = daemon.storage.rglob("*.pcc")
     assert volume.stat().st_size > 16 << 20
     again = start_trainer(daemon, [4 * MIB])
