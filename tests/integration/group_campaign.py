@@ -27,6 +27,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pccheck_native import catalog
@@ -46,7 +47,7 @@ from tests.support.members import (
 )
 from tests.support.rank import payload_of
 from tests.support.trainer import RemoteError
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 ANSWER_S = 120.0 * PATIENCE
 PROGRESS_S = 120.0 * PATIENCE
@@ -227,9 +228,14 @@ class Player:
         client began in that run without a restore, it must keep what the run had before it."""
         for run in reversed(self.runs):
             if run.newest:
-                first = [n for n in (*run.durable, *run.copied) if n < run.renewed]
-                step = run.base + (max(first) if first else run.newest)
-                self.protected.append((run.number, step, run.world))
+                seen = [*run.durable, *run.copied]
+                kept = [n for n in seen if n < run.renewed] or seen
+                durable = [n for n in kept if n in run.durable]
+                self.protected += [
+                    (run.number, run.base + max(steps), run.world)
+                    for steps in (durable, kept)
+                    if steps
+                ]
                 return
 
     # -- one start ---------------------------------------------------------------------------
@@ -372,9 +378,14 @@ class Player:
             self.daemon.start()
 
     def _kill_daemon(self, *_: object) -> None:
+        """What was copied may not be durable yet."""
         self.daemon.kill()
         for run in self.runs:
             run.copied = []
+            durable = {run.base + n for n in run.durable}
+            self.protected = [
+                one for one in self.protected if one[0] != run.number or one[1] in durable
+            ]
 
     def _note(
         self, number: int, start: Start, board: Board, base: int, count: int, died: bool
@@ -392,12 +403,9 @@ class Player:
             last > 0, start.when if start.event == "renew" else 0,
         ))  # fmt: skip
         self._reasons(number, start, count)
-        for start_number, step, of in self.protected:
-            if not self._there(start_number, step, number, of):
-                self.wrong(
-                    f"start {number} lost step {step} of start {start_number}, which it had not "
-                    "restored"
-                )
+        for first, step, of in self.protected:  # what was copied may still be written
+            what = f"start {number} lost step {step} of start {first}, which it had not restored"
+            until(partial(self._there, first, step, number, of), lambda what=what: what)
 
     def _reasons(self, number: int, start: Start, count: int) -> None:
         for rank in range(count):

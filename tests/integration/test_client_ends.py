@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,30 +144,22 @@ def test_a_client_that_is_garbage_does_not_hang(daemon: Daemon) -> None:
     assert program.returncode == 0 and printed.endswith("done\n"), printed
 
 
-@pytest.fixture
-def interrupt() -> Iterator[Callable[[float], None]]:
-    """Sends Ctrl-C to this thread after that many seconds."""
-    timers: list[threading.Timer] = []
-
-    def start(after_s: float) -> None:
-        main = threading.main_thread().ident
-        assert main is not None
-        timers.append(threading.Timer(after_s, signal.pthread_kill, (main, signal.SIGINT)))
-        timers[-1].start()
-
-    yield start
-    for timer in timers:
-        timer.join()
+@contextlib.contextmanager
+def interrupted() -> Iterator[None]:
+    """Ctrl-C comes 0.2 s later, unless the block has ended by then."""
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
-def test_an_interrupted_close_ends_the_session(
-    start_daemon: Start, interrupt: Callable[[float], None]
-) -> None:
+def test_an_interrupted_close_ends_the_session(start_daemon: Start) -> None:
     daemon = start_daemon(*SLOW)
     client = PCcheckClient(job="job", socket=daemon.socket)
     client.checkpoint([torch.ones(5_000_000)])
-    interrupt(0.2)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted():
         client.close()
     assert not client.connected
     with PCcheckClient(job="job", socket=daemon.socket, on_error="raise") as again:
@@ -175,9 +167,7 @@ def test_an_interrupted_close_ends_the_session(
 
 
 @pytest.mark.parametrize("where", ["wait", "gate"])
-def test_waits_can_be_interrupted(
-    start_daemon: Start, interrupt: Callable[[float], None], where: str
-) -> None:
+def test_waits_can_be_interrupted(start_daemon: Start, where: str) -> None:
     daemon = start_daemon(*SLOW)
     parameter = torch.nn.Parameter(torch.ones(3_000_000))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -186,8 +176,7 @@ def test_waits_can_be_interrupted(
         optimizer.step()  # from then on its hook is trusted
         client.checkpoint(step=1)
         handle = client.checkpoint(step=2)
-        interrupt(0.2)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), interrupted():
             _ = handle.wait_durable() if where == "wait" else optimizer.step()
         if where == "gate":  # no gate waits any more before the tensors change
             assert handle.state is CheckpointState.FAILED

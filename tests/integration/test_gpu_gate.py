@@ -23,17 +23,18 @@ SHORT_LIMIT_S = 2.0 if fakegpu.is_real() else 0.5  # a real driver makes a conte
 
 
 @contextmanager
-def held_back(node: Node) -> Iterator[None]:
-    """Holds all copies of the daemon from GPUs within the block."""
+def held_back(node: Node, pushes: GpuTrainer | None = None) -> Iterator[None]:
+    """Holds all copies of the daemon from GPUs within the block; or those of a trainer."""
+    faults = (pushes or node).faults
     if fakegpu.is_real():
         node.daemon.kill(signal.SIGSTOP)
     else:
-        node.faults.hold_copies()
+        faults.hold_copies()
     yield
     if fakegpu.is_real():
         node.daemon.kill(signal.SIGCONT)
     else:
-        node.faults.release_copies()
+        faults.release_copies()
 
 
 def under_way(trainer: GpuTrainer, handle: int) -> bool:
@@ -109,7 +110,7 @@ def test_a_step_in_a_stream_of_its_own(start_node: Start, transfer: str) -> None
 @pytest.mark.parametrize("transfer", ["pull", "push"])
 def test_an_update_that_torch_counts_fails_the_checkpoint(node: Node, transfer: str) -> None:
     trainer = node.ready(gate="manual", transfer=transfer)
-    with held_back(node):
+    with held_back(node, trainer if transfer == "push" else None):
         handle = trainer.checkpoint()
         trainer.update_unasked(counted=True)
     assert trainer.ended(handle) == "failed"

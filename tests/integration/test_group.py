@@ -799,6 +799,26 @@ def test_ranks_that_save_different_steps_are_warned(
         assert told() == [1, 1]
 
 
+def test_ranks_that_save_different_steps_slowly_are_warned(
+    daemon: Daemon, start_trainer: Connect
+) -> None:
+    """Each checkpoint is durable on its rank before the other rank asks for one, so none is
+    skipped."""
+    group = ranks(start_trainer, daemon, "1")
+    group[1].step(100)
+
+    def told() -> list[int]:
+        for trainer in group:
+            assert trainer.save() == "durable"
+        return [
+            sum(f"on all ranks: rank {1 - rank} did not ask" in one for one in trainer.warnings)
+            for rank, trainer in enumerate(group)
+        ]
+
+    until(lambda: told() == [1, 1], told)
+    assert told() == [1, 1]
+
+
 def test_status_says_which_rank_holds_the_others_back(
     start_daemon: Start, start_trainer: Connect, ctl: Ctl
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect
+from tests.support.waiting import until
 
 MIB = 1 << 18
 
@@ -30,11 +31,8 @@ def test_checkpoints_overlap_exactly_when_n_is_above_one(
 ) -> None:
     daemon = start_daemon("--slots", str(slots), "--keep", "1", "--max-bandwidth", "8MiB")
     trainer = start_trainer(daemon, [3 * MIB])
-    for _ in range(6):
-        trainer.step()
-        last = trainer.checkpoint()
-    trainer.wait_durable(last)
-    for handle in range(last + 1):
+    trainer.run(6, 1)
+    for handle in range(6):
         trainer.wait_durable(handle)
     assert (overlaps(daemon) > 0) is expected
 
@@ -64,6 +62,7 @@ def test_a_state_that_outgrows_its_slots_gets_a_new_volume(
     large.step(7)
     large.wait_durable(large.checkpoint())
     large.kill()
+    until(lambda: len(list(daemon.storage.rglob("*.pcc"))) == 1)  # the old one goes afterwards
     (volume,) = daemon.storage.rglob("*.pcc")
     assert volume.stat().st_size > 16 << 20
     again = start_trainer(daemon, [4 * MIB])

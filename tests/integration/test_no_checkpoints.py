@@ -252,7 +252,7 @@ def test_a_job_whose_last_checkpoints_failed_is_named(
     (rank,) = daemon.status()["ranks"]
     assert rank["failing"] == 1
     assert saved(trainer)[0] == "durable"
-    assert pccheckctl(daemon, "status").code == 0
+    waiting.until(lambda: pccheckctl(daemon, "status").code == 0)
 
 
 def test_a_run_whose_last_checkpoints_failed_says_so_at_its_end(

@@ -158,9 +158,7 @@ def test_a_trace_shows_the_overlap(
     """A disk slower than training: N = 2 are in flight at once, as in the paper's Figure 6."""
     daemon = start_daemon("--max-bandwidth", "8MiB")
     trainer = start_trainer(daemon, [300_000])
-    for _ in range(5):
-        trainer.step()
-        trainer.checkpoint()
+    trainer.run(5, 1)
     trainer.wait_durable(4)
     with Observer(str(daemon.socket)) as observer:  # its loop hears of the end after the client
         until(lambda: rows(observer.trace(0), "checkpoints") == [])  # all those in flight are shown

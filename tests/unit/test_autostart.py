@@ -197,6 +197,22 @@ def test_it_ends_with_its_last_client(
     assert machine.killed == ([(4711, signal.SIGTERM)] if ends else [])
 
 
+def test_a_client_is_not_listed_any_more_when_the_next_one_closes(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one would take its session for that of an open client, and the daemon would stay."""
+    listed = [[os.getpid(), 1], [os.getpid(), 1], [1]]
+
+    def request(*_: object, timeout_s: float) -> Report:
+        return Report({"sessions": [{"pid": pid} for pid in listed.pop(0)]})
+
+    monkeypatch.setattr(Answer, "request", request)
+    daemon = machine.daemon()
+    daemon.ensure()
+    daemon.release()
+    assert (listed, machine.killed) == ([], [])
+
+
 def test_it_stays_while_another_client_of_this_process_is_open(machine: Machine) -> None:
     first, second = machine.daemon(), machine.daemon()
     first.ensure()

@@ -301,16 +301,17 @@ def _serves(socket: Path, limit_s: float = START_LIMIT_S) -> str | None:
 
 
 def _is_unused(seen: attach.Attachment) -> bool:
-    """Whether no client is connected; a session that was just closed may still be listed."""
+    """Whether no client is connected. The session that this process has just closed may still be
+    listed, and is waited for: another process that closes next would count it."""
     deadline = time.monotonic() + _HANG_UP_LIMIT_S
     while True:
         report = seen.request(Status(), timeout_s=_PROBE_LIMIT_S)
         sessions = report.document.get("sessions") if isinstance(report, Report) else None
-        others = not isinstance(sessions, list) or any(
-            isinstance(one, dict) and _is_other(one.get("pid")) for one in sessions
-        )
-        if not sessions or others or time.monotonic() >= deadline:
-            return sessions == []
+        if not isinstance(sessions, list):
+            return False
+        stay = all(isinstance(one, dict) and _is_other(one.get("pid")) for one in sessions)
+        if stay or time.monotonic() >= deadline:
+            return not sessions
         time.sleep(0.01)
 
 

@@ -6,11 +6,18 @@ import re
 
 from pccheck.warn import LOG, Warner
 from pccheck_wire.basics import plural
+from pccheck_wire.messages import CheckpointState
 
 from .in_flight import InFlight
 
 #: The reason when Ctrl-C has ended a call. There is no cause to remove.
 INTERRUPTED = "abandoned: this process was interrupted before it was copied"
+#: What is reported, by the state of the checkpoint; a durable one is given up on another rank.
+REPORTED = {
+    CheckpointState.FAILED: "failed",
+    CheckpointState.SKIPPED: "was skipped",
+    CheckpointState.DURABLE: "will not be durable on all ranks",
+}
 #: Different reasons that are reported until a checkpoint is durable. More would say no more.
 REASONS_MAX = 3
 
@@ -45,17 +52,19 @@ class Failures:
         if checkpoint.requested_ns > self._failed_ns:
             self._failed_ns, self._last = checkpoint.requested_ns, checkpoint
 
-    def report(self, step: int, reason: str, *, skipped: bool = False) -> None:
-        """Warns of the first failure, and of the first ones with other reasons; of a skipped one
+    def report(
+        self, step: int, reason: str, state: CheckpointState = CheckpointState.FAILED
+    ) -> None:
+        """Warns of the first failure, and of the first ones with other reasons; of another state
         once for each reason, because others may be durable on this rank in between."""
-        how = "was skipped" if skipped else "failed"
+        how = REPORTED[state]
         kind = f"{how}: " + re.sub(r"\d+", "", reason)
         text = f"checkpoint of step {step} {how}: {reason}. Training continues; a restart resumes "
-        if skipped:
+        if state is not CheckpointState.FAILED:
             self._warner.once(
                 kind,
                 f"{text}from the newest checkpoint that all ranks have, if there is one. Further "
-                "ones that are skipped for this reason are only counted (see: pccheckctl status)",
+                "ones with this reason are not reported (see: pccheckctl status)",
             )
             return
         if kind not in self._reported and len(self._reported) >= REASONS_MAX:

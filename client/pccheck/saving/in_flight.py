@@ -153,6 +153,18 @@ class InFlight:
         return self._reason
 
     @property
+    def may_become_global(self) -> bool:
+        """Whether it is durable here, and may yet be on all ranks or be given up."""
+        connection = self._connection
+        durable = self.state is CheckpointState.DURABLE
+        return connection is not None and durable and not (connection.saves_alone or self._settled)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is durable here, and never will be on all ranks."""
+        return self.state is CheckpointState.DURABLE and self._given_up
+
+    @property
     def known_reason(self) -> str | None:
         """The reason if it is known without asking."""
         return self._reason if self._described else None

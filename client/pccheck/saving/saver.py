@@ -27,7 +27,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Begin, CheckpointState
 
 from .exposure import Exposure, Handover
-from .failures import INTERRUPTED, Failures
+from .failures import INTERRUPTED, REPORTED, Failures
 from .gate import Breaker, Gate, abandon, overdue
 from .in_flight import FINAL, NOT_SAVED, Durable, InFlight
 from .verdict import LateVerdicts, Verdict
@@ -58,6 +58,7 @@ class Saver:
         self._unfinished: list[InFlight] = []
         self._recent: dict[int, InFlight] = {}  # by entry of the page
         self._unexplained: list[InFlight] = []
+        self._local: list[InFlight] = []  # durable here, and not known to be on all ranks
         self._unknown: list[InFlight] = []  # copied when their daemon ended
         self._newest: Durable | None = None  # what a restart of the job gets, as far as is known
         self._to_raise: list[CheckpointFailedError] = []
@@ -241,7 +242,8 @@ class Saver:
         self._breaker.trip(connection, in_flight, snapshot)
 
     def _collect_ended(self) -> None:
-        """Notes checkpoints that ended, and reports the first that failed or was skipped."""
+        """Notes checkpoints that ended, and reports the first that failed, was skipped, or will not
+        be durable on all ranks."""
         states = [(item, item.state) for item in self._unfinished]
         self._report_moved()
         self._gate.collect()  # after the states: what was abandoned by then has its reason now
@@ -258,6 +260,9 @@ class Saver:
             if state in FINAL:
                 self._unfinished.remove(checkpoint)
                 self._ended(checkpoint, state)
+        given_up = [one for one in self._local if one.given_up]
+        self._unexplained += given_up
+        self._local = [one for one in self._local if one not in given_up and one.may_become_global]
         self._explain()
 
     def _find_out(self, connection: Connection) -> None:
@@ -279,6 +284,7 @@ class Saver:
         if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
             self.failures.durable(checkpoint.step, checkpoint.requested_ns)
             self._warner.over("stall")
+            self._local.append(checkpoint)
         elif state is CheckpointState.FAILED or (
             state is CheckpointState.SKIPPED and self._options.on_busy != "skip"
         ):
@@ -296,22 +302,21 @@ class Saver:
                 checkpoint.describe_later()
             else:
                 self._unexplained.remove(checkpoint)
-                if not checkpoint.reported:
-                    skipped = checkpoint.state is CheckpointState.SKIPPED
-                    self._failed_later(checkpoint.step, reason, skipped=skipped)
+                state = checkpoint.state
+                if state in REPORTED and not checkpoint.reported:  # not superseded meanwhile
+                    self._failed_later(checkpoint.step, reason, state)
 
-    def _failed_later(self, step: int, reason: str, *, skipped: bool) -> None:
+    def _failed_later(self, step: int, reason: str, state: CheckpointState) -> None:
         """One failed or was skipped after `checkpoint()` had returned: the next call raises or
-        warns."""
+        warns. It only warns of what is durable on this rank alone."""
         if self._ends and self.failures.count:
             return  # close() warns of all of them
-        if self._raises:
-            how = "was skipped" if skipped else "failed"
+        if self._raises and state is not CheckpointState.DURABLE:
             self._to_raise.append(
-                CheckpointFailedError(f"checkpoint of step {step} {how}: {reason}")
+                CheckpointFailedError(f"checkpoint of step {step} {REPORTED[state]}: {reason}")
             )
         else:
-            self.failures.report(step, reason, skipped=skipped)
+            self.failures.report(step, reason, state)
 
     def _report_moved(self) -> None:
         """Reports tensors that were changed while they were read. Training thread only."""
