@@ -612,6 +612,19 @@ def test_ranks_on_other_nodes_are_refused(daemon: Daemon, start_trainer: Connect
     assert caught.value.kind == "RefusedError"
 
 
+@pytest.mark.parametrize("call", ["restore", "recover"])
+def test_the_rank_that_saves_may_have_been_on_another_node(
+    daemon: Daemon, start_trainer: Connect, call: str
+) -> None:
+    for local, warnings in (2, 0), (1, 1):
+        trainer = start_trainer(
+            daemon, COUNTS, rank=0, world_size=2, solo=True, job=f"local-{local}",
+            environment={"LOCAL_WORLD_SIZE": str(local)},
+        )  # fmt: skip
+        assert not getattr(trainer, call)()["found"]
+        assert len([text for text in trainer.warnings if "other nodes" in text]) == warnings
+
+
 def test_unreadable_volumes_are_never_nothing(start_daemon: Start, start_trainer: Connect) -> None:
     daemon = start_daemon(shim="dead:read:1")
     group = ranks(start_trainer, daemon, "0")

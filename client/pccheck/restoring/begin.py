@@ -97,6 +97,7 @@ class Recovery:
         if source is None:
             self._session.took_over(connection, 0)
             self._steps.restored()
+            self._nothing_here()
             return RestoreResult(skipped=found.skipped), False, 0
         if only is None:
             self._took_over(connection, *source, found.skipped, newest)
@@ -119,6 +120,8 @@ class Recovery:
             self._require(*source)
             if step is None:
                 self._took_over(connection, *source, found.skipped, None)
+        else:
+            self._nothing_here()
         return found
 
     def adopt(self, connection: Connection) -> None:
@@ -170,6 +173,18 @@ class Recovery:
     def _reads_all(self) -> bool:
         """Whether this rank can use what other ranks have saved, in a world of any size."""
         return self._replicated or self._planner.sharded
+
+    def _nothing_here(self) -> None:
+        """Warns when the rank that saves (solo) may have been on another node before."""
+        identity = self._session.identity
+        if identity.local_world_size < identity.world_size:
+            self._warner.once(
+                "other nodes",
+                f"this node has no checkpoint of job {identity.job!r}, which has ranks on other "
+                f"nodes, too. If rank {identity.rank} was on one of them before, its checkpoints "
+                f"are on the disk of that node: start the job with rank {identity.rank} there "
+                "(torchrun --node-rank)",
+            )
 
     def _newest(self, connection: Connection) -> Durable | None:
         """The newest checkpoint, which is protected no longer when the user chooses another; None
