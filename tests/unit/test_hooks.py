@@ -89,6 +89,8 @@ def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends(
     with pytest.raises(KeyboardInterrupt):
         gate.optimizer.step(fail)
     assert gate.hooks.halfway and not gate.hooks.stepping
+    gate.hooks.put(gate.passed, [gate.optimizer])  # attach() of one thing more
+    assert gate.hooks.halfway
     gate.optimizer.step()
     assert not gate.hooks.halfway
 

@@ -96,6 +96,7 @@ class StepHooks:
 
     def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
         """Hooks the optimizers among `things`; earlier hooks are removed."""
+        halfway = self.halfway
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
         progress = self.progress = Progress()
@@ -130,6 +131,7 @@ class StepHooks:
                 before, after = map(torch.compiler.disable, (before_step, after_step))
                 self._handles.append(thing.register_step_pre_hook(before))
                 self._handles.append(thing.register_step_post_hook(after))
+        progress.changing = halfway and bool(self._handles)  # until one of them steps
         self._whole = True
 
     def follow(self) -> None:
