@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeAlias
@@ -101,6 +102,7 @@ class StepHooks:
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
         progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
+        inner: Counter[int] = Counter()  # by optimizer: calls of super().step() in its step
 
         def pass_gate() -> None:
             held = found()
@@ -110,11 +112,19 @@ class StepHooks:
 
         def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
             unseen.discard(id(optimizer))
-            # Before the gate: a call after it has to see that a step runs.
-            steps[id(optimizer)] = threading.get_ident(), _caller()
+            call, outer = (threading.get_ident(), _caller()), steps.get(id(optimizer))
+            if outer not in (None, call) and runs(*outer):
+                inner[id(optimizer)] += 1
+            else:
+                inner[id(optimizer)] = 0
+                # Before the gate: a call after it has to see that a step runs.
+                steps[id(optimizer)] = call
             return _later(optimizer, args, kwargs, pass_gate)
 
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
+            if inner[id(optimizer)]:
+                inner[id(optimizer)] -= 1
+                return
             steps.pop(id(optimizer), None)
             progress.changing = False
             progress.steps += 1
