@@ -184,6 +184,8 @@ def _signals(
     loop.add_signal_handler(signal.SIGTERM, leave.set if private else arrived)
     loop.add_signal_handler(signal.SIGINT, arrived)
     on_hangup(reloader.request, arrived)
+    # A private daemon inherits what its trainer has blocked, perhaps to wait for signals (sigwait).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     return leave, stop, hurry
 
 

@@ -13,8 +13,8 @@ def no_collection() -> Iterator[None]:
     runs after every few hundred new objects, and again and again looks at all there are: with some
     10,000 tensors that takes longer than the work."""
     collects = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()  # in here: Ctrl-C may come as it returns
         yield
     finally:
         if collects:

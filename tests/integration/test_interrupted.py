@@ -138,6 +138,7 @@ def test_a_step_that_an_exception_ended_is_not_saved(client: PCcheckClient, by: 
         torn = client.checkpoint(step=2)
     assert torn.state is CheckpointState.SKIPPED
     assert kit.recovered() == "" and client.recover().step == 1
+    client.attach(model=kit.model)
     assert client.checkpoint(step=2).state is CheckpointState.SKIPPED
     kit.optimizer.between = lambda: None
     if by == "restore":

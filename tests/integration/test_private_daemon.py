@@ -168,6 +168,22 @@ def test_ctrl_c_ends_a_daemon_that_does_not_listen_yet(daemon: Daemon) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
+def test_a_trainer_that_blocks_signals_does_not_block_those_of_its_daemon(daemon: Daemon) -> None:
+    """Before, only SIGKILL ended the daemon, and each close() waited 10 s for its end."""
+    storage, runtime = daemon.root / "private", daemon.root / "r"
+    block = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+    text = block + SCRIPT.format(storage=str(storage), end="")
+    with script(text, environment={"XDG_RUNTIME_DIR": str(runtime)}) as program:
+        said = program.finish()
+        assert program.returncode == 0, said
+    pid = daemon_of(storage)
+    try:
+        ended(pid)
+    finally:
+        if _alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 def ended(pid: int) -> None:
     until(lambda: not _alive(pid), every_s=0.1)
 

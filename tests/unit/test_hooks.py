@@ -89,8 +89,38 @@ def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends(
     with pytest.raises(KeyboardInterrupt):
         gate.optimizer.step(fail)
     assert gate.hooks.halfway and not gate.hooks.stepping
+    gate.hooks.put(gate.passed, [gate.optimizer])  # attach() of one thing more
+    assert gate.hooks.halfway
     gate.optimizer.step()
     assert not gate.hooks.halfway
+
+
+class Extended(torch.optim.SGD):
+    """Changes parameters after the step of the class that it extends, which has hooks, too."""
+
+    after: Callable[[], object]
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        self.after()
+
+
+def test_a_step_ends_with_the_call_that_it_began_with() -> None:
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])  # torch puts hooks into its step()
+    gate, seen = Gate(Extended), []
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    gate.optimizer.after = fail  # type: ignore[attr-defined]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            gate.optimizer.step()
+        assert gate.hooks.halfway and not gate.hooks.stepping
+    gate.optimizer.after = lambda: seen.append(gate.hooks.stepping)  # type: ignore[attr-defined]
+    gate.optimizer.step()
+    assert seen == [True] and not gate.hooks.halfway and not gate.hooks.stepping
+    assert gate.hooks.progress.steps == 1
 
 
 @pytest.mark.parametrize("method", ["register_step_pre_hook", "register_step_post_hook"])

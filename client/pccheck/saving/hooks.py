@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, TypeAlias
@@ -96,10 +97,12 @@ class StepHooks:
 
     def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
         """Hooks the optimizers among `things`; earlier hooks are removed."""
+        halfway = self.halfway
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
         progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
+        inner: Counter[int] = Counter()  # by optimizer: calls of super().step() in its step
 
         def pass_gate() -> None:
             held = found()
@@ -109,11 +112,19 @@ class StepHooks:
 
         def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
             unseen.discard(id(optimizer))
-            # Before the gate: a call after it has to see that a step runs.
-            steps[id(optimizer)] = threading.get_ident(), _caller()
+            call, outer = (threading.get_ident(), _caller()), steps.get(id(optimizer))
+            if outer not in (None, call) and runs(*outer):
+                inner[id(optimizer)] += 1
+            else:
+                inner[id(optimizer)] = 0
+                # Before the gate: a call after it has to see that a step runs.
+                steps[id(optimizer)] = call
             return _later(optimizer, args, kwargs, pass_gate)
 
         def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
+            if inner[id(optimizer)]:
+                inner[id(optimizer)] -= 1
+                return
             steps.pop(id(optimizer), None)
             progress.changing = False
             progress.steps += 1
@@ -130,6 +141,7 @@ class StepHooks:
                 before, after = map(torch.compiler.disable, (before_step, after_step))
                 self._handles.append(thing.register_step_pre_hook(before))
                 self._handles.append(thing.register_step_post_hook(after))
+        progress.changing = halfway and bool(self._handles)  # until one of them steps
         self._whole = True
 
     def follow(self) -> None:
