@@ -205,6 +205,7 @@ class Player:
         self.tally = tally
         self.runs: list[Run] = []
         self.protected: list[Bound] = []
+        self.unread = False  # a run may have checkpoints that are protected, also unseen ones
         self.violations: list[str] = []
 
     def play(self) -> None:
@@ -261,9 +262,11 @@ class Player:
             if start.how == "restore":
                 base = self._restore(number, start, ranks)
             elif start.how == "fresh":
-                self.protected = []
-            elif not self.protected or self.drawn.slots >= 4:
-                self.protect()
+                self.protected, self.unread = [], False
+            else:
+                if not self.unread or self.drawn.slots >= 4:  # with 3, those of the first run
+                    self.protect()
+                self.unread |= any(run.some_asked for run in self.runs)
             if base is not None and not self.violations:
                 self._train(number, start, ranks, board, base)
 
@@ -291,7 +294,7 @@ class Player:
         else:
             self.tally.judged["restored" if base else "empty"] += 1
             if len(ranks) == start.world:
-                self.protected = []
+                self.protected, self.unread = [], False
                 for run in self.runs:
                     run.durable, run.copied = run.durable + run.copied, []
         return base
@@ -506,6 +509,8 @@ def play(seed: int, number: int, tally: Tally) -> None:
         except (AssertionError, RemoteError, EOFError) as error:
             player.wrong(f"{type(error).__name__}: {error}")
         if player.violations:
+            for one in catalog.scan(daemon.storage, job="job").checkpoints:
+                print(f"rank {one.rank} has step {one.step}, run {one.incarnation}", file=sys.stderr)
             for path in [daemon.log, *sorted(daemon.root.glob("rank-*.log"))]:
                 print(f"--- {path.name}\n{path.read_text()[-4000:]}", file=sys.stderr)
     tally.violations += player.violations
