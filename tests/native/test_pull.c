@@ -321,9 +321,49 @@ static void test_forked(void)
     CHECK(pcc_gpu_device_open(2, &device) == -PCC_E_DEVICE);
 }
 
+struct watched {
+    struct pcc_gpus *gpus;
+    _Atomic bool over;
+};
+
+static void *look_at_info(void *argument)
+{
+    const struct watched *watched = argument;
+    struct pcc_gpu_info info;
+
+    while (!atomic_load(&watched->over))
+        CHECK(pcc_gpus_info(watched->gpus, &info, 1) == 0 || info.name[0] != '\0');
+    return NULL;
+}
+
+/* `status` asks about a GPU whose context is given back and made again. */
+static void test_info_meanwhile(void)
+{
+    struct watched watched = {.over = false};
+    struct pcc_gpu_device device;
+    struct pcc_gpu *gpu;
+    struct pull p;
+    pthread_t looker;
+
+    control_open(&p);
+    CHECK(pcc_gpu_device_open(0, &device) == 0);
+    CHECK(pcc_gpus_open(&watched.gpus) == 0);
+    CHECK(pthread_create(&looker, NULL, look_at_info, &watched) == 0);
+    for (uint32_t i = 0; i < 50; i++) {
+        CHECK(pcc_gpus_use(watched.gpus, (const uint8_t *)&device.uuid, &gpu) == 0);
+        pcc_gpu_put(gpu);
+        pcc_gpus_rest(watched.gpus, 0);
+    }
+    atomic_store(&watched.over, true);
+    CHECK(pthread_join(looker, NULL) == 0);
+    pcc_gpus_close(watched.gpus);
+    pcc_gpu_device_close(&device);
+}
+
 static const struct test tests[] = {
     {"test_no_driver", test_no_driver},
     {"test_forked", test_forked},
+    {"test_info_meanwhile", test_info_meanwhile},
     {"test_bytes", test_bytes},
     {"test_order", test_order},
     {"test_layouts", test_layouts},

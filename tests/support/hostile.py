@@ -256,6 +256,20 @@ class Attacker:
                 dealer.send(self.request(session.welcome.token, body), zmq.NOBLOCK)
             yield
 
+    def oversized_begins(self) -> Step:
+        """Requests checkpoints that are far larger than its volume, each after one that fits."""
+        with Rank(Path(self.path), job="evil") as rank:
+            rank.register(1 << 20)
+            size = rank.link.chunk_bytes << 28
+            for step in itertools.count(1, 2):
+                rank.save(step, payload_of(step, 1 << 20))
+                rank.snapshots += 1
+                rank.link.request(rank.snapshots)
+                body = Begin(rank.snapshots, step + 1, size, 0, 8)
+                rank.attachment.socket.send(self.request(rank.welcome.token, body))
+                rank.wait(rank.snapshots)
+                yield
+
     def false_offers(self) -> Step:
         """Some offers have no base, others have changed bytes; Begin and the link name different
         numbers of offered bytes."""

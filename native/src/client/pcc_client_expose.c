@@ -252,10 +252,10 @@ static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint
                           builder->allocation_count * sizeof(struct pcc_exposed_allocation) +
                           ranges_bytes;
     uint8_t *bytes = malloc(length);
-    uint8_t *at = bytes + sizeof(struct pcc_exposure);
 
     if (bytes == NULL)
         return -ENOMEM;
+    uint8_t *at = bytes + sizeof(struct pcc_exposure);
     for (uint64_t i = 0; i < builder->allocation_count; i++) {
         const struct pcc_exposed *allocation = &builder->allocations[i];
         struct pcc_exposed_allocation said = {.length_bytes = allocation->length_bytes,

@@ -92,8 +92,7 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
         return -ENOTCONN;
     if (tenant->bound == PCC_TENANT_VOLUMES)
         return -ENODEV;
-    const uint64_t chunk_count = pcc_ceil_div(request->payload_bytes, tenant->spec.chunk_bytes);
-    if (chunk_count == 0 || chunk_count > UINT32_MAX)
+    if (request->payload_bytes == 0)
         return -EINVAL;
     int error =
         pcc_tenant_find(tenant, snapshot) != NULL ? -PCC_E_BAD_PEER : requested(tenant, snapshot);
@@ -101,7 +100,13 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
         error = pcc_tenant_pull_prepare(tenant, map, request, parts);
     if (error != 0)
         return error;
-    struct pcc_tenant_save *save = pcc_tenant_save_take(tenant, (uint32_t)chunk_count);
+    /* The number is the client's: before any memory is made for that many chunks. */
+    const struct pcc_geometry geometry =
+        pcc_volume_geometry(tenant->bindings[tenant->bound].volume);
+    if (!pcc_geometry_fits(&geometry, request->payload_bytes, false))
+        return -PCC_E_TOO_LARGE;
+    struct pcc_tenant_save *save = pcc_tenant_save_take(
+        tenant, (uint32_t)pcc_ceil_div(request->payload_bytes, tenant->spec.chunk_bytes));
     if (save == NULL)
         return -ENOMEM;
     tagged.tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);

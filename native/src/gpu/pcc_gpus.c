@@ -84,11 +84,7 @@ static int gpu_start(struct pcc_gpu *gpu)
 
     if (error != 0)
         return error;
-    gpu->numa_node = gpu->device.numa_node;
     gpu->stopping = false;
-    if (gpu->device.cuda->device_name(gpu->name, sizeof(gpu->name) - 1, gpu->device.device) !=
-        CUDA_SUCCESS)
-        gpu->name[0] = '\0';
     error = pcc_gpu_enter(&gpu->device);
     if (error != 0)
         goto fail;
@@ -128,6 +124,10 @@ static int gpu_open(const uint8_t uuid[16], struct pcc_gpu **out)
         gpu_free(gpu);
         return error;
     }
+    gpu->numa_node = gpu->device.numa_node;
+    if (gpu->device.cuda->device_name(gpu->name, sizeof(gpu->name) - 1, gpu->device.device) !=
+        CUDA_SUCCESS)
+        gpu->name[0] = '\0';
     *out = gpu;
     return 0;
 }
