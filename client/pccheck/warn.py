@@ -64,8 +64,8 @@ class Warner:
         self._warned.add(kind)
         warn(self.pasteable(text))
 
-    def over(self, kind: str) -> bool:
-        """The trouble has ended; True when the user was warned of it."""
-        warned = kind in self._warned
-        self._warned.discard(kind)
-        return warned
+    def over(self, *kinds: str) -> bool:
+        """These troubles have ended; True when the user was warned of one."""
+        warned = self._warned.intersection(kinds)
+        self._warned -= warned
+        return bool(warned)
