@@ -32,7 +32,7 @@ from pccheck_wire.messages import CheckpointState, Pin
 from .advice import Advice
 from .daemon.autostart import private_daemon
 from .daemon.connection import Connection
-from .daemon.session import Session
+from .daemon.session import DISCONNECTED, Session
 from .garbage import no_collection
 from .job.agreement import Agreement
 from .job.naming import identify
@@ -209,7 +209,7 @@ class PCcheckClient:
                 raise
             if self._session.error is None:
                 self._warner.once(
-                    "daemon",
+                    DISCONNECTED,
                     f"training continues WITHOUT checkpoints, and restore() raises: {error}",
                 )
             else:

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -24,16 +25,22 @@ class PccheckWarning(UserWarning):
     """Training continues, but something about its checkpoints needs attention."""
 
 
-def _depth() -> int:
-    """How many frames up the user's own code is."""
-    depth, frame = 1, sys._getframe(1)
+def _caller() -> FrameType:
+    """The user's own code."""
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        depth, frame = depth + 1, frame.f_back
-    return depth
+        frame = frame.f_back
+    return frame
 
 
 def warn(text: str) -> None:
-    warnings.warn(f"PCcheck: {text}", PccheckWarning, stacklevel=_depth())
+    """Python shows a text once for each line of the user's code, unless it gets no registry: the
+    second time that the daemon is gone would pass in silence."""
+    frame = _caller()
+    warnings.warn_explicit(
+        f"PCcheck: {text}", PccheckWarning, frame.f_code.co_filename, frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+    )  # fmt: skip
 
 
 class Warner:
@@ -64,8 +71,8 @@ class Warner:
         self._warned.add(kind)
         warn(self.pasteable(text))
 
-    def over(self, kind: str) -> bool:
-        """The trouble has ended; True when the user was warned of it."""
-        warned = kind in self._warned
-        self._warned.discard(kind)
-        return warned
+    def over(self, *kinds: str) -> bool:
+        """These troubles have ended; True when the user was warned of one."""
+        warned = self._warned.intersection(kinds)
+        self._warned -= warned
+        return bool(warned)

@@ -10,7 +10,7 @@ import contextlib
 import os
 
 from pccheck_wire import basics
-from pccheck_wire.errors import DaemonUnreachableError, PccheckError
+from pccheck_wire.errors import DaemonUnreachableError, PccheckError, RefusedError
 
 TYPE_CHECKING = False  # the import of `typing` takes a fifth of the time of `status`
 if TYPE_CHECKING:
@@ -30,12 +30,12 @@ def choose(arguments: argparse.Namespace, *, ask: bool = False) -> Observer | St
     """The daemon, unless --storage is given; without a daemon the directory in PCCHECK_STORAGE.
     With `ask` the private daemon that serves the directory, if it answers.
 
-    Raises DaemonUnreachableError, whose hint names all of them.
+    Raises DaemonUnreachableError, whose hint names all of them; RefusedError.
     """
     place = arguments.storage
     if not place:
         try:
-            return observe(arguments.socket)
+            return _permitted(observe(arguments.socket), arguments)
         except DaemonUnreachableError as error:
             place = os.environ.get("PCCHECK_STORAGE")
             if not place:
@@ -52,12 +52,25 @@ def choose(arguments: argparse.Namespace, *, ask: bool = False) -> Observer | St
 
 def daemon(arguments: argparse.Namespace) -> Observer:
     """For what only a daemon knows; with --storage the private daemon that serves it. Raises
-    NoStoreError, DaemonUnreachableError."""
+    NoStoreError, DaemonUnreachableError, RefusedError."""
     if arguments.socket or not arguments.storage:
-        return observe(arguments.socket)
+        return _permitted(observe(arguments.socket), arguments)
     from pccheck_store.directory import Storage
 
     return _private(Storage(arguments.storage).path)
+
+
+def _permitted(found: Observer, arguments: argparse.Namespace) -> Observer:
+    """A daemon shows users their own jobs only: to filter these by another uid would say that
+    the other user has none. Raises RefusedError."""
+    uid = getattr(arguments, "uid", None)
+    if uid is None or os.geteuid() in (0, uid):
+        return found
+    found.close()
+    raise RefusedError(
+        f"uid {os.geteuid()} may not see or change jobs of uid {uid}",
+        hint="run the command as that user or as root",
+    )
 
 
 def observe(socket: str | None) -> Observer:

@@ -297,6 +297,11 @@ def _check(config: Config) -> None:
         size_text(config.dram_bytes),
         f"{bound} allows {size_text(room)}" if room < ram_bytes else "",
     )  # fmt: skip
+    require(
+        not 0 < config.max_dram_per_user_bytes < 2 * chunk, "max_dram_per_user_bytes",
+        f"at least two chunks ({size_text(2 * chunk)}), or 0 for no limit",
+        size_text(config.max_dram_per_user_bytes),
+    )  # fmt: skip
     for name, place in (("storage", config.storage), ("socket", config.socket)):
         written = str(place).encode(errors="replace").decode()  # messages hold Unicode only
         require(

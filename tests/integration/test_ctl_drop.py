@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import layout
+from pccheck_store.observer import Observer
+from pccheck_wire.errors import PccheckError
 from pccheckctl import cli
 from pccheckd.upkeep import finished
 from tests.support.daemon import Daemon, Start
@@ -135,25 +137,26 @@ def test_jobs_of_the_same_name_are_told_apart(start_daemon: Start, storage: Path
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
 @pytest.mark.parametrize(("uid", "told"), [(None, "no volume of job"), (UID, "may not drop")])
 def test_nobody_drops_anothers(
-    uid: int | None, told: str, start_daemon: Start, storage: Path, tmp_path: Path
+    uid: int | None, told: str, start_daemon: Start, storage: Path
 ) -> None:
     daemon = start_daemon("--allow-any-filesystem", storage=storage)
     daemon.open_to_everybody()
-    said = (tmp_path / "said").open("w+")
-    arguments = ["--socket", str(daemon.socket), "drop", "job", "--yes"]
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.dup2(said.fileno(), 2)
-        os.setgroups([])
-        os.setresuid(65534, 65534, 65534)
-        import sys
-
-        sys.stderr = os.fdopen(2, "w", closefd=False)
-        cli.main(arguments if uid is None else [*arguments, "--uid", str(uid)])
-        sys.stderr.flush()
-        os._exit(0)
+        try:
+            os.setgroups([])
+            os.setresuid(65534, 65534, 65534)
+            with Observer(str(daemon.socket)) as observer:
+                observer.drop("job", uid=uid, dry_run=False)
+        except PccheckError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
     os.waitpid(pid, 0)
-    assert told in (tmp_path / "said").read_text()
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        assert told in answer.read()
     assert len(files(storage)) == 1
 
 

@@ -112,6 +112,15 @@ def test_another_uid_sees_and_gets_nothing(daemon: Daemon, start_trainer: Connec
     )  # fmt: skip
     assert '"schema"' in ran.stdout, ran.stderr
     assert '"job"' not in ran.stdout
+    for command in ("list", "status", "verify", "trace"):  # not: "there is nothing"
+        ran = subprocess.run(
+            as_user(
+                NOBODY, "pccheckctl.cli", "--socket", str(daemon.socket), "--uid", "0", command
+            ),
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (ran.returncode, ran.stdout) == (1, ""), (command, ran.stdout)
+        assert "may not see or change jobs of uid 0" in ran.stderr, command
     ran = subprocess.run(
         as_user(NOBODY, "pccheckctl.cli", "--storage", str(daemon.storage), "list"),
         capture_output=True, text=True, check=False,

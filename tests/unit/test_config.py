@@ -110,6 +110,11 @@ def test_too_much_dram_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch
         ("--stall-limit 0", {}, r"--stall-limit must be at least 0.1s \(got 0s\)"),
         ("--block-bytes 1000", {}, r"--block-bytes must be a power of two"),
         ("--dram 1MiB", {}, r"at least two chunks \(32.0 MiB\).* \(got 1.00 MiB\)"),
+        (
+            "--max-dram-per-user 31MiB",
+            {},
+            r"at least two chunks \(32.0 MiB\), or 0 for no limit \(got 31.0 MiB\)",
+        ),
         ("--dram 8GB", {}, r"--dram: '8GB' is not a size"),
         ("--engine aio", {}, r"--engine: 'aio' is not one of pwrite, mmap, pmem"),
         ("--log-format xml", {}, r"--log-format: 'xml'"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from pccheck.warn import Warner
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
+    ProtocolError,
     RefusedError,
     StorageFullError,
     WaitTimeoutError,
@@ -330,6 +333,34 @@ def test_no_daemon_is_warned_of_once_until_one_comes(
     daemons.error, daemons.now_s = None, daemons.now_s + 60
     made.reconnect()
     assert "checkpoints continue" in caplog.text
+
+
+def test_each_reason_for_no_daemon_is_warned_of_once_until_one_comes(daemons: Daemons) -> None:
+    made, other = session(), ProtocolError("the daemon uses protocol 7")
+    with pytest.warns(PccheckWarning) as caught:
+        for daemons.error in (GONE, other, GONE, other, None, GONE):
+            daemons.now_s += 60
+            connection: Any = made.reconnect()
+            if connection is None:
+                made.warn_disconnected(private=False)
+            else:
+                connection.lives = False
+    reasons = [re.findall("no daemon|protocol", str(one.message)) for one in caught]
+    assert reasons == [["no daemon"], ["protocol"], ["no daemon"]]
+
+
+def test_the_filter_of_python_does_not_hide_that_the_daemon_is_gone_again(daemons: Daemons) -> None:
+    made = session()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # the filter of a script
+        for daemons.error in (GONE, None, GONE):
+            daemons.now_s += 60
+            connection: Any = made.reconnect()
+            if connection is None:
+                made.warn_disconnected(private=False)
+            else:
+                connection.lives = False
+    assert [one.filename for one in caught] == [__file__] * 2
 
 
 def test_a_refusal_does_not_promise_what_only_a_daemon_that_starts_can_keep(

@@ -41,6 +41,8 @@ GOODBYE_LEAST_S = 1.0
 RESTORED_LIMIT_S = 120.0
 #: Descriptors that have to be free: libzmq ends the process when it gets none.
 FILES_FREE = 32
+#: A kind for the warner.
+DISCONNECTED = "daemon"
 #: Of this process, by its id: a forked child is another one.
 _PROCESSES: dict[int, bytes] = {}
 
@@ -76,6 +78,7 @@ class Session:
         self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
         self._delay_s = BACKOFF_FIRST_S
         self._next_try_s = 0.0  # time.monotonic()
+        self._disconnected = {DISCONNECTED}  # kinds for the warner
         self._registered_bytes = 0
         self._restored: int | None = 0 if fresh else None  # sequence that counts as restored
         self._has_connected = False
@@ -141,17 +144,17 @@ class Session:
         return attach.Attempt(self._hello(), self._where(), timeout_s=timeout_s)
 
     def warn_disconnected(self, *, private: bool) -> None:
-        """Warns once why there is no connection. `private`: the client starts the daemon itself."""
+        """Warns why there is no connection, once for each kind of error: a daemon of another
+        version may start where none was. `private`: the client starts the daemon itself."""
         why = str(self.error or "no daemon")
         then = "The client connects when a pccheckd runs there. Before that, restore() raises"
         if self.error is not None and not isinstance(self.error, DaemonUnreachableError):
             then = "Later calls of checkpoint() try to connect again; until then restore() raises"
         elif self.error is not None and private:
             why, then = self.error.message, "The client starts its private daemon again"
-        self._warner.once(
-            "daemon",
-            f"training continues WITHOUT checkpoints: {why}. {then}.",
-        )
+        kind = DISCONNECTED if self.error is None else f"{DISCONNECTED}: {self.error.code}"
+        self._disconnected.add(kind)
+        self._warner.once(kind, f"training continues WITHOUT checkpoints: {why}. {then}.")
 
     def register(self, connection: Connection, payload_bytes: int) -> None:
         """Makes sure that the daemon has capacity for the payload. Raises PccheckError."""
@@ -288,7 +291,7 @@ class Session:
         self._has_connected = True
         self.incarnation, self._storage = welcome.incarnation, welcome.storage
         self._protected_step = welcome.protected_step
-        if self._warner.over("daemon"):
+        if self._warner.over(*self._disconnected):
             LOG.warning(
                 "PCcheck: connected to pccheckd (pid %d); checkpoints continue", welcome.pid
             )

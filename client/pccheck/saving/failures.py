@@ -41,8 +41,7 @@ class Failures:
             self._durable_ns, self._durable_step = requested_ns, step
         if self._failed_ns < self._durable_ns:
             self.count = 0
-            for kind in self._reported:
-                self._warner.over(kind)
+            self._warner.over(*self._reported)
             self._reported.clear()
 
     def failed(self, checkpoint: InFlight) -> None:
