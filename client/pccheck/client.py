@@ -622,7 +622,8 @@ class PCcheckClient:
             self._skip(
                 "when an exception (Ctrl-C) had ended a step of an optimizer: the tensors may be "
                 "of two steps",
-                "the next whole step or restore() ends this. To save after a signal, use stop_on()",
+                "the next whole step of this optimizer, or restore(), ends this. To save after a "
+                "signal, use stop_on()",
             )
 
     def _skip(self, when: str, hint: str) -> NoReturn:
