@@ -280,7 +280,7 @@ class PCcheckClient:
             self._planner.attach(things, rng=rng)
             self._advice.attached(things)
             if self._options.gate == "auto":
-                self._planner.hooks.put(self._before_step, self._planner.attached.values())
+                self._planner.hooks.put(self._before_step, self._planner.stepped())
             connection = self._session.current()
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
@@ -622,7 +622,8 @@ class PCcheckClient:
             self._skip(
                 "when an exception (Ctrl-C) had ended a step of an optimizer: the tensors may be "
                 "of two steps",
-                "the next whole step or restore() ends this. To save after a signal, use stop_on()",
+                "the next whole step of this optimizer, or restore(), ends this. To save after a "
+                "signal, use stop_on()",
             )
 
     def _skip(self, when: str, hint: str) -> NoReturn:

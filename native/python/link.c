@@ -9,6 +9,8 @@
 #define CLOSE_PAUSE_NS 1000000l
 /* Waits return to Python this often, for signals and for close() by another thread. */
 #define SLICE_NS 50000000ull
+/* A slice that ends so late: this process was stopped (a suspended batch job, a frozen cgroup). */
+#define STOPPED_NS 1000000000ull
 
 PCC_PY_CLOSES(link_close, pcc_client_close)
 
@@ -170,15 +172,24 @@ struct wait {
     enum pcc_wait_for what;
 };
 
+/* The time for which this process was stopped in a slice does not count: the process did nothing
+ * for the end of the wait meanwhile, and the daemon may have been stopped, too. */
+static void go_on_later(uint64_t *deadline_ns, uint64_t slice_end_ns)
+{
+    const uint64_t now_ns = pcc_now_ns();
+    if (now_ns > slice_end_ns + STOPPED_NS && now_ns - slice_end_ns < UINT64_MAX - *deadline_ns)
+        *deadline_ns += now_ns - slice_end_ns;
+}
+
 /* Sets *code_out to 0 or a negative code; false with an exception. */
-static bool wait_until(PyObject *self, struct pcc_client *link, const struct wait *wait,
-                       int *code_out)
+static bool wait_until(PyObject *self, struct pcc_client *link, struct wait *wait, int *code_out)
 {
     bool ok = true;
     uint64_t end_ns;
     do {
         end_ns = slice_end(wait->deadline_ns);
         PCC_PY_UNLOCKED(*code_out = pcc_client_wait(link, wait->id, wait->what, end_ns));
+        go_on_later(&wait->deadline_ns, end_ns);
     } while (*code_out == -ETIMEDOUT && end_ns < wait->deadline_ns && (ok = goes_on(self)));
     return ok;
 }
@@ -363,6 +374,7 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
     while (ok && !ready && pcc_now_ns() < deadline_ns) {
         uint64_t end_ns = slice_end(deadline_ns);
         PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(link, snapshot, device, end_ns));
+        go_on_later(&deadline_ns, end_ns);
         ok = ready || goes_on(self);
     }
     if (!ok)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 from pccheck_wire.basics import size_text, some
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.background import Background, happened
+from pccheckd.base.errors import SHORTAGE_HINT
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import Port
@@ -357,10 +358,19 @@ class Memory(Background):
     def _too_late(self, claim: Claim) -> RefusedError:
         budget, used = self._engine.pool.usage()
         back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
+        least = claim.port.least_bytes
+        needs = (
+            f"{claim.who} needs at least two chunks ({size_text(least)}) of DRAM: "
+            f"{size_text(used)} of {size_text(budget)} (--dram) are used"
+        )
+        if used + least <= budget:
+            return RefusedError(
+                f"{needs}, but the system refuses the rest: memory limit reached",
+                hint=f"lower --dram of pccheckd, or {SHORTAGE_HINT}", retryable=True,
+            )  # fmt: skip
         return RefusedError(
-            f"{claim.who} needs at least two chunks ({size_text(claim.port.least_bytes)}) of DRAM: "
-            f"{size_text(used)} of {size_text(budget)} (--dram) are used; {size_text(back)} of "
-            f"them are being returned, which took longer than {CLAIM_LIMIT_S:g} s",
+            f"{needs}; {size_text(back)} of them are being returned, which took longer than "
+            f"{CLAIM_LIMIT_S:g} s",
             hint="try again; if it fails again, check for a slow disk or a stopped trainer: "
             "pccheckctl status", retryable=True,
         )  # fmt: skip

@@ -99,3 +99,8 @@ def test_zero_of_torch_goes_on_bit_for_bit_with_its_scheduler(daemon: Daemon) ->
     """Its own state_dict() gathers the state of all ranks, and the scheduler changes its groups,
     not those of the optimizer inside."""
     assert spawned(daemon, "zero") == ["0: True", "1: True"]
+
+
+def test_the_exchange_of_parameters_belongs_to_the_step_of_zero(daemon: Daemon) -> None:
+    """On each rank the parameters of the other rank are still those of step 1."""
+    assert spawned(daemon, "interrupted") == ["0: 1 True", "1: 1 True"]

@@ -9,17 +9,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pccheck import PCcheckClient
+from pccheck_wire.messages import ListVolumes, Report
 from tests.support import programs, sandbox
 from tests.support.daemon import Daemon, Start
 from tests.support.programs import Program
-from tests.support.trainer import Trainer
+from tests.support.trainer import Commands, Trainer
+from tests.support.waiting import PATIENCE, suspend, until
 
 LIMIT_S = 280.0
+STALL_LIMIT_S = 2.0 * PATIENCE
 LONELY = 61234  #: a uid with no process but the test's
 ROOT = Path(__file__).parents[2]
 
@@ -308,6 +313,47 @@ def test_training_goes_on_without_the_daemon(daemon: Daemon, trainer: Trainer) -
     daemon.start()
     durable = trainer.wait_durable(trainer.connects_again())
     assert durable in ("durable", "global", "superseded")
+
+
+def copied_in_a_step(commands: Commands) -> bool:
+    commands.checkpoint()
+    commands.link.send(("durable", 1))  # it begins now
+    commands.step()  # its gate waits for the copy
+    return commands.wait_durable(-1) == "durable"
+
+
+def answered(commands: Commands) -> bool:
+    connection = commands.client._session.current()
+    assert connection is not None
+    commands.link.send(("durable", 1))
+    return isinstance(connection.request(ListVolumes(), timeout_s=STALL_LIMIT_S), Report)
+
+
+def sleeps(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+@pytest.mark.parametrize("work", [copied_in_a_step, answered])
+def test_the_time_for_which_the_trainer_is_stopped_is_no_stall(
+    daemon: Daemon, trainer: Trainer, work: Callable[[Commands], bool]
+) -> None:
+    """A batch system suspends a job, with or without its daemon."""
+    trainer.save()
+    trainer.step()
+    trainer.shorten(STALL_LIMIT_S)
+    daemon.kill(signal.SIGSTOP)
+    try:
+        trainer.post("evaluate", work)
+        trainer.wait_for_durable(1)
+        until(lambda: sleeps(trainer.pid))
+        suspend(trainer.pid)
+        ends = time.monotonic() + STALL_LIMIT_S + 1
+        until(lambda: time.monotonic() > ends)
+        os.kill(trainer.pid, signal.SIGCONT)
+    finally:
+        daemon.kill(signal.SIGCONT)
+    assert trainer.answer()
+    assert trainer.warnings == []
 
 
 def test_no_daemon_at_all_warns_and_trains_on(stack: object) -> None:

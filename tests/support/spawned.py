@@ -1,6 +1,7 @@
 """`python -m tests.support.spawned SOCKET HOW METHOD`: ranks of torch.multiprocessing, which do not
 have the variable RANK. Each prints a line. METHOD is "spawn", as of mp.spawn, or "fork"."""
 
+import contextlib
 import sys
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
-from pccheck import PCcheckClient, PccheckError
+from pccheck import CheckpointFailedError, PCcheckClient, PccheckError
 
 RANKS = 2
 
@@ -48,14 +49,37 @@ def zero(rank: int, socket: str) -> None:
     print(f"{rank}: {same and rates[0] == rates[1]}\n", end="", flush=True)
 
 
+def interrupted(rank: int, socket: str) -> None:
+    """Ctrl-C, or the end of another rank, in the exchange of the new parameters: those of the other
+    rank are still of the step before."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    made = kit()
+    with PCcheckClient("interrupted", socket=socket) as client:
+        client.attach(**made)
+        train(made)
+        client.checkpoint(step=1).wait_global(60)
+        made["optimizer"]._sync_params = interrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            train(made)
+        before = {name: p.clone() for name, p in made["model"].named_parameters()}
+        with contextlib.suppress(CheckpointFailedError):
+            client.checkpoint(step=2).wait_global(60)
+        step = client.restore().step
+        changed = any(not torch.equal(p, before[n]) for n, p in made["model"].named_parameters())
+    print(f"{rank}: {step} {changed}\n", end="", flush=True)
+
+
 def work(rank: int, socket: str, how: str, meeting: str) -> None:
     torch.set_num_threads(1)
     early = PCcheckClient("spawned", socket=socket) if how == "early" else None
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS
     )
-    if how == "zero":
-        zero(rank, socket)
+    if how in ("zero", "interrupted"):
+        (zero if how == "zero" else interrupted)(rank, socket)
         distributed.destroy_process_group()
         return
     model = torch.nn.Linear(4, 4)

@@ -95,6 +95,55 @@ def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends(
     assert not gate.hooks.halfway
 
 
+@pytest.fixture
+def halfway() -> Gate:
+    """A step of its optimizer has failed behind the gate."""
+    gate = Gate(Own)
+
+    def fail() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gate.optimizer.step(fail)
+    return gate
+
+
+def test_the_next_client_of_an_optimizer_knows_of_its_failed_step(halfway: Gate) -> None:
+    halfway.hooks.remove()
+    later = StepHooks()
+    later.put(halfway.passed, [halfway.optimizer])
+    assert later.halfway
+    later.restored()
+    assert not later.halfway
+    halfway.hooks.put(halfway.passed, [halfway.optimizer])
+    assert not halfway.hooks.halfway
+
+
+def test_a_whole_step_of_another_optimizer_does_not_end_a_failed_one(halfway: Gate) -> None:
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    halfway.hooks.put(halfway.passed, [halfway.optimizer, other])
+    other.step()
+    assert halfway.hooks.halfway
+    halfway.optimizer.step()
+    assert not halfway.hooks.halfway
+
+
+def test_hooks_that_were_registered_later_belong_to_the_step() -> None:
+    gate, seen = Gate(torch.optim.SGD), []
+
+    def fail(*_: object) -> None:
+        seen.append(gate.hooks.stepping)
+        raise KeyboardInterrupt
+
+    hook = gate.optimizer.register_step_post_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        gate.optimizer.step()
+    assert seen == [True] and gate.hooks.halfway
+    hook.remove()
+    gate.optimizer.step()
+    assert not gate.hooks.halfway
+
+
 class Extended(torch.optim.SGD):
     """Changes parameters after the step of the class that it extends, which has hooks, too."""
 

@@ -300,6 +300,16 @@ async def test_memory_that_grows_for_a_session_without_room_is_not_lost() -> Non
     await node.settled(2, 0, 2)
 
 
+async def test_memory_that_the_system_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By RLIMIT_AS or strict overcommit: the budget has room, and nobody holds anything."""
+    monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.1)
+    node = Node(8)
+    tenant = node.tenant()
+    tenant.port.channel.grow = lambda _nbytes: 0
+    with pytest.raises(RefusedError, match=r"0 B of .* but the system refuses the rest: memory li"):
+        await node.claim(1, tenant, 4)
+
+
 async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user whose claims wait must not keep the loop from the others."""
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)

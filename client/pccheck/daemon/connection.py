@@ -39,6 +39,8 @@ from pccheck_wire.messages import (
 
 #: How long a thread sleeps while it waits: another thread may have received its answer.
 _POLL_MS = 10
+#: A thread that wakes so late: this process was stopped. That time does not count.
+_STOPPED_S = 1.0
 _WAITING_MAX = 64
 #: libzmq starts two threads, and ends the process when it cannot.
 THREADS_FREE = 3
@@ -169,12 +171,15 @@ class Connection:
                         hint="try again: unless pccheckd itself has ended, it starts another one, "
                         "and its log has the reason",
                     )
-                if time.monotonic() >= deadline:
+                before = time.monotonic()
+                if before >= deadline:
                     raise WaitTimeoutError(
                         f"pccheckd (pid {self.welcome.pid}) did not answer within {timeout_s:g} s",
                         hint="see whether it is stopped or overloaded: pccheckctl status",
                     )
                 arrivals.poll(_POLL_MS)
+                slept_s = time.monotonic() - before
+                deadline += slept_s if slept_s > _STOPPED_S else 0
         finally:
             self._waiting.pop(number, None)
         if isinstance(answers[0], Failure):

@@ -18,13 +18,16 @@ from pccheck.state import devices
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+#: Optimizers of this process whose step has passed its gate, and runs or has failed. The next
+#: client of such an optimizer needs to know this, too.
+_CHANGING: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
 #: So many checkpoints without a step of an optimizer in between are no accident.
 _IDLE_CHECKPOINTS = 3
 
 
 class Progress:
-    """What the attached optimizers do: whether a step is unfinished, and whether they still step,
-    judged by the numbers of the checkpoints.
+    """Whether the attached optimizers still step, judged by the numbers of the checkpoints.
 
     A run with gradient accumulation may number and save its micro-batches: then some checkpoints in
     a row have no step of the optimizer in between. So the pause must also be more than twice as
@@ -33,7 +36,6 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = 0  #: that the attached optimizers have made
-        self.changing = False  #: a step has passed its gate, and runs or has failed
         self._seen = 0  # of them at the checkpoint before
         self._at = self._last = 0  # the checkpoint that saw the newest step; the one before
         self._longest = 0  # from one that saw a step to the next; 0: not known yet
@@ -65,6 +67,7 @@ class StepHooks:
         self.trusted = True
         self.progress = Progress()
         self._handles: list[Any] = []
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._whole = False  # put() has ended: Ctrl-C may leave some hooks out
         self._unseen: set[int] = set()
         #: By optimizer: the thread and the call in which it steps, or did before it failed.
@@ -89,28 +92,31 @@ class StepHooks:
     @property
     def halfway(self) -> bool:
         """Whether an exception may have ended a step that had changed tensors, if none runs."""
-        return self._whole and self.progress.changing
+        return any(optimizer in _CHANGING for optimizer in self._hooked)
 
     def restored(self) -> None:
         """Everything attached was restored: no tensors of two steps are left."""
-        self.progress.changing = False
+        _CHANGING.difference_update(self._hooked)
 
     def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
         """Hooks the optimizers among `things`; earlier hooks are removed."""
-        halfway = self.halfway
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
         progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
         inner: Counter[int] = Counter()  # by optimizer: calls of super().step() in its step
+        ends: dict[int, Any] = {}  # by optimizer: the handle of after_step
 
-        def pass_gate() -> None:
+        def pass_gate(optimizer: torch.optim.Optimizer) -> None:
             held = found()
             if held is not None:
                 held()
-            progress.changing = True
+            _CHANGING.add(optimizer)
 
-        def before_step(optimizer: object, args: Any, kwargs: Any) -> _Arguments | None:
+        def before_step(
+            optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+        ) -> _Arguments | None:
+            _make_last(ends[id(optimizer)])
             unseen.discard(id(optimizer))
             call, outer = (threading.get_ident(), _caller()), steps.get(id(optimizer))
             if outer not in (None, call) and runs(*outer):
@@ -121,12 +127,12 @@ class StepHooks:
                 steps[id(optimizer)] = call
             return _later(optimizer, args, kwargs, pass_gate)
 
-        def after_step(optimizer: object, _args: object, _kwargs: object) -> None:
+        def after_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
             if inner[id(optimizer)]:
                 inner[id(optimizer)] -= 1
                 return
             steps.pop(id(optimizer), None)
-            progress.changing = False
+            _CHANGING.discard(optimizer)
             progress.steps += 1
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
@@ -139,9 +145,11 @@ class StepHooks:
                 gpus[id(thing)] = on - {devices.HOST}
                 # Not compiled into a step: what they look at changes without it.
                 before, after = map(torch.compiler.disable, (before_step, after_step))
+                # Ctrl-C between the two leaves no step that seems to have no end.
+                ends[id(thing)] = thing.register_step_post_hook(after)
+                self._handles.append(ends[id(thing)])
                 self._handles.append(thing.register_step_pre_hook(before))
-                self._handles.append(thing.register_step_post_hook(after))
-        progress.changing = halfway and bool(self._handles)  # until one of them steps
+                self._hooked.add(thing)
         self._whole = True
 
     def follow(self) -> None:
@@ -156,6 +164,7 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         self._unseen.clear()
         self._steps.clear()
         self._streams.clear()
@@ -177,20 +186,30 @@ def _caller() -> FrameType:
     return frame
 
 
+def _make_last(hook: Any) -> None:
+    """Other hooks of the step, which may change tensors, too, are called before this one."""
+    hooks = hook.hooks_dict_ref()
+    if hooks and next(reversed(hooks)) != hook.id and hook.id in hooks:
+        hooks.move_to_end(hook.id)
+
+
 def _later(
-    optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], pass_gate: Callable[[], None]
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pass_gate: Callable[[torch.optim.Optimizer], None],
 ) -> _Arguments | None:
     """Passes the gate, or gives the arguments of a step that passes it later: optimizers of torch
     call a closure, in which forward and backward run, before they change anything."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
-        pass_gate()
+        pass_gate(optimizer)
         return None
 
     @functools.wraps(closure)
     def then_pass() -> Any:
         loss = closure()
-        pass_gate()  # returns at once when it was passed before
+        pass_gate(optimizer)  # returns at once when it was passed before
         return loss
 
     if len(args) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class Planner:
         self.left_out.attach(self.attached)
         self._plan = None
         self._unstaged = False
+
+    def stepped(self) -> Iterable[object]:
+        """What is attached, for the hooks of its steps. The step of a ZeRO optimizer also brings
+        the parameters of the other ranks."""
+        return (self.attached | self.zero_options.outer).values()
 
     @property
     def sharded(self) -> bool:

@@ -16,25 +16,25 @@ _Optimizer = torch.optim.Optimizer
 
 
 class Options:
-    """The outer optimizers by name; nothing for all others."""
+    """The outer optimizers; nothing for all others."""
 
     def __init__(self) -> None:
-        self._outer: dict[str, _Optimizer] = {}
+        self.outer: dict[str, _Optimizer] = {}  #: by name
 
     def attach(self, things: Mapping[str, object]) -> None:
         for name, thing in things.items():
-            self._outer.pop(name, None)
+            self.outer.pop(name, None)
             if isinstance(thing, _Optimizer) and zero_part(thing) is not None:
-                self._outer[name] = thing
+                self.outer[name] = thing
 
     def inward(self) -> None:
         """Updates the inner optimizers, before they are saved or restored."""
-        for outer in self._outer.values():
+        for outer in self.outer.values():
             _copy(outer, zero_part(outer))
 
     def outward(self) -> None:
         """Updates the outer optimizers, after the inner ones were restored."""
-        for outer in self._outer.values():
+        for outer in self.outer.values():
             _copy(zero_part(outer), outer)
 
 
