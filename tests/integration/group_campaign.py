@@ -510,7 +510,8 @@ def play(seed: int, number: int, tally: Tally) -> None:
             player.wrong(f"{type(error).__name__}: {error}")
         if player.violations:
             for one in catalog.scan(daemon.storage, job="job").checkpoints:
-                print(f"rank {one.rank} has step {one.step}, run {one.incarnation}", file=sys.stderr)
+                held = f"rank {one.rank} has step {one.step}, run {one.incarnation}"
+                print(held, file=sys.stderr)
             for path in [daemon.log, *sorted(daemon.root.glob("rank-*.log"))]:
                 print(f"--- {path.name}\n{path.read_text()[-4000:]}", file=sys.stderr)
     tally.violations += player.violations
