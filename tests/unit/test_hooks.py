@@ -80,21 +80,6 @@ def test_a_closure_that_fails_changes_nothing_and_passes_nothing() -> None:
     assert not gate.hooks.halfway
 
 
-def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends() -> None:
-    gate = Gate(Own)
-
-    def fail() -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        gate.optimizer.step(fail)
-    assert gate.hooks.halfway and not gate.hooks.stepping
-    gate.hooks.put(gate.passed, [gate.optimizer])  # attach() of one thing more
-    assert gate.hooks.halfway
-    gate.optimizer.step()
-    assert not gate.hooks.halfway
-
-
 @pytest.fixture
 def halfway() -> Gate:
     """A step of its optimizer has failed behind the gate."""
@@ -106,6 +91,16 @@ def halfway() -> Gate:
     with pytest.raises(KeyboardInterrupt):
         gate.optimizer.step(fail)
     return gate
+
+
+def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends(
+    halfway: Gate,
+) -> None:
+    assert halfway.hooks.halfway and not halfway.hooks.stepping
+    halfway.hooks.put(halfway.passed, [halfway.optimizer])  # attach() of one thing more
+    assert halfway.hooks.halfway
+    halfway.optimizer.step()
+    assert not halfway.hooks.halfway
 
 
 def test_the_next_client_of_an_optimizer_knows_of_its_failed_step(halfway: Gate) -> None:

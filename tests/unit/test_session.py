@@ -335,31 +335,30 @@ def test_no_daemon_is_warned_of_once_until_one_comes(
     assert "checkpoints continue" in caplog.text
 
 
+def meet(daemons: Daemons, *errors: PccheckError | None) -> None:
+    """A session finds these one after the other; None: a daemon, which ends again."""
+    made = session()
+    for daemons.error in errors:
+        daemons.now_s += 60
+        connection: Any = made.reconnect()
+        if connection is None:
+            made.warn_disconnected(private=False)
+        else:
+            connection.lives = False
+
+
 def test_each_reason_for_no_daemon_is_warned_of_once_until_one_comes(daemons: Daemons) -> None:
-    made, other = session(), ProtocolError("the daemon uses protocol 7")
+    other = ProtocolError("the daemon uses protocol 7")
     with pytest.warns(PccheckWarning) as caught:
-        for daemons.error in (GONE, other, GONE, other, None, GONE):
-            daemons.now_s += 60
-            connection: Any = made.reconnect()
-            if connection is None:
-                made.warn_disconnected(private=False)
-            else:
-                connection.lives = False
+        meet(daemons, GONE, other, GONE, other, None, GONE)
     reasons = [re.findall("no daemon|protocol", str(one.message)) for one in caught]
     assert reasons == [["no daemon"], ["protocol"], ["no daemon"]]
 
 
 def test_the_filter_of_python_does_not_hide_that_the_daemon_is_gone_again(daemons: Daemons) -> None:
-    made = session()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # the filter of a script
-        for daemons.error in (GONE, None, GONE):
-            daemons.now_s += 60
-            connection: Any = made.reconnect()
-            if connection is None:
-                made.warn_disconnected(private=False)
-            else:
-                connection.lives = False
+        meet(daemons, GONE, None, GONE)
     assert [one.filename for one in caught] == [__file__] * 2
 
 

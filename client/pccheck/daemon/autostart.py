@@ -309,8 +309,8 @@ def _is_unused(seen: attach.Attachment) -> bool:
         sessions = report.document.get("sessions") if isinstance(report, Report) else None
         if not isinstance(sessions, list):
             return False
-        stay = all(isinstance(one, dict) and _is_other(one.get("pid")) for one in sessions)
-        if stay or time.monotonic() >= deadline:
+        settled = all(isinstance(one, dict) and _is_other(one.get("pid")) for one in sessions)
+        if settled or time.monotonic() >= deadline:
             return not sessions
         time.sleep(0.01)
 
