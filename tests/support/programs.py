@@ -125,11 +125,13 @@ def _start(
 
 
 def _launch(main: Callable[[], None], ranks: int) -> None:
-    """Acts as `torchrun --standalone`, but forks the workers."""
+    """Acts as `torchrun --standalone`, but forks the workers. The address is a number: a thread of
+    the launcher that resolves a name when a worker is forked leaves glibc's lock held there."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
     config = LaunchConfig(
-        1, 1, ranks, run_id=str(uuid.uuid4()), max_restarts=0, start_method="fork", **place
-    )
+        1, 1, ranks, run_id=str(uuid.uuid4()), max_restarts=0, start_method="fork",
+        local_addr="127.0.0.1", **place,
+    )  # fmt: skip
     elastic_launch(config, main)()
