@@ -146,9 +146,8 @@ class PCcheckClient:
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
         self._step = 0
+        self._came_from = -1  # the step of the last checkpoint() since a restore; -1: there is none
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
-        if fresh:
-            self._steps.fresh()
         self._took_one = False  # this client has taken a snapshot
         self._done = False
         self._flushed = False  # after the signal, and since the last checkpoint()
@@ -306,6 +305,7 @@ class PCcheckClient:
     def _gate(self, what: str, hint: str) -> None:
         if self._inert():
             return
+        self._steps.moved()
         capturing = self._saver.capturing()
         if capturing:
             self._planner.hooks.trusted = False
@@ -353,6 +353,7 @@ class PCcheckClient:
             self._flushed = False
             number = self._numbered(state, step)
             self._steps.called(number)
+            self._came_from = number
             try:
                 self._require_between_calls()
                 with self._calling():
@@ -394,10 +395,10 @@ class PCcheckClient:
                 "a dict or list with tensors",
             )
         number = self._step + 1 if step is None else check_step(step)
-        if number < self._steps.last:
+        if number < self._came_from:
             self._warner.once(
                 "back",
-                f"checkpoint(step={number}) follows step {self._steps.last} without a restore(). "
+                f"checkpoint(step={number}) follows step {self._came_from} without a restore(). "
                 "Both are saved; restore() returns the one that was saved last, whatever its step. "
                 "Count steps upwards, or call restore() before going back",
             )
@@ -541,17 +542,20 @@ class PCcheckClient:
 
         Falsy when the storage was read and holds nothing. Without `step` the call counts as a
         restore: newer checkpoints may then replace the newest checkpoint of the run before. With
-        `step` the call does not count: see `adopt`. Raises as `restore` does.
+        `step` the call does not count: see `adopt`. In a run that has saved, the call is only a
+        look, and the numbers of the next steps do not depend on it. Raises as `restore` does.
         """
         step = None if step is None else check_step(step)
         with self._calling(), no_collection():
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
-                self._continue_from(found)
+                self._came_from = -1
+                if not self._steps.turn:
+                    self._continue_from(found)
             return found
 
     def _continue_from(self, found: RestoreResult) -> None:
-        self._step = max(0, found.step)
+        self._step, self._came_from = max(0, found.step), -1
         self._saver.restored(Durable(found.sequence, found.step), self._recovery.newest)
 
     def adopt(self) -> None:
@@ -561,6 +565,7 @@ class PCcheckClient:
         DaemonUnreachableError and the like."""
         with self._calling():
             self._recovery.adopt(self._connection())
+            self._came_from = -1
             self._saver.note_saved(self._recovery.newest)
 
     def steps(self) -> list[Saved]:

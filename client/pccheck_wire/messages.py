@@ -217,10 +217,12 @@ class Begin(Message):
     #: long in total; for metrics and traces.
     held_at_ns: int = 0
     held_ns: int = 0
-    #: Which of this process's checkpoints of `step` this is, the same on every rank of a group: how
-    #: often steps have gone back so far, and how many consecutive calls before named this step.
-    branch: int = 0
-    repeat: int = 0
+    #: With `step` the name of this checkpoint, the same on every rank of a group: the sequence that
+    #: was restored last in this start (0: none since its first checkpoint), how often the step has
+    #: gone down since then, and how often the step was repeated directly.
+    base: int = 0
+    descents: int = 0
+    row: int = 0
     #: The bytes of the payload that are of tensors that do not train. Unless 0, the checkpoint may
     #: refer to an earlier one, whose slot is then kept; checksums decide what is written again.
     frozen_bytes: int = 0
@@ -334,9 +336,16 @@ class Read(Message):
 
 @message("restored")
 class Restored(Message):
-    """The state of `sequence` is in place (0: the volume was empty). Ends P7's protection."""
+    """The state of `sequence` is in place (0: the volume was empty). Ends P7's protection.
+
+    `base` is what restore() has put into the attached state, so that the next checkpoint comes from
+    it. 0: the state was not changed (an empty volume), or not by this client (recover(), adopt()).
+    `turn` grows when the process has trained, or requested a checkpoint, since its last restore; 0:
+    never in this start."""
 
     sequence: int
+    base: int = 0
+    turn: int = 0
 
 
 @message("pin")

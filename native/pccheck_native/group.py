@@ -5,9 +5,8 @@ Pure: no I/O, no clock, no tasks. The daemon, the command line without a daemon,
 nodes of a cluster call the same functions.
 
 **One number for a group's checkpoint.** A sequence is given out once for all ranks of a job
-(`Numbers`), so that "the same checkpoint" is the same sequence on every rank. Equal steps are not
-enough: a step may be saved twice, and by two runs. A checkpoint is *common* when every rank of the
-world that saved it holds it, with equal step and incarnation.
+(`names.py`), so that "the same checkpoint" is the same sequence on every rank. A checkpoint is
+*common* when every rank of the world that saved it holds it, with equal step and incarnation.
 
 **The floor.** A rank recycles nothing at or above the oldest of the `keep` newest common
 checkpoints, unless the group gives it up. So the death of any process at any time leaves the newest
@@ -33,12 +32,11 @@ checkpoint that a live rank has not requested yet is waited for (`lagging`); the
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-NUMBERS_KEPT = 256  # the newest sequences; no honest rank is further behind
 PINS_SLOTS_MIN = 4  # a volume with fewer slots has room for one pin
 
 
@@ -340,26 +338,3 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
-
-
-class Numbers:
-    """Gives out a job's sequences: the same one to every rank that asks for the same checkpoint."""
-
-    def __init__(self) -> None:
-        self.last = 0
-        self._given: deque[tuple[int, Hashable]] = deque(maxlen=NUMBERS_KEPT)
-
-    def passed(self, sequence: int) -> None:
-        """A volume holds it, or has given it out before."""
-        self.last = max(self.last, sequence)
-
-    def take(self, checkpoint: Hashable, above: int) -> int:
-        """The sequence of `checkpoint` for a rank that has had sequences up to `above`. What is
-        equal for two ranks is the same checkpoint: incarnation, step, and which time this step is
-        saved."""
-        for number, given in self._given:
-            if number > above and given == checkpoint:
-                return number
-        self.last = max(self.last, above) + 1
-        self._given.append((self.last, checkpoint))
-        return self.last

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pccheck_native import group
+from pccheck_native.names import APART_HINT
 from pccheck_wire.basics import some
 from pccheck_wire.messages import CheckpointState as State
 
@@ -30,6 +31,7 @@ class Standing:
     behind: dict[int, int]  # by rank: durable ones of other ranks that it does not have
     absent: list[int]  # ranks without a live process, while some have one
     is_late: bool
+    apart: str = ""  # why two ranks can have no checkpoint in common; "": nothing is known
 
     @property
     def slowest(self) -> int | None:
@@ -40,6 +42,8 @@ class Standing:
         return worst if worst is not None and self.behind[worst] else None
 
     def __str__(self) -> str:
+        if self.apart:
+            return f"{self.apart}: {APART_HINT}"
         last = "none so far" if self.step is None else f"the last is step {self.step}"
         who = ""
         if self.absent:
@@ -80,5 +84,6 @@ def of(job: Job, stall_limit_s: float) -> Standing | None:
         world_size=world_size, step=job.common.step if job.common else None, sequence=newest,
         wall_ns=max(walls, default=None), waits_s=waits_s, lost=len(lost), behind=behind,
         absent=job.absent() if live else [],
-        is_late=live and len(lost) >= LOST_MIN and waits_s > limit_s,
+        is_late=bool(job.apart) or (live and len(lost) >= LOST_MIN and waits_s > limit_s),
+        apart=job.apart,
     )  # fmt: skip

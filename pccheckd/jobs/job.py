@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pccheck_native import catalog, group
+from pccheck_native import catalog, group, names
 from pccheck_native.group import Agreement, Held, Rank, Refused
+from pccheck_native.names import Name, Numbers
 from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
-from pccheck_wire.messages import Begin, Writing
+from pccheck_wire.messages import Begin, Restored, Writing
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
-from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint
+from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint, End
 from pccheckd.tenancy.tenant import Tenant
 
 from .starts import Starts
@@ -43,6 +44,10 @@ _FENCED = (
 )
 
 
+#: What a late rank asks for, after the others needed the slot.
+_GONE = "another rank no longer has this checkpoint, so no rank keeps it"
+
+
 class Job:
     """Owned by the registry; its tenants come and go, its incarnations only grow."""
 
@@ -57,8 +62,11 @@ class Job:
         self.agreement = Agreement(0, 0, frozenset())
         self._shared: list[Held] = []  # the checkpoints that all ranks have, newest first
         self._config = config
-        self._numbers = group.Numbers()
-        self._given_up = 0  # the newest sequence that ever was
+        self._numbers = Numbers()
+        self._names: dict[int, Name] = {}  # of the checkpoint that each rank requested last
+        self.apart = (
+            ""  # why two ranks have had no checkpoint in common since the newest common one
+        )
         self._doubtful: frozenset[int] = frozenset()  # were given up at some time
         self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
         #: By sequence: the rank that requested it first, and how that rank divides its state.
@@ -176,7 +184,7 @@ class Job:
 
     def _catch_up(self, newcomer: int = -1, process: bytes = b"") -> None:
         """A process that joins the newest start may still save what the others have saved since
-        that start began, except checkpoints that were given up before it joined."""
+        that start began."""
         current = self.starts.current
         if current is None:
             return
@@ -186,8 +194,7 @@ class Job:
             who = process if rank == newcomer else owner.process if owner else b""
             start = self.starts.of(rank, who) if who else None
             if start is current and self._asked.get(rank, (0, 0))[1] != start.incarnation:
-                asked = max(self.asked(rank), above, self._given_up)
-                self._asked[rank] = asked, start.incarnation
+                self._asked[rank] = max(self.asked(rank), above), start.incarnation
 
     def asked(self, rank: int) -> int:
         """The newest sequence that a rank's trainer has requested, or found here."""
@@ -226,8 +233,9 @@ class Job:
 
     # -- one checkpoint ------------------------------------------------------------------------
 
-    def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> tuple[int, int]:
-        """Incarnation and sequence of a requested checkpoint. Raises RefusedError."""
+    def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> End | None:
+        """Sets incarnation and sequence of a requested checkpoint. Returns how it ends when not
+        every rank can have it. Raises RefusedError."""
         tenant = self.tenants[rank]
         owner = tenant.owner
         assert owner is not None
@@ -235,17 +243,53 @@ class Job:
         if start is None:
             raise RefusedError(_FENCED[0], hint=_FENCED[1])
         self._catch_up()
-        again = (start.incarnation, body.step, body.branch, body.repeat)
-        what = again if start.world_size > 1 else object()
+        checkpoint.incarnation = start.incarnation
         above = max(self.asked(rank), tenant.volumes.last_sequence())
-        before = self._numbers.last
-        sequence = self._numbers.take(what, above)
-        if sequence > before and body.on_busy == "skip" and start.world_size > 1:
-            self._decide_skip(sequence)
+        if start.world_size == 1:
+            self._take(rank, checkpoint, self._numbers.give(None, above))
+            return None
+        base = start.bases.of(owner.process, body.base)
+        name = Name(start.incarnation, base, body.descents, body.step, body.row)
+        sequence = self._numbers.find(name)
+        if sequence is not None:
+            return self._found(rank, checkpoint, name, sequence)
+        if later := names.in_later_line(name, self._names.items()):
+            self._note_apart(names.why_apart(name, *later))
+        self._names[rank] = name
+        self._take(rank, checkpoint, self._numbers.give(name, above))
+        if body.on_busy == "skip":
+            self._decide_skip(checkpoint.sequence)
+        return None
+
+    def _take(self, rank: int, checkpoint: Checkpoint, sequence: int) -> None:
+        checkpoint.sequence = sequence
         self._asked[rank] = sequence, self._asked.get(rank, (0, 0))[1]
-        if start.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
+        if checkpoint.world_size > 1 and len(self._asked_ns) < ASKED_MAX:
             self._asked_ns.setdefault(sequence, checkpoint.requested_ns)
-        return start.incarnation, sequence
+
+    def _found(self, rank: int, checkpoint: Checkpoint, name: Name, sequence: int) -> End | None:
+        """Another rank has requested it before."""
+        self._names[rank] = max(name, self._names.get(rank, name))
+        if sequence > self.asked(rank):
+            self._take(rank, checkpoint, sequence)
+            if self._is_there(sequence):
+                return None
+        why = self._skips.get(sequence) or self._why_lost(sequence)
+        return End(State.SKIPPED, why or _GONE, error=GIVEN_UP)
+
+    def _is_there(self, sequence: int) -> bool:
+        """Some rank has it, durable or in flight, and none has given it up: a late rank may have
+        it, too."""
+        return not self.gives_up(sequence) and any(
+            sequence in tenant.pending() or tenant.volumes.checkpoint(sequence) is not None
+            for tenant in self.tenants.values()
+        )
+
+    def _note_apart(self, why: str) -> None:
+        """Two ranks save in different lines, which ends with the next common checkpoint: the job
+        is late at once."""
+        self.apart = self.apart or f"{why}, so they have no checkpoint in common"
+        self.note_late(f"{self.apart}: {names.APART_HINT}")
 
     def _decide_skip(self, sequence: int) -> None:
         """The first rank that asks decides for all. If each rank skipped by itself, a free rank
@@ -288,21 +332,34 @@ class Job:
         """Which rank will never have a checkpoint, and why, in words."""
         if sequence in self._skips:
             return self._skips[sequence]
-        for rank, tenant in sorted(self.tenants.items()):
-            found = tenant.ledger.of_sequence(sequence)
-            if found is not None and found.error != GIVEN_UP and found.state in _LOST:
-                why = f"rank {rank} did not save this checkpoint ({found.reason})"
-                return f"{why}, so no rank keeps it"
+        if why := self._why_lost(sequence):
+            return why
         lacking = (  # a world may be large, but the first that was never here ends the search
             rank
             for rank in range(self.world_size)
             if rank not in self.tenants or self.tenants[rank].ledger.of_sequence(sequence) is None
         )
         first = next(lacking, None)
-        if first is not None:
-            why = "ended without" if first in self._gone else "did not ask for"
-            return f"rank {first} {why} this checkpoint, so no rank keeps it"
-        return "not every rank has this checkpoint, so no rank keeps it"
+        if first is None:
+            return _GONE
+        return f"{self._why_lacking(first, sequence)}, so no rank keeps it"
+
+    def _why_lost(self, sequence: int) -> str:
+        """Which rank has skipped it or failed to save it; "" when none did."""
+        for rank, tenant in sorted(self.tenants.items()):
+            found = tenant.ledger.of_sequence(sequence)
+            if found is not None and found.error != GIVEN_UP and found.state in _LOST:
+                why = f"rank {rank} did not save this checkpoint ({found.reason})"
+                return f"{why}, so no rank keeps it"
+        return ""
+
+    def _why_lacking(self, rank: int, sequence: int) -> str:
+        name, its = self._numbers.name_of(sequence), self._names.get(rank)
+        if rank in self._gone:
+            return f"rank {rank} ended without this checkpoint"
+        if name is not None and its is not None and its.start == name.start:
+            return names.why_apart(name, rank, its)
+        return f"rank {rank} did not ask for this checkpoint"
 
     # -- what the group decides ----------------------------------------------------------------
 
@@ -384,7 +441,6 @@ class Job:
         # What was given up stays given up: a rank may have acted on it.
         given_up = agreed.given_up | before.given_up & (there - back)
         self.agreement = agreed._replace(given_up=given_up)
-        self._given_up = max(self._given_up, *given_up, 0)
         # A checkpoint that is back may be restored. But a rank that acts on the old decision may
         # be about to overwrite its part, so the checkpoint is never reported as global.
         self._doubtful = (self._doubtful | given_up) & there
@@ -436,6 +492,9 @@ class Job:
         newest = shared[0].sequence if shared else 0
         is_new = bool(shared) and before[:1] != shared[:1]
         if is_new:
+            if self.apart:
+                self.apart = ""
+                self.note_late("")
             now_ns = time.monotonic_ns()
             asked_ns = self._asked_ns.get(newest, now_ns)
             self.longest_s = max(self.longest_s, (now_ns - asked_ns) / 1e9)
@@ -580,9 +639,12 @@ class Job:
         every = (e for _, tenant in sorted(self.tenants.items()) for e in tenant.volumes.doubts)
         return next(every, None)
 
-    async def restored(self, rank: int, sequence: int) -> None:
-        """A rank has taken over `sequence` (0: it found nothing)."""
-        self.tenants[rank].retention.restored_to(sequence)
+    async def restored(self, rank: int, process: bytes, body: Restored) -> None:
+        """A rank has taken over what the job has (sequence 0: it found nothing)."""
+        start = self.starts.of(rank, process)
+        if body.base and start is not None:
+            start.bases.restored(process, body.base, body.turn)
+        self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
 
     async def release(self) -> None:

@@ -23,6 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
+from pccheck_native.names import Bases
+
 STARTS_KEPT = 16
 INCARNATION_MAX = 2**62
 MISSING_MAX = 64  # that are named
@@ -52,6 +54,7 @@ class Start:
     above: int | None = None
     #: The number its members use, from an earlier daemon that did not see newer runs.
     known_as: int = 0
+    bases: Bases = field(default_factory=Bases)  # which restore each of its members continues from
 
     @property
     def kind(self) -> tuple[str, int]:
@@ -196,6 +199,7 @@ class Starts:
         del start.members[rank]
         begun = taken is not None and taken.begun  # what that process saved is a past of this one
         current.members[rank] = Member(process, begun=begun)
+        current.bases.came(process)
         current.closed = current.closed or len(current.members) == current.world_size
         return current
 

@@ -451,19 +451,18 @@ class Tenant:
         if not self.ledger.add(checkpoint):
             return  # requested twice: the first request counts
         self._chronicle.requested(self.key, checkpoint)
-        hint = ""
         if not refused and self.volumes.current is None and not self._room_bytes:
             refused = "no space was registered for it"
-        if not refused:
+        end = End(State.FAILED, refused) if refused else None
+        if end is None:
             try:
-                numbers = self.group.number(self.key.rank, checkpoint, body)
-                checkpoint.incarnation, checkpoint.sequence = numbers
+                end = self.group.number(self.key.rank, checkpoint, body)
                 self.ledger.numbered(checkpoint)
                 self.group.require_alike(self.key.rank, checkpoint.sequence, body.division)
             except RefusedError as error:
-                refused, hint = error.message, error.hint
-        if refused:
-            self.refuse(checkpoint, End(State.FAILED, refused, hint))
+                end = End(State.FAILED, error.message, error.hint)
+        if end is not None:
+            self.refuse(checkpoint, end)
         else:
             self.queue.submit(checkpoint)
         self.group.decide_soon()

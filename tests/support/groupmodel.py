@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pccheck_native.names import Name, Numbers
+
 SOURCE = Path(__file__).parents[2] / "native/pccheck_native/group.py"
 
 #: A checkpoint is one number: sequence, step, incarnation, damaged, world size.
@@ -64,6 +66,7 @@ class Config(NamedTuple):
     damages: int = 0
     worlds: tuple[int, ...] = ()  # sizes of the later starts, if they differ
     fresh: bool = False  # the later starts restore nothing, and do not wait
+    late: bool = False  # the last rank of the first start connects when the others train already
     alone: int = 0  # the rank that saves in a world of one
     limit: int = 1 << 62  # states
 
@@ -73,7 +76,7 @@ class Config(NamedTuple):
 
     @property
     def is_faultless(self) -> bool:
-        return not any(self.budget)
+        return not any(self.budget) and not self.late
 
     @property
     def is_enough(self) -> bool:
@@ -108,7 +111,7 @@ class One(NamedTuple):
     held: tuple[int, ...]  # in the record, oldest first; its trainer was told of each
     flight: tuple[int, ...]
     process: int
-    asked: int  # -1 without a session
+    asked: int  # the newest sequence that its process has passed; -1 without a process
     step: int  # that the rank saves next
     obeys: Obeyed  # the last agreement that its publisher got
     lost: tuple[int, ...]  # no longer held; all ranks may have been told of them
@@ -147,7 +150,8 @@ class Rank:
             waiting > 0 and lanes < config.lanes and (lanes + len(one.held) >= config.slots)
         )
         #: What the daemon knows of the rank, and what is on the disk.
-        self.known = (*(one.seen or (one.held, pending)), one.asked)
+        asked = -1 if one.process == AWAY else one.asked
+        self.known = (*(one.seen or (one.held, pending)), asked)
         self.held = one.held
         self.is_unseen = one.seen is not None and one.seen != (one.held, pending)
 
@@ -212,10 +216,10 @@ class Rules:
 
     def __init__(self) -> None:
         self.group = load()
-        self.numbers = self.group.Numbers
+        self.numbers = Numbers
         self.forgets = False  # a durable checkpoint is not pending, even before the daemon looks
         self.waits_for_flight = True  # a restore waits for checkpoints in flight
-        self.passes_numbers = True  # a rank that reconnects has passed all numbers given out
+        self.takes_gone = False  # a late rank takes a number that others have given up
 
     def agree(self, ranks: Any, world: int, keep: int, short: Iterable[int]) -> Any:
         return self.group.agree(ranks, world, keep, short)
@@ -348,8 +352,11 @@ class Search:
         live = self.number(One((), (), LIVE, 0, 1, UNTOLD, (), seen, config.world == 1))
         dead = self.number(One((), (), DEAD, -1, 0, UNTOLD, (), seen, False))
         members = self._members(config.world)
+        if config.late:
+            members = members[:-1]
         ranks = tuple(live if rank in members else dead for rank in range(config.ranks))
-        return State(ranks, 0, (), -1, 0, 0, 0, 1, config.world, 0, config.budget, UNTOLD)
+        choice = NOTHING if config.late else 0
+        return State(ranks, 0, (), -1, 0, choice, 0, 1, config.world, 0, config.budget, UNTOLD)
 
     def _members(self, world: int) -> Sequence[int]:
         """The ranks of a start."""
@@ -384,14 +391,13 @@ class Search:
             ranks = self._forget(state)
             found = [known[number] for number in ranks]
         if given:
-            asked = [found[place].one.asked for place in self._members(world)]
+            ones = [found[place].one for place in self._members(world)]
+            next_ones = [one.step for one in ones if one.process in (LIVE, AWAY)]
             if choice:
-                asked.append(above)
-            if not self.rules.passes_numbers:
-                asked = [0 if rank.one.process == AWAY else rank.one.asked for rank in found]
-            lowest = min([number for number in asked if number >= 0], default=FAR)
+                next_ones.append(self._first_step(state))
+            lowest = min(next_ones, default=FAR)
             given = tuple(
-                [code for code in given if lowest < code >> SEQUENCE and code >> RUN & 15 == run]
+                [code for code in given if lowest <= code >> STEP & 31 and code >> RUN & 15 == run]
             )
         if mark and not (budget[DAEMON] or budget[BLACKOUT]):
             mark = 0
@@ -541,7 +547,10 @@ class Search:
         }
 
     def _begin(self, state: State, place: int, one: One) -> Made:
-        number = self._take(state, one)
+        number, is_found = self._take(state, one)
+        if is_found and (number <= one.asked or not self._is_there(state, number)):
+            passed = one._replace(asked=max(one.asked, number), step=one.step + 1)
+            return (place, "skips", number), _at(state, place, self.number(passed))
         code = number << SEQUENCE | one.step << STEP | state.run << RUN | state.world
         seen = (one.seen[0], (*one.seen[1], code)) if one.seen is not None else None
         made = _at(
@@ -561,17 +570,33 @@ class Search:
             made = made._replace(last=number, given=(*state.given, code))
         return (place, "asks for", number), made
 
-    def _take(self, state: State, one: One) -> int:
-        """The next sequence, from the real Numbers."""
+    def _take(self, state: State, one: One) -> tuple[int, bool]:
+        """The sequence of the next name, from the real Numbers, and whether another rank has asked
+        for that name before."""
         key = state.last, state.given, state.run, one.step, one.asked
-        number = self._taken.get(key)
-        if number is None:
+        taken = self._taken.get(key)
+        if taken is None:
             numbers = self.rules.numbers()
-            numbers.last = state.last
             for code in state.given:
-                numbers._given.append((code >> SEQUENCE, (code >> RUN & 15, code >> STEP & 31)))
-            number = self._taken[key] = numbers.take((state.run, one.step), one.asked)
-        return number
+                number = code >> SEQUENCE
+                numbers.give(_as_name(code), number - 1)
+                assert numbers.last == number
+            numbers.passed(state.last)
+            name = Name(state.run, 0, 0, one.step, 0)
+            found = numbers.find(name)
+            taken = (found, True) if found else (numbers.give(name, one.asked), False)
+            self._taken[key] = taken
+        return taken
+
+    def _is_there(self, state: State, number: int) -> bool:
+        """As `Job._is_there`."""
+        if self.rules.takes_gone:
+            return True
+        said = [*self._obeyed(state), state.decided, self.agreed(state)]
+        if any(number in each[2] for each in said):
+            return False
+        ranks = (self._ranks[place] for place in state.ranks)
+        return any(code >> SEQUENCE == number for rank in ranks for code in rank.has)
 
     def _all_moves(
         self, number: int, obeys: Obeyed, room: Obeyed, may_skip: bool, may_fail: bool, place: int
@@ -638,18 +663,14 @@ class Search:
         """With another rank in this place, a checkpoint of which the rules have ended. If all ranks
         had copied it without a failure, it counts as if they were told that it is durable."""
         made = _at(state, place, number)
-        top, above = state.top, state.above
+        top = state.top
         for code in self._ranks[state.ranks[place]].has - self._ranks[number].has:
             sequence = code >> SEQUENCE
-            if state.choice and code >> RUN & 15 == state.run:
-                above = max(above, sequence)
             if sequence > top and not self.config.damages:
                 savers = [self._ranks[state.ranks[other]] for other in self._savers(code, place)]
                 if all(code in rank.copied or code in rank.one.lost for rank in savers):
                     top = sequence
-        if (top, above) != (state.top, state.above):
-            made = made._replace(top=top, above=above)
-        return made
+        return made if top == state.top else made._replace(top=top)
 
     def _record(self, one: One, flying: int, obeys: Obeyed) -> tuple[int, bool]:
         code = flying >> 2
@@ -712,8 +733,7 @@ class Search:
                 made = _spend(self._cut(state, place, DEAD), DEATH)._replace(choice=0)
                 found.append(((place, "dies", ""), made))
         elif one.process == AWAY:
-            asked = state.last if self.rules.passes_numbers else 0
-            number = self.number(one._replace(process=LIVE, asked=asked))
+            number = self.number(one._replace(process=LIVE))
             found.append(((place, "reconnects", ""), _at(state, place, number)))
         elif state.choice and place in self._members(state.world):
             self._join(found, state, place, one)
@@ -727,10 +747,8 @@ class Search:
         """A process of the new start connects. It restores when no checkpoint of the run before is
         in flight any more."""
         if one.process == DEAD:
-            said = [*self._obeyed(state), state.decided, self.agreed(state)]
-            passed = max([state.above, *(number for each in said for number in each[2])])
-            joined = one._replace(process=NEW, asked=passed)
-            if self.config.fresh:
+            joined = one._replace(process=NEW, asked=state.above)
+            if self.config.fresh or self.config.late:
                 joined = joined._replace(process=LIVE, step=self._first_step(state))
             made = _at(state, place, self.number(joined))
             found.append(((place, "connects", ""), self._all_joined(made)))
@@ -776,12 +794,12 @@ class Search:
         if seen is not None:
             over = {flying >> 2 for flying in one.flight if flying & 3 != COPIED}
             seen = seen[0], tuple(code for code in seen[1] if code not in over)
-        step = one.step if process != DEAD else 0
+        step, asked = (one.step, one.asked) if process != DEAD else (0, -1)
         return _at(
             state,
             place,
             self.number(
-                one._replace(flight=flight, process=process, asked=-1, step=step, seen=seen)
+                one._replace(flight=flight, process=process, asked=asked, step=step, seen=seen)
             ),
         )
 
@@ -831,8 +849,15 @@ class Search:
             last = max((last, *map(_sequence, codes)))
             seen = (one.held, codes) if one.seen is not None else None
             made = _at(
-                made, place, self.number(one._replace(flight=flight, obeys=UNTOLD, seen=seen))
-            )
+                made,
+                place,
+                self.number(
+                    one._replace(
+                        flight=flight, obeys=UNTOLD, seen=seen,
+                        asked=last if one.process == AWAY else one.asked,
+                    )
+                ),
+            )  # fmt: skip
         return made._replace(last=last, given=(), above=last, decided=UNTOLD)
 
     def _start(self, found: list[Made], state: State) -> None:
@@ -932,6 +957,8 @@ class Search:
             return f"(6) {common} common are left of {state.ever}"
         if state.choice > NOTHING and chosen != state.choice:
             return f"(2) a rank restores {_name(chosen)}, another one {_name(state.choice)}"
+        if not self.config.daemons and (twice := self._numbered_twice(state)):
+            return twice
         if self.config.is_faultless:
             said = self.agreed(state)
             if any(number > said[1] for number in said[2]):
@@ -952,6 +979,16 @@ class Search:
             for place, rank in enumerate(ranks)
         ):
             return self._stuck(state, short)
+        return ""
+
+    def _numbered_twice(self, state: State) -> str:
+        """A step of a run with two sequences; "" when there is none."""
+        found: dict[int, int] = {}
+        for number in state.ranks:
+            for code in self._ranks[number].has:
+                step = code & ~DAMAGED & (1 << SEQUENCE) - 1
+                if found.setdefault(step, code >> SEQUENCE) != code >> SEQUENCE:
+                    return f"(8) step {code >> STEP & 31} has two sequences"
         return ""
 
     def _can_go_on(self, state: State, place: int, rank: Rank) -> bool:
@@ -997,6 +1034,10 @@ class Search:
             if self.config.is_enough:
                 return f"(5) rank {place} waits for a slot, in lockstep, for {late}"
         return ""
+
+
+def _as_name(code: int) -> Name:
+    return Name(code >> RUN & 15, 0, 0, code >> STEP & 31, 0)
 
 
 def _sequence(code: int) -> int:

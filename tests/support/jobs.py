@@ -198,6 +198,7 @@ class Ranks:
 
     def __init__(self, world: int = 2) -> None:
         self.world = world
+        self.ended: Any = None  # how the last request ended; None: it was accepted
         self.job = Job(7, "gpt", CONFIG, clock=lambda: 0.0)  # decisions take no time
         self.tenants = [Tenant(rank) for rank in range(world)]
         for tenant in self.tenants:
@@ -219,15 +220,17 @@ class Ranks:
             ]
 
     def ask(
-        self, rank: int, step: int, *, on_busy: str = "wait", repeat: int = 0
+        self, rank: int, step: int, *, on_busy: str = "wait", row: int = 0, **name: int
     ) -> tuple[int, int]:
-        """Requests a checkpoint; returns its incarnation and sequence."""
+        """Requests a checkpoint; returns its incarnation and sequence, and sets `ended`."""
         item = Checkpoint(
             session=1, snapshot=1, step=step, payload_bytes=10, tree_offset=0, tree_bytes=1,
             skip_when_busy=on_busy == "skip", incarnation=1, world_size=self.world,
             requested_ns=1,
         )  # fmt: skip
-        return self.job.number(rank, item, Begin(1, step, 10, 0, 1, on_busy, repeat=repeat))
+        body = Begin(1, step, 10, 0, 1, on_busy, row=row, **name)
+        self.ended = self.job.number(rank, item, body)
+        return item.incarnation, item.sequence
 
     def request_slot(self, rank: int) -> str:
         async def ask() -> str:

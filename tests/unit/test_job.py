@@ -12,6 +12,7 @@ import pytest
 from pccheck_native import group
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UnreadableError
 from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Restored
 from pccheckd.jobs.job import RESTS, Job
 from pccheckd.tenancy.checkpoint import GIVEN_UP
 from tests.support.jobs import CONFIG, Ranks, owner
@@ -37,7 +38,7 @@ def test_ranks_that_ask_for_the_same_step_get_the_same_sequence() -> None:
     ranks = connected()
     first, second = ranks.ask(0, 5), ranks.ask(1, 5)
     assert first == second
-    again, other = ranks.ask(0, 5, repeat=1), ranks.ask(1, 5, repeat=1)
+    again, other = ranks.ask(0, 5, row=1), ranks.ask(1, 5, row=1)
     assert again == other and again[1] > first[1]
 
 
@@ -383,9 +384,9 @@ def test_protection_ends_when_the_last_rank_has_restored() -> None:
     ranks = connected()
     for tenant in ranks.tenants:
         tenant.retention.unrestored = True
-    asyncio.run(ranks.job.restored(0, 5))
+    asyncio.run(ranks.job.restored(0, b"", Restored(5)))
     assert [tenant.calls for tenant in ranks.tenants] == [["restored 5"], []]
-    asyncio.run(ranks.job.restored(1, 5))
+    asyncio.run(ranks.job.restored(1, b"", Restored(5)))
     assert ranks.tenants[0].calls == ["restored 5", "release"]
     assert ranks.tenants[1].calls == ["restored 5", "release"]
 
@@ -393,7 +394,7 @@ def test_protection_ends_when_the_last_rank_has_restored() -> None:
 def test_protection_stays_while_a_rank_is_not_connected() -> None:
     ranks = Ranks()
     ranks.connect(ranks=range(1))
-    asyncio.run(ranks.job.restored(0, 5))
+    asyncio.run(ranks.job.restored(0, b"", Restored(5)))
     assert ranks.tenants[0].calls == ["restored 5"]
 
 

@@ -208,10 +208,13 @@ class Session:
         if isinstance(answer, Registered):
             self.incarnation = answer.incarnation or self.incarnation
 
-    def took_over(self, connection: Connection, sequence: int) -> None:
+    def took_over(
+        self, connection: Connection, sequence: int, *, base: int = 0, turn: int = 0
+    ) -> None:
         """The newest checkpoint is restored (0: there is none). Ends the daemon's protection of the
-        earlier run (P7)."""
-        connection.request(Restored(sequence), timeout_s=RESTORED_LIMIT_S)
+        earlier run (P7). `base`: the sequence that is in place now, by restore(); `turn`: as
+        `Steps.turn`."""
+        connection.request(Restored(sequence, base, turn), timeout_s=RESTORED_LIMIT_S)
         self._restored = sequence
         self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None

@@ -6,51 +6,51 @@ import os
 
 
 class Steps:
-    """Counts the calls of `checkpoint()`, including those that reach no daemon.
+    """What of a checkpoint's name (`pccheck_native/names.py`) a client knows.
 
-    Ranks that make the same calls count the same, so that the daemon knows which of their
-    checkpoints belong together, even where a step is saved twice: at its end and at the end of an
-    epoch, or again after a rollback.
+    Ranks that make the same calls of `checkpoint()` get the same values, also where a step is saved
+    twice: at its end and at the end of an epoch, or again after a rollback. A call that reaches no
+    daemon counts, too. A restore counts by what it restored, and not by how often it was called.
     """
 
     def __init__(self) -> None:
-        self.repeat = 0  #: how many calls directly before had the same step
-        self._back = 0
-        self._base = 0
-        self._begun = False  # has restored, or asked for a checkpoint
+        #: The sequence that was restored last; 0: none since this process has moved in its start.
+        self.base = 0
+        self.descents = 0  #: how often the step has gone down since then
+        self.row = 0  #: how many calls directly before had the same step
         self.last = -1  #: the step of the last call since a restore; -1 before there was one
+        self._turn = 0
+        self._has_moved = False
         self._incarnation = 0
 
     @property
-    def branch(self) -> int:
-        """How often this process went back in this start of the job: by restore(), or by a step
-        lower than the one before."""
-        return self._back - self._base
+    def turn(self) -> int:
+        """Which restore the next one is: it grows when the process has moved since the last."""
+        return self._turn + self._has_moved
 
     def of_start(self, incarnation: int) -> None:
-        """The process belongs to this start now, and counts from here: in an earlier start it may
-        have gone back more often than the other members."""
+        """The process belongs to this start now, and counts from here, as its other members do."""
         if self._incarnation not in (0, incarnation):
-            self._base = self._back
+            self.base = self.descents = self._turn = 0
         self._incarnation = incarnation
 
-    def restored(self) -> None:
-        """The state is another one from here on, and so is the next checkpoint. The first restore
-        of a process is its beginning, the same on all ranks."""
-        self._back += self._begun
-        self.repeat, self.last, self._begun = 0, -1, True
+    def moved(self) -> None:
+        """The state is no longer what was restored."""
+        self._has_moved = True
 
-    def fresh(self) -> None:
-        """A client began without a checkpoint. In a process that had begun already it is a second
-        client, and the counts continue as on the other ranks."""
-        if not self._begun:
-            self.restored()
+    def restored(self, sequence: int) -> None:
+        """The attached state is that of `sequence` now, and the daemon knows. What a process
+        restores before it moves is what the start began from, the same on all ranks."""
+        self._turn, self._has_moved = self.turn, False
+        if self._turn:
+            self.base = sequence
+        self.descents, self.row, self.last = 0, 0, -1
 
     def called(self, step: int) -> None:
         """`checkpoint()` was called for this step."""
-        self._begun = True
-        self._back += step < self.last
-        self.repeat = self.repeat + 1 if step == self.last else 0
+        self.moved()
+        self.descents += step < self.last
+        self.row = self.row + 1 if step == self.last else 0
         self.last = step
 
 

@@ -96,11 +96,11 @@ class Recovery:
         self._planner.forget()
         if source is None:
             self._session.took_over(connection, 0)
-            self._steps.restored()
             self._nothing_here()
             return RestoreResult(skipped=found.skipped), False, 0
         if only is None:
-            self._took_over(connection, *source, found.skipped, newest)
+            self._took_over(connection, *source, found.skipped, newest, base=found.sequence)
+            self._steps.restored(found.sequence)
         else:
             self._session.restored_in_part(found.step, only)
         result = RestoreResult(
@@ -129,7 +129,6 @@ class Recovery:
         newest = self._newest(connection)
         self._session.took_over(connection, newest.sequence if newest else 0)
         self.newest = newest
-        self._steps.restored()
 
     def saved(self, connection: Connection, *, limit_s: float = LIST_LIMIT_S) -> list[Saved]:
         """What `restore(step=...)` can restore, and what else is pinned, newest first. Raises
@@ -259,12 +258,13 @@ class Recovery:
         described: tree.Tree,
         skipped: list[Skipped],
         newest: Durable | None,
+        *,
+        base: int = 0,
     ) -> None:
         if newest is None or newest.sequence < opened.sequence:
             newest = Durable(opened.sequence, opened.step)
-        self._session.took_over(connection, newest.sequence)
+        self._session.took_over(connection, newest.sequence, base=base, turn=self._steps.turn)
         self.newest = newest
-        self._steps.restored()
         for item in skipped:
             known = f"checkpoint of step {item.step} was skipped ({item.reason})"
             self._warner.once(

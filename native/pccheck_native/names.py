@@ -1,0 +1,168 @@
+"""Which checkpoints of a job's ranks are the same one: names, and the numbers of names. Pure: no
+I/O, no clock.
+
+**A name** is (start, base, descents, step, row). Each rank makes it by itself, and ranks that make
+the same calls make the same names. Equal steps would not do: a step may be saved twice, and by two
+runs.
+
+No field counts what one process may do more often than another one: a recover(), a second
+restore() before the next checkpoint, or a retry after an outage changes no name. So ranks that
+restore the same checkpoint have names in common again, whatever each of them did before.
+
+**The names of a start are ordered** by their fields from left to right, and a rank asks for them in
+this order. A late rank finds the numbers of the names that others have asked for.
+
+**Limit.** Ranks that make unequal calls *and* go back without a restore may give one name to two
+states: a rank that leaves out step 6, goes back as the others do, and saves step 6 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+
+NEW = -1  # the turn of a process that came from an older start
+KEPT = 256  # the newest names, bases and processes; a rank that is further behind skips
+
+
+class Name(NamedTuple):
+    """Which checkpoint of its job a request is for."""
+
+    start: int  # the incarnation
+    base: int  # the restore in this start from which the state comes (`Bases`)
+    descents: int  # how often the step has gone down since then, without a restore
+    step: int
+    row: int  # how often this step was repeated directly
+
+    @property
+    def line(self) -> tuple[int, int, int]:
+        """Only ranks in one line have names in common: the other fields follow from the calls."""
+        return self[:3]
+
+
+class Bases:
+    """The restores of one start. A base is a restore that the ranks make together, and its number:
+    0 is what the start began from.
+
+    Ranks restore one after the other, and nobody waits for all of them. A process that has moved
+    (trained, or asked for a checkpoint) and restores takes part in the newest base above its own
+    that restored the same checkpoint. If there is none, it is the first of its ranks and opens one.
+    Which of a process's restores are one and the same, the process says by a number, its `turn`,
+    which grows when it has moved since. So a second restore() in a row changes nothing. What a
+    process restores before it moves is base 0, if it is what the first one of the ranks restored.
+    """
+
+    def __init__(self) -> None:
+        self._began_from = 0  # the sequence of base 0; 0: nobody has restored one
+        self._last = 0
+        self._opened: dict[int, int] = {}  # the newest base that restored a sequence
+        self._places: dict[Hashable, _Place] = {}
+
+    def came(self, process: Hashable) -> None:
+        """A process of an older start. What it restores next is what this start began from."""
+        self._places[process] = _Place(turn=NEW)
+
+    def restored(self, process: Hashable, sequence: int, turn: int) -> None:
+        """A process has restored `sequence` in place. Turn 0: it had not moved in this start."""
+        place = self._place(process)
+        if turn == 0 or place.turn == NEW:
+            self._began_from = self._began_from or sequence
+            base = 0 if sequence == self._began_from else self._join(sequence, 0)
+            self._places[process] = _Place(base, sequence, turn)
+        elif turn != place.turn or sequence != place.sequence:
+            self._places[process] = _Place(self._join(sequence, place.base), sequence, turn)
+
+    def of(self, process: Hashable, told: int) -> int:
+        """The base of what a process asks for now. `told`: what the process itself says that it
+        restored after it had moved (0: nothing); for restores that an earlier daemon has seen."""
+        place = self._place(process)
+        if place.turn == NEW:
+            place = self._places[process] = _Place()
+        elif told and not (place.turn or place.base):
+            place = self._places[process] = _Place(self._join(told, 0), told)
+        return place.base
+
+    def _join(self, sequence: int, above: int) -> int:
+        base = self._opened.get(sequence, 0)
+        if base <= above:
+            base = self._last = self._last + 1
+            self._opened.pop(sequence, None)  # the new entry comes last
+            self._opened[sequence] = base
+            _trim(self._opened)
+        return base
+
+    def _place(self, process: Hashable) -> _Place:
+        place = self._places[process] = self._places.pop(process, _Place())
+        _trim(self._places)
+        return place
+
+
+class _Place(NamedTuple):
+    """A process among the bases of its start."""
+
+    base: int = 0
+    sequence: int = 0  # that was restored
+    turn: int = 0  # the newest; or NEW
+
+
+class Numbers:
+    """Gives out a job's sequences: one for each name."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._given: dict[Name, int] = {}
+        self._names: dict[int, Name] = {}
+
+    def passed(self, sequence: int) -> None:
+        """A volume holds it, or has given it out before."""
+        self.last = max(self.last, sequence)
+
+    def find(self, name: Name) -> int | None:
+        """The sequence that another rank got for this name; None: no rank did, or long ago."""
+        return self._given.get(name)
+
+    def name_of(self, sequence: int) -> Name | None:
+        """The name that has this sequence, if it is remembered."""
+        return self._names.get(sequence)
+
+    def give(self, name: Name | None, above: int) -> int:
+        """The next sequence, for a rank that has had sequences up to `above`. None: for a rank that
+        saves alone."""
+        self.last = max(self.last, above) + 1
+        if name is not None:
+            self._given[name] = self.last
+            self._names[self.last] = name
+            for gone in _trim(self._names):
+                del self._given[gone]
+        return self.last
+
+
+def _trim(found: dict[Any, Any]) -> list[Any]:
+    """Forgets what has been there longest; what a hostile client may do does not grow."""
+    over = list(islice(found, max(0, len(found) - KEPT)))
+    return [found.pop(key) for key in over]
+
+
+def in_later_line(name: Name, newest: Iterable[tuple[int, Name]]) -> tuple[int, Name] | None:
+    """Of the ranks with their newest names: one in a later line of the same start. That rank will
+    never ask for `name`."""
+    return next(
+        (one for one in newest if one[1].line > name.line and one[1].start == name.start), None
+    )
+
+
+def why_apart(mine: Name, other: int, its: Name) -> str:
+    """Why the rank `other`, whose newest name is `its`, will never have the checkpoint `mine`."""
+    if its.line[:2] != mine.line[:2]:
+        return f"rank {other} does not continue from the same restore() as the rank that saved"
+    if its.descents != mine.descents:
+        return (
+            f"rank {other} has gone back to an earlier step without restore() another number of "
+            "times"
+        )
+    return f"rank {other} did not ask for this checkpoint"
+
+
+#: What ends a difference that `why_apart` names.
+APART_HINT = "call restore() on every rank before going back, or restart all ranks"
