@@ -4,7 +4,9 @@
 
 A round draws a group (ranks, sizes, slots, pace) and a chain of starts. A start restores, passes
 fresh=True, or forgets to restore. It may have another number of ranks, or be killed before all
-ranks have connected. Drawn as well: what happens during the start, and what is killed at its end.
+ranks have connected. Drawn as well: what happens during the start, and what is killed at its end;
+whether a rank looks or restores once more than the others, whether all ranks restore in mid-run,
+and whether a rank trains later than the others.
 
 Checked at every restore, against what the ranks have observed:
 
@@ -71,12 +73,18 @@ class Start:
     who: int = 0
     when: int = 0
     pause_s: float = 0.0
+    again: str = ""  # what rank `who` calls once more before it trains: restore, recover
+    back: int = 0  # the step before which all ranks restore, rank `who` twice; 0: none
+    look: int = 0  # the step before which rank `who` calls recover(); 0: none
+    lead: int = 0  # so many steps are the others ahead of rank `who` when it begins to train
 
     def __str__(self) -> str:
         parts = [f"{self.how} {self.world}"]
         parts += [f"only {self.connect}{' begins' if self.begins else ''}"] if self.connect else []
         parts += [f"launch={self.launch or 'none'}"]
         parts += [f"{self.event}@{self.when} by {self.who}"] if self.event else []
+        odd = {"again": self.again, "back": self.back, "look": self.look, "lead": self.lead}
+        parts += [f"{what} {value} of {self.who}" for what, value in odd.items() if value]
         parts += [f"{self.globals} global" if self.globals else f"{self.steps} steps", self.death]
         return "[" + ", ".join(parts) + "]"
 
@@ -152,12 +160,32 @@ def draw(seed: int, number: int) -> Round:
                 partial.death = rng.choice(["all", "all", "both"])
     final = add("restore", world)
     final.event, final.globals, final.death = "", rng.choice([0, 1]), "all"
+    odd = random.Random(f"{seed}/{number}/odd")
+    for start in starts:
+        draw_odd(odd, start)
     return Round(
         kind, rng.randint(3, 6), keep, rng.choice(["wait", "wait", "skip"]),
         [unit * rng.choice([1, 2, 4, 8]) for _ in range(RANKS_MAX)],
         rng.choice([0.0, 0.002, 0.005, 0.02]), rng.choice(["8MiB", "16MiB", "32MiB", "128MiB"]),
         rng.choice(["8MiB", "32MiB"]), starts,
     )  # fmt: skip
+
+
+def draw_odd(rng: random.Random, start: Start) -> None:
+    """Calls that not every rank makes, and ranks that are late."""
+    if start.how == "restore":
+        start.again = rng.choice(["", "", "restore", "recover"])
+    if start.world == 1 or start.connect or start.event:
+        return
+    match rng.choice(["", "", "back", "look", "lead"]):
+        case "back" if start.how == "restore":
+            start.back = rng.randint(2, 4)
+            start.globals = max(start.globals, 4)
+        case "look":
+            start.look = rng.randint(2, 4)
+        case "lead":
+            start.lead = rng.randint(2, 9)
+            start.globals = max(start.globals, 2)
 
 
 @dataclass
@@ -167,6 +195,7 @@ class Tally:
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     starts: collections.Counter[str] = field(default_factory=collections.Counter)
     judged: collections.Counter[str] = field(default_factory=collections.Counter)
+    odd: collections.Counter[str] = field(default_factory=collections.Counter)
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
     slowest_restore_s: float = 0.0
     slowest_step_s: float = 0.0
@@ -284,6 +313,10 @@ class Player:
         for member in ranks:
             member.post("restore_state")
         found = [member.answer(ANSWER_S) for member in ranks]
+        if start.again and start.who < len(ranks):
+            self.tally.odd[f"again: {start.again}"] += 1
+            ranks[start.who].post("once_more", start.again)
+            found.append(ranks[start.who].answer(ANSWER_S))
         took_s = time.monotonic() - since
         self.tally.slowest_restore_s = max(self.tally.slowest_restore_s, took_s)
         verdict, base = judge(self.bound(), self.runs, start.world, found)
@@ -303,6 +336,8 @@ class Player:
         self, number: int, start: Start, ranks: list[Any], board: Board, base: int
     ) -> None:  # fmt: skip
         alone = len(ranks) < start.world
+        for what in ("back", "look", "lead"):
+            self.tally.odd[what] += not alone and getattr(start, what) > 0
         spec: dict[str, Any] = {"interval_s": self.drawn.interval_s}
         if alone:
             spec["alone"] = int(start.begins)
@@ -310,6 +345,12 @@ class Player:
             mine = dict(spec)
             if start.event in ("skip", "fail", "renew") and start.who == rank:
                 mine[start.event + "s"] = [start.when]
+            if not alone:
+                is_odd = start.who == rank
+                mine |= {
+                    "back": (start.back, 2 if is_odd else 1), "lead": start.lead,
+                    "look": start.look if is_odd else 0, "late": start.lead if is_odd else 0,
+                }  # fmt: skip
             member.post("train", base, **mine)
         died = False
         if alone:
@@ -546,7 +587,7 @@ def main() -> int:
         f"slowest restore {tally.slowest_restore_s:.1f} s, step {tally.slowest_step_s:.1f} s, "
         f"common checkpoint {tally.slowest_global_s:.1f} s"
     )
-    for title in ("kills", "starts", "judged", "reasons"):
+    for title in ("kills", "starts", "odd", "judged", "reasons"):
         print(title)
         for name, count in sorted(getattr(tally, title).items()):
             print(f"  {name:40} {count}")

@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from pccheck.job.steps import Steps
 from pccheck_native import (
     OUTCOME_GIVEN_UP,
     SNAPSHOTS,
@@ -74,6 +75,10 @@ class Board:
     def at(self, world: int) -> int:
         """The step that every rank has reached."""
         return min(self._words[:world])
+
+    def furthest(self, world: int) -> int:
+        """The step that the first rank has reached."""
+        return max(self._words[:world])
 
     def came(self, rank: int) -> int:
         return self._words[rank]
@@ -155,24 +160,47 @@ class _Member(Commands):
     def take_newest(self) -> tuple[Any, ...]:
         raise NotImplementedError
 
+    def recover_only(self) -> None:
+        """recover(): what is found does not come into the state."""
+        raise NotImplementedError
+
+    def once_more(self, how: str) -> tuple[Any, ...]:
+        """Restores again; or looks first, and then restores again."""
+        if how == "recover":
+            self.recover_only()
+        return self.restore_state()
+
     def train(self, base: int, **spec: Any) -> None:
         """Trains from `base` on until the process is killed, or the board has stop set. `spec`:
         interval_s; alone (`alone` steps, not in lockstep); skips, fails, renews: indices of steps
-        without a checkpoint, with a failing checkpoint, or with a new client."""
+        without a checkpoint, with a failing checkpoint, or with a new client; back: the index
+        before which this rank restores, and how often; look: the index before which it calls
+        recover(); lead: by how many steps ranks may be ahead; late: this rank begins when the
+        others are so far ahead."""
         self.base, index = base, 0
         board, rank = self.board, self.rank
+        back, times = spec.get("back", (0, 0))
+        lead = spec.get("lead", 0)
+        while board.furthest(self.world) < spec.get("late", 0):
+            time.sleep(POLL_S)
         while not spec.get("alone") or index < spec["alone"]:
             index += 1
             if index >= STEPS_MAX:
                 raise AssertionError("the board is full")
             board.come(rank, index)
-            while not spec.get("alone") and board.at(self.world) < index:
+            while not spec.get("alone") and board.at(self.world) < index - lead:
                 time.sleep(POLL_S)
                 self.look()
             if 0 < board.stopped <= index:
                 return
             if index in spec.get("renews", ()):
                 self.renew()
+            if index == back:
+                self.finish()
+                for _ in range(times):
+                    self.restore_state()
+            if index == spec.get("look"):
+                self.recover_only()
             since = time.monotonic()
             self.update(base + index)
             if index not in spec.get("skips", ()):
@@ -224,6 +252,7 @@ class WireMember(_Member):
         self.incarnation = 0
         self.next_try = 0.0
         self.session: Rank | None = None
+        self.steps = Steps()
         self._connect(first=True)
 
     def _connect(self, *, first: bool = False) -> None:
@@ -249,12 +278,21 @@ class WireMember(_Member):
             return ("empty",)
         code, data = session.load(opened)
         assert code == 0, code
-        session.ask(Restored(opened.sequence))
+        session.ask(Restored(opened.sequence, opened.sequence, self.steps.turn))
         self.restored = opened.sequence
+        self.steps.restored(opened.sequence)
         for start in range(1, self.plan["start"]):
             if data == payload_of(stamp(start, self.rank, opened.step), len(data)):
                 return "found", start, opened.step, ""
         return "found", 0, opened.step, f"the bytes are of no start's step {opened.step}"
+
+    def recover_only(self) -> None:
+        assert self.session is not None
+        with contextlib.suppress(PccheckError):
+            opened = self.session.open()
+            sequence = opened.sequence if isinstance(opened, Opened) else 0
+            self.session.ask(Restored(sequence))
+            self.restored = sequence
 
     def train(self, base: int, **spec: Any) -> None:
         assert self.session is not None
@@ -263,6 +301,7 @@ class WireMember(_Member):
 
     def update(self, step: int) -> None:
         """Acts as a gate: the update waits until earlier snapshots have been read."""
+        self.steps.moved()
         session = self.session
         if session is None:
             return
@@ -274,6 +313,7 @@ class WireMember(_Member):
                     self.say(index, "STALLED", "the copy did not end within the limit")
 
     def save(self, index: int, step: int, *, fail: bool) -> None:
+        self.steps.called(step)
         self._free_entry()
         if self.session is not None and not self.session.link.alive():
             self.look()
@@ -293,7 +333,10 @@ class WireMember(_Member):
         self.board.note(self.rank, index, ASKED)
         data = payload_of(stamp(self.plan["start"], self.rank, step), self.plan["nbytes"])
         on_busy = self.plan["on_busy"]
-        snapshot = self.session.begin(step, data, on_busy=on_busy, fill=not fail)
+        snapshot = self.session.begin(
+            step, data, on_busy=on_busy, fill=not fail,
+            base=self.steps.base, descents=self.steps.descents, row=self.steps.row,
+        )  # fmt: skip
         if fail:
             time.sleep(0.002)
             self.session.link.abandon(snapshot)
@@ -387,6 +430,10 @@ class ClientMember(_Member):
         if mine != self.rank * RANK_STRIDE + done.step:
             wrong = wrong or f"the tensors are of {now}, not of rank {self.rank} step {done.step}"
         return "found", start, done.step, wrong
+
+    def recover_only(self) -> None:
+        with contextlib.suppress(PccheckError):
+            self.client.recover()
 
     def update(self, step: int) -> None:
         self.optimizer.now = stamp(self.plan["start"], self.rank, step) - 1

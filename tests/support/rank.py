@@ -130,10 +130,11 @@ class Rank:
 
     def begin(
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
-        frozen: int = 0, offered: int | None = None,
+        frozen: int = 0, offered: int | None = None, **name: int,
     ) -> int:  # fmt: skip
         """Requests a snapshot of `data`, whose last 8 bytes are its tree; returns its id. The
-        `frozen` bytes are offered; `offered` gives the link a wrong number of them."""
+        `frozen` bytes are offered; `offered` gives the link a wrong number of them. `name`: base,
+        descents and row of the checkpoint."""
         self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
@@ -144,6 +145,7 @@ class Rank:
         self._send(0, Begin(
             snapshot, step, len(data), len(body), len(tail), on_busy,
             frozen_bytes=frozen, offered_bytes=frozen,
+            **name,
         ))  # fmt: skip
         if fill:
             ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
