@@ -557,7 +557,8 @@ class Tenant:
     def became_global(self, newest: int, common: Collection[int]) -> None:
         """Every rank has the sequences `common`, up to `newest`: writes that to the page."""
         for found in self.ledger.became_global(newest, common):
-            self._tell(found, found.state)
+            superseded = found.state is State.SUPERSEDED
+            self._tell(found, found.state, newest if superseded else 0)
         self.spawn(self._retire())
 
     def gave_up(self, why_never: Callable[[int], str]) -> None:
@@ -565,10 +566,11 @@ class Tenant:
         for found in self.ledger.gave_up(why_never):
             self._tell(found, OUTCOME_GIVEN_UP)
 
-    def _tell(self, found: Checkpoint, outcome: int) -> None:
-        """Writes to the page of its trainer, if that one is still here."""
+    def _tell(self, found: Checkpoint, outcome: int, newer: int = 0) -> None:
+        """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
+        superseded it."""
         if (port := self._port_of(found.session)) is not None:
-            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence)
+            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()

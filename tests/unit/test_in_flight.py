@@ -30,15 +30,18 @@ class Daemon:
 
     def __init__(
         self, *answers: Described, word: int = WORD_REFUSED,
-        outcome: CheckpointState = CheckpointState.FAILED,
+        outcome: CheckpointState = CheckpointState.FAILED, newer: int = 0,
     ) -> None:  # fmt: skip
         self.answers = list(answers)
         self.callbacks: list[Callable[[Any], None]] = []
         self.asked: list[object] = []
         state = SimpleNamespace(
-            word=word, outcome=outcome, sequence=7, source_read=True, error=0, error_name=""
-        )
-        self.link = SimpleNamespace(state=lambda _: state)
+            word=word, outcome=outcome, sequence=7, newer=newer, source_read=True, error=0,
+            error_name="",
+        )  # fmt: skip
+        later = SimpleNamespace(sequence=8)
+        self.link = SimpleNamespace(state={1: state, 2: later}.get)
+        self.steps = {1: 3, 2: 4}
         self.pid = os.getpid()
 
     def alive(self) -> bool:
@@ -158,6 +161,22 @@ def test_a_superseded_one_waits_for_the_name_of_the_newer_one_and_keeps_it() -> 
     for _ in range(2):
         assert made.wait_durable(0) == made.wait_global(0) == (8, 4)
     assert made.sequence == 7
+
+
+def test_a_superseded_one_names_the_newer_one_of_the_page_without_asking() -> None:
+    daemon: Any = Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8)
+    daemon.saves_alone = True
+    made = handle(daemon)
+    assert made.wait_durable(0) == made.wait_global(0) == (8, 4)
+    assert (made.sequence, daemon.asked) == (7, [])
+
+
+def test_a_superseded_one_keeps_what_its_page_named_when_entries_are_used_again() -> None:
+    daemon: Any = Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8)
+    made = handle(daemon)
+    made.settle()
+    daemon.steps.clear()
+    assert made.wait_durable(0) == (8, 4)
 
 
 def test_a_superseded_one_names_no_checkpoint_when_its_daemon_has_ended() -> None:
