@@ -72,6 +72,7 @@ class Tenant:
         self.refused: PccheckError | None = None  # why its last trainer got no room to save ...
         self._refused_ns = 0  # ... and when
         self.last_used_ns = time.monotonic_ns()
+        self._rests = False  # its channel has no writers
         self._reading = 0  # loads and checks in progress: their volumes stay open
         self._was_refused = False  # the present trainer was refused room
         self._room_bytes = 0  # the payload bytes that the trainer has registered
@@ -175,6 +176,16 @@ class Tenant:
                 self.last_used_ns = time.monotonic_ns()
         finally:
             self.leaving = False
+
+    async def rest(self) -> None:
+        """Ends the writers of a rank whose trainer has been away for a while; a trainer that comes
+        starts them again. What is cached stays."""
+        async with self.lock:
+            waits = self.owner is not None or self.ledger.live() or self.stopped
+            if self.port is not None and not (self._rests or waits):
+                self._rests = True
+                for item in self.volumes.open:
+                    self._rests &= await self.port.unbind(item.volume, 0)
 
     def stop_attaches(self) -> None:
         """It is about to be closed: no trainer attaches any more."""
@@ -637,12 +648,12 @@ class Tenant:
         chunk = -(-config.chunk_bytes // block) * block
         if self.port is not None and self.port.chunk_bytes != chunk and not self.ledger.live():
             await self.abandon_port()
-        if self.port is None:
-            port = await self.make_port(chunk, block, config.in_flight)
-            if current is not None:
-                await self.bind(port, current)
-            return port
-        return self.port
+        unbound = self.port is None or self._rests
+        port = self.port or await self.make_port(chunk, block, config.in_flight)
+        if unbound and current is not None:
+            await self.bind(port, current)
+        self._rests = False
+        return port
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         """Opens a channel; also for chunks that the previous daemon has left."""
