@@ -31,7 +31,9 @@ class Daemon:
     def __init__(
         self, *answers: Described, word: int = WORD_REFUSED,
         outcome: CheckpointState = CheckpointState.FAILED, newer: int = 0,
+        then: CheckpointState = CheckpointState.DURABLE,
     ) -> None:  # fmt: skip
+        """`outcome` and `newer` of snapshot 1, and `then` the outcome of snapshot 2."""
         self.answers = list(answers)
         self.callbacks: list[Callable[[Any], None]] = []
         self.asked: list[object] = []
@@ -39,7 +41,7 @@ class Daemon:
             word=word, outcome=outcome, sequence=7, newer=newer, source_read=True, error=0,
             error_name="",
         )  # fmt: skip
-        later = SimpleNamespace(sequence=8)
+        later = SimpleNamespace(**vars(state) | {"sequence": 8, "newer": 0, "outcome": then})
         self.link = SimpleNamespace(state={1: state, 2: later}.get)
         self.steps = {1: 3, 2: 4}
         self.pid = os.getpid()
@@ -177,6 +179,28 @@ def test_a_superseded_one_keeps_what_its_page_named_when_entries_are_used_again(
     made.settle()
     daemon.steps.clear()
     assert made.wait_durable(0) == (8, 4)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_that_has_superseded_another_is_durable_whatever_its_entry_says(alone: bool) -> None:
+    """The daemon ended between the two entries of its page."""
+    daemon: Any = Daemon(
+        word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8, then=CheckpointState.WRITING
+    )
+    daemon.saves_alone, daemon.link.wait = alone, lambda *_: True
+    made = InFlight(4, daemon, 2)
+    assert made.wait_global(0) == made.wait_durable(0) == made.saved(0, everywhere=True) == (8, 4)
+    assert made.state is (CheckpointState.DURABLE if alone else CheckpointState.GLOBAL)
+
+
+@pytest.mark.parametrize("newer", [9, 0])
+def test_one_that_has_superseded_no_other_is_unknown(newer: int) -> None:
+    daemon: Any = Daemon(
+        word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=newer,
+        then=CheckpointState.WRITING,
+    )  # fmt: skip
+    made = InFlight(4, daemon, 2)
+    assert (made.state, made.is_unknown) == (CheckpointState.FAILED, True)
 
 
 def test_a_superseded_one_names_no_checkpoint_when_its_daemon_has_ended() -> None:

@@ -75,6 +75,13 @@ def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
     return None
 
 
+def _has_superseded(connection: Connection, sequence: int) -> bool:
+    """Whether the page has it as the newer one of another snapshot: then it is durable, on all
+    ranks if there are several, although its own entry does not say so yet."""
+    entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
+    return sequence > 0 and any(one is not None and one.newer == sequence for one in entries)
+
+
 def is_read(connection: Connection, snapshot: int) -> bool:
     """Whether its source was read, or never will be. Asks the link, even of an abandoned one:
     copies under way may still be at it."""
@@ -322,9 +329,14 @@ class InFlight:
     def _lose(self) -> None:
         """Its daemon does not report any more how it ends. The client abandons what was not copied,
         but the copy may have become complete a moment before."""
+        connection = self._connection
+        if connection is not None and _has_superseded(connection, self._sequence):
+            alone = connection.saves_alone
+            self.end(CheckpointState.DURABLE if alone else CheckpointState.GLOBAL, "")
+            return
         self.is_unknown = self._sequence > 0
         reason = f"{_UNKNOWN} ({_SEE})" if self.is_unknown else _LOST
-        if self._connection is not None and self._connection.pid != os.getpid():
+        if connection is not None and connection.pid != os.getpid():
             reason = _FORKED
         self.end(CheckpointState.FAILED, reason, reported=True)
 
