@@ -40,6 +40,7 @@ from .tenancy.outcomes import Chronicle
 from .upkeep.expiry import Expiry
 from .upkeep.file_watch import FileWatch
 from .upkeep.gpu_release import GpuRelease
+from .upkeep.rest import Rest
 
 FILES_WANTED = 65536
 #: How long a thread that makes a document may keep the interpreter's lock; Python's is 5 ms.
@@ -118,6 +119,7 @@ async def _serve(
             attach.AttachServer(listener, sessions, handlers),
             observing.scrubber,
             GpuRelease(registry),
+            Rest(registry),
             expiry,
             FileWatch(registry),
         ):

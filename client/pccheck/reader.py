@@ -78,20 +78,19 @@ class Reader:
         self._open.append(opened)
         return opened
 
-    def _chosen(self, step: int | None, sequence: int | None) -> catalog.Checkpoint:
-        """The part that the first rank of the chosen checkpoint has."""
+    def _chosen(self, step: int | None, sequence: int | None) -> list[catalog.Checkpoint]:
+        """The parts of the chosen checkpoint, by rank."""
         found = self._found()
         fits = [
-            (stored, first) for stored, first in found
+            (stored, parts) for stored, parts in found
             if step in (None, stored.step) and sequence in (None, stored.sequence)
         ]  # fmt: skip
-        for stored, first in fits:
+        for stored, parts in fits:
             if stored.complete:
-                return first
+                return parts
         raise self._none(step, sequence, [stored for stored, _ in (fits or found)], bool(fits))
 
-    def _found(self) -> list[tuple[Stored, catalog.Checkpoint]]:
-        """Every checkpoint, and the part of its first rank."""
+    def _found(self) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
         return checkpoints_of(self._store, self.job, self._uid)
 
     def _none(

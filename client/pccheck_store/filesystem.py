@@ -104,21 +104,21 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
             reader.close()
             raise
 
-    def _checkpoints(self, job: str) -> list[tuple[Stored, catalog.Checkpoint]]:
+    def _checkpoints(self, job: str) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
         """Those that can be restored, newest first; of one step only the newest."""
-        by_step: dict[int, tuple[Stored, catalog.Checkpoint]] = {}
-        for stored, first in checkpoints_of(self._store, job, self._uid):
+        by_step: dict[int, tuple[Stored, list[catalog.Checkpoint]]] = {}
+        for stored, parts in checkpoints_of(self._store, job, self._uid):
             if stored.complete:
-                by_step.setdefault(stored.step, (stored, first))
+                by_step.setdefault(stored.step, (stored, parts))
         if not by_step:
             raise FileNotFoundError(f"job {job!r} has no checkpoint in {self._store.path}")
         return list(by_step.values())
 
-    def _chosen(self, place: _Place) -> tuple[Stored, catalog.Checkpoint]:
+    def _chosen(self, place: _Place) -> tuple[Stored, list[catalog.Checkpoint]]:
         found = self._checkpoints(place.job)
-        for stored, first in found:
+        for stored, parts in found:
             if place.step in (NEWEST, str(stored.step)):
-                return stored, first
+                return stored, parts
         steps = ", ".join(str(stored.step) for stored, _ in found)
         raise FileNotFoundError(f"job {place.job!r} has no step {place.step}; it has {steps}")
 

@@ -38,8 +38,8 @@ class Stored(NamedTuple):
 
 def checkpoints_of(
     store: Store, job: str, uid: int | None
-) -> list[tuple[Stored, catalog.Checkpoint]]:
-    """Every checkpoint of a job, newest first, and the part of its first rank."""
+) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
+    """Every checkpoint of a job, newest first, and the parts that its ranks have, by rank."""
     scanned = store.scan(uid=uid, job=job)
     ranks = any_of_job(scanned, job)
     common = set(group.common(catalog.ranks_of(ranks)))
@@ -56,9 +56,8 @@ def checkpoints_of(
             rank: StoredRank(one.payload_bytes, one.wall_ns / 1e9, one.is_damaged, one.is_pinned)
             for rank, one in sorted(parts.items())
         }
-        first = parts[min(parts)]
         about = held.step, held.sequence, held.world_size, held.incarnation
-        found.append((Stored(*about, complete, stored), first))
+        found.append((Stored(*about, complete, stored), [parts[rank] for rank in stored]))
     return sorted(found, key=lambda item: -item[0].sequence)
 
 

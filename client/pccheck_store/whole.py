@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from pccheck_native import catalog
@@ -38,13 +38,19 @@ class WholeReader(Reader):
     whole from their blocks. Long reads are cut, so that a bar moves during them."""
 
     def __init__(
-        self, storage: Store, one: catalog.Checkpoint, progress: Progress | None = None
+        self,
+        storage: Store,
+        one: catalog.Checkpoint,
+        stored: Iterable[catalog.Checkpoint],
+        progress: Progress | None = None,
     ) -> None:
+        """`stored` is what `one` was chosen from, with the parts that other ranks have of it: to
+        look for a part later would not tell whether it was replaced since, or never there. Raises
+        RecycledError."""
         self.checkpoint = one
-        self._storage = storage
         self._progress = progress
+        self._parts = {part.rank: part for part in stored if part.held() == one.held()}
         self._readers = {one.rank: storage.reader(one)}
-        self._others: dict[int, catalog.Checkpoint] | None = None
         self._saved: dict[int, tree.Tree] = {}
         self._whole: _WholeTensors | None = None
 
@@ -105,16 +111,13 @@ class WholeReader(Reader):
         one = self.checkpoint
         rank = one.rank if rank < 0 else rank
         if rank not in self._readers:
-            if self._others is None:
-                found = self._storage.scan(uid=one.uid, job=one.job).checkpoints
-                self._others = {c.rank: c for c in found if c.sequence == one.sequence}
-            if rank not in self._others:
+            if rank not in self._parts:
                 raise NoCheckpointError(
                     f"rank {rank} stores a part of step {one.step}, and its volume is not in this "
                     "directory",
                     hint="copy the volumes of all ranks into one storage directory",
                 )
-            self._readers[rank] = self._readers[one.rank].beside(self._others[rank])
+            self._readers[rank] = self._readers[one.rank].beside(self._parts[rank])
         return self._readers[rank]
 
 
@@ -208,15 +211,18 @@ def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
 
 
 def open_chosen(
-    store: Store, choose: Callable[[], catalog.Checkpoint], use: Callable[[WholeReader], _Opened]
+    store: Store,
+    choose: Callable[[], Sequence[catalog.Checkpoint]],
+    use: Callable[[WholeReader], _Opened],
 ) -> _Opened:
-    """What `use` makes of a reader of the checkpoint that `choose` returns. Chooses again when the
-    job has replaced that one meanwhile; raises RecycledError when it does so again and again."""
+    """What `use` makes of a reader of the checkpoint of which `choose` returns the parts, and which
+    is read as the first of them. Chooses again when the job has replaced that one meanwhile; raises
+    RecycledError when it does so again and again."""
     left = OPEN_ATTEMPTS
     while True:
         chosen, left = choose(), left - 1
         try:
-            reader = WholeReader(store, chosen)
+            reader = WholeReader(store, chosen[0], chosen)
             try:
                 return use(reader)
             except BaseException:

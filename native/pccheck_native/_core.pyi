@@ -313,7 +313,9 @@ class Channel:
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
     def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
     def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's
-    def set_outcome(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
+    def set_outcome(
+        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0
+    ) -> None: ...
     def load(
         self,
         volume: Volume,
@@ -331,6 +333,7 @@ class LinkState(NamedTuple):
     word: int  # WORD_*
     outcome: int
     sequence: int
+    newer: int  # of a superseded one: the sequence that is durable instead; 0: not known
     source_read: bool
     error: int  # why the link itself gave it up: 0 or a negative code
     error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE"

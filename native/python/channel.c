@@ -377,29 +377,32 @@ static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(sequence);
 }
 
-static PyObject *tell(PyObject *self, PyObject *args, PyObject *kwargs,
-                      void (*call)(struct pcc_tenant *channel, uint64_t snapshot,
-                                   enum pcc_outcome outcome, uint64_t sequence))
+/* For O&. */
+static int outcome_of(PyObject *number, void *out)
 {
-    static char *names[] = {"snapshot", "outcome", "sequence", NULL};
-    uint64_t snapshot;
     uint32_t outcome;
-    uint64_t sequence = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &snapshot,
-                                     pcc_py_u32, &outcome, pcc_py_u64, &sequence))
-        return NULL;
+    if (!pcc_py_u32(number, &outcome))
+        return 0;
     if (outcome > PCC_OUTCOME_GIVEN_UP) {
         PyErr_SetString(PyExc_ValueError, "outcome is no checkpoint state");
-        return NULL;
+        return 0;
     }
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                call(channel, snapshot, (enum pcc_outcome)outcome, sequence));
-    Py_RETURN_NONE;
+    *(enum pcc_outcome *)out = (enum pcc_outcome)outcome;
+    return 1;
 }
 
 static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    return tell(self, args, kwargs, pcc_tenant_refuse);
+    static char *names[] = {"snapshot", "outcome", "sequence", NULL};
+    uint64_t snapshot;
+    enum pcc_outcome outcome;
+    uint64_t sequence = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &snapshot,
+                                     outcome_of, &outcome, pcc_py_u64, &sequence))
+        return NULL;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                pcc_tenant_refuse(channel, snapshot, outcome, sequence));
+    Py_RETURN_NONE;
 }
 
 static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -415,7 +418,18 @@ static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
 
 static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    return tell(self, args, kwargs, pcc_tenant_set_outcome);
+    static char *names[] = {"snapshot", "outcome", "sequence", "newer", NULL};
+    uint64_t snapshot;
+    enum pcc_outcome outcome;
+    uint64_t sequence = 0;
+    uint64_t newer = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&", names, pcc_py_u64, &snapshot,
+                                     outcome_of, &outcome, pcc_py_u64, &sequence, pcc_py_u64,
+                                     &newer))
+        return NULL;
+    PCC_PY_CALL(struct pcc_tenant, channel,
+                pcc_tenant_set_outcome(channel, snapshot, outcome, sequence, newer));
+    Py_RETURN_NONE;
 }
 
 /* -- what an earlier daemon has left ----------------------------------------------------------- */

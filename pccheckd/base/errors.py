@@ -43,7 +43,7 @@ _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "TRUNCATED": (
         DamagedError,
         "is shorter than its records say",
-        "restore the whole file from a copy",
+        "stop pccheckd, restore the whole file from a copy, start pccheckd",
     ),
     "REMOVED": (CheckpointFailedError, "was removed or moved away while it was open", ""),
     "REPLACED": (CheckpointFailedError, "was replaced by another file while it was open", ""),

@@ -98,6 +98,11 @@ class Job:
         return all(tenant.idle for tenant in self.tenants.values())
 
     @property
+    def last_used_ns(self) -> int:
+        """When it was loaded, or the last trainer of a rank ended."""
+        return max((tenant.last_used_ns for tenant in self.tenants.values()), default=0)
+
+    @property
     def leaving(self) -> bool:
         """A rank's trainer has ended and is being drained."""
         return any(tenant.leaving for tenant in self.tenants.values())

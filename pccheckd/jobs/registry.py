@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 
 from pccheck_native import layout
@@ -22,6 +23,8 @@ from .survey import Fault, Survey
 
 #: Tenants without a trainer that stay loaded, for recovery from DRAM.
 IDLE_MAX = 64
+#: Without a trainer for so long, a job is closed all the same.
+LOADED_S_MAX = 24 * 3600.0
 
 
 class Registry:
@@ -92,12 +95,13 @@ class Registry:
         return job, tenant
 
     async def trim(self) -> None:
-        """Closes the jobs longest without a trainer when too many are loaded."""
+        """Closes the jobs longest without a trainer when too many are loaded, or for too long."""
         idle = [job for job in self.jobs.values() if job.idle]
-        idle.sort(key=lambda job: max((t.last_used_ns for t in job.tenants.values()), default=0))
+        idle.sort(key=lambda job: job.last_used_ns)
         excess = sum(len(job.tenants) for job in idle) - IDLE_MAX
+        before_ns = time.monotonic_ns() - int(LOADED_S_MAX * 1e9)
         for job in idle:
-            if excess <= 0:
+            if excess <= 0 and job.last_used_ns >= before_ns:
                 return
             async with self._lock(job.uid):
                 if job.idle and self.jobs.pop((job.uid, job.name), None) is job:

@@ -72,6 +72,7 @@ class Tenant:
         self.refused: PccheckError | None = None  # why its last trainer got no room to save ...
         self._refused_ns = 0  # ... and when
         self.last_used_ns = time.monotonic_ns()
+        self._rests = False  # its channel has no writers
         self._reading = 0  # loads and checks in progress: their volumes stay open
         self._was_refused = False  # the present trainer was refused room
         self._room_bytes = 0  # the payload bytes that the trainer has registered
@@ -175,6 +176,16 @@ class Tenant:
                 self.last_used_ns = time.monotonic_ns()
         finally:
             self.leaving = False
+
+    async def rest(self) -> None:
+        """Ends the writers of a rank whose trainer has been away for a while; a trainer that comes
+        starts them again. What is cached stays."""
+        async with self.lock:
+            waits = self.owner is not None or self.ledger.live() or self.stopped
+            if self.port is not None and not (self._rests or waits):
+                self._rests = True
+                for item in self.volumes.open:
+                    self._rests &= await self.port.unbind(item.volume, 0)
 
     def stop_attaches(self) -> None:
         """It is about to be closed: no trainer attaches any more."""
@@ -556,7 +567,8 @@ class Tenant:
     def became_global(self, newest: int, common: Collection[int]) -> None:
         """Every rank has the sequences `common`, up to `newest`: writes that to the page."""
         for found in self.ledger.became_global(newest, common):
-            self._tell(found, found.state)
+            superseded = found.state is State.SUPERSEDED
+            self._tell(found, found.state, newest if superseded else 0)
         self.spawn(self._retire())
 
     def gave_up(self, why_never: Callable[[int], str]) -> None:
@@ -564,10 +576,11 @@ class Tenant:
         for found in self.ledger.gave_up(why_never):
             self._tell(found, OUTCOME_GIVEN_UP)
 
-    def _tell(self, found: Checkpoint, outcome: int) -> None:
-        """Writes to the page of its trainer, if that one is still here."""
+    def _tell(self, found: Checkpoint, outcome: int, newer: int = 0) -> None:
+        """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
+        superseded it."""
         if (port := self._port_of(found.session)) is not None:
-            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence)
+            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
@@ -634,12 +647,12 @@ class Tenant:
         chunk = -(-config.chunk_bytes // block) * block
         if self.port is not None and self.port.chunk_bytes != chunk and not self.ledger.live():
             await self.abandon_port()
-        if self.port is None:
-            port = await self.make_port(chunk, block, config.in_flight)
-            if current is not None:
-                await self.bind(port, current)
-            return port
-        return self.port
+        unbound = self.port is None or self._rests
+        port = self.port or await self.make_port(chunk, block, config.in_flight)
+        if unbound and current is not None:
+            await self.bind(port, current)
+        self._rests = False
+        return port
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
         """Opens a channel; also for chunks that the previous daemon has left."""

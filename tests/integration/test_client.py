@@ -464,6 +464,41 @@ def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
     assert unasked.wait_durable(0) == expected
 
 
+def test_a_superseded_handle_names_the_newer_one_of_a_daemon_that_was_killed(
+    start_daemon: Start, connect: Connect
+) -> None:
+    daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")
+    client = connect(daemon)
+    client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
+    large = client.checkpoint({"x": torch.zeros(4_000_000)})
+    small = client.checkpoint({"x": torch.zeros(10)})
+    expected = small.wait_durable(60)
+    large._in_flight._wait("durable", 60)  # returns without asking the daemon
+    daemon.kill()
+    assert large.state is CheckpointState.SUPERSEDED
+    for _ in range(2):
+        assert large.result(0) == large.wait_global(0) == expected
+    assert 1 < large.sequence < expected.sequence
+    assert "a newer checkpoint became durable first" in large.reason
+
+
+def test_a_superseded_handle_names_the_newer_one_while_its_daemon_is_stopped(
+    start_daemon: Start, connect: Connect
+) -> None:
+    daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")
+    client = connect(daemon)
+    client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
+    large = client.checkpoint({"x": torch.zeros(4_000_000)})
+    small = client.checkpoint({"x": torch.zeros(10)})
+    expected = small.wait_durable(60)
+    large._in_flight._wait("durable", 60)
+    daemon.kill(signal.SIGSTOP)
+    try:
+        assert large.wait_durable(0) == expected
+    finally:
+        daemon.kill(signal.SIGCONT)
+
+
 def _killed_with_copied(daemon: Daemon, start_trainer: Callable[..., Trainer]) -> None:
     trainer = start_trainer(daemon, [3_000_000])
     for _ in range(5):

@@ -714,6 +714,23 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     assert group[0].wait_global(alone) == "superseded"
 
 
+def test_one_that_all_ranks_replaced_is_named_after_the_daemon_was_killed(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    for trainer in group:
+        trainer.step()
+    alone = group[0].checkpoint()  # of step 2
+    assert group[0].wait_durable(alone) == "durable"
+    save(group, to=3)
+    daemon.kill()
+    for trainer in group:
+        trainer.step()
+    assert group[0].wait_global(alone) == group[0].wait_durable(alone) == "superseded"
+
+
 def test_nobody_waits_for_ever_for_a_rank_that_ended(
     daemon: Daemon, start_trainer: Connect
 ) -> None:

@@ -443,6 +443,42 @@ def test_it_is_started_again_when_its_runtime_directory_has_gone(daemon: Daemon)
     ended(daemon_of(storage))
 
 
+MANY_FILES = """
+import os, resource, shutil, sys
+import torch
+from pccheck import PCcheckClient
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1500)]
+clients = []
+for job in ("one", "two"):
+    client = PCcheckClient(job=job, autostart=True, storage=sys.argv[1], on_error="raise")
+    client.checkpoint([torch.ones(1000)], step=1).wait_durable(60)
+    assert client.recover().step == 1
+    shutil.rmtree(sys.argv[2])
+    os.environ["XDG_RUNTIME_DIR"] = sys.argv[3]
+    if sys.argv[4] == "close" or job == "two":
+        pid = client._session.require().welcome.pid
+        client.close()
+        assert os.waitpid(pid, os.WNOHANG)[0] == pid, "the daemon outlives its last client"
+        break
+    client._session.close()  # the daemon has no trainer, and cannot be reached
+    sys.argv[2] = sys.argv[3]
+print("done")
+"""
+
+
+@pytest.mark.parametrize("then", ["close", "another"])
+def test_its_end_is_awaited_by_a_process_with_1500_files(daemon: Daemon, then: str) -> None:
+    """Its runtime directory has gone; then its client is closed, or another one is made."""
+    storage, runtime, spare = daemon.root / "private", daemon.root / "r", daemon.root / "r2"
+    spare.mkdir(mode=0o700)
+    environment = {"XDG_RUNTIME_DIR": str(runtime)}
+    with script(MANY_FILES, storage, runtime, spare, then, environment=environment) as program:
+        said = program.finish()
+        assert (program.returncode, said.splitlines()[-1:]) == (0, ["done"]), said
+
+
 def test_its_socket_is_elsewhere_where_the_directory_named_does_not_do(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,21 +4,27 @@ report the replacement. It is never reported as damage."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pccheck import PCcheckClient
+from pccheck import NoCheckpointError, PCcheckClient, Reader
 from pccheck.daemon.connection import RequestLostError
 from pccheck.restoring.reading import Payload, read_newest
 from pccheck.restoring.rebuild import state_of_tree
+from pccheck_store.directory import Storage
+from pccheck_store.filesystem import PCcheckFileSystem
 from pccheck_store.readers import RecycledError
 from pccheck_store.remote import DaemonStore
-from pccheck_wire import tree
+from pccheck_store.whole import WholeReader
+from pccheck_wire import parts, tree
 from pccheck_wire.messages import Read, ReplyBody, RequestBody
 from pccheckctl.commands import verify
+from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, expected
 
 
 def save(client: PCcheckClient, *steps: int) -> None:
@@ -81,3 +87,108 @@ def test_a_reader_is_told_so(start_daemon: Start, read: str) -> None:
             with pytest.raises(RecycledError, match="replaced by a newer one"):
                 calls[read]()
         assert verify.check(store, one, None)["result"] == "recycled"
+
+
+COUNTS = [40_000, 7, 30_001]
+
+
+class TwoRanks:
+    """A job whose ranks store one copy together."""
+
+    def __init__(self, connect: Connect, daemon: Daemon) -> None:
+        self.ranks = [
+            connect(
+                daemon, COUNTS, rank=rank, world_size=2, replicated=True,
+                environment={"LOCAL_WORLD_SIZE": "2"},
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+
+    def save(self, count: int = 1) -> int:
+        """Makes steps, and waits until each is durable on both; returns the last step."""
+        for _ in range(count):
+            handles = [(rank, rank.step(), rank.checkpoint()) for rank in self.ranks]
+            for rank, _, handle in handles:
+                assert rank.wait_global(handle) == "global"
+        return handles[0][1]
+
+
+def between_the_ranks(monkeypatch: pytest.MonkeyPatch, save: Callable[[], object]) -> None:
+    """Calls `save` once, when a reader has the tree of one rank, and not yet those of others."""
+    merge, calls = parts.merge, iter([save])
+
+    def saves_first(*arguments: Any) -> tree.Tree:
+        for call in calls:
+            call()
+        return merge(*arguments)
+
+    monkeypatch.setattr(parts, "merge", saves_first)
+
+
+def test_a_part_of_another_rank_that_was_replaced_was_not_absent(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon("--slots", "2", "--keep", "1")
+    job = TwoRanks(start_trainer, daemon)
+    with Reader("job", socket=daemon.socket) as reader:
+        for read in (
+            lambda opened: opened.read("model.parts.0"),
+            lambda opened: opened.read("model.parts.1", rank=1),
+            lambda opened: opened.describe(1),
+        ):
+            job.save()
+            opened = reader.open()
+            job.save(4)
+            with pytest.raises(RecycledError, match="replaced by a newer one"):
+                read(opened)
+
+
+def test_a_volume_that_is_absent_is_named_as_before(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    daemon = start_daemon()
+    job = TwoRanks(start_trainer, daemon)
+    job.save()
+    (one,) = (c for c in Storage(daemon.storage).scan().checkpoints if c.rank == 0)
+    with (
+        WholeReader(Storage(daemon.storage), one, [one]) as reader,
+        pytest.raises(NoCheckpointError, match="rank 1 stores a part of step 1, and its volume is"),
+    ):
+        reader.content()
+
+
+@pytest.mark.parametrize("through", ["socket", "storage"])
+def test_a_file_system_takes_the_newest_when_one_ranks_part_is_replaced(
+    start_daemon: Start,
+    start_trainer: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    through: str,
+) -> None:
+    daemon = start_daemon("--slots", "2", "--keep", "1")
+    job = TwoRanks(start_trainer, daemon)
+    job.save()
+    between_the_ranks(monkeypatch, lambda: job.save(4))
+    fs = PCcheckFileSystem(**{through: str(getattr(daemon, through))})
+    with fs.open("job/newest/model.safetensors") as file:
+        assert file.read().endswith(bytes(expected(5, 2, COUNTS[2]).numpy().data))
+
+
+@pytest.mark.parametrize("command", ["recover", "export"])
+def test_a_file_of_a_running_job_has_the_newest_when_a_part_is_replaced(
+    start_daemon: Start,
+    start_trainer: Connect,
+    ctl: Ctl,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+) -> None:
+    daemon = start_daemon("--slots", "2", "--keep", "1")
+    job = TwoRanks(start_trainer, daemon)
+    job.save()
+    between_the_ranks(monkeypatch, lambda: job.save(4))
+    output = tmp_path / "state.pt"
+    ran = ctl(daemon.storage, command, "job", "--rank", "0", "--output", output, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["written"][0]["checkpoint"]["step"] == 5
+    state = torch.load(output, weights_only=False)
+    assert torch.equal(state["model"]["parts.2"], expected(5, 2, COUNTS[2]))

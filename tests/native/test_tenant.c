@@ -185,6 +185,7 @@ static void test_several_in_flight(void)
         CHECK(pcc_client_state(f.client, i, &state) == 0);
         CHECK(state.outcome == PCC_OUTCOME_DURABLE || state.outcome == PCC_OUTCOME_SUPERSEDED);
         CHECK(i < 3 || state.outcome == PCC_OUTCOME_DURABLE);
+        CHECK((state.newer > state.sequence) == (state.outcome == PCC_OUTCOME_SUPERSEDED));
     }
     load_equals(&f, sequences[2], 1, bytes + 2 * count, count);
     fixture_end(&f);

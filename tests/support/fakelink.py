@@ -130,7 +130,7 @@ class FakeLink:
     def state(self, snapshot: int) -> SimpleNamespace:
         return SimpleNamespace(
             word=self.words[snapshot], outcome=self.outcomes.get(snapshot, 0), sequence=0,
-            source_read=snapshot in self.read, error=0,
+            newer=0, source_read=snapshot in self.read, error=0,
             error_name=self.errors.get(snapshot, ""),
         )  # fmt: skip
 
@@ -164,6 +164,7 @@ class FakeConnection:
         self.refusals = -1  # so many more; -1: all
         self.lives = True
         self.snapshots = itertools.count(1)
+        self.steps: dict[int, int] = {}
 
     def alive(self) -> bool:
         return self.lives

@@ -3,7 +3,8 @@ disk, a GPU or another user (ARCHITECTURE.md, invariants 7 and 8).
 
     PCC_LOOP_CHECK=FILE python -m tests.support.loopcheck FLAGS OF PCCHECKD...
 
-Each such call is written to FILE with its stack; `tests.support.daemon` then fails the test."""
+Each such call is written to FILE with its stack; `tests.support.daemon` then fails the test.
+PCC_REST_S is how long ranks without a trainer keep their writers."""
 
 from __future__ import annotations
 
@@ -87,6 +88,9 @@ def main(arguments: list[str]) -> int:
     if "--storage" in arguments:
         watch_files(arguments[arguments.index("--storage") + 1])
     from pccheckd import cli
+    from pccheckd.upkeep import rest
+
+    rest.REST_S = float(os.environ.get("PCC_REST_S", rest.REST_S))
 
     return cli.main(arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from pccheck_wire.errors import DaemonUnreachableError, PccheckError, WaitTimeou
 from pccheck_wire.messages import Report
 from pccheckd.jobs.survey import LIMIT_S
 
+AWAIT_END = module._await_end
 REAL, PYTHON = subprocess.Popen, module.sys.executable
 
 
@@ -385,3 +387,25 @@ def test_a_storage_directory_that_cannot_be_looked_at_ends_no_training(
     with pytest.raises(PccheckError, match="cannot make the storage directory"):
         daemon.ensure()
     daemon.release()
+
+
+def test_the_end_of_a_process_is_awaited_by_a_descriptor_above_1023(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where `select` would raise."""
+    opened: list[int] = []
+    pidfd_open = os.pidfd_open
+
+    def high(pid: int) -> int:
+        low = pidfd_open(pid)
+        opened.append(fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024))
+        os.close(low)
+        return opened[-1]
+
+    monkeypatch.setattr(module.os, "pidfd_open", high)
+    with REAL(["sleep", "100"]) as process:
+        assert not AWAIT_END(process.pid, 0.0)
+        process.kill()
+        assert AWAIT_END(process.pid, 60.0)
+    assert min(opened) >= 1024
+    assert AWAIT_END(process.pid, 0.0)

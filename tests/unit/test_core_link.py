@@ -195,6 +195,11 @@ def test_set_outcome_reaches_the_trainer(loop: Loop) -> None:
     state = loop.link.state(1)
     assert state is not None
     assert state.outcome == State.GLOBAL
+    assert state.newer == 0
+    loop.channel.set_outcome(1, State.SUPERSEDED, sequence, newer=sequence + 5)
+    state = loop.link.state(1)
+    assert state is not None
+    assert (state.sequence, state.newer) == (sequence, sequence + 5)
     with pytest.raises(ValueError, match="outcome"):
         loop.channel.set_outcome(1, 10)
     with pytest.raises(ValueError, match="outcome"):

@@ -30,15 +30,20 @@ class Daemon:
 
     def __init__(
         self, *answers: Described, word: int = WORD_REFUSED,
-        outcome: CheckpointState = CheckpointState.FAILED,
+        outcome: CheckpointState = CheckpointState.FAILED, newer: int = 0,
+        then: CheckpointState = CheckpointState.DURABLE,
     ) -> None:  # fmt: skip
+        """`outcome` and `newer` of snapshot 1, and `then` the outcome of snapshot 2."""
         self.answers = list(answers)
         self.callbacks: list[Callable[[Any], None]] = []
         self.asked: list[object] = []
         state = SimpleNamespace(
-            word=word, outcome=outcome, sequence=7, source_read=True, error=0, error_name=""
-        )
-        self.link = SimpleNamespace(state=lambda _: state)
+            word=word, outcome=outcome, sequence=7, newer=newer, source_read=True, error=0,
+            error_name="",
+        )  # fmt: skip
+        later = SimpleNamespace(**vars(state) | {"sequence": 8, "newer": 0, "outcome": then})
+        self.link = SimpleNamespace(state={1: state, 2: later}.get)
+        self.steps = {1: 3, 2: 4}
         self.pid = os.getpid()
 
     def alive(self) -> bool:
@@ -158,6 +163,44 @@ def test_a_superseded_one_waits_for_the_name_of_the_newer_one_and_keeps_it() -> 
     for _ in range(2):
         assert made.wait_durable(0) == made.wait_global(0) == (8, 4)
     assert made.sequence == 7
+
+
+def test_a_superseded_one_names_the_newer_one_of_the_page_without_asking() -> None:
+    daemon: Any = Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8)
+    daemon.saves_alone = True
+    made = handle(daemon)
+    assert made.wait_durable(0) == made.wait_global(0) == (8, 4)
+    assert (made.sequence, daemon.asked) == (7, [])
+
+
+def test_a_superseded_one_keeps_what_its_page_named_when_entries_are_used_again() -> None:
+    daemon: Any = Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8)
+    made = handle(daemon)
+    made.settle()
+    daemon.steps.clear()
+    assert made.wait_durable(0) == (8, 4)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_that_has_superseded_another_is_durable_whatever_its_entry_says(alone: bool) -> None:
+    """The daemon ended between the two entries of its page."""
+    daemon: Any = Daemon(
+        word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8, then=CheckpointState.WRITING
+    )
+    daemon.saves_alone, daemon.link.wait = alone, lambda *_: True
+    made = InFlight(4, daemon, 2)
+    assert made.wait_global(0) == made.wait_durable(0) == made.saved(0, everywhere=True) == (8, 4)
+    assert made.state is (CheckpointState.DURABLE if alone else CheckpointState.GLOBAL)
+
+
+@pytest.mark.parametrize("newer", [9, 0])
+def test_one_that_has_superseded_no_other_is_unknown(newer: int) -> None:
+    daemon: Any = Daemon(
+        word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=newer,
+        then=CheckpointState.WRITING,
+    )  # fmt: skip
+    made = InFlight(4, daemon, 2)
+    assert (made.state, made.is_unknown) == (CheckpointState.FAILED, True)
 
 
 def test_a_superseded_one_names_no_checkpoint_when_its_daemon_has_ended() -> None:

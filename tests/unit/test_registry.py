@@ -100,6 +100,18 @@ async def test_what_a_reader_may_read_stays_loaded(registry: Registry) -> None:
     assert tenant.closed
 
 
+async def test_a_job_that_no_trainer_has_used_for_a_day_is_closed(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "IDLE_MAX", 64)
+    await registry.tenant(KEY)
+    await registry.trim()
+    assert len(registry.jobs) == 1
+    monkeypatch.setattr(registry_module, "LOADED_S_MAX", 0.0)
+    await registry.trim()
+    assert not registry.jobs
+
+
 async def test_nobody_attaches_to_a_rank_whose_job_is_being_dropped(registry: Registry) -> None:
     """All ranks refuse trainers before the first one is closed: while one rank closes, a trainer
     might attach to another."""

@@ -256,16 +256,21 @@ class PrivateDaemon:
         _OF_THIS_PROCESS.discard(self)
         if any(other.storage == self.storage for other in _OF_THIS_PROCESS):
             return
-        with contextlib.suppress(PccheckError, OSError, ValueError), contextlib.ExitStack() as held:
+        with contextlib.suppress(PccheckError, OSError), contextlib.ExitStack() as held:
             # When the directory was removed, no process looks for its daemon.
             if self.storage.is_dir():  # raises where another user's directory is in the way
                 held.enter_context(self._locked())
-            with attach.observe(self.socket, version=VERSION, timeout_s=_PROBE_LIMIT_S) as seen:
-                pid = seen.daemon_pid
-                ends = pid and _is_unused(seen)
+            # Under the lock: a client that starts now waits, and then starts another daemon.
+            try:
+                with attach.observe(self.socket, version=VERSION, timeout_s=_PROBE_LIMIT_S) as seen:
+                    pid = seen.daemon_pid
+                    ends = pid and _is_unused(seen)
+            except DaemonUnreachableError:
+                if self._socket is not None:  # it was reached there: that socket was removed
+                    self._end_unusable()
+                return
             if ends:
                 os.kill(pid, signal.SIGTERM)
-                # Under the lock: a client that starts now waits, and then starts another daemon.
                 _await_end(pid, _END_LIMIT_S)
 
 
@@ -321,7 +326,9 @@ def _await_end(pid: int, limit_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([process], [], [], limit_s)[0])
+        arrivals = select.poll()  # select() takes no descriptor above 1023
+        arrivals.register(process, select.POLLIN)
+        return bool(arrivals.poll(1000 * limit_s))
     finally:
         os.close(process)
 

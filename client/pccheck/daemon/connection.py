@@ -118,6 +118,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Callback] = {}
         self.snapshots, self.loads = itertools.count(1), itertools.count(1)  #: their numbers
+        self.steps: dict[int, int] = {}  #: of the snapshots that have an entry in the page
         self._break_count = 0
         with contextlib.ExitStack() as undo:  # an attempt that fails leaves no descriptor open
             undo.callback(attachment.close)

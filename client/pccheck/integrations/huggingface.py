@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import weakref
 from pathlib import Path
@@ -20,6 +19,8 @@ from pccheck.client import PCcheckClient
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import warn
 from pccheck_wire.errors import DamagedError, UsageError
+
+from .growing import GrowingLog, text_of
 
 
 class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
@@ -190,6 +191,7 @@ class _Counters:
         self.state: Any = None
         self.trainer: Any = lambda: None
         self.text = ""  # of the checkpoint that was restored
+        self._log = GrowingLog("log_history")
         self.rank = 0
         self.epoch_rng: dict[str, Any] | None = None
 
@@ -197,11 +199,11 @@ class _Counters:
         return {"state": self._as_text(), "rank": self.rank, "epoch_rng": self.epoch_rng}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.text, self.rank = state["state"], state["rank"]
+        self.text, self.rank = text_of(state["state"]), state["rank"]
         self.epoch_rng = state["epoch_rng"]
 
-    def _as_text(self) -> str:
-        """As Trainer writes it beside a checkpoint of its own."""
+    def _as_text(self) -> str | dict[str, Any]:
+        """As Trainer writes it beside a checkpoint of its own; see `text_of`."""
         if self.state is None:
             return ""
         fields = dict(vars(self.state))
@@ -212,7 +214,7 @@ class _Counters:
                 stateful_callbacks=[one for one in every if isinstance(one, ExportableState)]
             )
             fields["stateful_callbacks"] = exported.stateful_callbacks
-        return json.dumps(fields, default=lambda value: getattr(value, "item", value.__str__)())
+        return self._log.encoded(fields)
 
 
 class _Resumption:

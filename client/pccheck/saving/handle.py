@@ -102,8 +102,7 @@ class Checkpoint:
         which. With several ranks this is about the part of this rank only: see `wait_global`.
 
         Raises CheckpointFailedError when the checkpoint was skipped or failed, WaitTimeoutError
-        after `timeout` seconds, DaemonUnreachableError when a newer one became durable and the
-        daemon ended before it reported which.
+        after `timeout` seconds.
         """
         with self._warner.errors():
             return self._in_flight.wait_durable(timeout)

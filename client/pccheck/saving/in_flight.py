@@ -65,6 +65,23 @@ def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
         return None
 
 
+def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
+    """The snapshot of this session that has the sequence; a newer one supersedes while both have
+    their entries."""
+    for snapshot, step in connection.steps.copy().items():
+        entry = entry_of(connection, snapshot)
+        if entry is not None and entry.sequence == sequence:
+            return Durable(sequence, step)
+    return None
+
+
+def _has_superseded(connection: Connection, sequence: int) -> bool:
+    """Whether the page has it as the newer one of another snapshot: then it is durable, on all
+    ranks if there are several, although its own entry does not say so yet."""
+    entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
+    return sequence > 0 and any(one is not None and one.newer == sequence for one in entries)
+
+
 def is_read(connection: Connection, snapshot: int) -> bool:
     """Whether its source was read, or never will be. Asks the link, even of an abandoned one:
     copies under way may still be at it."""
@@ -209,7 +226,8 @@ class InFlight:
     def wait_durable(self, timeout: float | None = None) -> Durable:
         self._wait("durable", timeout)
         if self._state is CheckpointState.SUPERSEDED:
-            self._describe()
+            if self._newer is None:  # the page has no name for one that was damaged since
+                self._describe()
             if self._newer is None:
                 raise DaemonUnreachableError(
                     f"checkpoint of step {self.step}: {_REPLACED}, and pccheckd did not report "
@@ -301,6 +319,8 @@ class InFlight:
                 self.reported |= now.error_name == TIMED_OUT
             if now.sequence:
                 self._sequence = now.sequence
+            if now.newer and self._newer is None and self._connection is not None:
+                self._newer = _with_sequence(self._connection, now.newer)
         if (now is None or not alive) and self._state not in FINAL:
             self._lose()
         elif now is not None and not alive and not self._described:
@@ -309,9 +329,14 @@ class InFlight:
     def _lose(self) -> None:
         """Its daemon does not report any more how it ends. The client abandons what was not copied,
         but the copy may have become complete a moment before."""
+        connection = self._connection
+        if connection is not None and _has_superseded(connection, self._sequence):
+            alone = connection.saves_alone
+            self.end(CheckpointState.DURABLE if alone else CheckpointState.GLOBAL, "")
+            return
         self.is_unknown = self._sequence > 0
         reason = f"{_UNKNOWN} ({_SEE})" if self.is_unknown else _LOST
-        if self._connection is not None and self._connection.pid != os.getpid():
+        if connection is not None and connection.pid != os.getpid():
             reason = _FORKED
         self.end(CheckpointState.FAILED, reason, reported=True)
 

@@ -109,6 +109,8 @@ class Saver:
         number = next(connection.snapshots)
         self._free_entry(number)
         checkpoint = InFlight(step, connection, number)
+        connection.steps.pop(number - SNAPSHOTS, None)
+        connection.steps[number] = step
         begin = Begin(
             number,
             step,

@@ -53,6 +53,7 @@ class View:
     number: int = 0  # of its appearance in the state
     loose: str = ""  # read in place as a frozen parameter of the attached thing of that name
     frozen: bool = False  # of a parameter that does not train, and is not in an optimizer
+    constant: bool = False  # cannot change, ever
 
 
 class Range(NamedTuple):

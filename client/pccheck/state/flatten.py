@@ -167,7 +167,10 @@ class Flattener:
         node = tree.Array(value.dtype.str, list(value.shape), order, value.nbytes)
         if value.nbytes:
             address = value.__array_interface__["data"][0]
-            self.views.append(View(path, node, address, value.nbytes, address, value))
+            constant = type(value.base) is bytes  # NumPy never makes such an array writeable
+            self.views.append(
+                View(path, node, address, value.nbytes, address, value, constant=constant)
+            )
         return node
 
 

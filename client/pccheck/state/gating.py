@@ -28,6 +28,7 @@ class Gating:
     any update, so all is read in place. In both modes buffers of modules are volatile: forward
     changes them, with kernels whose changes torch does not count (batch_norm's).
     Mode "sync": nothing needs sorting, since `checkpoint()` returns when everything was read.
+    In every mode arrays that cannot change are read in place.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class Gating:
         between ranks."""
         for view in views:
             changes = view.storage in self._buffers or view.storage in self._gated
-            view.frozen = view.storage in self._still and not changes
+            view.frozen = view.constant or (view.storage in self._still and not changes)
             view.shared = promised and not view.sharded and view.storage not in self._buffers
             if self.mode != "sync":
                 view.volatile = not self._in_place(view)
 
     def _in_place(self, view: View) -> bool:
+        if view.constant:
+            return True
         # torch does not count changes of inference tensors.
         uncounted = view.tensor is not None and view.tensor.is_inference()
         if view.storage in self._buffers or uncounted:

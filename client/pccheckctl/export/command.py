@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,6 +36,7 @@ TORCH, SAFETENSORS, HUGGINGFACE = "torch", "safetensors", "huggingface"
 Ranks = dict[int, list[catalog.Checkpoint]]
 Chosen = dict[int, catalog.Checkpoint]
 Skipped = list[tuple[catalog.Checkpoint, str]]  # and why
+_Reading = Callable[..., WholeReader]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
             world_size = directory.ranks_of(stored)
             chosen = choose(storage, ranks, world_size, arguments, without)
             with _terminable():
-                written = write(storage, chosen, Path(arguments.output), arguments)
+                everything = [one for mine in stored.values() for one in mine]
+                reading = functools.partial(WholeReader, storage, stored=everything)
+                written = write(reading, chosen, Path(arguments.output), arguments)
         except RecycledError:
             continue
         except _DamageError as damage:
@@ -182,7 +186,7 @@ class _DamageError(Exception):
 
 
 def write(
-    storage: Store, chosen: Chosen, output: Path, arguments: argparse.Namespace
+    reading: _Reading, chosen: Chosen, output: Path, arguments: argparse.Namespace
 ) -> list[Document]:
     """Writes all files, then renames them: a damaged rank leaves none behind.
 
@@ -202,7 +206,7 @@ def write(
             )
             outputs.append(stack.enter_context(made))
             try:
-                written.append(_write_one(storage, one, made, kind, bar, arguments))
+                written.append(_write_one(reading, one, made, kind, bar, arguments))
             except (DamagedError, UnreadableError) as error:
                 raise _DamageError(one, error.message) from error
         for made in outputs:
@@ -211,7 +215,7 @@ def write(
 
 
 def _write_one(
-    storage: Store,
+    reading: _Reading,
     one: catalog.Checkpoint,
     output: Output,
     kind: str,
@@ -219,7 +223,7 @@ def _write_one(
     arguments: argparse.Namespace,
 ) -> Document:
     only = arguments.only
-    with WholeReader(storage, one, bar) as reader:
+    with reading(one, progress=bar) as reader:
         content = reader.content()
         if only:
             content = selection.only(content, only, one.job)

@@ -452,6 +452,9 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
             out->word = PCC_WORD_COPYING;
         out->outcome = outcome_of(client, snapshot);
         out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
+        out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED
+                         ? atomic_load_explicit(&entry->newer, memory_order_relaxed)
+                         : 0;
         out->source_read = source_read(client, job);
         out->error = job->error;
         error = 0;

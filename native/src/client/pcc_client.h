@@ -157,6 +157,7 @@ struct pcc_client_state {
     enum pcc_word_state word;
     enum pcc_outcome outcome;
     uint64_t sequence;
+    uint64_t newer; /* of SUPERSEDED, see pcc_shared.h; else 0 */
     bool source_read;
     int error; /* why the client itself abandoned it: -ETIMEDOUT (the deadline of a hold),
                   -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ECONNRESET; else 0 */

@@ -173,9 +173,10 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
  * many. The numbers are the client's: they are good for refuse only. */
 PCC_MUST_CHECK uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
- * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
+ * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. `newer`: of SUPERSEDED,
+ * the sequence that is global instead; else 0. */
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence);
+                            uint64_t sequence, uint64_t newer);
 
 /* Sends payload [offset, +length) of `sequence` to the attached client as DATA messages, from
  * cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it. The

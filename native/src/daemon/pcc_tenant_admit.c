@@ -125,7 +125,7 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return -PCC_E_ABORTED;
     }
-    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence);
+    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence, 0);
     pcc_tenant_pull_start(tenant, save, *parts);
     *parts = NULL;
     pcc_tenant_hand_out(tenant);
@@ -156,7 +156,7 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
         if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
             word == pcc_word(snapshot, PCC_WORD_COPYING)) {
             /* The outcome first: a client that sees REFUSED finds the reason. */
-            pcc_tenant_outcome(tenant, snapshot, outcome, sequence);
+            pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
             if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
                 struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
                 if (save != NULL)
@@ -188,10 +188,10 @@ uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots)
 }
 
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence)
+                            uint64_t sequence, uint64_t newer)
 {
     pcc_tenant_lock(tenant);
-    pcc_tenant_outcome(tenant, snapshot, outcome, sequence);
+    pcc_tenant_outcome(tenant, snapshot, outcome, sequence, newer);
     pcc_tenant_wake_client(tenant);
     pcc_tenant_unlock(tenant);
 }
@@ -223,7 +223,7 @@ void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64
 
     if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING)) {
         /* The outcome first: a client that sees REFUSED finds the reason. */
-        pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence);
+        pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence, 0);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     }
     pcc_tenant_release_streams(tenant, snapshot);

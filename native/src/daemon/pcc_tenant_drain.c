@@ -39,7 +39,7 @@ struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snap
 }
 
 void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence)
+                        uint64_t sequence, uint64_t newer)
 {
     if (!tenant->attached)
         return;
@@ -48,7 +48,8 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_o
     if (atomic_load_explicit(&entry->outcome, memory_order_relaxed) >> 8 > snapshot)
         return;
     atomic_store_explicit(&entry->sequence, sequence, memory_order_relaxed);
-    /* Release: pairs with the client's acquire of outcome; the sequence is seen with it. */
+    atomic_store_explicit(&entry->newer, newer, memory_order_relaxed);
+    /* Release: pairs with the client's acquire of outcome; the sequences are seen with it. */
     atomic_store_explicit(&entry->outcome, pcc_word(snapshot, outcome), memory_order_release);
 }
 
@@ -96,7 +97,7 @@ static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     /* The call fails if the client has overwritten the page. The snapshot is copied even then. */
     (void)pcc_word_move(entry, save->snapshot, PCC_WORD_VOUCHING, PCC_WORD_COPIED);
     pcc_tenant_outcome(tenant, save->snapshot,
-                       save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence);
+                       save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence, 0);
     save_event(tenant, save, PCC_EVENT_COPIED);
     if (save->writing)
         save_event(tenant, save, PCC_EVENT_WRITING);
@@ -330,7 +331,7 @@ static void on_writing(void *owner, uint64_t tag)
         save->writing = true;
         if (save->copied) { /* else reported with COPIED: states come in order */
             if (of_session(tenant, save))
-                pcc_tenant_outcome(tenant, save->snapshot, PCC_OUTCOME_WRITING, save->sequence);
+                pcc_tenant_outcome(tenant, save->snapshot, PCC_OUTCOME_WRITING, save->sequence, 0);
             save_event(tenant, save, PCC_EVENT_WRITING);
         }
     }
@@ -386,7 +387,7 @@ static void on_offered(void *owner, uint64_t tag, uint64_t payload_offset_bytes,
 }
 
 static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
-                          enum pcc_save_end end)
+                          const struct pcc_save_result *result)
 {
     static const enum pcc_outcome outcomes[] = {
         [PCC_SAVE_DURABLE] = PCC_OUTCOME_DURABLE,
@@ -396,7 +397,8 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
     };
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
 
-    pcc_tenant_outcome(tenant, save->snapshot, outcomes[end], save->sequence);
+    pcc_tenant_outcome(tenant, save->snapshot, outcomes[result->end], save->sequence,
+                       result->newer);
     if (!save->copied) /* false when the client has abandoned it: the word is final either way */
         (void)pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     if (!save->copied && save->device_bytes > 0)
@@ -423,7 +425,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     tenant->bindings[save->binding].active--;
     if (!save->silent) {
         if (of_session(tenant, save))
-            ended_outcome(tenant, save, result->end);
+            ended_outcome(tenant, save, result);
         const struct pcc_event event = {.kind = kinds[result->end],
                                         .error = result->error,
                                         .session = save->session,

@@ -269,7 +269,7 @@ void *pcc_tenant_drain_run(void *tenant);
 struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
 void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
 void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence);
+                        uint64_t sequence, uint64_t newer);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
 void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
 /* The chunk is filled and handed over. */

@@ -32,6 +32,7 @@ struct pcc_save_result {
     const char *stage; /* "write", "flush", "publish", "copy", "base": where, static string */
     uint64_t tag;
     uint64_t sequence;
+    uint64_t newer; /* of SUPERSEDED: what is durable instead (pcc_volume_superseding) */
     uint32_t slot;
     uint32_t rehomed;       /* times it was moved to another slot */
     uint64_t copied_bytes;  /* of the payload, that were handed over in chunks */

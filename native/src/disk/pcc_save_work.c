@@ -508,6 +508,9 @@ static void end(struct pcc_save *save)
     result.stage = result.error == 0 ? NULL : save->stage;
     result.tag = save->request.tag;
     result.sequence = save->sequence;
+    const uint64_t newer = pcc_volume_superseding(saver->volume);
+    if (result.end == PCC_SAVE_SUPERSEDED && newer > save->sequence) /* else damaged meanwhile */
+        result.newer = newer;
     result.slot = save->slot;
     result.rehomed = save->moves;
     result.copied_bytes = save->copied_bytes;

@@ -62,9 +62,11 @@ enum pcc_outcome {
 struct pcc_snapshot {
     _Atomic uint64_t word;
     _Atomic uint64_t outcome;
-    _Atomic uint64_t sequence; /* its own, or for SUPERSEDED the newer one's */
-    _Atomic uint64_t base;     /* from COPYING on: the base's sequence; 0: nothing is offered */
-    uint64_t reserved[4];
+    _Atomic uint64_t sequence;
+    _Atomic uint64_t base;  /* from COPYING on: the base's sequence; 0: nothing is offered */
+    _Atomic uint64_t newer; /* of SUPERSEDED: the sequence that is durable instead, so that a client
+                               knows it when the daemon has ended; 0: it was damaged since */
+    uint64_t reserved[3];
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
 
