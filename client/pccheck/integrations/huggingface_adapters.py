@@ -50,7 +50,8 @@ class Adapters:
 
 def _chosen(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     """By its name in `model`: what the optimizer trains, what belongs to an adapter (PEFT has the
-    adapter's name in each name), also to one that is frozen, and statistics of a BatchNorm."""
+    adapter's name in each name, also for modules_to_save), also to one that is frozen, and
+    statistics of a BatchNorm."""
     adapters: set[str] = set(model.peft_config)  # type: ignore[arg-type]
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found: dict[str, torch.Tensor] = {}
