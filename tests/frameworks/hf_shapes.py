@@ -188,6 +188,9 @@ Shape = tuple[Callable[[], list[TrainerCallback]], dict[str, Any], type, Callabl
 SHAPES: dict[str, Shape] = {
     "put back as a step begins": (lambda: [Swap("on_step_begin")], EVALUATED, Rows, Net),
     "put back as an epoch begins": (lambda: [Swap("on_epoch_begin")], AT_EPOCHS, Rows, Net),
+    "put back as training ends": (
+        lambda: [Swap("on_train_end")], EVALUATED | {"eval_steps": 20}, Rows, Net,
+    ),
     "changed as a step begins": (lambda: [Decay("on_step_begin")], {}, Rows, Net),
     "changed as an epoch begins": (lambda: [Decay("on_epoch_begin")], {}, Rows, Net),
     "changed before the update": (lambda: [Decay("on_pre_optimizer_step")], {}, Rows, Net),
@@ -214,16 +217,16 @@ SHAPES: dict[str, Shape] = {
 
 def run(
     output_dir: str, shape: str, socket: str = "", kill_at: int = 0, every: int = 1,
-    saver_first: bool = True, odd_optimizer: bool = False,
+    saver_first: bool = True, odd_optimizer: bool = False, settings: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Without a socket it trains without PCcheck."""
     SEEDS[0] += bool(socket) and not kill_at
-    others, settings, data, make_model = SHAPES[shape]
+    others, chosen, data, make_model = SHAPES[shape]
     args = TrainingArguments(
         output_dir, use_cpu=True, report_to=[], disable_tqdm=True, seed=7, save_strategy="no",
         logging_steps=1,
         **({"num_train_epochs": 4, "learning_rate": 1e-2, "per_device_train_batch_size": 4}
-           | settings),
+           | chosen | (settings or {})),
     )  # fmt: skip
     torch.manual_seed(3)
     saver = PCcheckCallback(every, "shapes", socket=socket) if socket else None

@@ -38,7 +38,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.trainer_utils import has_length
 
 from pccheck.client import PCcheckClient
-from pccheck.state.rng import capture_rng, restore_rng
+from pccheck.state.rng import capture_packed, capture_rng, restore_rng
 from pccheck.warn import warn
 from pccheck_wire.errors import DamagedError, UnsupportedStateError, UsageError
 
@@ -180,7 +180,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             restore_rng(noted[moment])
             return
         self._leave_resumed()
-        noted[moment] = capture_rng()
+        noted[moment] = capture_packed()
 
     def _leave_resumed(self) -> None:
         """Where the checkpoint was taken: from here on all is as in the run before."""
