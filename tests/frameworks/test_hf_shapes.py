@@ -105,6 +105,13 @@ def test_a_finished_stream_that_gets_more_steps_goes_on(
     assert numbers(resumed, steps) == numbers(plain, steps)
 
 
+def test_a_resume_with_another_batch_size_is_warned_of(run: Callable[..., list[str]]) -> None:
+    run("a stream", settings={"max_steps": 7})
+    resumed = run("a stream", settings={"per_device_train_batch_size": 2})
+    assert "RESUME 7" in resumed
+    assert sum("rows are left out or repeated" in line for line in resumed) == 1
+
+
 def test_two_ranks_whose_callbacks_change_weights_resume(run: Callable[..., list[str]]) -> None:
     options: dict[str, Any] = {"ranks": 2, "settings": {"ddp_backend": "gloo"}}
     plain = run("changed as a step begins", with_daemon=False, **options)

@@ -17,6 +17,7 @@ class Client:
 
     def __init__(self, refused: nn.Module) -> None:
         self._refused = refused
+        self.place = "job", 0, "socket"
         self.attached: list[nn.Module] = []
 
     def attach(self, *, model: nn.Module) -> None:

@@ -63,7 +63,9 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             training ends. With several ranks that client has replicated=True, unless the model is
             sharded (FSDP).
 
-    Raises UsageError; with DeepSpeed, whose state it cannot save, when training begins.
+    Raises UsageError. When training begins: UsageError with DeepSpeed, whose state it cannot save,
+    and as PCcheckClient.attach does. A model that attach() refuses is attached without its base if
+    PEFT has put adapters into it.
     """
 
     def __init__(

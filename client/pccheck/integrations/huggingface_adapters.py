@@ -28,7 +28,8 @@ class Adapters:
             if not getattr(model, "peft_config", None):
                 raise
             self._attach(_chosen(model, optimizer))
-            LOG.warning(
+            log = LOG.warning if client.place[1] == 0 else LOG.info  # of one rank
+            log(
                 "PCcheck: checkpoints hold the adapters of this model (%s) and what else is "
                 "trained, without the base, which the script loads at each start: %s",
                 ", ".join(model.peft_config), error.message,
