@@ -51,6 +51,15 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
         "promises/test_p3_newest_wins.py::test_a_group_of_which_nothing_can_be_read_is_not_empty",
         "promises/test_p7_no_fresh_start.py::test_a_daemon_that_comes_late_does_not_look_empty",
     ),
+    "a stream resumes at another place from its second pass on (transformers)": (
+        "frameworks/test_hf_shapes.py::test_passes_whose_length_trainer_does_not_know_resume",
+    ),
+    "a save between evaluation and training has the weights of neither (schedule_free)": (
+        "frameworks/test_hf_shapes.py::test_what_moves_weights_at_a_step_fails_no_checkpoint",
+    ),
+    "a quantized base with adapters was saved and cannot be loaded (peft, bitsandbytes)": (
+        "frameworks/test_hf_shapes.py::test_adapters_are_saved_without_a_base_that_is_refused",
+    ),
     "loader and model are restored from different steps (torchtitan)": (
         "integration/test_loaders.py::test_losses_are_equal_bit_for_bit",
         "frameworks/test_lightning.py::test_a_killed_training_goes_on_bit_for_bit",

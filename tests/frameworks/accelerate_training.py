@@ -32,9 +32,10 @@ class Count:
 
 def run(
     socket: str = "", kill_at: int = 0, every: int = 2, stateful: bool = False,
-    seedable: bool = False, workers: int = 0,
+    seedable: bool = False, workers: int = 0, between: bool = False,
 ) -> None:  # fmt: skip
-    """Without a socket it trains without PCcheck."""
+    """Without a socket it trains without PCcheck. `between`: it saves after each micro-batch, and
+    ends after the first one of a step."""
     torch.manual_seed(5)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=ACCUMULATION,
@@ -80,8 +81,13 @@ def run(
                 step += 1
                 if client is not None and step % every == 0:
                     last = client.checkpoint(step=step)
-                if step == kill_at:
+                if step == kill_at and not between:
                     last.wait_global(60)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif client is not None and between:
+                client.checkpoint(step=step)
+                if step == kill_at:
+                    client.flush(60)
                     os.kill(os.getpid(), signal.SIGKILL)
     if client is not None:
         client.close()

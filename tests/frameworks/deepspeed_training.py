@@ -69,9 +69,11 @@ def run(
     folder: str, socket: str = "", stage: int = 1, half: bool = False, hidden: int = 16,
     kill_at: int = 0, every: int = 2, stop_at: int = 10_000, unnamed: bool = False,
     daemon: int = 0, load: dict[str, Any] | None = None, own: bool = False, closed: bool = False,
+    between: str = "",
 ) -> None:  # fmt: skip
     """Without a socket it saves DeepSpeed's own files. `load` has options of load_checkpoint(),
-    `own` calls checkpoint() without the engine, and `closed` closes the client."""
+    `own` calls checkpoint() without the engine, and `closed` closes the client. `between`: it also
+    saves after the first micro-batch of a step, and ends there; "chosen" sets the boundary."""
     alone = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.update({key: value for key, value in alone.items() if key not in os.environ})
     deepspeed.init_distributed("gloo", verbose=False)
@@ -104,6 +106,8 @@ def run(
         for batch in loader:
             given.batches += 1
             batch = batch.bfloat16() if half else batch
+            if between == "chosen":
+                engine.set_gradient_accumulation_boundary(given.batches % 2 == 0)
             loss = engine(batch).float().square().mean()
             engine.backward(loss)
             given.mean.mul_(0.9).add_(given.batches)  # not held back by engine.step()
@@ -113,12 +117,12 @@ def run(
             # DeepSpeed saves the buffers of rank 0 only.
             place += f" {buffers(engine)}" if rank == 0 else ""
             print(f"LOSS {step} {place} {loss.item().hex()}", flush=True)
-            if given.batches % 2:
+            if given.batches % 2 and not between:
                 continue
             if step % every == 0:
                 engine.save_checkpoint(folder, client_state={"given": given})
                 print(f"SAVE {step} {weights(engine)}", flush=True)
-            if step == kill_at:
+            if step == kill_at and bool(given.batches % 2) == bool(between):
                 if saved is not None and saved.checkpoint is not None:
                     saved.checkpoint.wait_global(60)
                 os.kill(os.getpid(), signal.SIGKILL)

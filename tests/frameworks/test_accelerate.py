@@ -13,6 +13,7 @@ import pytest
 from tests.frameworks.forked import Forks, printed
 from tests.support.daemon import Daemon
 
+SKIPS = "between the micro-batches of a step"
 EACH_WAY = pytest.mark.parametrize("stateful", [True, False], ids=["stateful", "skipping"])
 
 
@@ -37,7 +38,7 @@ def run(forks: Forks, daemon: Daemon, tmp_path: Path) -> Callable[..., list[str]
         told = printed(output)
         assert codes == [code] * ranks, "\n".join(told)
         assert not any("has no state" in line for line in told)  # its order is set by attach()
-        return [line for line in told if line.startswith(("FROM", "LOSS"))]
+        return [line for line in told if line.startswith(("FROM", "LOSS")) or SKIPS in line]
 
     return run
 
@@ -53,6 +54,19 @@ def test_a_killed_training_continues_with_the_same_numbers(
     assert killed == ["FROM 0", *plain[:10]]
     again = run(every=2, kill_at=9, stateful=stateful, code=-signal.SIGKILL)
     assert again == ["FROM 4", *plain[8:17]]
+    assert run(every=2, stateful=stateful) == ["FROM 8", *plain[15:]]
+
+
+@EACH_WAY
+def test_a_checkpoint_between_micro_batches_is_skipped_with_a_warning(
+    run: Callable[..., list[str]], stateful: bool
+) -> None:
+    """So a run that saves there, too, resumes from whole steps only."""
+    plain = run(with_daemon=False, stateful=stateful)
+    killed = run(every=2, kill_at=5, stateful=stateful, between=True, code=-signal.SIGKILL)
+    assert sum(SKIPS in line for line in killed) == 1
+    again = run(every=2, kill_at=8, stateful=stateful, between=True, code=-signal.SIGKILL)
+    assert [line for line in again if SKIPS not in line] == ["FROM 4", *plain[8:16]]
     assert run(every=2, stateful=stateful) == ["FROM 8", *plain[15:]]
 
 

@@ -70,6 +70,21 @@ def test_a_killed_training_continues_with_the_same_numbers(
     assert len(only("LOSS", plain[0])) > 20
 
 
+@pytest.mark.parametrize("between", ["counted", "chosen"])
+def test_a_checkpoint_between_micro_batches_is_skipped_with_a_warning(
+    run: Callable[..., list[list[str]]], tmp_path: Path, between: str
+) -> None:
+    """So a run that saves there, too, resumes from a whole step."""
+    plain = run(with_daemon=False, folder=str(tmp_path / "plain"), ranks=2, stage=2)
+    killed = run(kill_at=4, code=KILLED, ranks=2, stage=2, between=between)
+    for lines in killed:
+        assert sum("between the micro-batches of a step" in line for line in lines) == 1
+    resumed = run(ranks=2, stage=2)
+    for before, after in zip(plain, resumed, strict=True):
+        assert only("FROM", after)[0].startswith("FROM 4 /global_step4/")
+        assert only("LOSS", after) == only("LOSS", before)[8:]
+
+
 def test_a_checkpoint_is_that_of_its_step_although_it_is_copied_later(
     run: Callable[..., list[list[str]]], tmp_path: Path
 ) -> None:

@@ -5,18 +5,25 @@ done = client.restore()
 ...
 if accelerator.sync_gradients:
     client.checkpoint(step=step)
+
+Where a checkpoint is taken: where the script calls checkpoint(), and nowhere else. What may run
+after it is the script's own: a change of weights before the next optimizer.step() (an average that
+is swapped, optimizer.train() of a schedule-free one) needs client.gate(). accumulate() sets
+sync_gradients for each micro-batch, and optimizer.step() does nothing while it is False: a call
+then comes between two micro-batches, and is skipped.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate
 
 from pccheck.client import PCcheckClient
 from pccheck.state.attaching import Stateful
 from pccheck.state.rng import capture_rng, restore_rng
-from pccheck_wire.errors import UsageError
+from pccheck.warn import warn
+from pccheck_wire.errors import CheckpointFailedError, UsageError
 
 
 def attach(
@@ -29,7 +36,8 @@ def attach(
     loaders, and with use_stateful_dataloader=True their places in the data. Call it after
     `prepare()`, then `client.restore()`. With several processes, and models that are not sharded,
     the client should have replicated=True. Call `client.checkpoint(step=...)` only while
-    `accelerator.sync_gradients` is true: gradients are not saved.
+    `accelerator.sync_gradients` is true: gradients are not saved, so a call between two
+    micro-batches is skipped, with one warning.
 
     Args:
         loader: the prepared loader that training draws from; default the first one.
@@ -60,18 +68,20 @@ def attach(
         for one in loaders:
             _draw_again(one.base_dataloader)
     models = [accelerator.unwrap_model(model) for model in accelerator._models]
+    counters = _Counters(accelerator, first)
     things = {
         **_named("model", models),
         **_named("optimizer", [one.optimizer for one in accelerator._optimizers]),
         **_named("scheduler", [one.scheduler for one in accelerator._schedulers]),
         **_named("custom", accelerator._custom_objects),
-        "accelerator": _Counters(accelerator, first),
+        "accelerator": counters,
     }
     if accelerator.scaler is not None:
         things["scaler"] = accelerator.scaler
     if accelerator.use_stateful_dataloader:
         things |= _named("data", loaders)  # not `loader`: client.restore() would set generators
     client.attach(rng=True, **(things | more))
+    counters.attached = True
 
 
 def skip_first_batches(loader: Any, num_batches: int) -> Any:
@@ -203,8 +213,12 @@ class _Counters:
         self._loaders = accelerator._dataloaders
         self._first = first
         self._epoch = _Epoch(first) if first is not None else None
+        self._warned = False
+        self.attached = False  # attach() itself may be called at any time
 
     def state_dict(self) -> dict[str, Any]:
+        if self.attached and not self._accelerator.sync_gradients:
+            self._skip()
         return {
             "step": self._accelerator.step,
             "epochs": [loader.iteration + self._is_over(loader) for loader in self._loaders],
@@ -213,6 +227,15 @@ class _Counters:
             "rng": capture_rng(),
             "rank": self._rank,
         }
+
+    def _skip(self) -> NoReturn:
+        """Raises CheckpointFailedError, with one warning: the step is not over."""
+        what = "checkpoint() was called between the micro-batches of a step, whose gradients"
+        then = "call it only while accelerator.sync_gradients is true"
+        if not self._warned:
+            warn(f"{what} no checkpoint has, and is skipped: {then}. Training continues")
+        self._warned = True
+        raise CheckpointFailedError(f"{what} no checkpoint has", hint=then)
 
     @property
     def _rank(self) -> list[int]:

@@ -7,6 +7,14 @@
     engine.save_checkpoint("checkpoints")  # returns at once; the next update waits for the copy
 
 See docs/frameworks.md. Tested with DeepSpeed 0.19.8.
+
+Where a checkpoint is taken: in save_checkpoint(), which the script calls after engine.step(), and
+nowhere else. What may run after it, until the next update: whatever the script does; `commit`,
+which the engine calls right before an update, waits for the copy, and buffers and the tensors of
+`client_state` are copied at once. The engine has an update in every step() that ends an
+accumulation (gradient_accumulation_steps, or set_gradient_accumulation_boundary()). A call of
+save_checkpoint() before that comes between two micro-batches, whose gradients no checkpoint has: it
+is skipped.
 """
 
 from __future__ import annotations
@@ -103,7 +111,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         hint = "name it, in the run that saves too: install(engine, classes=[...])"
         self._objects = Objects((*_OWN, *classes), hint)
         self._info: CheckpointCommitInfo | None = None
-        self._saving = False
+        self._saving = self._skipped = False
         self._source: Source | None = None
         self._state = State(engine.module)
         self.client.attach(rng=True, loader=loader, deepspeed=self._state)
@@ -117,7 +125,17 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
     def save_checkpoint(
         self, save_dir: str, tag: object = None, *arguments: Any, **options: Any
     ) -> bool:
-        """DeepSpeed's save_checkpoint(). Nothing but the directory is made in `save_dir`."""
+        """DeepSpeed's save_checkpoint(). Nothing but the directory is made in `save_dir`. Between
+        two micro-batches it saves nothing, warns once, and returns False."""
+        if self._is_between():
+            if not self._skipped:
+                warn(
+                    "save_checkpoint() was called between the micro-batches of a step, whose "
+                    "gradients no checkpoint has, and is skipped: call it after the engine.step() "
+                    "that ends an accumulation. Training continues"
+                )
+            self._skipped = True
+            return False
         self._saving, self._info = True, None
         try:
             done = bool(self._save(save_dir, tag, *arguments, **options))
@@ -135,6 +153,16 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         finally:
             self._saving = False
             self._state.files = {}
+
+    def _is_between(self) -> bool:
+        """Whether gradients of this step are there, on every rank alike."""
+        engine = self._engine
+        chosen = engine._is_gradient_accumulation_boundary  # by the script; None: by counting
+        if chosen is not None:
+            return not chosen
+        if not engine.managed_gradient_accumulation():  # each step() is an update
+            return False
+        return bool(engine.micro_steps % engine.gradient_accumulation_steps())
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         if not self._saving or self._info is None:  # the folder of a tag would stay empty

@@ -2,32 +2,59 @@
 
 Trainer reads its counters from a directory. All else is restored in place, after Trainer has made
 it.
+
+Where a checkpoint is taken, and what may still run after it. Trainer calls the callbacks of an
+event one after another, so a place in their list is not enough: `_surrounded` calls PCcheckCallback
+once more when all callbacks have had the event, in whatever order they were added.
+
+- on_step_begin, after all callbacks. Before it, of the step before: on_optimizer_step, on_step_end,
+  on_log, on_evaluate, on_save, on_epoch_end; and of this one: on_epoch_begin, on_step_begin. After
+  it nothing of the user's until forward: Trainer puts the model and a schedule-free optimizer into
+  their modes of training, which may change weights, and the callback has done that before. Gradient
+  accumulation: Trainer has the event once for an update, before its first micro-batch;
+  on_substep_end comes later, and saves nothing.
+- on_train_end, after all callbacks. After it: what the script does when train() has returned.
+
+A resumed run has on_epoch_begin and on_step_begin a second time. So they get the random numbers
+that they had before, and afterwards the state is restored once more. Callbacks that act between
+on_step_begin and the update (on_substep_end, on_pre_optimizer_step) may change weights: the gate
+comes before them.
 """
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.trainer_utils import has_length
 
 from pccheck.client import PCcheckClient
-from pccheck.state.rng import capture_rng, restore_rng
+from pccheck.state.rng import capture_packed, capture_rng, restore_rng
 from pccheck.warn import warn
-from pccheck_wire.errors import DamagedError, UsageError
+from pccheck_wire.errors import DamagedError, UnsupportedStateError, UsageError
 
 from .growing import GrowingLog, text_of
+from .huggingface_adapters import Adapters
+
+#: Between the restore and the place where the checkpoint was taken.
+_AGAIN = ("on_train_begin", "on_epoch_begin", "on_step_begin")
+#: Between that place and the update.
+_DURING = ("on_substep_end", "on_pre_optimizer_step")
 
 
 class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
     """Saves a checkpoint with PCcheck every `every_n_steps` optimizer steps, and at the end.
 
-    A checkpoint is taken when the next step begins: what evaluation and other callbacks did after
-    the step before (metrics, weights, random numbers) is part of it, in whatever order they run.
+    A checkpoint is taken when the next step begins: what evaluation and all other callbacks did up
+    to there (metrics, weights, random numbers) is part of it, in whatever order they run.
 
     Args:
         every_n_steps: optimizer steps from one checkpoint to the next, counted by `global_step`.
@@ -36,7 +63,9 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             training ends. With several ranks that client has replicated=True, unless the model is
             sharded (FSDP).
 
-    Raises UsageError; with DeepSpeed, whose state it cannot save, when training begins.
+    Raises UsageError. When training begins: UsageError with DeepSpeed, whose state it cannot save,
+    and as PCcheckClient.attach does. A model that attach() refuses is attached without its base if
+    PEFT has put adapters into it.
     """
 
     def __init__(
@@ -62,8 +91,9 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         self._given = client
         self._client = client
         self._counters = _Counters()
+        self._model: Adapters | None = None
         self._resumption: _Resumption | None = None
-        self._generators: dict[str, Any] | None = None  # of the first step after a resume
+        self._generators: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self._last = 0  # the newest step that needs no checkpoint
 
     def _resume(self, trainer: Any, step: int | None) -> str | None:
@@ -76,29 +106,36 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         found = client.restore(step, only=["trainer"])
         if not found:
             return None
-        self._resumption = _Resumption(found.step, step, self._counters.text)
+        place = self._counters.place_for(trainer.args)
+        self._resumption = _Resumption(found.step, step, self._counters.text, place)
         self._resumption.pass_by(trainer)
+        self._resumption.begin_at_place(trainer)
         return self._resumption.path
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None,
-        lr_scheduler: Any = None, **_more: Any,
+        lr_scheduler: Any = None, train_dataloader: Any = None, **_more: Any,
     ) -> None:  # fmt: skip
         self._counters.state = state
         client = self._open(args)
-        client.attach(model=model, optimizer=optimizer, scheduler=lr_scheduler, rng=True)
+        self._model = Adapters(client, model, optimizer)
+        client.attach(optimizer=optimizer, scheduler=lr_scheduler, rng=True)
         client.attach(trainer=self._counters)
         scaler = getattr(optimizer, "scaler", None)  # of an AcceleratedOptimizer
         if scaler is not None:
             client.attach(scaler=scaler)
         self._last, self._generators = state.global_step, None
+        place = _by_trainer(args, state, train_dataloader)
         resumption = self._resumption
         if resumption is not None and state.global_step == resumption.step:
+            _into_training(model, optimizer)
             done = client.restore(resumption.asked)
             resumption.require(done.step)
-            if self._counters.rank != args.process_index:  # this rank is new
-                self._counters.epoch_rng = None
+            place = resumption.place or place
             self._generators = capture_rng()
+            if self._counters.rank != args.process_index:  # this rank is new
+                noted = self._counters.generators
+                self._counters.generators = dict.fromkeys(noted, self._generators)
         elif resumption is not None:
             warn(
                 f"training begins at step {state.global_step}, although pccheck_resume() found a "
@@ -108,34 +145,73 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         elif state.global_step:  # from a checkpoint of Trainer's own
             client.adopt()
         self._counters.rank = args.process_index
+        self._counters.enter(args, place)
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        """The generators as they were when this epoch began: samplers may draw its order from
-        them."""
-        if self._generators is not None:
-            before = self._counters.epoch_rng
-            restore_rng(before or self._generators)
-            if before is None:  # saved between two epochs
-                self._generators = None
-        self._counters.epoch_rng = capture_rng()
+    def _before(self, event: str, args: Any, state: Any, handler: Any) -> None:
+        """Before the first callback has an event."""
+        if event == "on_epoch_begin":
+            if self._counters.begin_pass():  # the resumed pass had no rows left
+                self._leave_resumed()
+            self._at("before on_epoch_begin")
+        elif event == "on_step_begin" and (self._is_due(state) or self._generators is not None):
+            self._at("before on_step_begin")
+        elif event in _DURING and self._client is not None and _act(handler.callbacks, event):
+            self._client.gate()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
-        """At this point Trainer has drawn the batches of the step."""
+    def _after(self, event: str, args: Any, state: Any, control: Any, handler: Any) -> None:
+        """After the last callback had an event."""
+        if event == "on_epoch_begin":
+            self._at("on_epoch_begin")  # samplers may draw the order of the data from them
+        elif event == "on_step_begin" and self._generators is not None:
+            _into_training(handler.model, handler.optimizer)
+            self._resumed(args, handler)
+        elif event == "on_step_begin" and self._is_due(state):
+            _into_training(handler.model, handler.optimizer)
+            self._save(state)
+        elif event == "on_train_end":
+            self._counters.end(
+                is_whole=control.should_epoch_stop or float(state.epoch or 0) % 1 == 0
+            )
+            self._end(args, state)
+
+    def _at(self, moment: str) -> None:
+        """Notes the generators for the next checkpoint. After a resume it sets them as they were at
+        this moment, until the checkpoint was taken."""
+        noted = self._counters.generators
+        if self._generators is not None and moment in noted:
+            restore_rng(noted[moment])
+            return
+        self._leave_resumed()
+        noted[moment] = capture_packed()
+
+    def _leave_resumed(self) -> None:
+        """Where the checkpoint was taken: from here on all is as in the run before."""
         if self._generators is not None:
             restore_rng(self._generators)
             self._generators = None
-        if state.global_step % self.every_n_steps == 0:
-            self._save(state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:
+    def _resumed(self, args: Any, handler: Any) -> None:
+        """Where the checkpoint was taken. Callbacks had these events before it, too, and have now
+        changed again what was restored."""
+        assert self._client is not None and self._resumption is not None
+        ran = args.eval_on_start or _act(handler.callbacks, *_AGAIN)
+        if ran and not self._client.closed:
+            self._client.restore(self._resumption.step, only=("model", "optimizer", "scheduler"))
+        self._leave_resumed()
+
+    def _is_due(self, state: Any) -> bool:
+        step = state.global_step
+        return bool(step % self.every_n_steps == 0 and step != self._last)
+
+    def _end(self, args: Any, state: Any) -> None:
         """Saves the last step, unless Trainer has loaded the weights of the best one."""
-        if float(state.epoch or 0).is_integer():
-            self._counters.epoch_rng = None
         if not (args.load_best_model_at_end and state.best_model_checkpoint):
             self._save(state)
         if self._client is not None and self._given is None:
             self._client.close()
             self._client = None
+        elif self._client is not None:  # the script may change the model as soon as train() returns
+            self._client.gate()
         self._resumption = None
 
     def _open(self, args: Any) -> PCcheckClient:
@@ -156,14 +232,84 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         if self._client is None or state.global_step == self._last:
             return
         self._last = state.global_step
+        without = f"training continues WITHOUT checkpoints from step {self._last} on"
         try:
-            self._client.checkpoint(step=state.global_step)
+            assert self._model is not None
+            self._model.refresh()
+            self._client.checkpoint(step=self._last)
         except UsageError as error:  # it was closed by the user, or by a newer client
-            warn(
-                f"training continues WITHOUT checkpoints from step {state.global_step} on: "
-                f"{error.message}. Make one client for this job: PCcheckCallback(client=client)"
+            self._stop(
+                f"{without}: {error.message}. Make one client for this job: "
+                "PCcheckCallback(client=client)"
             )
-            self._client = None
+        except UnsupportedStateError as error:  # of the first checkpoint
+            self._stop(
+                f"{without}, because {error.message}. Remove PCcheckCallback, and use Trainer's "
+                'own checkpoints: TrainingArguments(save_strategy="steps")'
+            )
+
+    def _stop(self, why: str) -> None:
+        """The run continues, and saves nothing more."""
+        warn(why)
+        if self._client is not None and self._given is None:
+            self._client.close()
+        self._client = None
+
+
+def _surrounded(call_event: Callable[..., Any]) -> Callable[..., Any]:
+    """Trainer's call of an event: the callback of PCcheck acts before and after all others, also
+    those that were added behind it."""
+
+    @functools.wraps(call_event)
+    def call(self: Any, event: str, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        ours = [one for one in self.callbacks if isinstance(one, PCcheckCallback)]
+        for one in ours:
+            one._before(event, args, state, self)
+        control = call_event(self, event, args, state, control, **more)
+        for one in ours:
+            one._after(event, args, state, control, self)
+        return control
+
+    return call
+
+
+CallbackHandler.call_event = _surrounded(CallbackHandler.call_event)
+
+
+def _into_training(model: Any, optimizer: Any) -> None:
+    """What Trainer does as a step begins. Afterwards nothing but the optimizer's step changes
+    weights: schedule-free optimizers exchange them here, and modules that merge others into them
+    for evaluation take them apart."""
+    if any(type(one).train is not torch.nn.Module.train for one in model.modules()):
+        model.train()
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+
+
+def _act(callbacks: list[Any], *events: str) -> bool:
+    """Whether a callback of the user's does something at one of these events."""
+    return any(
+        getattr(getattr(one, event), "__func__", None) is not getattr(TrainerCallback, event)
+        for one in callbacks
+        if not (
+            isinstance(one, PCcheckCallback) or type(one).__module__.startswith("transformers.")
+        )
+        for event in events
+    )
+
+
+def _by_trainer(args: Any, state: Any, loader: Any) -> tuple[int, int]:
+    """How many passes over the data Trainer counts, and how many updates in the next one."""
+    updates = state.max_steps
+    if has_length(loader):
+        updates = max(-(-len(loader) // args.gradient_accumulation_steps), 1)
+    passes, rest = divmod(state.global_step, updates)
+    return passes, rest
+
+
+def _shape(args: Any) -> list[int]:
+    """What an update takes from the data."""
+    return [args.gradient_accumulation_steps, args.train_batch_size, args.world_size]
 
 
 def pccheck_resume(trainer: Any, step: int | None = None) -> str | None:
@@ -184,23 +330,66 @@ def pccheck_resume(trainer: Any, step: int | None = None) -> str | None:
 
 
 class _Counters:
-    """Trainer's own state (counters, logs, metrics), and the generators at the epoch's beginning;
-    attached like any other object with a state."""
+    """Trainer's own state (counters, logs, metrics), the place in the data, and the generators at
+    moments before the checkpoint, by name; attached like any other object with a state."""
 
     def __init__(self) -> None:
         self.state: Any = None
         self.trainer: Any = lambda: None
         self.text = ""  # of the checkpoint that was restored
+        self.place: dict[str, Any] = {}  # likewise
         self._log = GrowingLog("log_history")
         self.rank = 0
-        self.epoch_rng: dict[str, Any] | None = None
+        self.generators: dict[str, dict[str, Any]] = {}
+        self._shape: list[int] = []
+        self._passes = 0  # over the data, before the one of now
+        self._began = 0  # the step at which this pass began
+        self._is_inside = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self._as_text(), "rank": self.rank, "epoch_rng": self.epoch_rng}
+        updates = self.state.global_step - self._began if self.state else 0
+        place = {"passes": self._passes, "updates": updates, "shape": self._shape}
+        return {
+            "state": self._as_text(), "rank": self.rank, "generators": self.generators,
+            "place": place,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.text, self.rank = text_of(state["state"]), state["rank"]
-        self.epoch_rng = state["epoch_rng"]
+        self.generators, self.place = state["generators"], state["place"]
+
+    def enter(self, args: Any, place: tuple[int, int]) -> None:
+        """Training begins there: after so many passes over the data, and updates of the next."""
+        self._shape = _shape(args)
+        self._passes, self._began = place[0], self.state.global_step - place[1]
+        self._is_inside = False
+
+    def begin_pass(self) -> bool:
+        """Whether training was in another pass before."""
+        if self._is_inside:
+            self._passes, self._began = self._passes + 1, self.state.global_step
+        was_inside, self._is_inside = self._is_inside, True
+        return was_inside
+
+    def end(self, *, is_whole: bool) -> None:
+        """Training has ended, perhaps in the middle of a pass; no step has begun since."""
+        self.generators.pop("before on_step_begin", None)
+        if is_whole and self._is_inside:
+            self.begin_pass()
+            self.generators = {}
+
+    def place_for(self, args: Any) -> tuple[int, int] | None:
+        """How many passes and updates of the next pass the checkpoint has had. Not what Trainer
+        makes of `global_step`: Trainer does not know the length of a stream, nor of an epoch that
+        was stopped. None, with a warning, when an update takes another number of rows now."""
+        if self.place["shape"] == _shape(args):
+            return self.place["passes"], self.place["updates"]
+        warn(
+            "another number of ranks, batch size or gradient_accumulation_steps than in the run "
+            "that is resumed: Trainer finds its place in the data from global_step, so rows are "
+            "left out or repeated in this epoch"
+        )
+        return None
 
     def _as_text(self) -> str | dict[str, Any]:
         """As Trainer writes it beside a checkpoint of its own; see `text_of`."""
@@ -220,13 +409,15 @@ class _Counters:
 class _Resumption:
     """A directory with Trainer's counters, for one `train()`. Removed with this object."""
 
-    def __init__(self, step: int, asked: int | None, text: str) -> None:
-        self.step, self.asked = step, asked
+    def __init__(
+        self, step: int, asked: int | None, text: str, place: tuple[int, int] | None
+    ) -> None:
+        self.step, self.asked, self.place = step, asked, place
         self._folder = tempfile.TemporaryDirectory(prefix="pccheck-")
-        place = Path(self._folder.name) / f"checkpoint-{step}"
-        place.mkdir()
-        (place / "trainer_state.json").write_text(text, encoding="utf-8")
-        self.path = str(place)
+        folder = Path(self._folder.name) / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(text, encoding="utf-8")
+        self.path = str(folder)
 
     def pass_by(self, trainer: Any) -> None:
         """Lets Trainer load no weights from this directory. Other paths are loaded as before."""
@@ -237,6 +428,20 @@ class _Resumption:
                 load(resume_from_checkpoint, model)
 
         trainer._load_from_checkpoint = unless_ours
+
+    def begin_at_place(self, trainer: Any) -> None:
+        """Lets Trainer begin at the checkpoint's place in the data."""
+        begin, path, place = trainer._init_training_state, self.path, self.place
+
+        def here(
+            max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
+        ) -> Any:
+            found = begin(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
+            if resume_from_checkpoint != path or place is None or trainer.args.ignore_data_skip:
+                return found
+            return place[0], place[1] * trainer.args.gradient_accumulation_steps
+
+        trainer._init_training_state = here
 
     def require(self, step: int) -> None:
         """Raises DamagedError for a step that is not that of Trainer's counters."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pccheck_wire import tree
-from pccheck_wire.errors import UnsupportedStateError
+from pccheck_wire.errors import PccheckError, UnsupportedStateError
 
 from .changes import Reading, Tensors
 from .devices import HOST
@@ -112,9 +112,11 @@ def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
 
 
 def _state_of(name: str, thing: Any) -> object:
-    """Raises UnsupportedStateError."""
+    """Raises UnsupportedStateError, or the error of an integration that refuses this moment."""
     try:
         return thing.state_dict()
+    except PccheckError:
+        raise
     except Exception as error:  # the user's code must not end training
         raise UnsupportedStateError(
             f"{name}: its state_dict() fails: {in_words(error)}",

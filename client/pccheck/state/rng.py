@@ -28,24 +28,30 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def captured_node() -> tree.Node:
-    """The node of what capture_rng returns, with the numbers of each generator as bytes: tensors
-    would need extents of their own, made again for each checkpoint."""
+def capture_packed() -> dict[str, Any]:
+    """What capture_rng returns, with the numbers of each generator as bytes: tensors would need
+    extents of their own, made again for each checkpoint."""
     state = capture_rng()
     version, numbers, gauss = state["python"]
     name, keys, *rest = state["numpy"]
-    items: list[tuple[tree.Node, tree.Node]] = [
-        ("python", _tuple(version, struct.pack(f"<{len(numbers)}I", *numbers), gauss)),
-        ("numpy", _tuple(name, keys.tobytes(), *rest)),
-        ("torch", _bytes(state["torch"])),
-    ]
+    packed: dict[str, Any] = {
+        "python": (version, struct.pack(f"<{len(numbers)}I", *numbers), gauss),
+        "numpy": (name, keys.tobytes(), *rest),
+        "torch": _bytes(state["torch"]),
+    }
     if "cuda" in state:
-        items.append(("cuda", tree.Sequence(tree.Tag.LIST, list(map(_bytes, state["cuda"])))))
+        packed["cuda"] = list(map(_bytes, state["cuda"]))
+    return packed
+
+
+def captured_node() -> tree.Node:
+    """The node of what capture_packed returns."""
+    tags: dict[type, tree.Tag] = {tuple: tree.Tag.TUPLE, list: tree.Tag.LIST}
+    items: list[tuple[tree.Node, tree.Node]] = [
+        (name, value if isinstance(value, bytes) else tree.Sequence(tags[type(value)], [*value]))
+        for name, value in capture_packed().items()
+    ]
     return tree.Mapping(tree.Tag.DICT, items)
-
-
-def _tuple(*items: tree.Node) -> tree.Node:
-    return tree.Sequence(tree.Tag.TUPLE, list(items))
 
 
 def _bytes(state: torch.Tensor) -> bytes:
