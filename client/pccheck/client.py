@@ -257,12 +257,12 @@ class PCcheckClient:
         tensors fails that checkpoint with one warning, and later calls wait. torch counts such
         changes, but not changes through `.data`, NumPy and some fused kernels: then the checkpoint
         mixes two steps. Frozen parameters are read in the background, too. Between `checkpoint()`
-        and that step tensors may be replaced; before a storage is resized, call `gate()`, or memory
-        is freed under the copy. GPU memory that was part of a checkpoint is kept until the next
-        one, or `close()`. Attach before a CUDA graph with the step is recorded, or use
-        gate="manual". A name that is attached again is replaced. Raises UsageError for what has no
-        state, or whose state_dict() fails in the call made here; UnsupportedStateError by path for
-        a value that cannot be stored.
+        and that step tensors may be replaced. Call `gate()` before the memory of one is freed or
+        moved (`resize_()`, `share_memory_()`), or that checkpoint fails. GPU memory that was part
+        of a checkpoint is kept until the next one, or `close()`. Attach before a CUDA graph with
+        the step is recorded, or use gate="manual". A name that is attached again is replaced.
+        Raises UsageError for what has no state, or whose state_dict() fails in the call made here;
+        UnsupportedStateError by path for a value that cannot be stored.
         """
         if unnamed:  # an old habit from torch.save(model)
             kinds = ", ".join(kind.__name__ for kind in map(type, unnamed))

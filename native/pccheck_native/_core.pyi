@@ -336,7 +336,8 @@ class LinkState(NamedTuple):
     newer: int  # of a superseded one: the sequence that is durable instead; 0: not known
     source_read: bool
     error: int  # why the link itself gave it up: 0 or a negative code
-    error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE"
+    error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE", "EFAULT" (of memory)
+    fault: int  # the address of memory that could not be read; 0: all could
 
 @final
 class Link:

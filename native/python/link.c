@@ -81,9 +81,9 @@ static PyObject *link_state(PyObject *self, PyObject *number)
     if (result < 0)
         return pcc_py_done(self, result);
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_LINK_STATE,
-                         Py_BuildValue("(IIKKNis)", now.word, now.outcome, now.sequence, now.newer,
+                         Py_BuildValue("(IIKKNisK)", now.word, now.outcome, now.sequence, now.newer,
                                        PyBool_FromLong(now.source_read), now.error,
-                                       now.error ? pcc_error_name(now.error) : ""));
+                                       now.error ? pcc_error_name(now.error) : "", now.fault));
 }
 
 /* -- saving ------------------------------------------------------------------------------------ */

@@ -4,7 +4,6 @@
 #include <sys/wait.h>
 
 #include "engine_fixture.h"
-#include "io/pcc_guard.h"
 
 static void *store_beyond_the_end(void *argument)
 {
@@ -20,12 +19,7 @@ static void *store_beyond_the_end(void *argument)
     return NULL;
 }
 
-static void copy_bytes(void *to, const void *from, uint64_t length)
-{
-    memcpy(to, from, length);
-}
-
-/* Once for each engine, on this thread and on one that blocks every signal. */
+/* Once for each engine, on this thread and on one of ours, which blocks other signals. */
 static void test_a_page_that_is_gone_is_an_error(void)
 {
     for (uint32_t engine = PCC_IO_MMAP; engine <= PCC_IO_PMEM; engine++) {
@@ -40,24 +34,6 @@ static void test_a_page_that_is_gone_is_an_error(void)
         CHECK_EQUAL(pcc_io_flush(io), 0);
         pcc_io_close(io);
     }
-}
-
-/* Not even the first page is populated by anyone: the guard alone. */
-static void test_the_guard_alone(void)
-{
-    const int fd = fresh_file();
-    uint8_t *bytes = memory(MIB, 8);
-    uint8_t *map = mmap(NULL, FILE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-
-    CHECK(map != MAP_FAILED);
-    CHECK_EQUAL(truncate(path, (off_t)MIB / 2), 0);
-    CHECK_EQUAL(pcc_guard_copy(copy_bytes, map, bytes, MIB), -EIO);
-    CHECK_EQUAL(pcc_guard_copy(copy_bytes, bytes, map + MIB, 4096), -EIO);
-    CHECK_EQUAL(pcc_guard_copy(copy_bytes, map, bytes + 4096, MIB / 2), 0);
-    CHECK(memcmp(map, bytes + 4096, MIB / 2) == 0);
-    CHECK_EQUAL(munmap(map, FILE_BYTES), 0);
-    (void)close(fd);
-    free(bytes);
 }
 
 static void exit_with_3(int number)
@@ -92,7 +68,6 @@ int main(void)
 {
     make_directory();
     RUN(test_a_page_that_is_gone_is_an_error);
-    RUN(test_the_guard_alone);
     RUN(test_other_bus_errors_are_not_ours);
     remove_directory();
     return 0;

@@ -22,6 +22,7 @@ class FakeLink:
         self.words: dict[int, int] = {}
         self.outcomes: dict[int, int] = {}
         self.errors: dict[int, str] = {}
+        self.faults: dict[int, int] = {}
         self.read: set[int] = set()
         self.provisional: set[int] = set()
         self.offered: dict[int, int] = {}
@@ -131,7 +132,7 @@ class FakeLink:
         return SimpleNamespace(
             word=self.words[snapshot], outcome=self.outcomes.get(snapshot, 0), sequence=0,
             newer=0, source_read=snapshot in self.read, error=0,
-            error_name=self.errors.get(snapshot, ""),
+            error_name=self.errors.get(snapshot, ""), fault=self.faults.get(snapshot, 0),
         )  # fmt: skip
 
     # -- what a real link and daemon would do by themselves

@@ -792,7 +792,7 @@ WORDS: dict[str, str] = {
     "handle skipped": (
         "checkpoint of step 5 was skipped: no space left in /data (raise --max-storage)"
     ),
-    "GPU copy": ("its GPU tensors could not be copied (EIO); see nvidia-smi and dmesg"),
+    "GPU copy": ("its tensors could not be copied (EIO); for a GPU see nvidia-smi and dmesg"),
     "restore before attach": (
         "restore() was called before attach(): nothing to restore into (call "
         "attach(model=..., optimizer=...) first)"

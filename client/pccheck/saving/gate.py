@@ -33,8 +33,13 @@ class _Pending:
     def devices(self) -> tuple[int, ...]:
         return self.part.devices if self.part else ()
 
+    def look(self) -> None:
+        """For the training thread, before it waits: a copy that is of no use ends at once."""
+        if self.checkpoint.verdict is not None and not self.read():
+            self.checkpoint.verdict.fail_if_moved()
+
     def give_verdict(self) -> None:
-        """For the training thread, before it waits: changes are held back from now on."""
+        """For the training thread, after it has waited."""
         if self.checkpoint.verdict is not None:
             self.checkpoint.verdict.give()
 
@@ -152,13 +157,14 @@ class Gate:
         waiting = list(self._pending)
         try:
             for item in waiting:
-                item.give_verdict()
+                item.look()
             while waiting:
                 item = waiting[0]
                 in_streams = bool(item.devices) and not on_cpu
                 in_time, deadline_ns = self._wait(item, deadline_ns, in_streams=in_streams)
                 if not in_time:
                     self._expire(item)
+                item.give_verdict()
                 waiting.pop(0)
         except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
             for item in waiting:

@@ -40,6 +40,7 @@ _SAFE = frozenset((CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointSt
 NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
 FINAL = _SAFE | NOT_SAVED
 TIMED_OUT = "ETIMEDOUT"
+UNREADABLE = "EFAULT"
 _LOST = "the daemon ended before the checkpoint was durable"
 _FORKED = "only the parent of a forked process learns how the checkpoint ends"
 _UNTOLD = "the daemon ended before it gave the reason"
@@ -93,7 +94,9 @@ def abandoned_because(name: str) -> str:
     """The reason of a checkpoint that the link abandoned by itself."""
     if name == TIMED_OUT:
         return "abandoned: it was not copied within stall_limit_s, and a GPU stream waited for it"
-    return f"its GPU tensors could not be copied ({name}); see nvidia-smi and dmesg"
+    if name == UNREADABLE:  # until the verdict says which
+        return "abandoned: memory of a tensor was freed or moved while it was copied"
+    return f"its tensors could not be copied ({name}); for a GPU see nvidia-smi and dmesg"
 
 
 class InFlight:

@@ -13,7 +13,7 @@ from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked
-from pccheck.state.changes import Moved, Reading
+from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
@@ -106,6 +106,8 @@ class Planner:
     def moved(self, moved: Moved) -> None:
         """A tensor was changed while it was read, without a gate: from now on it is read before
         checkpoint() returns. Any thread."""
+        if moved.what == LOST:
+            return  # it would be as lost then
         if moved.loose:
             self._loose |= {moved.loose}
         else:

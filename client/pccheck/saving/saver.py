@@ -13,7 +13,7 @@ from pccheck.daemon.session import Session
 from pccheck.job.steps import Steps
 from pccheck.options import Options
 from pccheck.state import devices
-from pccheck.state.changes import Moved
+from pccheck.state.changes import LOST, Moved, path_at
 from pccheck.state.plan import Snapshot
 from pccheck.warn import Warner
 from pccheck_native import SNAPSHOTS, Link, NativeError
@@ -21,6 +21,7 @@ from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     DeviceError,
+    PccheckError,
     RefusedError,
     WaitTimeoutError,
 )
@@ -29,7 +30,7 @@ from pccheck_wire.messages import Begin, CheckpointState
 from .exposure import Exposure, Handover
 from .failures import INTERRUPTED, REPORTED, Failures
 from .gate import Breaker, Gate, abandon, overdue
-from .in_flight import FINAL, NOT_SAVED, Durable, InFlight
+from .in_flight import FINAL, NOT_SAVED, Durable, InFlight, entry_of
 from .verdict import LateVerdicts, Verdict
 
 _NUMBER = attrgetter("snapshot")
@@ -142,6 +143,8 @@ class Saver:
                 self._unfinished.remove(checkpoint)
             if isinstance(error, NativeError):
                 raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
+            if isinstance(error, OSError) and error.errno == errno.EFAULT:
+                raise _lost(connection, number, snapshot) from error
             raise
         return checkpoint
 
@@ -325,17 +328,11 @@ class Saver:
         """Reports tensors that were changed while they were read. Training thread only."""
         while self._moved:
             step, moved = self._moved.pop(0)
-            what = f"the frozen parameters of {moved.loose}" if moved.loose else "the whole state"
-            text = (
-                f"checkpoint of step {step} failed: {moved.path} was changed while it was read, "
-                f"outside of an attached optimizer's step. From now on checkpoint() returns only "
-                f"after reading {what}. To keep training meanwhile, call gate() before such a "
-                "change, or attach the optimizer that makes it"
-            )
+            text = f"checkpoint of step {step} failed: {_told(moved)}"
             if self._raises:
                 self._to_raise.append(CheckpointFailedError(text))
             else:
-                self._warner.once("moved", text)
+                self._warner.once("lost" if moved.what == LOST else "moved", text)
 
     def leave(self) -> None:
         """Call it when the connection has ended or is about to be closed."""
@@ -411,11 +408,32 @@ class Saver:
             self._warner.once("drain", ". ".join(told))
 
 
+def _told(moved: Moved) -> str:
+    if moved.what == LOST:
+        return (
+            f"{moved.path} {moved.what}. Copy it into memory of its own (tensor.clone()), or write "
+            "a new file instead of into the one that is mapped"
+        )
+    what = f"the frozen parameters of {moved.loose}" if moved.loose else "the whole state"
+    return (
+        f"{moved.path} {moved.what} while it was read, outside of an attached optimizer's step. "
+        f"From now on checkpoint() returns only after reading {what}. To keep training meanwhile, "
+        "call gate() before such a change, or attach the optimizer that makes it"
+    )
+
+
 def _too_many() -> CheckpointFailedError:
     return CheckpointFailedError(
         f"{SNAPSHOTS} checkpoints are in flight, and no more fit",
         hint="save less often, or see what delays the oldest one: pccheckctl status",
     )
+
+
+def _lost(connection: Connection, number: int, snapshot: Snapshot) -> PccheckError:
+    """Why memory that is copied at once could not be read."""
+    now = entry_of(connection, number)
+    path = path_at(snapshot.views, now.fault) if now is not None else ""
+    return PccheckError(_told(Moved(path or "a tensor of the state", "", LOST)))
 
 
 def _request(connection: Connection, number: int) -> None:

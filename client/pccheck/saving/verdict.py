@@ -1,4 +1,5 @@
-"""Detects tensors that were changed while a snapshot was still read, without passing a gate.
+"""Detects tensors that were changed, freed or moved while a snapshot was still read, without
+passing a gate.
 
 torch counts the in-place changes of every tensor (`_version`). The counts are taken in
 `checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
@@ -6,7 +7,9 @@ further changes back. The last chunk of the snapshot waits for that verdict (`Li
 that the daemon never accepts a snapshot with tensors of two steps.
 
 torch counts a change when its operation has ended. So equal counts prove something only where the
-training thread runs no such operation: in a gate, or in another call of this client. For a trainer
+training thread runs no such operation: in a gate, or in another call of this client. Memory may be
+freed by any thread (a queue's feeder shares what is sent), so the addresses are compared when all
+was read, also in a gate. For a trainer
 that makes no call for a while (a long step, an idle notebook) a thread compares, too: when
 everything was read, and again after more time than an earlier operation could still take.
 """
@@ -20,10 +23,10 @@ import time
 from collections.abc import Callable
 
 from pccheck.daemon.connection import Connection
-from pccheck.state.changes import Moved, Reading
+from pccheck.state.changes import LOST, Moved, Reading
 from pccheck_wire.messages import CheckpointState
 
-from .in_flight import FOREVER_NS, InFlight, entry_of
+from .in_flight import FOREVER_NS, UNREADABLE, InFlight, entry_of
 
 #: An operation that changes tensors in place ends within this time, plus the time for the state's
 #: bytes at this rate, on a busy machine, too.
@@ -56,26 +59,36 @@ class Verdict:
         self._lock = threading.RLock()  # a signal handler may close the client in the middle
 
     def give(self) -> None:
-        """Call it when everything was read, or changes are held back from now on, and no operation
-        that changes tensors runs."""
+        """Call it when everything was read, and no operation that changes tensors runs."""
+        with self._lock:
+            if self.given or self.fail_if_moved():
+                return
+            with contextlib.suppress(ValueError, OSError):  # closed
+                self._link.confirm(self.checkpoint.snapshot)
+            self._end()
+
+    def fail_if_moved(self) -> bool:
+        """Fails the checkpoint if a tensor is not as it was, and says whether one is not. Call it
+        when no operation that changes tensors runs."""
         with self._lock:
             if self.given:
-                return
-            moved = self._reading.moved()
+                return False
+            now = entry_of(self._connection, self.checkpoint.snapshot)
+            faulted = now is not None and now.error_name == UNREADABLE
+            moved = self._reading.lost(now.fault) if now and faulted else self._reading.moved()
+            if moved is None:
+                return False
             with contextlib.suppress(ValueError, OSError):  # closed
-                if moved is None:
-                    self._link.confirm(self.checkpoint.snapshot)
-                elif self._link.abandon(self.checkpoint.snapshot):
+                if faulted or self._link.abandon(self.checkpoint.snapshot):
                     self._on_moved(self.checkpoint.step, moved)
-                    self.checkpoint.end(
-                        CheckpointState.FAILED,
-                        f"abandoned: {moved.path} was changed while it was copied, without a call "
-                        "of gate() before the change",
-                        reported=True,
-                    )
-            self._reading = _NOTHING  # a handle that is kept keeps no tensors
-            # Before the caller returns: what it changes later does not concern this snapshot.
-            self.given = True
+                    self.checkpoint.end(CheckpointState.FAILED, _reason(moved), reported=True)
+            self._end()
+            return True
+
+    def _end(self) -> None:
+        self._reading = _NOTHING  # a handle that is kept keeps no tensors
+        # Before the caller returns: what it changes later does not concern this snapshot.
+        self.given = True
 
     def give_if_read(self) -> None:
         """In a call of the client: gives the verdict if everything was read."""
@@ -104,6 +117,15 @@ class Verdict:
                     break
                 time.sleep(_TICK_S)
             self.give()
+
+
+def _reason(moved: Moved) -> str:
+    if moved.what == LOST:
+        return f"abandoned: {moved.path} {moved.what}"
+    return (
+        f"abandoned: {moved.path} {moved.what} while it was copied, without a call of gate() "
+        "before the change"
+    )
 
 
 class LateVerdicts:

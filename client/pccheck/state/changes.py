@@ -1,37 +1,53 @@
-"""Counts of in-place changes: which tensors of a snapshot were changed since it was asked for.
+"""Which tensors of a snapshot were changed, freed or moved since it was asked for.
 
-torch counts the in-place changes of every tensor (`_version`), when the operation has ended."""
+torch counts the in-place changes of every tensor (`_version`), when the operation has ended. It
+does not count that a storage gets other memory, and the storage object, which the plan keeps, does
+not keep the memory: so addresses and sizes are compared, too."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, UntypedStorage
 
 from pccheck_native import integers
 
 from .extents import View
 
 _COUNT = inspect.getattr_static(Tensor, "_version")
+_ADDRESS, _NBYTES = UntypedStorage.data_ptr, UntypedStorage.nbytes
+CHANGED = "was changed"
+_BY = "resize_(), share_memory_() and torch.multiprocessing do so"
+FREED = f"was freed or moved to other memory ({_BY})"
+#: Nothing has changed, and no call of gate() would help.
+LOST = "cannot be read: its memory was unmapped, or the file that it maps was cut short"
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A tensor that was changed without a gate."""
+    """A tensor that was changed without a gate, or is not where it was."""
 
     path: str
     loose: str  #: the attached thing that has it as a frozen parameter; "" when it is trained
+    what: str = CHANGED
 
 
 class Tensors:
     """Those that a plan reads in place."""
 
     def __init__(self, views: Iterable[View]) -> None:
-        read = [(view.tensor, view) for view in views if view.tensor is not None]
-        self._tensors: list[Tensor] = [tensor for tensor, _ in read]
-        self._views = [view for _, view in read]
+        self._views = list(views)
+        self._counted = [view for view in self._views if view.tensor is not None]
+        self._tensors = [tensor for view in self._counted if (tensor := view.tensor) is not None]
+        held = {id(view.owner): view for view in self._views}.values()  # one for each storage
+        self._arrays = [view for view in held if isinstance(view.owner, np.ndarray)]
+        self._others = [view for view in held if not isinstance(view.owner, np.ndarray)]
+        self._storages: list[Any] = [view.owner for view in self._others]
+        self._places = self._now()
 
     def counts(self) -> bytes:
         """How often each was changed in place."""
@@ -44,7 +60,31 @@ class Tensors:
             return None
         both = zip(memoryview(now).cast("q"), memoryview(then).cast("q"), strict=True)
         at = next(i for i, (new, old) in enumerate(both) if new != old)
-        return Moved(self._views[at].path, self._views[at].loose)
+        return Moved(self._counted[at].path, self._counted[at].loose)
+
+    def freed(self) -> Moved | None:
+        """The first tensor whose storage has another address or size than in the plan."""
+        now = self._now()
+        if now == self._places:
+            return None
+        views = [*self._others, *self._others, *self._arrays]
+        both = zip(now, self._places, views, strict=True)
+        view = next(view for new, old, view in both if new != old)
+        return Moved(view.path, view.loose, FREED)
+
+    def _now(self) -> list[Any]:
+        arrays = [view.owner.__array_interface__["data"] for view in self._arrays]  # type: ignore[attr-defined]
+        return [*map(_ADDRESS, self._storages), *map(_NBYTES, self._storages), *arrays]
+
+    def at(self, address: int) -> Moved | None:
+        """The tensor that had this byte."""
+        path = path_at(self._views, address)
+        return Moved(path, "", LOST) if path else None
+
+
+def path_at(views: Iterable[View], address: int) -> str:
+    """The path of the one that had this byte; "" for none."""
+    return next((v.path for v in views if 0 <= address - v.address < v.nbytes), "")
 
 
 class Reading:
@@ -54,6 +94,13 @@ class Reading:
         self._parts = [(tensors, tensors.counts()) for tensors in parts]
 
     def moved(self) -> Moved | None:
-        """The first tensor that was changed since."""
-        found = (tensors.moved(then) for tensors, then in self._parts)
+        """The first tensor that was freed, moved or changed since."""
+        found = (tensors.freed() or tensors.moved(then) for tensors, then in self._parts)
         return next((moved for moved in found if moved is not None), None)
+
+    def lost(self, address: int) -> Moved:
+        """Why a byte could not be read."""
+        freed = (tensors.freed() for tensors, _ in self._parts)
+        there = (tensors.at(address) for tensors, _ in self._parts)
+        found = next(filter(None, (*freed, *there)), None)
+        return found or Moved("a tensor of the state", "", LOST)

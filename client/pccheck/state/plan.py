@@ -39,7 +39,7 @@ class Snapshot:
     `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
     `wait`: when checkpoint() returns: once the snapshot is "copied", its source is "read", or ""
     for at once. `in_place`: the tensors that are not copied at once; `reading` detects changes of
-    them.
+    them. `views`: all of them.
     """
 
     ranges: bytes
@@ -53,6 +53,7 @@ class Snapshot:
     reading: Reading | None = None
     frozen: int = 0  # bytes of parameters that do not train
     division: int = 0  # see Layout
+    views: list[View] = field(default_factory=list)
 
     @property
     def worth_a_base(self) -> int:
@@ -94,7 +95,7 @@ def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapsho
     return Snapshot(
         *layout.packed(inline=layout.inline), tree.encode(described), aligned(layout.end),
         layout.owners, layout.device, in_place=_in_place(views, host=not layout.inline),
-        frozen=layout.frozen, division=layout.division,
+        frozen=layout.frozen, division=layout.division, views=views,
     )  # fmt: skip
 
 
@@ -221,6 +222,7 @@ class _FastPlan:
     def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
         self._gated, self._volatile = layout.packed(inline=layout.inline)
         self._in_place = _in_place(views, host=not layout.inline)
+        self._views = views
         self._device = layout.device
         self._owners: list[object] = layout.owners
         self._frozen = layout.frozen
@@ -277,7 +279,7 @@ class _FastPlan:
         )
         return Snapshot(
             gated, volatile, data, aligned(end), owners, self._device, in_place=in_place,
-            frozen=self._frozen, division=self._division,
+            frozen=self._frozen, division=self._division, views=self._views + flattener.views,
         )  # fmt: skip
 
     def _overlaps(self, view: View) -> bool:

@@ -274,6 +274,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->hung_up = false;
     job->provisional = false;
     job->error = 0;
+    job->fault = 0;
     job->offers = 0;
     job->pulled = job->held = 0;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
@@ -457,6 +458,7 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
                          : 0;
         out->source_read = source_read(client, job);
         out->error = job->error;
+        out->fault = job->fault;
         error = 0;
     }
     (void)pthread_mutex_unlock(&client->lock);

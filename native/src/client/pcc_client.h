@@ -69,7 +69,8 @@ struct pcc_submission {
  * `inline_ranges` are copied *bytes and all* during the call (volatile buffers). `tail` (the tree)
  * follows at tail_offset. The memory behind `ranges` and `device_ranges` stays valid until
  * pcc_client_wait(.., PCC_WAIT_READ) says so. A chunk of the payload takes ranges of one GPU only,
- * and pulled_bytes is a number of whole chunks. -EINVAL; -PCC_E_DEVICE when a GPU is broken. */
+ * and pulled_bytes is a number of whole chunks. -EINVAL; -PCC_E_DEVICE when a GPU is broken;
+ * -EFAULT and the like when memory of `inline_ranges` is not there. */
 PCC_MUST_CHECK int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
                                      const struct pcc_submission *submission);
 
@@ -159,8 +160,10 @@ struct pcc_client_state {
     uint64_t sequence;
     uint64_t newer; /* of SUPERSEDED, see pcc_shared.h; else 0 */
     bool source_read;
-    int error; /* why the client itself abandoned it: -ETIMEDOUT (the deadline of a hold),
-                  -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ECONNRESET; else 0 */
+    int error;      /* why the client itself abandoned it: -ETIMEDOUT (the deadline of a hold),
+                       -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ECONNRESET, and what reading the trainer's
+                       memory ended with: -EFAULT, -EMFILE, -ENOMEM; else 0 */
+    uint64_t fault; /* the address in it, 0 = none */
 };
 /* -ENOENT when the entry belongs to another snapshot by now. */
 PCC_MUST_CHECK int pcc_client_state(struct pcc_client *client, uint64_t snapshot,

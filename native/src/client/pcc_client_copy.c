@@ -5,6 +5,7 @@
 
 #include "base/pcc_copy.h"
 #include "base/pcc_futex.h"
+#include "base/pcc_guard.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
 
@@ -97,31 +98,56 @@ struct filling { /* of one chunk, perhaps by several threads */
     uint64_t *checksums;
     uint64_t offset_bytes;
     uint64_t length_bytes;
+    bool guarded;
     _Atomic bool stopped;
+    _Atomic int error; /* memory of the trainer was not there, and where: */
+    _Atomic uint64_t fault;
 };
 
-/* As pcc_client_gather, of host memory, with a checksum. Without `out` it is only read. */
-static void digest(const struct pcc_job *job, uint64_t *cursor, struct pcc_hash *hash, uint8_t *out,
-                   uint64_t offset_bytes, uint64_t length_bytes)
+static void copy_piece(void *hash, void *to, const void *from, uint64_t length_bytes)
+{
+    if (to == NULL)
+        pcc_hash_add(hash, from, length_bytes);
+    else
+        pcc_copy_hashed(to, from, length_bytes, hash);
+}
+
+static void fail(struct filling *filling, int error, uint64_t fault)
+{
+    atomic_store_explicit(&filling->fault, fault, memory_order_relaxed);
+    atomic_store_explicit(&filling->error, error, memory_order_relaxed);
+    atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
+}
+
+/* As pcc_client_gather, of host memory, with a checksum: [at, end) of the chunk. The trainer may
+ * have freed its memory: without a guard the kernel reads it. */
+static void digest(struct filling *filling, struct pcc_guard *guard, uint64_t *cursor,
+                   struct pcc_hash *hash, uint64_t at, uint64_t end)
 {
     static const uint8_t zeros[4096];
+    struct pcc_guarded piece = {.copy = copy_piece, .context = hash};
+    uint64_t fault;
 
-    while (length_bytes > 0) {
-        uint64_t count = length_bytes;
-        const struct pcc_source *source = source_at(job, cursor, offset_bytes, &count);
-        const void *from = zeros;
+    for (; at < end; at += piece.length) {
+        piece.length = end - at;
+        const struct pcc_source *source =
+            source_at(filling->job, cursor, filling->offset_bytes + at, &piece.length);
+        piece.from = zeros;
         if (source != NULL)
-            from = (const void *)(uintptr_t)address_at(source, offset_bytes);
-        else if (count > sizeof zeros)
-            count = sizeof zeros;
-        if (out == NULL) {
-            pcc_hash_add(hash, from, count);
-        } else {
-            pcc_copy_hashed(out, from, count, hash);
-            out += count;
+            piece.from = (const void *)(uintptr_t)address_at(source, filling->offset_bytes + at);
+        else if (piece.length > sizeof zeros)
+            piece.length = sizeof zeros;
+        piece.to = filling->bytes != NULL ? filling->bytes + at : NULL;
+        if (guard != NULL) {
+            pcc_guard_expect(guard, &piece);
+            copy_piece(hash, piece.to, piece.from, piece.length);
+            continue;
         }
-        offset_bytes += count;
-        length_bytes -= count;
+        const int error = pcc_guard_copy_slowly(&piece, &fault);
+        if (error != 0) {
+            fail(filling, error, fault);
+            return;
+        }
     }
 }
 
@@ -131,48 +157,67 @@ static uint64_t source_from(const struct pcc_job *job, uint64_t offset_bytes)
                           offset_bytes);
 }
 
-static void fill_block(void *context, uint64_t block)
+/* Relaxed: the thread that sets job->stop then waits for `busy` under the lock. */
+static bool stops(struct filling *filling)
 {
-    struct filling *filling = context;
-    const struct pcc_client *client = filling->client;
-    const struct pcc_job *job = filling->job;
-    const uint64_t block_bytes = client->view.geometry.block_bytes;
-    const uint64_t start = block * block_bytes;
+    if (atomic_load_explicit(&filling->job->stop, memory_order_relaxed) ||
+        atomic_load_explicit(&filling->client->stop, memory_order_relaxed) ||
+        pcc_client_ended(filling->client))
+        atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
+    return atomic_load_explicit(&filling->stopped, memory_order_relaxed);
+}
+
+struct block {
+    struct filling *filling;
+    uint64_t number;
+};
+
+static void read_block(void *context, struct pcc_guard *guard)
+{
+    const struct block *block = context;
+    struct filling *filling = block->filling;
+    const uint64_t block_bytes = filling->client->view.geometry.block_bytes;
+    const uint64_t start = block->number * block_bytes;
     const uint64_t end = start + pcc_piece_bytes(filling->length_bytes, start, block_bytes);
-    uint64_t cursor = source_from(job, filling->offset_bytes + start);
-    uint8_t *out = filling->bytes;
+    uint64_t cursor = source_from(filling->job, filling->offset_bytes + start);
     struct pcc_hash hash;
 
     pcc_hash_start(&hash);
     for (uint64_t at = start; at < end; at += PIECE_BYTES) {
-        const uint64_t count = pcc_piece_bytes(end, at, PIECE_BYTES);
-        /* Relaxed: the thread that sets it then waits for `busy` under the lock. */
-        if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
-            atomic_load_explicit(&client->stop, memory_order_relaxed) || pcc_client_ended(client)) {
-            atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
+        if (stops(filling))
             return;
-        }
-        digest(job, &cursor, &hash, out != NULL ? out + at : NULL, filling->offset_bytes + at,
-               count);
+        digest(filling, guard, &cursor, &hash, at, at + pcc_piece_bytes(end, at, PIECE_BYTES));
     }
-    filling->checksums[block] = pcc_hash_end(&hash);
+    filling->checksums[block->number] = pcc_hash_end(&hash);
 }
 
-/* A piece of the payload, of host memory. False when it was stopped half-way. With `helped` the
- * crew shares the work: a thread of the trainer waits, so its CPU is free. While training runs, the
- * helpers would take CPUs that training uses. They never use all CPUs, because other trainers,
- * loaders and the daemon's writers have work, too. */
-static bool fill(struct pcc_client *client, struct filling *filling, bool helped)
+static void fill_block(void *context, uint64_t number)
+{
+    struct block block = {.filling = context, .number = number};
+    uint64_t fault;
+
+    if (!block.filling->guarded)
+        read_block(&block, NULL);
+    else if (pcc_guard_run(read_block, &block, &fault) != 0)
+        fail(block.filling, -EFAULT, fault);
+}
+
+/* A piece of the payload, of host memory: 1; 0 when it was stopped half-way; else why it cannot be
+ * read. With `helped` the crew shares the work: a thread of the trainer waits, so its CPU is free.
+ * While training runs, the helpers would take CPUs that training uses. They never use all CPUs,
+ * because other trainers, loaders and the daemon's writers have work, too. */
+static int fill(struct pcc_client *client, struct filling *filling, bool helped)
 {
     const uint64_t blocks = pcc_ceil_div(filling->length_bytes, client->view.geometry.block_bytes);
 
+    filling->guarded = pcc_guard_ready();
     pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, blocks, fill_block,
                  filling);
     if (atomic_load_explicit(&filling->stopped, memory_order_relaxed))
-        return false;
+        return atomic_load_explicit(&filling->error, memory_order_relaxed);
     if (filling->bytes != NULL)
         pad(filling->bytes, filling->length_bytes);
-    return true;
+    return 1;
 }
 
 /* Oldest first, among those that the daemon has admitted and that something can be done for. */
@@ -396,6 +441,7 @@ static bool piece_done(struct pcc_client *client, struct pcc_job *job, enum pcc_
     return hand_over(client, job, chunk, offer->offset_bytes, part->length_bytes);
 }
 
+/* As fill. */
 static int read_piece(struct pcc_client *client, struct pcc_job *job, enum pcc_turn turn,
                       const struct pcc_offer *offer, uint64_t length_bytes, bool helped)
 {
@@ -409,7 +455,10 @@ static int read_piece(struct pcc_client *client, struct pcc_job *job, enum pcc_t
         filling.bytes = client->chunk_at[chunk];
         filling.checksums = pcc_page_checksums(&client->view, chunk);
     }
-    return fill(client, &filling, helped);
+    const int result = fill(client, &filling, helped);
+    if (result < 0)
+        job->fault = atomic_load_explicit(&filling.fault, memory_order_relaxed);
+    return result;
 }
 
 /* Fills one chunk, or has it filled: 2. Else as pcc_client_work. */

@@ -61,8 +61,9 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     bool provisional;       /* not confirmed */
     bool kept;              /* its last chunk is full, and waits for that; see `last` */
     struct pcc_message last;
-    int error;    /* why this side abandoned it */
-    void *memory; /* the sources, then inline bytes and tail */
+    int error;      /* why this side abandoned it */
+    uint64_t fault; /* memory of the trainer that was not there */
+    void *memory;   /* the sources, then inline bytes and tail */
     struct pcc_source *sources;
     uint64_t source_count;
     uint64_t cursor; /* sources before this one lie before filled_bytes */

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/pcc_futex.h"
+#include "base/pcc_guard.h"
 #include "client/pcc_client_private.h"
 
 struct plan {
@@ -19,6 +20,9 @@ struct plan {
     uint64_t host_bytes;
     uint32_t devices; /* bits */
     uint64_t device_end_bytes[PCC_DEVICES];
+    bool guarded;
+    int error; /* memory to copy was not there: */
+    uint64_t fault;
 };
 
 /* Asks the driver when it is another allocation than last time. */
@@ -69,6 +73,25 @@ static bool shares_chunk(const struct plan *plan, const struct pcc_source *sourc
     return false;
 }
 
+static void copy_plainly(void *context, void *to, const void *from, uint64_t length_bytes)
+{
+    (void)context;
+    memcpy(to, from, length_bytes);
+}
+
+/* The trainer may have freed its memory, in another thread or by cutting a file that it maps. */
+static bool plan_copy(struct plan *plan, const struct pcc_range *range)
+{
+    const struct pcc_guarded bytes = {.copy = copy_plainly,
+                                      .to = plan->room,
+                                      .from = (const void *)(uintptr_t)range->address,
+                                      .length = range->length_bytes};
+
+    plan->error = plan->guarded ? pcc_guard_copy(&bytes, &plan->fault)
+                                : pcc_guard_copy_slowly(&bytes, &plan->fault);
+    return plan->error == 0;
+}
+
 /* With `copied` the bytes are copied into the client's memory now; else they are read later, where
  * they are. */
 static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
@@ -81,8 +104,8 @@ static bool plan_add(struct plan *plan, struct pcc_source source, bool copied)
     if (source.range.length_bytes == 0)
         return true;
     if (copied) {
-        memcpy(plan->room, (const void *)(uintptr_t)source.range.address,
-               source.range.length_bytes);
+        if (!plan_copy(plan, &source.range))
+            return false;
         source.range.address = (uintptr_t)plan->room;
         plan->room += source.range.length_bytes;
     } else if (source.device == PCC_HOST) {
@@ -212,7 +235,8 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
 {
     struct plan plan = {.client = client,
                         .chunk_bytes = client->view.geometry.chunk_bytes,
-                        .end_bytes = submission->pulled_bytes};
+                        .end_bytes = submission->pulled_bytes,
+                        .guarded = pcc_guard_ready()};
 
     if (submission->pulled_bytes % plan.chunk_bytes != 0 ||
         (submission->pulled_bytes > 0) != (submission->pulled_devices > 0) ||
@@ -221,12 +245,15 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     void *memory = memory_make(submission, &plan);
     if (memory == NULL)
         return -ENOMEM;
-    if (!plan_merge(&plan, submission)) {
+    const bool merged = plan_merge(&plan, submission);
+    if (!merged && plan.error == 0) {
         free(memory);
         return -EINVAL;
     }
     (void)pthread_mutex_lock(&client->lock);
-    const int error = job_start(client, snapshot, memory, &plan, submission);
+    if (client->jobs[snapshot % PCC_SNAPSHOTS].snapshot == snapshot)
+        client->jobs[snapshot % PCC_SNAPSHOTS].fault = plan.fault;
+    const int error = merged ? job_start(client, snapshot, memory, &plan, submission) : plan.error;
     (void)pthread_mutex_unlock(&client->lock);
     if (error != 0) {
         free(memory);

@@ -3,7 +3,6 @@
 #ifndef PCC_IO_FILE_H
 #define PCC_IO_FILE_H
 
-#include "io/pcc_guard.h"
 #include "io/pcc_io.h"
 
 /* Is this a file that a volume may lie in? Switches the descriptor to direct I/O. */
@@ -21,7 +20,7 @@ PCC_MUST_CHECK int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere,
 /* What differs between the engines on a shared mapping of the file. */
 struct pcc_mapping {
     const char *name;
-    pcc_guard_copy_function *copy;
+    void (*copy)(void *to, const void *from, uint64_t length);
     int flags;     /* of mmap */
     bool persists; /* what `copy` has stored is durable when it returns */
 };

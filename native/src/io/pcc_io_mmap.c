@@ -21,6 +21,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "base/pcc_guard.h"
 #include "base/pcc_map.h"
 #include "io/pcc_io_file.h"
 
@@ -50,16 +51,24 @@ static int populate(uint8_t *bytes, uint64_t length)
     return errno == EFAULT || errno == EHWPOISON ? -EIO : 0;
 }
 
+static void store(void *io, void *to, const void *from, uint64_t length)
+{
+    self_of(io)->how.copy(to, from, length);
+}
+
 static int64_t mapped_write(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset)
 {
     const struct mapped_io *self = self_of(io);
 
     if (offset > io->size_bytes || length > io->size_bytes - offset)
         return -EFBIG;
-    int result = populate(self->bytes + offset, length);
-    if (result == 0)
-        result = pcc_guard_copy(self->how.copy, self->bytes + offset, bytes, length);
-    return result == 0 ? (int64_t)length : result;
+    const struct pcc_guarded what = {
+        .copy = store, .context = io, .to = self->bytes + offset, .from = bytes, .length = length};
+    uint64_t fault;
+    const int result = populate(self->bytes + offset, length);
+    if (result != 0)
+        return result;
+    return pcc_guard_copy(&what, &fault) == 0 ? (int64_t)length : -EIO;
 }
 
 static int64_t mapped_read(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset)
