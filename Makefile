@@ -16,7 +16,7 @@ PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples doc
 PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test pytest lint format native sanitize demo examples bench resume-check crash campaign \
+.PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
 	figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
@@ -27,12 +27,10 @@ help: ## this list
 $(READY): constraints.txt pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' || \
 		{ echo 'Python 3.11 or newer with venv is needed (Debian: apt-get install python3-venv)'; exit 1; }
-	@command -v $${CC:-cc} >/dev/null && \
-		$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include"), "Python.h"))' || \
-		{ echo 'A C compiler and Python headers are needed (Debian: apt-get install gcc python3-dev)'; exit 1; }
-	@native/xxhash.sh
+	@native/xxhash.sh 2>/dev/null || true
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	@$(BIN)/python setup.py -q needed
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[torch,dev]'
 	@cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
 		rm -f __editable__.pccheck-* && printf '%s\n' '$(CURDIR)/client' '$(CURDIR)/native' '$(CURDIR)' >pccheck.pth
@@ -110,6 +108,11 @@ fuzz: $(READY) ## DECODED mutated messages, PACKETS for a daemon, EXAMPLES of 25
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/man/make.py
+
+wheels: $(READY) ## wheels for x86-64 and arm64 in dist/: proved, and one installed where no compiler is
+	$(BIN)/python -m pip install -q -c constraints.txt auditwheel ziglang
+	PYTHON=$(BIN)/python native/wheels.sh
+	$(BIN)/python -m tests.wheels
 
 demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit for bit
 	$(BIN)/python -m examples.demo
