@@ -3,7 +3,7 @@
 # is zig's, a Python package, which has the headers and symbols of every glibc. The flags are setup.py's.
 set -eu
 cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-$PWD/.venv/bin/python} # an absolute path
 glibc=2.28
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
