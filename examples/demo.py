@@ -16,6 +16,7 @@ import argparse
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -258,6 +259,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the training")
     parser.add_argument("--kill-seed", type=int, default=random.randrange(10_000))
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the daemons, too
     half, late = options.steps // 2, options.steps * 9 // 10
     kill_at = random.Random(options.kill_seed).randrange(half, late)
 
