@@ -1,4 +1,4 @@
-"""What PCcheck is for, in about a minute (`make demo`), with examples/char_gpt.py:
+"""What PCcheck is for, in a minute or two (`make demo`), with examples/char_gpt.py:
 
 1. The same training without checkpoints, with several checkpoints in flight, with one at a time,
    and with torch.save: in turn, several times. What does each cost?
