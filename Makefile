@@ -9,32 +9,34 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The demo uses the environment of the tests if there is one, else a smaller one of its own.
+DEMO := $(or $(wildcard $(READY)),.venv-demo/.ready)
 NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh setup.py)
 C_SOURCES := $(wildcard native/src/*/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
-	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch])
+	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch] examples/*.c)
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs setup.py
 PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build test pytest lint format native sanitize demo examples bench resume-check crash campaign \
-	figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
+.PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash \
+	campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --no-build-isolation builds with the pinned setuptools instead of whatever is newest. What finds an
 # editable package with setuptools takes half of Python's own start, which paths do not.
-$(READY): constraints.txt pyproject.toml $(NATIVE)
+$(READY): EXTRAS := torch,dev
+.venv-demo/.ready: EXTRAS := torch
+%/.ready: constraints.txt pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' || \
 		{ echo 'Python 3.11 or newer with venv is needed (Debian: apt-get install python3-venv)'; exit 1; }
-	@command -v $${CC:-cc} >/dev/null && \
-		$(PYTHON) -c 'import os, sysconfig as s; open(os.path.join(s.get_path("include"), "Python.h"))' || \
-		{ echo 'A C compiler and Python headers are needed (Debian: apt-get install gcc python3-dev)'; exit 1; }
-	@native/xxhash.sh
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[torch,dev]'
-	@cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+	@native/xxhash.sh 2>/dev/null || true
+	test -x $*/bin/python || $(PYTHON) -m venv $*
+	$*/bin/python -m pip install -q -c constraints.txt setuptools
+	@$*/bin/python setup.py -q needed
+	$*/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@cd "$$($*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
 		rm -f __editable__.pccheck-* && printf '%s\n' '$(CURDIR)/client' '$(CURDIR)/native' '$(CURDIR)' >pccheck.pth
 	@touch $@
 
@@ -111,8 +113,13 @@ reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/man/make.py
 
-demo: $(READY) ## trains, kills the trainer, resumes, compares every loss bit for bit
-	$(BIN)/python -m examples.demo
+wheels: $(READY) ## wheels for x86-64 and arm64 in dist/: proved, and one installed where no compiler is
+	$(BIN)/python -m pip install -q -c constraints.txt auditwheel ziglang
+	PYTHON=$(abspath $(BIN))/python native/wheels.sh
+	$(BIN)/python -m tests.wheels
+
+demo: $(DEMO) ## what checkpoints cost; then a killed run resumes; every loss is compared, bit for bit
+	$(<D)/bin/python -m examples.demo
 
 examples: $(READY) ## runs every script in examples/, kills it, and checks that it resumes
 	$(BIN)/python -m tests.smoke.examples
@@ -153,7 +160,7 @@ gpu-bench: ## on a GPU: what it costs, in 8 minutes
 	$(PYTHON) bench/gpu/check.py --half benches
 
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .guest .arm64 build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .venv-demo .guest .arm64 build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

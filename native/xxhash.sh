@@ -3,7 +3,7 @@
 # installed it is taken out of Debian's package, without root, to native/build (on every -I list).
 set -eu
 cd "$(dirname "$0")"
-finds() { echo '#include <xxhash.h>' | ${CC:-cc} -Ibuild -E -x c -o /dev/null - 2>/dev/null; }
+finds() { echo '#include <xxhash.h>' | ${CC:-cc} -Ibuild -E -x c - >/dev/null 2>&1; }
 finds && exit 0
 mkdir -p build
 room=$(mktemp -d build/unpack-XXXXXX)

@@ -1,7 +1,7 @@
-#include <string.h>
-
 #include "core.h"
 #include "io/pcc_io.h"
+
+#include <string.h>
 
 /* What is packed, is what C takes: the checks below read every kind as its leading triple. */
 #define TRIPLE(type, offset)                                                                       \

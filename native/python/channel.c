@@ -1,8 +1,8 @@
 /* Channel: the objects that it borrows, and its methods. */
-#include <string.h>
-
 #include "core.h"
 #include "daemon/pcc_tenant.h"
+
+#include <string.h>
 
 #define REASON_BYTES 192
 

@@ -1,10 +1,9 @@
 /* Gpus, and what there is of a CUDA driver. */
+#include "core.h"
+#include "gpu/pcc_cuda.h"
 #include "gpu/pcc_gpus.h"
 
 #include <string.h>
-
-#include "core.h"
-#include "gpu/pcc_cuda.h"
 
 #define GPUS_MAX 64u /* that info() tells of */
 

@@ -1,6 +1,6 @@
-#include <unistd.h>
-
 #include "core.h"
+
+#include <unistd.h>
 
 struct pcc_py_state *pcc_py_state_of(PyTypeObject *type)
 {

@@ -1,9 +1,9 @@
 /* Link: its life, saving, waits and loads, GPUs. */
+#include "core.h"
+
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-
-#include "core.h"
 
 #define CLOSE_TRIES 200
 #define CLOSE_PAUSE_NS 1000000l

@@ -1,9 +1,9 @@
 /* Storage before there is a volume: how fast an engine writes a file, a new volume. */
-#include <fcntl.h>
-
 #include "core.h"
 #include "disk/pcc_volume.h"
 #include "io/pcc_io.h"
+
+#include <fcntl.h>
 
 PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs)
 {

@@ -1,7 +1,7 @@
-#include <string.h>
-
 #include "core.h"
 #include "disk/pcc_load.h"
+
+#include <string.h>
 
 #define CHUNK_BYTES_DEFAULT (4u << 20)
 #define THREADS_DEFAULT 2u

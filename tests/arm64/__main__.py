@@ -2,6 +2,7 @@
 
 python -m tests.arm64                        # all
 python -m tests.arm64 tests/integration/test_slots.py -k refused      # pytest's words: only those
+WHEEL=dist/pccheck-....whl python -m tests.arm64 tests/format   # with the core of `make wheels`
 
 qemu's user mode has this machine's pages, kernel and memory order: what is tried is the
 instructions, the calls' numbers and layouts, and the compiler. It does not know

@@ -28,8 +28,8 @@ from tests.support.curves import LIMIT_S, ROOT, Trainer
 from tests.support.daemon import Daemon
 
 EXAMPLES = ROOT / "examples"
-#: No script of a user: it starts one.
-NOT_ALONE = {"__init__", "demo"}
+#: No scripts of a user: they start one.
+NOT_ALONE = {"__init__", "demo", "torch_saves"}
 LOOK_S = 0.05
 
 

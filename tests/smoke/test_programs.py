@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -43,8 +44,17 @@ def test_no_campaign_is_left_out() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_demo_ends_well(run: Run) -> None:
-    assert "OK: all" in run("examples.demo", "--steps", 20, "--every", 4).out
+    said = run("examples.demo", "--steps", 20, "--every", 4, "--rounds", 1).out
+    assert "OK: all" in said
+    ways = ("none", "PCcheck, 3 in flight", "PCcheck, 1 at a time", "torch.save and fsync")
+    assert all(said.count(f"   {way} ") == 2 for way in ways)  # the run, and the table
+
+
+def test_no_example_imports_from_the_tests() -> None:
+    for path in examples.EXAMPLES.glob("*.py"):
+        assert not re.search(r"^\s*(from|import) tests\b|tests\.", path.read_text(), re.M), path
 
 
 @pytest.mark.long
