@@ -12,7 +12,7 @@ from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards
-from pccheck.state.attaching import checked
+from pccheck.state.attaching import checked, require_resumable
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.foreign import in_words
@@ -149,6 +149,9 @@ class Planner:
         self.zero_options.inward()
         wanted = mode, shape, self._loose
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
+            for name, thing in self.attached.items():
+                if isinstance(thing, torch.nn.Module):
+                    require_resumable(name, thing)
             about = origin.node(self.attached, self.client)
             self._plan = AttachedPlan(
                 self.attached, mode=mode, shape=shape, loose=self._loose, about=about,
