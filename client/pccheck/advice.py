@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
-from .state.attaching import is_replicated
+from .state.attaching import is_replicated, require_storable_state
 from .warn import Warner
 
 
@@ -19,9 +21,15 @@ class Advice:
         self._planner = planner
         self._warner = warner
         self._copies = copies
+        self._unseen: dict[int, str] = {}  # optimizers whose state was not looked at yet
 
     def attached(self, things: Mapping[str, object]) -> None:
         """These were attached: may warn of copies, and of a loader that does not resume exactly."""
+        self._unseen = {
+            id(thing): name
+            for name, thing in self._planner.attached.items()
+            if isinstance(thing, torch.optim.Optimizer)
+        }
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
                 "ddp",
@@ -40,6 +48,12 @@ class Advice:
                     "(docs/python.md, recipes)",
                 )
 
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An attached optimizer made a step. Raises UnsupportedStateError if its state, which the
+        first steps have made, cannot be stored."""
+        if id(optimizer) in self._unseen and optimizer.state:
+            require_storable_state(self._unseen.pop(id(optimizer)), optimizer)
+
     def saving(self, step: int) -> None:
         """What is attached is about to be saved: may warn that it is not what trains."""
         self._left_out()
@@ -51,7 +65,7 @@ class Advice:
         inside += "load_state_dict() of the optimizer include it"
         inner, attribute = left_out.optimizer(), left_out.attribute()
         for kind, path, advice in (
-            ("optimizer", inner, f"Attach {inner} itself"),
+            ("optimizer", inner, f"Attach {inner} itself, under a name of its own"),
             ("attribute", attribute, inside),
         ):
             if path:

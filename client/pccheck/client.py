@@ -263,7 +263,9 @@ class PCcheckClient:
         one, or `close()`. Attach before a CUDA graph with the step is recorded, or use
         gate="manual". A name that is attached again is replaced. Raises UsageError for what has no
         state, or whose state_dict() fails in the call made here; UnsupportedStateError by path for
-        a value that cannot be stored.
+        a value that cannot be stored, and for a module that cannot load its own state dict. The
+        first step of an attached optimizer raises UnsupportedStateError if its state cannot be
+        stored.
         """
         if unnamed:  # an old habit from torch.save(model)
             kinds = ", ".join(kind.__name__ for kind in map(type, unnamed))
@@ -280,7 +282,8 @@ class PCcheckClient:
             self._planner.attach(things, rng=rng)
             self._advice.attached(things)
             if self._options.gate == "auto":
-                self._planner.hooks.put(self._before_step, self._planner.stepped())
+                stepped = self._planner.stepped()
+                self._planner.hooks.put(self._before_step, stepped, self._after_step)
             connection = self._session.current()
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
@@ -302,6 +305,18 @@ class PCcheckClient:
             "an attached optimizer made a step",
             'to keep training meanwhile, use gate="manual" and call gate() before every replay()',
         )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UnsupportedStateError where the first checkpoint() would raise it: nothing is lost
+        yet, and hours may be then."""
+        if self._inert():
+            return
+        try:
+            self._advice.stepped(optimizer)
+        except UnsupportedStateError as error:
+            if not self._took_one:
+                raise
+            self._warner.once("state", f"checkpoints will fail: {error}")
 
     def _gate(self, what: str, hint: str) -> None:
         if self._inert():

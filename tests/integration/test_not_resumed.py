@@ -3,11 +3,14 @@ client can see it, or named once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from pccheck import PCcheckClient, UnsupportedStateError
+from pccheck import CheckpointState, PCcheckClient, PccheckWarning, UnsupportedStateError
 from tests.support.daemon import Daemon
 from tests.support.programs import script
 
@@ -54,8 +57,6 @@ def test_a_base_that_cannot_load_its_state_is_refused(daemon: Daemon) -> None:
 
 
 def test_a_model_that_is_packed_later_is_refused_when_saved(daemon: Daemon) -> None:
-    from torch import nn
-
     class Late(nn.Linear):
         packed = False
 
@@ -70,3 +71,121 @@ def test_a_model_that_is_packed_later_is_refused_when_saved(daemon: Daemon) -> N
         model.packed = True
         with pytest.raises(UnsupportedStateError, match=r"^model\.absmax: load_state_dict\(\)"):
             client.checkpoint(step=1)
+
+
+PROJECTED = """
+import sys, torch
+from torch import nn
+from pccheck import PCcheckClient
+
+class Projector:  # as in GaLore: it keeps its matrix
+    def __init__(self, p): self.matrix = torch.ones(p.shape[0], 1)
+
+class Projected(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("projector", Projector(p))
+
+model = nn.Linear(4, 1)
+optimizer = Projected(model.parameters(), lr=0.1)
+with PCcheckClient(job="projected", socket=sys.argv[1]) as client:
+    client.attach(model=model, optimizer=optimizer)
+    client.restore()
+    for step in range(1, 1001):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        print("STEP", step, flush=True)
+        if step == 1000:
+            client.checkpoint(step=step)
+"""
+
+
+def test_a_state_that_cannot_be_stored_ends_the_first_step(daemon: Daemon) -> None:
+    """And not the first checkpoint, hours later."""
+    with script(PROJECTED, daemon.socket) as run:
+        said = run.finish()
+    assert run.returncode == 1 and "STEP" not in said
+    error = said.splitlines()[-1]
+    assert "UnsupportedStateError: optimizer.state.0.projector: a value of type" in error
+    assert "Projected" in error and 'save_strategy="steps"' in error
+
+
+class Odd(torch.Tensor):
+    """With data of its own."""
+
+
+class Keeps(torch.optim.SGD):
+    """Its entries have what `make` returns."""
+
+    def __init__(self, parameters: Any, make: Callable[[], object], first: int = 1) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.make, self.first, self.steps = make, first, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step(closure)
+        if self.steps >= self.first:
+            self.state[self.param_groups[0]["params"][0]]["kept"] = self.make()
+
+
+def kit(*kept: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model, Keeps(model.parameters(), *kept)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Odd, "subclass"),
+        (lambda: torch.eye(2).to_sparse(), "sparse"),
+        (lambda: {"deep": [object()]}, "object"),
+        (lambda: lambda: 0, "function"),
+    ],
+)
+def test_what_an_optimizer_keeps_is_looked_at_after_its_step(
+    daemon: Daemon, make: Any, words: str
+) -> None:
+    model, optimizer = kit(make, 2)
+    with PCcheckClient(job="keeps", socket=daemon.socket) as client:
+        client.attach(model=model, adam=optimizer)
+        optimizer.step()  # has made no state
+        with pytest.raises(UnsupportedStateError, match=rf"^adam\.state\.0\.kept.*{words}"):
+            optimizer.step()
+        optimizer.step()  # once
+        with pytest.raises(UnsupportedStateError):
+            client.checkpoint(step=3)
+
+
+def test_an_optimizer_that_is_attached_later_only_warns(daemon: Daemon) -> None:
+    """Its checkpoints fail, too, and do not end a training that has saved."""
+    model, optimizer = kit(lambda: torch.ones(2))
+    _, later = kit(object)
+    with PCcheckClient(job="later", socket=daemon.socket) as client:
+        client.attach(model=model, optimizer=optimizer)
+        optimizer.step()
+        assert client.checkpoint(step=1).result(60).step == 1
+        client.attach(optimizer=later)
+        with pytest.warns(PccheckWarning, match=r"checkpoints will fail: optimizer\.state\.0"):
+            later.step()
+        with pytest.warns(PccheckWarning, match=r"optimizer\.state\.0\.kept"):
+            assert client.checkpoint(step=2).state is CheckpointState.FAILED
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_not_called(daemon: Daemon) -> None:
+    class Gathers(Keeps):
+        calls = 0
+
+        def state_dict(self) -> Any:  # may wait for all ranks
+            self.calls += 1
+            return super().state_dict()
+
+    model = nn.Linear(2, 1)
+    optimizer = Gathers(model.parameters(), object)
+    with PCcheckClient(job="gathers", socket=daemon.socket) as client:
+        client.attach(model=model, optimizer=optimizer)
+        optimizer.step()
+        assert optimizer.calls == 0

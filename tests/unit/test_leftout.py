@@ -18,6 +18,8 @@ OPTIMIZERS = [
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 ]  # fmt: skip
 
+MODEL = nn.Linear(2, 3)
+
 
 class Own(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
@@ -198,3 +200,37 @@ def frozen_all() -> Things:
 )
 def test_parameters_that_may_be_saved_are_no_trouble(things: Any) -> None:
     assert weightless(**things()) == ""
+
+
+class Layerwise(torch.optim.SGD):
+    """As Trainer's GaLore: a dummy, beside an optimizer for each parameter."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__([torch.zeros(1)], lr=0.1)
+        self.parts = parts
+
+
+def each(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("keep", "path"),
+    [
+        (lambda parts: dict(zip(MODEL.parameters(), parts, strict=True)), "parts.0"),
+        (lambda parts: {"first": parts[0], "second": parts[1]}, "parts.first"),
+        (list, "parts.0"),
+        (lambda parts: {"all": tuple(parts)}, "parts.all.0"),
+    ],
+)
+def test_optimizers_in_dicts_and_lists_are_named(keep: Any, path: str) -> None:
+    parts, watched = each(MODEL), LeftOut()
+    attached = {"model": MODEL, "optimizer": Layerwise(keep(parts))}
+    watched.attach(checked(attached))
+    assert watched.optimizer() == ""  # without a state
+    MODEL(torch.ones(1, 2)).sum().backward()
+    for part in parts:
+        part.step()
+    assert watched.optimizer() == f"optimizer.{path}"
+    watched.attach(checked(attached | {"a": parts[0], "b": parts[1]}))
+    assert watched.optimizer() == ""

@@ -98,10 +98,17 @@ class StepHooks:
         """Everything attached was restored: no tensors of two steps are left."""
         _CHANGING.difference_update(self._hooked)
 
-    def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
-        """Hooks the optimizers among `things`; earlier hooks are removed."""
+    def put(
+        self,
+        method: Callable[[], None],
+        things: Iterable[object],
+        stepped: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Hooks the optimizers among `things`; earlier hooks are removed. `stepped` is called after
+        each step of each of them."""
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
+        told = weakref.WeakMethod(stepped)
         progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
         inner: Counter[int] = Counter()  # by optimizer: calls of super().step() in its step
@@ -137,6 +144,8 @@ class StepHooks:
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
                 streams.update({gpu: devices.current_stream(gpu) for gpu in on})
+            if (hear := told()) is not None:
+                hear(optimizer)
 
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):

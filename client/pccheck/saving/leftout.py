@@ -50,9 +50,11 @@ class LeftOut:
             if isinstance(thing, _Optimizer) and type(thing).state_dict is _Optimizer.state_dict
         }
         self._inner = {
-            f"{name}.{attribute}": inner
+            path: inner
             for name, outer in self._owners.items()
-            for attribute, inner in vars(outer).items()
+            for attribute, value in vars(outer).items()
+            if attribute not in _STOCK and _begins_with(value, _Optimizer)
+            for path, inner in _leaves(value, f"{name}.{attribute}")
             if isinstance(inner, _Optimizer) and inner.state is not outer.state
             if not any(thing is inner for thing in attached.values())
         }
@@ -101,7 +103,7 @@ class LeftOut:
             for attribute, value in tuple(vars(owner).items()):
                 if attribute in _STOCK or (path := f"{name}.{attribute}") in self._seen:
                     continue
-                if not _begins_with_tensor(value):
+                if not _begins_with(value, torch.Tensor):
                     continue
                 self._seen.add(path)
                 with contextlib.suppress(Exception):  # of unusual tensors: this only warns
@@ -151,21 +153,29 @@ def _places(tensor: torch.Tensor) -> set[object]:
     return {id(tensor), _storage(local(tensor))}
 
 
-def _begins_with_tensor(value: Any) -> bool:
+def _begins_with(value: Any, kind: type) -> bool:
     """Quick for a long list of numbers, too."""
     for _ in range(_DEPTH):
         if not (isinstance(value, (list, tuple, dict)) and value):
             break
         value = next(iter(value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, kind)
 
 
-def _tensors(value: object, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item, depth - 1)
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    return (leaf for _, leaf in _leaves(value, "") if isinstance(leaf, torch.Tensor))
+
+
+def _leaves(value: object, path: str, depth: int = _DEPTH) -> Iterator[tuple[str, object]]:
+    """What lists and dicts have, with its path. A key that is no name (a parameter) is counted."""
+    if not isinstance(value, (list, tuple, dict)):
+        yield path, value
+    elif depth:
+        keys = value.keys() if isinstance(value, dict) else range(len(value))
+        items = value.values() if isinstance(value, dict) else value
+        for number, (key, item) in enumerate(zip(keys, items, strict=False)):
+            name = key if isinstance(key, (str, int)) else number
+            yield from _leaves(item, f"{path}.{name}", depth - 1)
 
 
 def _storage(tensor: torch.Tensor) -> object:

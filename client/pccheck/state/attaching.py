@@ -17,7 +17,7 @@ from pccheck_wire.errors import UnsupportedStateError, UsageError
 from .flatten import Flattener, require_storable, type_name
 from .foreign import in_words
 from .plan import RNG
-from .watch import ModuleWatch, gives_by_name, takes_by_name
+from .watch import ModuleWatch, OptimizerWatch, gives_by_name, takes_by_name
 
 _ADAPTERS = (
     "if this is a quantized base, attach the adapters alone (docs/python.md: LoRA and other frozen "
@@ -182,6 +182,28 @@ def _compare(
     for key, child in module._modules.items():
         if child is not None:
             _compare(child, f"{prefix}{key}.", given, taken, unknown)
+
+
+def require_storable_state(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """After a step, which has made the state. Raises UnsupportedStateError by path. A state dict of
+    its own may gather from all ranks, and is called by the first checkpoint only."""
+    if not OptimizerWatch.gives_its_state(optimizer):
+        return
+    entries, path = optimizer.state_dict()["state"], f"{name}.state"
+    try:
+        if not OptimizerWatch.suits(optimizer):
+            Flattener().node(entries, path)
+            return
+        for number, entry in entries.items():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    require_storable(value, f"{path}.{number}.{key}")
+    except UnsupportedStateError as error:
+        raise UnsupportedStateError(
+            f"{error.message}, so nothing that this {type(optimizer).__name__} trains can be saved",
+            hint="use an optimizer whose state is made of tensors and numbers; in a framework, or "
+            'its own checkpoints instead of PCcheck (Hugging Face Trainer: save_strategy="steps")',
+        ) from error
 
 
 def _differs(given: object, own: torch.Tensor) -> bool:

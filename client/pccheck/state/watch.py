@@ -177,9 +177,19 @@ class OptimizerWatch:
         ]
 
     @staticmethod
+    def gives_its_state(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nothing customises the state dict: it has `optimizer.state`, by numbers."""
+        return (
+            type(optimizer).state_dict is _Optimizer.state_dict
+            and "state_dict" not in vars(optimizer)
+            and not optimizer._optimizer_state_dict_pre_hooks
+            and not optimizer._optimizer_state_dict_post_hooks
+        )
+
+    @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
         """Whether nothing customises the state dict, and every entry is a dict of leaves."""
-        return _has_stock_state_dict(optimizer) and all(
+        return OptimizerWatch.gives_its_state(optimizer) and all(
             isinstance(key, Tensor)
             and type(entry) is dict
             and all(type(value) in _LEAVES or is_sharded(value) for value in entry.values())
@@ -191,7 +201,7 @@ class OptimizerWatch:
         """Whether its state can be put in place without load_state_dict()."""
         cls = type(optimizer)
         return (
-            _has_stock_state_dict(optimizer)
+            OptimizerWatch.gives_its_state(optimizer)
             and cls.load_state_dict is _Optimizer.load_state_dict
             and "load_state_dict" not in vars(optimizer)
             and not optimizer._optimizer_load_state_dict_pre_hooks
@@ -232,15 +242,6 @@ class OptimizerWatch:
             groups = tree.encode_node(self._groups_node)
             self._encoded = tree.encode_dict([("state", self._state), ("param_groups", groups)])
         return self._encoded
-
-
-def _has_stock_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    return (
-        type(optimizer).state_dict is _Optimizer.state_dict
-        and "state_dict" not in vars(optimizer)
-        and not optimizer._optimizer_state_dict_pre_hooks
-        and not optimizer._optimizer_state_dict_post_hooks
-    )
 
 
 _CONSTANTS = (int, float, bool, str, type(None))
