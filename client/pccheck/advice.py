@@ -9,6 +9,7 @@ import torch
 
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
+from .state import trainable
 from .state.attaching import is_replicated, require_storable_state
 from .warn import Warner
 
@@ -22,6 +23,9 @@ class Advice:
         self._warner = warner
         self._copies = copies
         self._unseen: dict[int, str] = {}  # optimizers whose state was not looked at yet
+        self._restored_step = 0
+        self._trainable: dict[str, list[bool]] = {}  # of modules that were not compared yet
+        self._unlike: dict[str, dict[str, bool]] = {}  # parameters that differed from it, by module
 
     def attached(self, things: Mapping[str, object]) -> None:
         """These were attached: may warn of copies, and of a loader that does not resume exactly."""
@@ -30,6 +34,7 @@ class Advice:
             for name, thing in self._planner.attached.items()
             if isinstance(thing, torch.optim.Optimizer)
         }
+        self._compare()
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
                 "ddp",
@@ -48,6 +53,19 @@ class Advice:
                     "(docs/python.md, recipes)",
                 )
 
+    def restored(self, step: int, flags: dict[str, list[bool]]) -> None:
+        """The run continues from that step, in which these parameters required gradients."""
+        self._restored_step, self._trainable, self._unlike = step, dict(flags), {}
+        self._compare()
+
+    def _compare(self) -> None:
+        """A script may change them next, as it did in the run before: so the warning waits for the
+        next checkpoint."""
+        for name, thing in self._planner.attached.items():
+            if isinstance(thing, torch.nn.Module) and name in self._trainable:
+                saved = self._trainable.pop(name)
+                self._unlike |= {name: trainable.differing(thing, saved)}
+
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An attached optimizer made a step. Raises UnsupportedStateError if its state, which the
         first steps have made, cannot be stored."""
@@ -58,6 +76,27 @@ class Advice:
         """What is attached is about to be saved: may warn that it is not what trains."""
         self._left_out()
         self._idle(step)
+        self._changed()
+
+    def _changed(self) -> None:
+        """At the first checkpoint after a restore, which comes in the same place of the loop."""
+        unlike, self._unlike = self._unlike, {}
+        for name, found in unlike.items():
+            thing = self._planner.attached.get(name)
+            if not isinstance(thing, torch.nn.Module):
+                continue
+            now = dict(thing.named_parameters(remove_duplicate=False))
+            paths = [p for p, old in found.items() if p in now and now[p].requires_grad != old]
+            if not paths:
+                continue
+            old, new = ("trained", "frozen") if found[paths[0]] else ("frozen", "trained")
+            more = f" ({len(paths)} parameters differ)" if len(paths) > 1 else ""
+            self._warner.once(
+                "trainable",
+                f"{name}.{paths[0]} was {old} in the run that saved step {self._restored_step}, "
+                f"and is {new} now{more}: restore() does not set requires_grad. Unless this is "
+                "meant, freeze and unfreeze the same parameters before training continues",
+            )
 
     def _left_out(self) -> None:
         left_out = self._planner.left_out

@@ -568,6 +568,7 @@ class PCcheckClient:
     def _continue_from(self, found: RestoreResult) -> None:
         self._step = max(0, found.step)
         self._saver.restored(Durable(found.sequence, found.step), self._recovery.newest)
+        self._advice.restored(found.step, self._recovery.trainable)
 
     def adopt(self) -> None:
         """Counts the job's checkpoints as restored: this run got its state by restore(only=...),

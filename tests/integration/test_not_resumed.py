@@ -3,6 +3,8 @@ client can see it, or named once."""
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning, UnsupportedStateError
+from pccheck.state import trainable
 from tests.support.daemon import Daemon
 from tests.support.programs import script
 
@@ -189,3 +192,125 @@ def test_an_optimizer_with_a_state_dict_of_its_own_is_not_called(daemon: Daemon)
         client.attach(model=model, optimizer=optimizer)
         optimizer.step()
         assert optimizer.calls == 0
+
+
+UNFREEZES = """
+import sys, torch
+from torch import nn
+from pccheck import PCcheckClient
+
+back, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1)
+model = nn.Sequential(back, head)
+optimizer = torch.optim.AdamW([*head.parameters(), *back.parameters()])
+with PCcheckClient(job="unfreezes", socket=sys.argv[1]) as client:
+    client.attach(model=model, optimizer=optimizer)
+    first = client.restore().step + 1
+    if sys.argv[2] == "again" and first > 3:
+        back.requires_grad_(True)
+    for step in range(first, first + 4):
+        if step == 3:
+            back.requires_grad_(True)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        client.checkpoint(step=step)
+    client.flush()
+    if sys.argv[2] == "kill":
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("then", ["forgets", "again"])
+def test_a_parameter_that_stays_frozen_is_named(daemon: Daemon, then: str) -> None:
+    with script(UNFREEZES, daemon.socket, "kill") as run:
+        first = run.finish()
+    with script(UNFREEZES, daemon.socket, then) as run:
+        said = run.finish()
+    assert run.returncode == 0, said
+    words = (
+        "model.0.bias was trained in the run that saved step 4, and is frozen now (2 parameters "
+        "differ): restore() does not set requires_grad"
+    )
+    assert said.count(words) == (then == "forgets"), said
+    assert "requires_grad" not in first
+
+
+Flags = dict[str, bool]
+
+
+def frozen(flags: Flags) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(flags.get(name, True))
+    return model
+
+
+def told(daemon: Daemon, before: nn.Module, now: nn.Module, change: Any = None) -> list[str]:
+    """What a run with `now` says that continues one with `before`."""
+    with PCcheckClient(job="flags", socket=daemon.socket) as client:
+        client.attach(model=before)
+        client.checkpoint(step=1).wait_durable(60)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        PCcheckClient(job="flags", socket=daemon.socket) as client,
+    ):
+        warnings.simplefilter("always")
+        client.attach(model=now)
+        client.restore()
+        if change is not None:
+            change(now)
+        for step in (2, 3):
+            client.checkpoint(step=step).wait_durable(60)
+    return [text for one in caught if "requires_grad" in (text := str(one.message))]
+
+
+NAMED = "0.weight"
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "words"),
+    [
+        ({}, {}, ""),
+        ({NAMED: False}, {NAMED: False}, ""),
+        ({NAMED: False}, {}, "model.0.weight was frozen .* step 1, and is trained now"),
+        ({}, {"1.bias": False}, r"model.1.bias was trained .* and is frozen now: restore"),
+    ],
+)
+def test_only_a_flag_that_differs_is_named(
+    daemon: Daemon, saved: Flags, now: Flags, words: str
+) -> None:
+    said = told(daemon, frozen(saved), frozen(now))
+    assert len(said) == bool(words) and all(re.search(words, one) for one in said), said
+
+
+def test_a_flag_that_the_script_sets_itself_is_not_named(daemon: Daemon) -> None:
+    """After restore(), as in the run before; or later, as it goes on."""
+    assert not told(daemon, frozen({}), frozen({NAMED: False}), nn.Module.requires_grad_)
+    assert not told(daemon, frozen({}), frozen({}), lambda model: model.requires_grad_(False))
+
+
+def test_a_flag_that_changes_between_checkpoints_is_saved(daemon: Daemon) -> None:
+    """Although the plan of the tensors stays the same: the parameter is neither trained by an
+    attached optimizer nor frozen."""
+    model = frozen({})
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with PCcheckClient(job="flags", socket=daemon.socket) as client:
+        client.attach(model=model, optimizer=optimizer)
+        for step in (1, 2, 3):
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            model[0].requires_grad_(step < 3)
+            client.checkpoint(step=step).wait_durable(60)
+        client.restore()
+        assert client._recovery.trainable == {"model": [False, False, True, True, True, False]}
+
+
+def test_a_checkpoint_without_the_flags_is_restored(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of earlier versions."""
+    with monkeypatch.context() as patched:
+        patched.setattr(trainable, "record", lambda _attached: ("other", 1))
+        assert told(daemon, frozen({}), frozen({NAMED: False})) == []

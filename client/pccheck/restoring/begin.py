@@ -13,6 +13,7 @@ from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.in_flight import Durable
 from pccheck.saving.planner import Planner
+from pccheck.state import trainable
 from pccheck.state.plan import RNG
 from pccheck.warn import LOG, Warner
 from pccheck_wire import tree
@@ -51,6 +52,8 @@ class Recovery:
         self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
         #: What a restart got when this run took over: at least as new as what it restored.
         self.newest: Durable | None = None
+        #: Which parameters required gradients in what was restored, by the name of the module.
+        self.trainable: dict[str, list[bool]] = {}
         self._session = session
         self._planner = planner
         self._steps = steps
@@ -264,6 +267,7 @@ class Recovery:
             newest = Durable(opened.sequence, opened.step)
         self._session.took_over(connection, newest.sequence)
         self.newest = newest
+        self.trainable = trainable.recorded(described)
         self._steps.restored()
         for item in skipped:
             known = f"checkpoint of step {item.step} was skipped ({item.reason})"

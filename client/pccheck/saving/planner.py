@@ -11,7 +11,7 @@ import torch
 from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
-from pccheck.state import devices, gating, shards
+from pccheck.state import devices, gating, shards, trainable
 from pccheck.state.attaching import checked, require_resumable
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.extents import Shape
@@ -140,6 +140,11 @@ class Planner:
             made.reading = Reading(made.in_place)
         return made
 
+    def _about(self) -> tree.Node:
+        made = origin.node(self.attached, self.client)
+        made.items.append(trainable.record(self.attached))
+        return made
+
     def _of_attached(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
         if not self.attached:
             raise UsageError(
@@ -152,9 +157,8 @@ class Planner:
             for name, thing in self.attached.items():
                 if isinstance(thing, torch.nn.Module):
                     require_resumable(name, thing)
-            about = origin.node(self.attached, self.client)
             self._plan = AttachedPlan(
-                self.attached, mode=mode, shape=shape, loose=self._loose, about=about,
+                self.attached, mode=mode, shape=shape, loose=self._loose, about=self._about,
                 ranks=self._ranks,
             )  # fmt: skip
         try:
