@@ -113,13 +113,37 @@ class Advice:
                     f"the state of {path} is not saved: the state_dict() of the attached optimizer "
                     f"leaves it out, and a resumed run begins without it. {advice}",
                 )
-        if name := left_out.weights():
+        self._lost_weights(*left_out.weights())
+        if paths := left_out.tensors():
+            more = f" (and {len(paths) - 1} more tensors)" if len(paths) > 1 else ""
+            self._warner.once(
+                "left out tensors",
+                f"{paths[0]}{more} has changed since attach(), and is not saved: state_dict() "
+                "leaves out what a module keeps in a plain attribute, a list or a dict. A resumed "
+                "run begins with its first value. Use register_buffer(), nn.Parameter, "
+                "nn.ModuleList, nn.ParameterList or the like, or attach a dict that has it",
+            )
+
+    def _lost_weights(self, name: str, lost: int, trained: int) -> None:
+        """Of `trained` parameters of the optimizer, so many are not saved."""
+        again = (
+            f"If the model or {name} was made again, attach both again: "
+            f"client.attach(model=model, {name}={name})"
+        )
+        if name and lost == trained:
             self._warner.once(
                 "left out weights",
                 f"none of the parameters that the attached {name} trains is saved: nothing that is "
                 f"attached has them. A resumed run would use the state of {name} with other "
-                f"parameters. Attach the model that {name} trains. If the model or {name} was made "
-                f"again, attach both again: client.attach(model=model, {name}={name})",
+                f"parameters. Attach the model that {name} trains. {again}",
+            )
+        elif name:
+            self._warner.once(
+                "left out weights",
+                f"{lost} of the {trained} parameters that the attached {name} trains are not "
+                "saved: nothing that is attached has them, and a resumed run begins with other "
+                f"values. Attach each module that {name} trains (a second network, a loss with "
+                f"weights), under a name of its own. {again}",
             )
 
     def _idle(self, step: int) -> None:

@@ -314,3 +314,56 @@ def test_a_checkpoint_without_the_flags_is_restored(
     with monkeypatch.context() as patched:
         patched.setattr(trainable, "record", lambda _attached: ("other", 1))
         assert told(daemon, frozen({}), frozen({NAMED: False})) == []
+
+
+HIDES = """
+import sys, torch
+from torch import nn
+from pccheck import PCcheckClient
+
+class Contrast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.rest = [nn.Linear(4, 4) for _ in range(2)]  # no ModuleList
+        self.queue = torch.zeros(4)  # no buffer
+        self.table = torch.arange(4.0)
+    def forward(self, x):
+        for layer in (self.first, *self.rest):
+            x = layer(x + self.table)
+        if sys.argv[2] == "queue":
+            self.queue[:] = x.detach().mean(0)
+        return x
+
+torch.manual_seed(0)
+model, critic = Contrast(), nn.Linear(4, 1)
+trained = {
+    "queue": [model.first], "list": [model.first, *model.rest], "critic": [model.first, critic],
+    "none": [model.first],
+}[sys.argv[2]]
+optimizer = torch.optim.AdamW(p for module in trained for p in module.parameters())
+with PCcheckClient(job="hides", socket=sys.argv[1]) as client:
+    client.attach(model=model, optimizer=optimizer)
+    for step in range(1, 5):
+        critic(model(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        client.checkpoint(step=step).wait_durable(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("queue", "model.queue has changed since attach(), and is not saved"),
+        ("list", "model.rest.0.weight (and 3 more tensors) has changed since attach(), and is not"),
+        ("critic", "2 of the 4 parameters that the attached optimizer trains are not saved"),
+        ("none", ""),
+    ],
+)
+def test_a_tensor_outside_of_the_state_dict_is_named_once(
+    daemon: Daemon, what: str, words: str
+) -> None:
+    with script(HIDES, daemon.socket, what) as run:
+        said = run.finish()
+    assert run.returncode == 0, said
+    assert said.count("not saved") == bool(words) and words in said, said

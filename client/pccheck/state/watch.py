@@ -96,11 +96,7 @@ class ModuleWatch:
     @staticmethod
     def suits(module: torch.nn.Module) -> bool:
         """Whether no class or hook customises the state dict."""
-        return all(
-            cls._save_to_state_dict is _Module._save_to_state_dict
-            and cls.get_extra_state is _Module.get_extra_state
-            for cls in {type(m) for m in module.modules()}
-        ) and all(map(gives_by_name, module.modules()))
+        return all(map(saves_plainly, module.modules()))
 
     @staticmethod
     def loads_plainly(module: torch.nn.Module) -> bool:
@@ -125,6 +121,16 @@ def gives_by_name(module: torch.nn.Module) -> bool:
         and "state_dict" not in vars(module)
         and "_save_to_state_dict" not in vars(module)
         and _by_fsdp(*_HOOKS(vars(module)))
+    )
+
+
+def saves_plainly(module: torch.nn.Module) -> bool:
+    """Whether what the module itself saves is its parameters and persistent buffers."""
+    cls = type(module)
+    return (
+        cls._save_to_state_dict is _Module._save_to_state_dict
+        and cls.get_extra_state is _Module.get_extra_state
+        and gives_by_name(module)
     )
 
 
