@@ -10,18 +10,20 @@ import torch
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
 from .state import trainable
-from .state.attaching import is_replicated, require_storable_state
+from .state.attaching import is_gathered, is_replicated, require_storable_state
 from .warn import Warner
 
 
 class Advice:
     """Of one client; each warning comes once."""
 
-    def __init__(self, planner: Planner, warner: Warner, *, copies: int) -> None:
-        """`copies`: how many ranks store a copy of a model that all of them have."""
+    def __init__(self, planner: Planner, warner: Warner, *, copies: int, gathers: bool) -> None:
+        """`copies`: how many ranks store a copy of a model that all of them have. `gathers`:
+        whether there are other ranks, and this one warns for all of them."""
         self._planner = planner
         self._warner = warner
         self._copies = copies
+        self._gathers = gathers
         self._unseen: dict[int, str] = {}  # optimizers whose state was not looked at yet
         self._restored_step = 0
         self._trainable: dict[str, list[bool]] = {}  # of modules that were not compared yet
@@ -42,6 +44,14 @@ class Advice:
                 "stores a copy of the model. To store one copy, pass "
                 "PCcheckClient(replicated=True) on every rank. If only rank 0 saves, pass "
                 "PCcheckClient(solo=True) there",
+            )
+        if self._gathers and is_gathered(things):
+            self._warner.once(
+                "fsdp1",
+                "the model is in FullyShardedDataParallel: each checkpoint() gathers the whole "
+                "model from all ranks while training waits, and each rank stores all of it. Every "
+                "rank must call checkpoint() after the same steps. With fully_shard() (FSDP2) "
+                "nothing is gathered, and each rank stores its own part",
             )
         for name, thing in things.items():
             if sampler := stateless_sampler(thing):

@@ -48,7 +48,7 @@ from .saving.in_flight import Durable, InFlight
 from .saving.interval import Interval
 from .saving.planner import Planner
 from .saving.saver import Saver
-from .state.attaching import Stateful
+from .state.attaching import Stateful, is_gathered
 from .state.metadata import metadata_node
 from .warn import LOG, Warner
 
@@ -143,6 +143,7 @@ class PCcheckClient:
         self._lock = threading.RLock()
         _check_together(solo, replicated, autostart, storage)
         self._fresh, self._replicated = fresh, replicated
+        self._alone = solo and identity.world_size > 1
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
         self._step = 0
@@ -160,7 +161,8 @@ class PCcheckClient:
         else:
             self._warner = Warner("--socket", str(path)) if path else Warner()
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
-        self._advice = Advice(self._planner, self._warner, copies=copies)
+        gathers = identity.world_size > 1 and identity.rank == 0
+        self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)
         self._interval: Interval | None = None  # once should_checkpoint() was called
@@ -278,6 +280,12 @@ class PCcheckClient:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
         with self._calling():
+            if self._alone and is_gathered(things):
+                raise UsageError(
+                    "solo=True saves on one rank, and FullyShardedDataParallel gathers the model "
+                    "from all ranks for each checkpoint: checkpoint() would wait for ever",
+                    hint="make a client without solo=True on every rank, and use fully_shard()",
+                )
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
             self._advice.attached(things)

@@ -55,6 +55,17 @@ def is_replicated(things: Mapping[str, object]) -> bool:
     )
 
 
+def is_gathered(things: Mapping[str, object]) -> bool:
+    """Whether state_dict() of a module gathers it from all ranks (FSDP1)."""
+    return any(
+        getattr(getattr(part, "_state_dict_type", None), "name", "") == "FULL_STATE_DICT"
+        for one in things.values()
+        if isinstance(one, torch.nn.Module)
+        for part in one.modules()
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__)
+    )
+
+
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
         raise UsageError(
