@@ -11,7 +11,10 @@ from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
 from .state import trainable
 from .state.attaching import is_gathered, is_replicated, require_storable_state
+from .state.plan import RNG
 from .warn import Warner
+
+_Optimizer = torch.optim.Optimizer
 
 
 class Advice:
@@ -31,11 +34,11 @@ class Advice:
 
     def attached(self, things: Mapping[str, object]) -> None:
         """These were attached: may warn of copies, and of a loader that does not resume exactly."""
-        self._unseen = {
-            id(thing): name
-            for name, thing in self._planner.attached.items()
-            if isinstance(thing, torch.optim.Optimizer)
-        }
+        attached = self._planner.attached
+        optimizers = {n: one for n, one in attached.items() if isinstance(one, _Optimizer)}
+        # Of optimizers alone the steps may be all that counts, beside checkpoint(state).
+        alone = not attached.keys() - optimizers.keys() - {RNG}
+        self._unseen = {} if alone else {id(one): name for name, one in optimizers.items()}
         self._compare()
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
@@ -76,7 +79,7 @@ class Advice:
                 saved = self._trainable.pop(name)
                 self._unlike |= {name: trainable.differing(thing, saved)}
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: _Optimizer) -> None:
         """An attached optimizer made a step. Raises UnsupportedStateError if its state, which the
         first steps have made, cannot be stored."""
         if id(optimizer) in self._unseen and optimizer.state:

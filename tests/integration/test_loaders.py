@@ -276,6 +276,36 @@ def test_a_prefetcher_with_an_early_iterator_is_outdated(
 
 
 @TORCHDATA
+def test_a_loader_in_two_attached_things_is_named_once(daemon: Daemon) -> None:
+    """As in Accelerate: its own name is used, and not that of the object that counts."""
+
+    class Counts:
+        def __init__(self, loader: Any) -> None:
+            self.loaders, self.first = [loader], loader
+
+        def state_dict(self) -> Any:
+            return {"count": 1}
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    for again in (False, True):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            PCcheckClient("job", socket=daemon.socket) as client,
+        ):
+            warnings.simplefilter("always")
+            loader = made(0)
+            batches = iter(loader)
+            client.attach(counts=Counts(loader), data=loader)
+            client.restore()
+            next(batches)
+            client.checkpoint(step=1 + again).wait_durable(60)
+        found = [str(one.message) for one in caught if "was made before" in str(one.message)]
+        assert len(found) == again and all("iterator of data that" in one for one in found)
+
+
+@TORCHDATA
 @pytest.mark.parametrize("early", [False, True])
 def test_a_loader_of_nodes_continues_after_its_batches(daemon: Daemon, early: bool) -> None:
     """torchdata would return the iterator that attach() has made to ask for the state."""

@@ -178,6 +178,16 @@ def test_an_optimizer_that_is_attached_later_only_warns(daemon: Daemon) -> None:
             assert client.checkpoint(step=2).state is CheckpointState.FAILED
 
 
+def test_an_optimizer_beside_a_given_state_is_not_looked_at(daemon: Daemon) -> None:
+    """It is attached for its gate, and something else is saved."""
+    model, optimizer = kit(object)
+    with PCcheckClient(job="given", socket=daemon.socket) as client:
+        client.attach(optimizer=optimizer, rng=True)
+        optimizer.step()
+        made = client.checkpoint({"weights": model.state_dict()}, step=1)
+        assert made.result(60).step == 1
+
+
 def test_an_optimizer_with_a_state_dict_of_its_own_is_not_called(daemon: Daemon) -> None:
     class Gathers(Keeps):
         calls = 0

@@ -23,11 +23,12 @@ class Iterators:
     that a loop, a cycle() or a prefetcher holds goes on with batches of its own."""
 
     def __init__(self, things: Mapping[str, object]) -> None:
-        self._found = [
-            (name, loader, key, vars(loader)[key])
-            for name, thing in things.items()
-            for loader, key in _loaders_in(thing, _DEPTH)
-        ]
+        found: dict[int, tuple[str, Any, str, Any]] = {}
+        # A loader that is attached itself gets that name.
+        for name, thing in sorted(things.items(), key=lambda item: not has_position(*item)):
+            for loader, key in _loaders_in(thing, _DEPTH):
+                found.setdefault(id(loader), (name, loader, key, vars(loader).get(key)))
+        self._found = list(found.values())
 
     def restored(self, outdated: Callable[[str], None]) -> None:
         """Calls `outdated` with the name when an iterator that was made before the restore gives a
@@ -37,7 +38,7 @@ class Iterators:
                 # Otherwise the next iter() would return the iterator that attach() has made when
                 # it asked for the state, and drop the state.
                 loader._it, loader._iter_for_state_dict = None, False
-            if iterator is not None and vars(loader)[key] is not iterator:
+            if iterator is not None and vars(loader).get(key) is not iterator:
                 _at_next_batch(iterator, functools.partial(outdated, name))
 
 

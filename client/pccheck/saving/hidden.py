@@ -108,10 +108,10 @@ class _Search:
             if key not in _STOCK:
                 self._inside(value, f"{path}.{key}", owner, (key,))
         if not registered:
-            skipped = module._non_persistent_buffers_set
             for kind in ("_parameters", "_buffers"):
-                for key in owner[kind].keys() - skipped:
-                    self._inside(owner[kind][key], f"{path}.{key}", owner, (kind, key))
+                for key, value in owner[kind].items():
+                    if key not in module._non_persistent_buffers_set:
+                        self._inside(value, f"{path}.{key}", owner, (kind, key))
         for key, child in module._modules.items():
             if child is not None:
                 self.below(child, f"{path}.{key}", registered=registered)

@@ -34,8 +34,9 @@ def recorded(described: tree.Tree) -> dict[str, list[bool]]:
     found = about.get(_KEY) if isinstance(about, dict) else None
     flags: dict[str, list[bool]] = {}
     for name, packed in found.items() if isinstance(found, dict) else ():
-        if isinstance(packed, dict) and isinstance(bits := packed.get("bits"), bytes):
-            unpacked = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=packed.get("count"))
+        count, bits = (packed.get("count"), packed.get("bits")) if type(packed) is dict else (0, 0)
+        if type(count) is int and type(bits) is bytes and 0 <= count <= 8 * len(bits):
+            unpacked = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count)
             flags[str(name)] = unpacked.astype(bool).tolist()
     return flags
 
