@@ -219,6 +219,23 @@ class PopsAll(nn.Sequential):
         return super().load_state_dict({k: v for k, v in state_dict.items() if k != "0.more"})
 
 
+class Partly(nn.Sequential):
+    """As a LightningModule, which Lightning loads."""
+
+    strict_loading = False
+
+
+class Changed(nn.Sequential):
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        drop(checkpoint["state_dict"])
+
+
+def test_a_module_that_lightning_loads_in_parts_is_attached() -> None:
+    for kind in (Partly, Changed):
+        model = kind(Saves(more("more")))
+        assert one("model", model) is model
+
+
 TAKEN = [
     lambda: Loads(more("more")),
     lambda: nn.Sequential(Loads(more("more")), nn.LazyLinear(2)),

@@ -142,7 +142,7 @@ def require_resumable(name: str, module: torch.nn.Module) -> None:
     given: dict[str, Any] = {}
     if ModuleWatch.suits(module):
         given = module.state_dict(keep_vars=True)
-    else:
+    elif not _loads_in_parts(module):
         taken: dict[str, Any] = {}
         unknown: list[str] = []
         try:
@@ -168,6 +168,13 @@ def require_resumable(name: str, module: torch.nn.Module) -> None:
             Flattener().node(value, tree.join(name, key))
         elif not (value.is_meta or is_lazy(value)):
             require_storable(value, tree.join(name, key))
+
+
+def _loads_in_parts(module: torch.nn.Module) -> bool:
+    """Whether Lightning, which loads its modules itself, may leave out what does not fit."""
+    change = getattr(type(module), "on_load_checkpoint", None)
+    changes = change is not None and not change.__module__.startswith("lightning.")
+    return changes or getattr(module, "strict_loading", True) is False
 
 
 def _compare(
@@ -212,8 +219,9 @@ def require_storable_state(name: str, optimizer: torch.optim.Optimizer) -> None:
     except UnsupportedStateError as error:
         raise UnsupportedStateError(
             f"{error.message}, so nothing that this {type(optimizer).__name__} trains can be saved",
-            hint="use an optimizer whose state is made of tensors and numbers; in a framework, or "
-            'its own checkpoints instead of PCcheck (Hugging Face Trainer: save_strategy="steps")',
+            hint="use an optimizer whose state is made of tensors and numbers; or, in a framework, "
+            "its own checkpoints instead of PCcheck (Hugging Face Trainer: "
+            'save_strategy="steps")',
         ) from error
 
 
