@@ -233,7 +233,8 @@ with PCcheckClient() as client:
         optimizer.zero_grad()
         client.checkpoint(step=step).wait_durable(60)
     with FSDP.summon_full_params(model):
-        print("SUM", step, sum(p.double().sum().item() for p in model.parameters()))
+        total = sum(p.double().sum().item() for p in model.parameters())
+        sys.stdout.write(f"SUM {step} {total}\\n")  # at once: both ranks write to one pipe
 dist.destroy_process_group()
 """
 
