@@ -142,8 +142,8 @@ class PCcheckClient:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         _check_together(solo, replicated, autostart, storage)
-        self._fresh, self._replicated = fresh, replicated
-        self._alone = solo and identity.world_size > 1
+        several = identity.world_size > 1
+        self._fresh, self._replicated, self._alone = fresh, replicated, solo and several
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
         self._step = 0
@@ -161,7 +161,7 @@ class PCcheckClient:
         else:
             self._warner = Warner("--socket", str(path)) if path else Warner()
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
-        gathers = identity.world_size > 1 and identity.rank == 0
+        gathers = several and identity.rank == 0
         self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)

@@ -115,9 +115,7 @@ class StepHooks:
         ends: dict[int, Any] = {}  # by optimizer: the handle of after_step
 
         def pass_gate(optimizer: torch.optim.Optimizer) -> None:
-            held = found()
-            if held is not None:
-                held()
+            _call(found)
             _CHANGING.add(optimizer)
 
         def before_step(
@@ -144,8 +142,7 @@ class StepHooks:
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
                 streams.update({gpu: devices.current_stream(gpu) for gpu in on})
-            if (hear := told()) is not None:
-                hear(optimizer)
+            _call(told, optimizer)
 
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
@@ -177,6 +174,13 @@ class StepHooks:
         self._unseen.clear()
         self._steps.clear()
         self._streams.clear()
+
+
+def _call(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    """Unless its object was deleted."""
+    held = method()
+    if held is not None:
+        held(*arguments)
 
 
 def runs(thread: int, call: FrameType) -> bool:
