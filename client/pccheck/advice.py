@@ -5,23 +5,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
-from .state.attaching import is_replicated
+from .state import trainable
+from .state.attaching import is_gathered, is_replicated, require_storable_state
+from .state.plan import RNG
 from .warn import Warner
+
+_Optimizer = torch.optim.Optimizer
 
 
 class Advice:
     """Of one client; each warning comes once."""
 
-    def __init__(self, planner: Planner, warner: Warner, *, copies: int) -> None:
-        """`copies`: how many ranks store a copy of a model that all of them have."""
+    def __init__(self, planner: Planner, warner: Warner, *, copies: int, gathers: bool) -> None:
+        """`copies`: how many ranks store a copy of a model that all of them have. `gathers`:
+        whether there are other ranks, and this one warns for all of them."""
         self._planner = planner
         self._warner = warner
         self._copies = copies
+        self._gathers = gathers
+        self._unseen: dict[int, str] = {}  # optimizers whose state was not looked at yet
+        self._restored_step = 0
+        self._trainable: dict[str, list[bool]] = {}  # of modules that were not compared yet
+        self._unlike: dict[str, dict[str, bool]] = {}  # parameters that differed from it, by module
 
     def attached(self, things: Mapping[str, object]) -> None:
         """These were attached: may warn of copies, and of a loader that does not resume exactly."""
+        attached = self._planner.attached
+        optimizers = {n: one for n, one in attached.items() if isinstance(one, _Optimizer)}
+        # Of optimizers alone the steps may be all that counts, beside checkpoint(state).
+        alone = not attached.keys() - optimizers.keys() - {RNG}
+        self._unseen = {} if alone else {id(one): name for name, one in optimizers.items()}
+        self._compare()
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
                 "ddp",
@@ -29,6 +47,14 @@ class Advice:
                 "stores a copy of the model. To store one copy, pass "
                 "PCcheckClient(replicated=True) on every rank. If only rank 0 saves, pass "
                 "PCcheckClient(solo=True) there",
+            )
+        if self._gathers and is_gathered(things):
+            self._warner.once(
+                "fsdp1",
+                "the model is in FullyShardedDataParallel: each checkpoint() gathers the whole "
+                "model from all ranks while training waits, and each rank stores all of it. Every "
+                "rank must call checkpoint() after the same steps. With fully_shard() (FSDP2) "
+                "nothing is gathered, and each rank stores its own part",
             )
         for name, thing in things.items():
             if sampler := stateless_sampler(thing):
@@ -40,10 +66,50 @@ class Advice:
                     "(docs/python.md, recipes)",
                 )
 
+    def restored(self, step: int, flags: dict[str, list[bool]]) -> None:
+        """The run continues from that step, in which these parameters required gradients."""
+        self._restored_step, self._trainable, self._unlike = step, dict(flags), {}
+        self._compare()
+
+    def _compare(self) -> None:
+        """A script may change them next, as it did in the run before: so the warning waits for the
+        next checkpoint."""
+        for name, thing in self._planner.attached.items():
+            if isinstance(thing, torch.nn.Module) and name in self._trainable:
+                saved = self._trainable.pop(name)
+                self._unlike |= {name: trainable.differing(thing, saved)}
+
+    def stepped(self, optimizer: _Optimizer) -> None:
+        """An attached optimizer made a step. Raises UnsupportedStateError if its state, which the
+        first steps have made, cannot be stored."""
+        if id(optimizer) in self._unseen and optimizer.state:
+            require_storable_state(self._unseen.pop(id(optimizer)), optimizer)
+
     def saving(self, step: int) -> None:
         """What is attached is about to be saved: may warn that it is not what trains."""
         self._left_out()
         self._idle(step)
+        self._changed()
+
+    def _changed(self) -> None:
+        """At the first checkpoint after a restore, which comes in the same place of the loop."""
+        unlike, self._unlike = self._unlike, {}
+        for name, found in unlike.items():
+            thing = self._planner.attached.get(name)
+            if not isinstance(thing, torch.nn.Module):
+                continue
+            now = dict(thing.named_parameters(remove_duplicate=False))
+            paths = [p for p, old in found.items() if p in now and now[p].requires_grad != old]
+            if not paths:
+                continue
+            old, new = ("trained", "frozen") if found[paths[0]] else ("frozen", "trained")
+            more = f" ({len(paths)} parameters differ)" if len(paths) > 1 else ""
+            self._warner.once(
+                "trainable",
+                f"{name}.{paths[0]} was {old} in the run that saved step {self._restored_step}, "
+                f"and is {new} now{more}: restore() does not set requires_grad. Unless this is "
+                "meant, freeze and unfreeze the same parameters before training continues",
+            )
 
     def _left_out(self) -> None:
         left_out = self._planner.left_out
@@ -51,7 +117,7 @@ class Advice:
         inside += "load_state_dict() of the optimizer include it"
         inner, attribute = left_out.optimizer(), left_out.attribute()
         for kind, path, advice in (
-            ("optimizer", inner, f"Attach {inner} itself"),
+            ("optimizer", inner, f"Attach {inner} itself, under a name of its own"),
             ("attribute", attribute, inside),
         ):
             if path:
@@ -60,13 +126,37 @@ class Advice:
                     f"the state of {path} is not saved: the state_dict() of the attached optimizer "
                     f"leaves it out, and a resumed run begins without it. {advice}",
                 )
-        if name := left_out.weights():
+        self._lost_weights(*left_out.weights())
+        if paths := left_out.tensors():
+            more = f" (and {len(paths) - 1} more tensors)" if len(paths) > 1 else ""
+            self._warner.once(
+                "left out tensors",
+                f"{paths[0]}{more} has changed since attach(), and is not saved: state_dict() "
+                "leaves out what a module keeps in a plain attribute, a list or a dict. A resumed "
+                "run begins with its first value. Use register_buffer(), nn.Parameter, "
+                "nn.ModuleList, nn.ParameterList or the like, or attach a dict that has it",
+            )
+
+    def _lost_weights(self, name: str, lost: int, trained: int) -> None:
+        """Of `trained` parameters of the optimizer, so many are not saved."""
+        again = (
+            f"If the model or {name} was made again, attach both again: "
+            f"client.attach(model=model, {name}={name})"
+        )
+        if name and lost == trained:
             self._warner.once(
                 "left out weights",
                 f"none of the parameters that the attached {name} trains is saved: nothing that is "
                 f"attached has them. A resumed run would use the state of {name} with other "
-                f"parameters. Attach the model that {name} trains. If the model or {name} was made "
-                f"again, attach both again: client.attach(model=model, {name}={name})",
+                f"parameters. Attach the model that {name} trains. {again}",
+            )
+        elif name:
+            self._warner.once(
+                "left out weights",
+                f"{lost} of the {trained} parameters that the attached {name} trains are not "
+                "saved: nothing that is attached has them, and a resumed run begins with other "
+                f"values. Attach each module that {name} trains (a second network, a loss with "
+                f"weights), under a name of its own. {again}",
             )
 
     def _idle(self, step: int) -> None:

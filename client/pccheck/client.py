@@ -48,7 +48,7 @@ from .saving.in_flight import Durable, InFlight
 from .saving.interval import Interval
 from .saving.planner import Planner
 from .saving.saver import Saver
-from .state.attaching import Stateful
+from .state.attaching import Stateful, is_gathered
 from .state.metadata import metadata_node
 from .warn import LOG, Warner
 
@@ -142,7 +142,8 @@ class PCcheckClient:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         _check_together(solo, replicated, autostart, storage)
-        self._fresh, self._replicated = fresh, replicated
+        several = identity.world_size > 1
+        self._fresh, self._replicated, self._alone = fresh, replicated, solo and several
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
         self._step = 0
@@ -159,7 +160,8 @@ class PCcheckClient:
         else:
             self._warner = Warner("--socket", str(path)) if path else Warner()
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
-        self._advice = Advice(self._planner, self._warner, copies=copies)
+        gathers = several and identity.rank == 0
+        self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)
         self._interval: Interval | None = None  # once should_checkpoint() was called
@@ -262,7 +264,9 @@ class PCcheckClient:
         of a checkpoint is kept until the next one, or `close()`. Attach before a CUDA graph with
         the step is recorded, or use gate="manual". A name that is attached again is replaced.
         Raises UsageError for what has no state, or whose state_dict() fails in the call made here;
-        UnsupportedStateError by path for a value that cannot be stored.
+        UnsupportedStateError by path for a value that cannot be stored, and for a module that
+        cannot load its own state dict. The first step of an attached optimizer raises
+        UnsupportedStateError if its state cannot be stored.
         """
         if unnamed:  # an old habit from torch.save(model)
             kinds = ", ".join(kind.__name__ for kind in map(type, unnamed))
@@ -275,11 +279,18 @@ class PCcheckClient:
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
         with self._calling():
+            if self._alone and is_gathered(things):
+                raise UsageError(
+                    "solo=True saves on one rank, and FullyShardedDataParallel gathers the model "
+                    "from all ranks for each checkpoint: checkpoint() would wait for ever",
+                    hint="make a client without solo=True on every rank, and use fully_shard()",
+                )
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
             self._advice.attached(things)
             if self._options.gate == "auto":
-                self._planner.hooks.put(self._before_step, self._planner.stepped())
+                stepped = self._planner.stepped()
+                self._planner.hooks.put(self._before_step, stepped, self._after_step)
             connection = self._session.current()
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
@@ -301,6 +312,18 @@ class PCcheckClient:
             "an attached optimizer made a step",
             'to keep training meanwhile, use gate="manual" and call gate() before every replay()',
         )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises UnsupportedStateError where the first checkpoint() would raise it: nothing is lost
+        yet, and hours may be then."""
+        if self._inert():
+            return
+        try:
+            self._advice.stepped(optimizer)
+        except UnsupportedStateError as error:
+            if not self._took_one:
+                raise
+            self._warner.once("state", f"checkpoints will fail: {error}")
 
     def _gate(self, what: str, hint: str) -> None:
         if self._inert():
@@ -557,6 +580,7 @@ class PCcheckClient:
     def _continue_from(self, found: RestoreResult) -> None:
         self._step, self._came_from = max(0, found.step), -1
         self._saver.restored(Durable(found.sequence, found.step), self._recovery.newest)
+        self._advice.restored(found.step, self._recovery.trainable)
 
     def adopt(self) -> None:
         """Counts the job's checkpoints as restored: this run got its state by restore(only=...),

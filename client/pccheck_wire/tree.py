@@ -18,7 +18,8 @@ unknown tags, views outside of their extent, blocks outside of their tensor and 
 are refused.
 
 `about` is what the client records beside the state: the process and the client that made it, and
-the classes of attached optimizers and schedulers.
+the classes of attached optimizers and schedulers, and which parameters of attached modules require
+gradients. Readers ignore what they do not know there.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pccheck_store.filesystem import PCcheckFileSystem
 from tests.support.ctl import Ctl, written
 from tests.support.daemon import Daemon
 from tests.support.shardtraining import equal, launch
+from tests.support.torchrun import started
 from tests.support.volumes import bases
 
 torch = pytest.importorskip("torch")
@@ -204,3 +205,48 @@ def read_in_parts(daemon: Daemon, whole: dict[str, Any]) -> None:
         assert torch.equal(row, weight[11:13])
         mine = one.read("model.0.weight", rank=1)
         assert isinstance(mine, Shard) and torch.equal(mine.tensor, weight[9:14])
+
+
+FSDP1 = """
+import sys, torch, torch.distributed as dist, warnings
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from pccheck import PCcheckClient, UsageError
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+wrap = lambda module: FSDP(module, device_id=torch.device("cpu"), use_orig_params=True)
+model = wrap(nn.Sequential(nn.Linear(8, 8), wrap(nn.Linear(8, 8))))
+optimizer = torch.optim.AdamW(model.parameters())
+if dist.get_rank() == 0:
+    try:
+        with PCcheckClient(job="alone", solo=True) as client:
+            client.attach(model=model, optimizer=optimizer)
+    except UsageError as error:
+        print("REFUSED", error)
+with PCcheckClient() as client:
+    client.attach(model=model, optimizer=optimizer)
+    first = client.restore().step + 1
+    for step in range(first, first + 2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        client.checkpoint(step=step).wait_durable(60)
+    with FSDP.summon_full_params(model):
+        total = sum(p.double().sum().item() for p in model.parameters())
+        sys.stdout.write(f"SUM {step} {total}\\n")  # at once: both ranks write to one pipe
+dist.destroy_process_group()
+"""
+
+
+def test_fsdp1_is_told_what_it_costs_and_resumes(daemon: Daemon) -> None:
+    said = []
+    for _ in range(2):
+        with started(daemon, "job", 2, "tests.support.snippet", FSDP1) as launcher:
+            said.append(launcher.finish())
+        assert launcher.returncode == 0, said[-1]
+    for text, step in zip(said, (2, 4), strict=True):
+        assert text.count("each checkpoint() gathers the whole model") == 1, text
+        assert text.count("REFUSED solo=True saves on one rank") == 1, text
+        sums = [line for line in text.splitlines() if line.startswith(f"SUM {step} ")]
+        assert len(sums) == 2 and len(set(sums)) == 1, text

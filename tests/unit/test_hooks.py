@@ -22,12 +22,17 @@ class Gate:
         self.parameter = torch.nn.Parameter(torch.ones(3))
         self.optimizer = optimizer([self.parameter], lr=0.25, **options)
         self.order: list[str] = []
+        self.steps: list[torch.optim.Optimizer] = []
         self.hooks = StepHooks()
-        self.hooks.put(self.passed, [self.optimizer])
+        self.hooks.put(self.passed, [self.optimizer], self.stepped)
 
     def passed(self) -> None:
         changed = bool((self.parameter != 1).any())
         self.order.append("late" if changed and "gate" not in self.order else "gate")
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        assert not self.hooks.stepping
+        self.steps.append(optimizer)
 
     def closure(self) -> torch.Tensor:
         self.order.append("closure")
@@ -97,7 +102,9 @@ def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends(
     halfway: Gate,
 ) -> None:
     assert halfway.hooks.halfway and not halfway.hooks.stepping
-    halfway.hooks.put(halfway.passed, [halfway.optimizer])  # attach() of one thing more
+    halfway.hooks.put(
+        halfway.passed, [halfway.optimizer], halfway.stepped
+    )  # attach() of one thing more
     assert halfway.hooks.halfway
     halfway.optimizer.step()
     assert not halfway.hooks.halfway
@@ -106,17 +113,17 @@ def test_a_step_that_fails_behind_the_gate_has_changed_something_until_one_ends(
 def test_the_next_client_of_an_optimizer_knows_of_its_failed_step(halfway: Gate) -> None:
     halfway.hooks.remove()
     later = StepHooks()
-    later.put(halfway.passed, [halfway.optimizer])
+    later.put(halfway.passed, [halfway.optimizer], halfway.stepped)
     assert later.halfway
     later.restored()
     assert not later.halfway
-    halfway.hooks.put(halfway.passed, [halfway.optimizer])
+    halfway.hooks.put(halfway.passed, [halfway.optimizer], halfway.stepped)
     assert not halfway.hooks.halfway
 
 
 def test_a_whole_step_of_another_optimizer_does_not_end_a_failed_one(halfway: Gate) -> None:
     other = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
-    halfway.hooks.put(halfway.passed, [halfway.optimizer, other])
+    halfway.hooks.put(halfway.passed, [halfway.optimizer, other], halfway.stepped)
     other.step()
     assert halfway.hooks.halfway
     halfway.optimizer.step()
@@ -180,10 +187,10 @@ def test_hooks_that_ctrl_c_left_out_are_not_relied_on(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(gate.optimizer, method, interrupt)
-        gate.hooks.put(gate.passed, [gate.optimizer])
+        gate.hooks.put(gate.passed, [gate.optimizer], gate.stepped)
     gate.optimizer.step()
     assert not gate.hooks and not gate.hooks.stepping and not gate.hooks.halfway
-    gate.hooks.put(gate.passed, [gate.optimizer])
+    gate.hooks.put(gate.passed, [gate.optimizer], gate.stepped)
     gate.optimizer.step()
     assert gate.hooks
 
@@ -197,7 +204,7 @@ def test_compiled_steps_pass_the_gate_every_time(early: bool) -> None:
     step = torch.compile(lambda: gate.optimizer.step(), backend="eager")
     for _ in range(2 if not early else 0):
         step()
-    gate.hooks.put(gate.passed, [gate.optimizer])
+    gate.hooks.put(gate.passed, [gate.optimizer], gate.stepped)
     with torch.no_grad():
         gate.parameter.fill_(1)
     for count in range(1, 4):
@@ -215,7 +222,7 @@ def test_a_snapshot_comes_after_a_step_in_another_stream(monkeypatch: pytest.Mon
         fakes.put(parameter, gpu)
     optimizer = torch.optim.SGD(parameters, lr=0.25)
     hooks, gate = StepHooks(), Gate(torch.optim.SGD)
-    hooks.put(gate.passed, [optimizer])
+    hooks.put(gate.passed, [optimizer], gate.stepped)
     hooks.follow()
     fakes.streams[1] = 7  # with torch.cuda.stream(side): optimizer.step()
     optimizer.step()
@@ -243,3 +250,16 @@ def test_a_step_that_begins_while_the_one_before_is_looked_for_counts(
         patch.setattr(sys, "_current_frames", frames)
         assert not hooks.stepping
     assert hooks.stepping
+
+
+def test_each_whole_step_is_told_once() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            super().step(closure)
+
+    for kind in (torch.optim.SGD, Twice):
+        made = Gate(kind)
+        made.optimizer.step()
+        made.optimizer.step(made.closure)
+        assert made.steps == [made.optimizer] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ OPTIMIZERS = [
     torch.optim.Adamax, torch.optim.ASGD, torch.optim.LBFGS, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
 ]  # fmt: skip
+
+MODEL = nn.Linear(2, 3)
 
 
 class Own(torch.optim.Optimizer):
@@ -100,11 +103,11 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
 
 
-def weightless(**things: Any) -> str:
+def weightless(all_of: bool = True, /, **things: Any) -> str:
     watched = LeftOut()
     watched.attach(checked(things))
-    found = watched.weights()
-    assert watched.weights() == found
+    found, lost, trained = watched.weights()
+    assert watched.weights() == (found, lost, trained) and (lost == trained) is all_of
     return found
 
 
@@ -198,3 +201,183 @@ def frozen_all() -> Things:
 )
 def test_parameters_that_may_be_saved_are_no_trouble(things: Any) -> None:
     assert weightless(**things()) == ""
+
+
+class Layerwise(torch.optim.SGD):
+    """As Trainer's GaLore: a dummy, beside an optimizer for each parameter."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__([torch.zeros(1)], lr=0.1)
+        self.parts = parts
+
+
+def each(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("keep", "path"),
+    [
+        (lambda parts: dict(zip(MODEL.parameters(), parts, strict=True)), "parts.0"),
+        (lambda parts: {"first": parts[0], "second": parts[1]}, "parts.first"),
+        (list, "parts.0"),
+        (lambda parts: {"all": tuple(parts)}, "parts.all.0"),
+    ],
+)
+def test_optimizers_in_dicts_and_lists_are_named(keep: Any, path: str) -> None:
+    parts, watched = each(MODEL), LeftOut()
+    attached = {"model": MODEL, "optimizer": Layerwise(keep(parts))}
+    watched.attach(checked(attached))
+    assert watched.optimizer() == ""  # without a state
+    MODEL(torch.ones(1, 2)).sum().backward()
+    for part in parts:
+        part.step()
+    assert watched.optimizer() == f"optimizer.{path}"
+    watched.attach(checked(attached | {"a": parts[0], "b": parts[1]}))
+    assert watched.optimizer() == ""
+
+
+def criterion() -> Things:
+    model, loss = nn.Linear(2, 3), nn.Linear(3, 3)
+    return {"model": model, "optimizer": torch.optim.Adam([*model.parameters(), loss.weight])}
+
+
+def listed() -> Things:
+    """Named as tensors of the model."""
+    model = nn.Linear(2, 3)
+    model.more = [nn.Linear(3, 3)]
+    parameters = [*model.parameters(), *model.more[0].parameters()]
+    return {"model": model, "optimizer": torch.optim.Adam(parameters)}
+
+
+def test_an_optimizer_with_some_parameters_that_are_not_saved_is_named() -> None:
+    assert weightless(False, **criterion()) == "optimizer"
+    assert weightless(**listed()) == ""
+
+
+class Keeps(nn.Module):
+    """With a tensor in a plain attribute, or where `keep` puts it."""
+
+    def __init__(self, keep: Any = lambda tensor: tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.kept = keep(torch.zeros(2))
+
+
+def hidden(model: nn.Module, change: Callable[[Any], object], **more: Any) -> list[str]:
+    """What is named after a change of the model, and not before it."""
+    watched = LeftOut()
+    watched.attach(checked({"model": model, **more}))
+    assert watched.tensors() == []
+    change(model)
+    watched.tensors()
+    return watched.tensors()
+
+
+def unregistered(tensor: torch.Tensor) -> Any:
+    module = nn.BatchNorm1d(2)
+    return [module, tensor]
+
+
+def assign(value: Any) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.kept = value(model.kept)
+
+    return change
+
+
+CHANGED = [
+    (lambda t: t, lambda m: m.kept.add_(1), "model.kept"),
+    (lambda t: t, assign(lambda t: t * 0.9 + 1), "model.kept"),
+    (lambda t: [0.5, t], lambda m: m.kept[1].mul_(2), "model.kept.1"),
+    (lambda t: {"name": "x", "bank": t}, lambda m: m.kept["bank"].fill_(1), "model.kept.bank"),
+    (lambda t: {"bank": t}, assign(lambda kept: {"bank": kept["bank"] + 1}), "model.kept.bank"),
+    (lambda t: [[t]], lambda m: m.kept[0][0].add_(1), "model.kept.0.0"),
+    (lambda t: [nn.Parameter(t)], lambda m: m.kept[0].detach().add_(1), "model.kept.0"),
+    (unregistered, lambda m: m.kept[0].weight.detach().add_(1), "model.kept.0.weight"),
+    (unregistered, lambda m: m.kept[0](torch.randn(4, 2)), "model.kept.0.num_batches_tracked"),
+    (lambda t: {"ema": nn.Sequential(nn.Linear(2, 2))},
+     lambda m: m.kept["ema"][0].bias.detach().add_(1), "model.kept.ema.0.bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keep", "change", "path"), CHANGED)
+def test_a_tensor_that_a_module_hides_is_named_when_it_changes(
+    keep: Any, change: Any, path: str
+) -> None:
+    assert hidden(Keeps(keep), change)[0] == path
+    assert hidden(nn.Sequential(Keeps(keep)), lambda m: change(m[0]))[0] == path.replace(
+        "model", "model.0", 1
+    )
+
+
+class Rotary(Keeps):
+    """As in transformers: a buffer that is not persistent, and the same tensor as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.kept = self.table
+
+
+class OfItsOwn(Keeps):
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def cached(model: Any) -> None:
+    model.cache = torch.ones(2)
+    model.attention = [model.linear(torch.ones(1, 2))]
+    model.kept = model.linear(torch.ones(2))  # with a gradient function
+
+
+def tied() -> Keeps:
+    model = Keeps(lambda _: [])
+    model.kept += [model.linear, model, model.linear.weight]
+    return model
+
+
+UNCHANGED = [
+    (Keeps, lambda m: m.linear(torch.ones(2))),
+    (Keeps, cached),
+    (Keeps, assign(torch.clone)),  # a cache that is made again
+    (Keeps, assign(lambda t: torch.ones(5))),  # for another size
+    (Keeps, assign(lambda t: (t + 1).double())),
+    (Keeps, assign(lambda _: None)),
+    (lambda: Keeps(lambda _: list(range(1000))), assign(lambda _: [torch.ones(2)])),
+    (lambda: Keeps(lambda t: {"a": t}), assign(lambda _: {})),
+    (Rotary, lambda m: m.kept.add_(1)),
+    (OfItsOwn, lambda m: m.kept.add_(1)),
+    (lambda: nn.Sequential(OfItsOwn()), lambda m: m[0].kept.add_(1)),
+    (tied, lambda m: m.linear.weight.detach().add_(1)),
+    (lambda: nn.LSTM(2, 2, 2), lambda m: m.flatten_parameters() or m.weight_ih_l0.detach().add_(1)),
+    (lambda: nn.utils.spectral_norm(nn.Linear(2, 2)), lambda m: m(torch.ones(1, 2))),
+    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+     lambda m: m(torch.ones(1, 2))),
+    (lambda: AveragedModel(nn.Linear(2, 2)), lambda m: m.update_parameters(nn.Linear(2, 2))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "change"), UNCHANGED)
+def test_what_a_module_makes_again_or_saves_is_not_named(make: Any, change: Any) -> None:
+    assert hidden(make(), change) == []
+
+
+def test_a_hidden_tensor_that_something_else_saves_is_not_named() -> None:
+    class Saver:
+        def __init__(self, state: Callable[[], Any]) -> None:
+            self.state_dict = state
+
+        def load_state_dict(self, state: Any) -> None:
+            pass
+
+    def grow(model: Any) -> None:
+        model.kept.add_(1)
+
+    model = Keeps()
+    assert hidden(model, grow, extra={"kept": model.kept}) == []
+    assert hidden(model, grow, extra=Saver(lambda: {"deep": [model.kept.clone()]})) == []
+    assert hidden(model, grow, extra=Saver(lambda: {"other": torch.zeros(2)})) == ["model.kept"]

@@ -93,7 +93,7 @@ def optimizer(cls: type = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
 
 def placed(saved: dict[str, Any], now: dict[str, Any]) -> None:
     about = origin.node(saved, "client")
-    Placement(tree_of(AttachedPlan(saved, mode="sync", about=about).snapshot(1, None)), now)
+    Placement(tree_of(AttachedPlan(saved, mode="sync", about=lambda: about).snapshot(1, None)), now)
 
 
 def scheduled(cls: Any, *options: Any) -> dict[str, Any]:

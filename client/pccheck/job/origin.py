@@ -67,7 +67,7 @@ def name_client() -> str:
     return f"{_TOKEN}.{os.getpid()}.{next(_CLIENTS)}"
 
 
-def node(attached: Mapping[str, Any], client: str) -> tree.Node:
+def node(attached: Mapping[str, Any], client: str) -> tree.Mapping:
     """For the tree: this process, the name of its client, and what kinds of optimizers and
     schedulers are attached."""
     optimizers = {
@@ -99,7 +99,7 @@ def kind_of_scheduler(thing: object) -> str:
     return f"{kind.__name__}({', '.join(parts)})" if parts else kind.__name__
 
 
-def _mapping(values: Mapping[str, Any]) -> tree.Node:
+def _mapping(values: Mapping[str, Any]) -> tree.Mapping:
     return tree.Mapping(tree.Tag.DICT, [*values.items()])
 
 

@@ -13,6 +13,7 @@ from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.in_flight import Durable
 from pccheck.saving.planner import Planner
+from pccheck.state import trainable
 from pccheck.state.plan import RNG
 from pccheck.warn import LOG, Warner
 from pccheck_wire import tree
@@ -25,7 +26,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
-from .loaders import begin_again, has_position
+from .loaders import Iterators, begin_again, has_position
 from .reading import Found, Payload, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
 
@@ -51,6 +52,8 @@ class Recovery:
         self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
         #: What a restart got when this run took over: at least as new as what it restored.
         self.newest: Durable | None = None
+        #: Which parameters required gradients in what was restored, by the name of the module.
+        self.trainable: dict[str, list[bool]] = {}
         self._session = session
         self._planner = planner
         self._steps = steps
@@ -85,10 +88,14 @@ class Recovery:
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "
                 "did not finish"
             )
+            iterators = Iterators(
+                {name: attached[name] for name in (attached if only is None else only)}
+            )
             placement.load(payload.load)
             self._planner.zero_options.outward()
             for name in left - {RNG}:
                 begin_again(attached[name])
+            iterators.restored(self._outdated)
             self.torn = "" if only is None else before  # the rest may still be a mix
             return placement.on_gpu
 
@@ -107,6 +114,15 @@ class Recovery:
             found.step, found.sequence, found.source, found.skipped, found.metadata
         )
         return result, found.state, source[0].payload_bytes
+
+    def _outdated(self, name: str) -> None:
+        self._warner.once(
+            f"iterator {name}",
+            f"an iterator of {name} that was made before restore() goes on with batches of its "
+            "own, as in a run that begins at the start, and not with those after the checkpoint: a "
+            "restored position is for the next iterator. Call restore() before iter(), cycle() or "
+            "whatever fetches batches ahead",
+        )
 
     def recover(self, connection: Connection, step: int | None) -> Found:
         """As a value. Without `step` it counts as restored."""
@@ -265,6 +281,7 @@ class Recovery:
             newest = Durable(opened.sequence, opened.step)
         self._session.took_over(connection, newest.sequence, base=base, turn=self._steps.turn)
         self.newest = newest
+        self.trainable = trainable.recorded(described)
         for item in skipped:
             known = f"checkpoint of step {item.step} was skipped ({item.reason})"
             self._warner.once(

@@ -1,11 +1,12 @@
 """Data loaders after a restore: making their iterator draws random numbers, which the continued
-training drew long before its checkpoint. So the generators are set a second time after that."""
+training drew long before its checkpoint. So the generators are set a second time after that. And
+iterators that were made before a restore are outdated by it."""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,61 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import LOG
+
+_DEPTH = 3  # of loaders in wrappers: Accelerate's has two
+
+
+class Iterators:
+    """Those that loaders of torchdata have before a restore. A state is for the next iterator: one
+    that a loop, a cycle() or a prefetcher holds goes on with batches of its own."""
+
+    def __init__(self, things: Mapping[str, object]) -> None:
+        found: dict[int, tuple[str, Any, str, Any]] = {}
+        # A loader that is attached itself gets that name.
+        for name, thing in sorted(things.items(), key=lambda item: not has_position(*item)):
+            for loader, key in _loaders_in(thing, _DEPTH):
+                found.setdefault(id(loader), (name, loader, key, vars(loader).get(key)))
+        self._found = list(found.values())
+
+    def restored(self, outdated: Callable[[str], None]) -> None:
+        """Calls `outdated` with the name when an iterator that was made before the restore gives a
+        batch after it; only of loaders that got a state."""
+        for name, loader, key, iterator in self._found:
+            if getattr(loader, "_next_iter_state_dict", None) is not None:  # of torchdata.nodes
+                # Otherwise the next iter() would return the iterator that attach() has made when
+                # it asked for the state, and drop the state.
+                loader._it, loader._iter_for_state_dict = None, False
+            if iterator is not None and vars(loader).get(key) is not iterator:
+                _at_next_batch(iterator, functools.partial(outdated, name))
+
+
+def _loaders_in(thing: object, depth: int) -> Iterator[tuple[Any, str]]:
+    """The loaders of torchdata in it, and the attribute that has the iterator of each."""
+    attributes = getattr(thing, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(thing, torch.nn.Module):
+        return
+    if is_torchdata(type(thing)):
+        yield thing, "_iterator"
+    elif (
+        type(thing).__module__.startswith("torchdata.nodes.")
+        and "_iter_for_state_dict" in attributes
+    ):
+        yield thing, "_it"
+    elif depth:
+        for value in list(attributes.values()):
+            yield from _loaders_in(value, depth - 1)
+
+
+def _at_next_batch(iterator: Any, call: Callable[[], None]) -> None:
+    cls = type(iterator)
+
+    def following(self: Any) -> Any:
+        batch = cls.__next__(self)  # a finished one has none
+        self.__class__ = cls
+        call()
+        return batch
+
+    _change_class(iterator, {"__next__": following})
 
 
 def is_loader(thing: object) -> bool:
@@ -91,11 +147,16 @@ def _at_first_batch(loader: Any, set_generators: Callable[[], None]) -> None:
         self.__class__ = cls
         return _first(iter(self), set_generators)
 
-    body = {"__iter__": once, "__module__": cls.__module__, "_pccheck_class": cls}
+    _change_class(loader, {"__iter__": once, "_pccheck_class": cls}, cls)
+
+
+def _change_class(thing: Any, body: dict[str, Any], base: type | None = None) -> None:
+    cls = base or type(thing)
+    body |= {"__module__": cls.__module__}
     try:
-        loader.__class__ = types.new_class(cls.__name__, (cls,), exec_body=lambda n: n.update(body))
+        thing.__class__ = types.new_class(cls.__name__, (cls,), exec_body=lambda n: n.update(body))
     except TypeError as error:
-        LOG.debug("generators are not set a second time for a %s: %s", cls.__name__, error)
+        LOG.debug("the next batch of a %s is not noticed: %s", cls.__name__, error)
 
 
 def _first(batches: Iterator[Any], set_generators: Callable[[], None]) -> Iterator[Any]:

@@ -98,19 +98,24 @@ class StepHooks:
         """Everything attached was restored: no tensors of two steps are left."""
         _CHANGING.difference_update(self._hooked)
 
-    def put(self, method: Callable[[], None], things: Iterable[object]) -> None:
-        """Hooks the optimizers among `things`; earlier hooks are removed."""
+    def put(
+        self,
+        method: Callable[[], None],
+        things: Iterable[object],
+        stepped: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Hooks the optimizers among `things`; earlier hooks are removed. `stepped` is called after
+        each step of each of them."""
         self.remove()
         found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
+        told = weakref.WeakMethod(stepped)
         progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
         inner: Counter[int] = Counter()  # by optimizer: calls of super().step() in its step
         ends: dict[int, Any] = {}  # by optimizer: the handle of after_step
 
         def pass_gate(optimizer: torch.optim.Optimizer) -> None:
-            held = found()
-            if held is not None:
-                held()
+            _call(found)
             _CHANGING.add(optimizer)
 
         def before_step(
@@ -137,6 +142,7 @@ class StepHooks:
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
                 streams.update({gpu: devices.current_stream(gpu) for gpu in on})
+            _call(told, optimizer)
 
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
@@ -168,6 +174,13 @@ class StepHooks:
         self._unseen.clear()
         self._steps.clear()
         self._streams.clear()
+
+
+def _call(method: weakref.WeakMethod[Any], *arguments: object) -> None:
+    """Unless its object was deleted."""
+    held = method()
+    if held is not None:
+        held(*arguments)
 
 
 def runs(thread: int, call: FrameType) -> bool:

@@ -1,6 +1,7 @@
-"""What no checkpoint holds, although an optimizer is attached: the parameters that the optimizer
-trains; and state that an optimizer of a script's own keeps where torch's `state_dict()` does not
-look: in an optimizer inside (SAM's base_optimizer), or in attributes."""
+"""What no checkpoint holds, although an optimizer is attached: parameters that the optimizer
+trains; tensors that modules keep in plain attributes; and state that an optimizer of a script's own
+keeps where torch's `state_dict()` does not look: in an optimizer inside (SAM's base_optimizer), or
+in attributes."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import torch
 from pccheck.state.attaching import Values
 from pccheck.state.shards import local
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
+
+from .hidden import Hidden, place_of
 
 _Optimizer = torch.optim.Optimizer
 _DEPTH = 4
@@ -38,36 +41,61 @@ class LeftOut:
         self._inner: dict[str, _Optimizer] = {}
         self._seen: set[str] = set()  # paths of attributes that were looked at
         self._found = ""  # an attribute with a state
-        self._weightless: str | None = ""  # None: not judged yet
+        self._hidden = Hidden()
+        self._changed: list[str] | None = None  # tensors in it; None: none yet
+        self._judged = True
+        self._lost: tuple[str, int, int] = ("", 0, 0)
 
     def attach(self, attached: Mapping[str, Any]) -> None:
         """All that is attached now."""
         self._attached, self._seen, self._found = dict(attached), set(), ""
-        self._weightless = None
+        self._judged, self._lost = False, ("", 0, 0)
         self._owners = {
             name: thing
             for name, thing in attached.items()
             if isinstance(thing, _Optimizer) and type(thing).state_dict is _Optimizer.state_dict
         }
         self._inner = {
-            f"{name}.{attribute}": inner
+            path: inner
             for name, outer in self._owners.items()
-            for attribute, inner in vars(outer).items()
+            for attribute, value in vars(outer).items()
+            if attribute not in _STOCK and _begins_with(value, _Optimizer)
+            for path, inner in _leaves(value, f"{name}.{attribute}")
             if isinstance(inner, _Optimizer) and inner.state is not outer.state
             if not any(thing is inner for thing in attached.values())
         }
+        modules = {n: thing for n, thing in attached.items() if isinstance(thing, torch.nn.Module)}
+        self._changed = None
+        with contextlib.suppress(Exception):  # of unusual tensors: this only warns
+            self._hidden.attach(modules, self._saved())
 
-    def weights(self) -> str:
-        """The name of an optimizer none of whose parameters is saved; "" if there is none, or if
-        that is not certain. Judged once, at the first checkpoint: some modules get their parameters
-        late."""
-        if self._weightless is None:
-            self._weightless = ""
+    def tensors(self) -> list[str]:
+        """The paths of tensors that attached modules keep in plain attributes, and that have
+        changed. Judged once: something that is attached may save them, perhaps as copies."""
+        if self._changed is None and (found := self._hidden.changed()):
+            self._changed = []
+            with contextlib.suppress(Exception):  # of the script's state dicts: this only warns
+                saved = [t for one in self._others() for t in _tensors(one.state_dict())]
+                self._changed = [path for path, t in found if not any(_same(t, s) for s in saved)]
+        return self._changed or []
+
+    def _others(self) -> Iterator[Any]:
+        """What is attached and is no module, optimizer or dict."""
+        for thing in self._attached.values():
+            if thing is not True and not isinstance(thing, (torch.nn.Module, _Optimizer, Values)):
+                yield thing
+
+    def weights(self) -> tuple[str, int, int]:
+        """The name of an optimizer, how many of the parameters that it trains are not saved, and
+        how many it trains; "" if there is none, or if that is not certain. Judged once, at the
+        first checkpoint: some modules get their parameters late."""
+        if not self._judged:
+            self._judged = True
             with contextlib.suppress(Exception):  # of unusual tensors: this only warns
-                self._weightless = self._without_weights()
-        return self._weightless
+                self._lost = self._without_weights()
+        return self._lost
 
-    def _without_weights(self) -> str:
+    def _without_weights(self) -> tuple[str, int, int]:
         optimizers: dict[str, _Optimizer] = {}
         modules: list[torch.nn.Module] = []
         for name, thing in self._attached.items():
@@ -80,15 +108,15 @@ class LeftOut:
                 or type(thing).__module__.startswith("torchdata.")
                 or (isinstance(thing, Values) and _is_constant(thing.values))
             ):
-                return ""  # it may save the parameters, perhaps as copies
+                return "", 0, 0  # it may save the parameters, perhaps as copies
         saved = [tensor for one in modules for tensor in one.state_dict(keep_vars=True).values()]
-        places = {place for tensor in saved for place in _places(tensor)}
+        places = {place for tensor in saved for place in _places(tensor)} | self._hidden.places
         for name, one in optimizers.items():
             trained = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
-            lost = trained and places.isdisjoint(place for p in trained for place in _places(p))
+            lost = [p for p in trained if places.isdisjoint(_places(p))]
             if lost and not (saved and any(_is_master(p, saved) for p in trained)):
-                return name
-        return ""
+                return name, len(lost), len(trained)
+        return "", 0, 0
 
     def optimizer(self) -> str:
         """The path of an optimizer with a state; "" if there is none."""
@@ -101,7 +129,7 @@ class LeftOut:
             for attribute, value in tuple(vars(owner).items()):
                 if attribute in _STOCK or (path := f"{name}.{attribute}") in self._seen:
                     continue
-                if not _begins_with_tensor(value):
+                if not _begins_with(value, torch.Tensor):
                     continue
                 self._seen.add(path)
                 with contextlib.suppress(Exception):  # of unusual tensors: this only warns
@@ -112,17 +140,14 @@ class LeftOut:
     def _is_state(self, owner: _Optimizer, value: object) -> bool:
         parameters = [p for group in owner.param_groups for p in group["params"]]
         shapes = {tuple(p.shape) for p in parameters} | {(sum(p.numel() for p in parameters),)}
-        held = {_storage(tensor) for tensor in self._held(owner, parameters)}
+        held = {place_of(t) for t in (*parameters, *_tensors(owner.state), *self._saved())}
+        held |= {place_of(p.grad) for p in parameters if p.grad is not None}
         return any(
-            tuple(tensor.shape) in shapes and tensor.numel() > 1 and _storage(tensor) not in held
+            tuple(tensor.shape) in shapes and tensor.numel() > 1 and place_of(tensor) not in held
             for tensor in _tensors(value)
         )
 
-    def _held(self, owner: _Optimizer, parameters: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Tensors that are saved anyway, or that each step computes again."""
-        yield from parameters
-        yield from (p.grad for p in parameters if p.grad is not None)
-        yield from _tensors(owner.state)
+    def _saved(self) -> Iterator[torch.Tensor]:
         for thing in self._attached.values():
             if isinstance(thing, torch.nn.Module):
                 yield from (*thing.parameters(), *thing.buffers())
@@ -130,6 +155,12 @@ class LeftOut:
                 yield from _tensors(thing.state)
             elif isinstance(thing, Values):
                 yield from _tensors(thing.values)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if place_of(one) == place_of(other):
+        return True
+    return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
 
 
 def _is_master(parameter: torch.Tensor, saved: list[torch.Tensor]) -> bool:
@@ -148,29 +179,29 @@ def _is_constant(value: object) -> bool:
 
 def _places(tensor: torch.Tensor) -> set[object]:
     """Equal places mean that one tensor has the values of the other: it is the same, or a view."""
-    return {id(tensor), _storage(local(tensor))}
+    return {id(tensor), place_of(local(tensor))}
 
 
-def _begins_with_tensor(value: Any) -> bool:
+def _begins_with(value: Any, kind: type) -> bool:
     """Quick for a long list of numbers, too."""
     for _ in range(_DEPTH):
         if not (isinstance(value, (list, tuple, dict)) and value):
             break
         value = next(iter(value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, kind)
 
 
-def _tensors(value: object, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item, depth - 1)
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    return (leaf for _, leaf in _leaves(value, "") if isinstance(leaf, torch.Tensor))
 
 
-def _storage(tensor: torch.Tensor) -> object:
-    """The same for all views of one."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # sparse ones have none
-        return id(tensor)
+def _leaves(value: object, path: str, depth: int = _DEPTH) -> Iterator[tuple[str, object]]:
+    """What lists and dicts have, with its path. A key that is no name (a parameter) is counted."""
+    if not isinstance(value, (list, tuple, dict)):
+        yield path, value
+    elif depth:
+        keys = value.keys() if isinstance(value, dict) else range(len(value))
+        items = value.values() if isinstance(value, dict) else value
+        for number, (key, item) in enumerate(zip(keys, items, strict=False)):
+            name = key if isinstance(key, (str, int)) else number
+            yield from _leaves(item, f"{path}.{name}", depth - 1)

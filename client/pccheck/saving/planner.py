@@ -11,8 +11,8 @@ import torch
 from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
-from pccheck.state import devices, gating, shards
-from pccheck.state.attaching import checked
+from pccheck.state import devices, gating, shards, trainable
+from pccheck.state.attaching import checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.foreign import in_words
@@ -142,6 +142,11 @@ class Planner:
             made.reading = Reading(made.in_place)
         return made
 
+    def _about(self) -> tree.Node:
+        made = origin.node(self.attached, self.client)
+        made.items.append(trainable.record(self.attached))
+        return made
+
     def _of_attached(self, mode: str, shape: Shape, step: int, metadata: tree.Node) -> Snapshot:
         if not self.attached:
             raise UsageError(
@@ -151,9 +156,11 @@ class Planner:
         self.zero_options.inward()
         wanted = mode, shape, self._loose
         if self._plan is None or (self._plan.mode, self._plan.shape, self._plan.loose) != wanted:
-            about = origin.node(self.attached, self.client)
+            for name, thing in self.attached.items():
+                if isinstance(thing, torch.nn.Module):
+                    require_resumable(name, thing)
             self._plan = AttachedPlan(
-                self.attached, mode=mode, shape=shape, loose=self._loose, about=about,
+                self.attached, mode=mode, shape=shape, loose=self._loose, about=self._about,
                 ranks=self._ranks,
             )  # fmt: skip
         try:

@@ -3,19 +3,26 @@ plain values."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parameter import is_lazy
 
+from pccheck.warn import LOG
 from pccheck_wire import tree
-from pccheck_wire.errors import UsageError
+from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 from .flatten import Flattener, require_storable, type_name
 from .foreign import in_words
 from .plan import RNG
-from .watch import ModuleWatch
+from .watch import ModuleWatch, OptimizerWatch, gives_by_name, takes_by_name
+
+_ADAPTERS = (
+    "if this is a quantized base, attach the adapters alone (docs/python.md: LoRA and other frozen "
+    "bases), and load the base from its original source"
+)
 
 
 class Stateful(Protocol):
@@ -48,6 +55,17 @@ def is_replicated(things: Mapping[str, object]) -> bool:
     )
 
 
+def is_gathered(things: Mapping[str, object]) -> bool:
+    """Whether state_dict() of a module gathers it from all ranks (FSDP1)."""
+    return any(
+        getattr(getattr(part, "_state_dict_type", None), "name", "") == "FULL_STATE_DICT"
+        for one in things.values()
+        if isinstance(one, torch.nn.Module)
+        for part in one.modules()
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__)
+    )
+
+
 def _checked(name: str, thing: object) -> object:
     if name == RNG:
         raise UsageError(
@@ -55,7 +73,8 @@ def _checked(name: str, thing: object) -> object:
         )
     if isinstance(thing, torch.nn.Module):
         thing = _inner_module(thing)
-        _require_storable(name, thing)
+        _require_load(name, thing)
+        require_resumable(name, thing)
         return thing
     if isinstance(thing, torch.optim.Optimizer):
         return _inner_optimizer(name, thing)
@@ -71,6 +90,7 @@ def _checked(name: str, thing: object) -> object:
             f"attach({name}=...): type {type_name(thing)} has no state_dict, load_state_dict",
             hint=_hint(thing),
         )
+    _require_load(name, thing)
     _try(name, thing)
     return thing
 
@@ -111,14 +131,132 @@ def _try(name: str, thing: Any) -> None:
     Flattener().node(state, name)
 
 
-def _require_storable(name: str, module: torch.nn.Module) -> None:
-    """Now, too, except for what gets its memory later. A state dict of its own may leave tensors
-    out, or gather them from all ranks: only the first checkpoint calls it."""
-    if not ModuleWatch.suits(module):
-        return
-    for key, value in module.state_dict(keep_vars=True).items():
-        if not (value.is_meta or is_lazy(value)):
+def require_resumable(name: str, module: torch.nn.Module) -> None:
+    """Now, too, and again when something is saved: a model may be quantized in between.
+
+    Raises UnsupportedStateError for a tensor that cannot be stored, unless it gets its memory
+    later; and when the module's own load_state_dict() would refuse what its state_dict() gives.
+    Nothing is loaded for this, and what customises its state dict as a whole or loads in a way of
+    its own is not judged: that may gather tensors from all ranks.
+    """
+    given: dict[str, Any] = {}
+    if ModuleWatch.suits(module):
+        given = module.state_dict(keep_vars=True)
+    elif not _loads_in_parts(module):
+        taken: dict[str, Any] = {}
+        unknown: list[str] = []
+        try:
+            _compare(module, "", given, taken, unknown)
+        except NotImplementedError as error:
+            raise UnsupportedStateError(
+                f"{name}: its state_dict() fails: {in_words(error)}", hint=_ADAPTERS
+            ) from error
+        except Exception as error:  # of the user's code; it may work when something is saved
+            LOG.debug("attach(%s=...): what it saves is not known: %s", name, in_words(error))
+            return
+        for key in sorted(given.keys() | taken.keys()):
+            if key.startswith(tuple(unknown)):
+                continue
+            if key not in taken:
+                raise _not_taken(name, module, key, "this key beside its parameters and buffers")
+            if key not in given:
+                raise _not_taken(name, module, key, "nothing under this key")
+            if isinstance(taken[key], torch.Tensor) and _differs(given[key], taken[key]):
+                raise _not_taken(name, module, key, "a value of another shape under this key")
+    for key, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            Flattener().node(value, tree.join(name, key))
+        elif not (value.is_meta or is_lazy(value)):
             require_storable(value, tree.join(name, key))
+
+
+def _loads_in_parts(module: torch.nn.Module) -> bool:
+    """Whether Lightning, which loads its modules itself, may leave out what does not fit."""
+    change = getattr(type(module), "on_load_checkpoint", None)
+    changes = change is not None and not change.__module__.startswith("lightning.")
+    return changes or getattr(module, "strict_loading", True) is False
+
+
+def _compare(
+    module: torch.nn.Module,
+    prefix: str,
+    given: dict[str, Any],
+    taken: dict[str, Any],
+    unknown: list[str],
+) -> None:
+    """Adds what torch saves of the module and those below it, the tensors into which torch loads,
+    and the prefixes below which both are not known."""
+    if not (gives_by_name(module) and takes_by_name(module)):
+        unknown.append(prefix)
+        return
+    module._save_to_state_dict(given, prefix, False)
+    skipped = module._non_persistent_buffers_set
+    buffers = {key: value for key, value in module._buffers.items() if key not in skipped}
+    for key, value in (module._parameters | buffers).items():
+        if value is not None:
+            taken[prefix + key] = value
+    if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
+        taken[f"{prefix}_extra_state"] = None
+    for key, child in module._modules.items():
+        if child is not None:
+            _compare(child, f"{prefix}{key}.", given, taken, unknown)
+
+
+def require_storable_state(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """After a step, which has made the state. Raises UnsupportedStateError by path. A state dict of
+    its own may gather from all ranks, and is called by the first checkpoint only."""
+    if not OptimizerWatch.gives_its_state(optimizer):
+        return
+    entries, path = optimizer.state_dict()["state"], f"{name}.state"
+    try:
+        if not OptimizerWatch.suits(optimizer):
+            Flattener().node(entries, path)
+            return
+        for number, entry in entries.items():
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    require_storable(value, f"{path}.{number}.{key}")
+    except UnsupportedStateError as error:
+        raise UnsupportedStateError(
+            f"{error.message}, so nothing that this {type(optimizer).__name__} trains can be saved",
+            hint="use an optimizer whose state is made of tensors and numbers; or, in a framework, "
+            "its own checkpoints instead of PCcheck (Hugging Face Trainer: "
+            'save_strategy="steps")',
+        ) from error
+
+
+def _differs(given: object, own: torch.Tensor) -> bool:
+    """Whether torch would refuse to copy the value into its own tensor."""
+    if not isinstance(given, torch.Tensor) or is_lazy(own) or is_lazy(given):
+        return not isinstance(given, torch.Tensor)
+    return given.shape != own.shape and not (own.dim() == 0 and given.shape == (1,))
+
+
+def _not_taken(name: str, module: torch.nn.Module, key: str, what: str) -> UnsupportedStateError:
+    names = [n for n, _ in module.named_modules() if not n or key.startswith(f"{n}.")]
+    cls = type(module.get_submodule(max(names, key=len))).__name__
+    return UnsupportedStateError(
+        f"{tree.join(name, key)}: load_state_dict() refuses what state_dict() returns, because "
+        f"{cls} saves {what}. No run could resume from its checkpoints",
+        hint=f"{_ADAPTERS}; else correct {cls}._save_to_state_dict(), or let "
+        f"{cls}._load_from_state_dict() take the same keys",
+    )
+
+
+def _require_load(name: str, thing: Any) -> None:
+    """Raises UsageError for a load_state_dict() that cannot be called with a state alone."""
+    try:
+        signature = inspect.signature(thing.load_state_dict)
+    except (TypeError, ValueError):  # not known
+        return
+    try:
+        signature.bind({})
+    except TypeError as error:
+        raise UsageError(
+            f"attach({name}=...): load_state_dict() of {type(thing).__name__} cannot be called "
+            f"with the state alone ({error}), so restore() would fail",
+            hint="attach an object whose load_state_dict(state) needs nothing else",
+        ) from error
 
 
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:

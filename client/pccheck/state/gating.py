@@ -52,7 +52,8 @@ class Gating:
         # Whatever is `loose`: it differs between ranks, which must divide what is frozen alike.
         self._still = {storage_of(parameter) for _, parameter in frozen}
         self._frozen_in = {storage_of(one): name for name, one in frozen if name not in loose}
-        self._parameters = [*trained, *(parameter for _, parameter in frozen)]
+        of_modules = itertools.chain.from_iterable(m.parameters() for m in modules.values())
+        self._parameters = list({id(p): p for p in (*trained, *of_modules)}.values())
         self._require_grad = integers(_REQUIRES_GRAD, self._parameters)
 
     def holds(self) -> bool:

@@ -8,7 +8,7 @@ that customise their state dict take the slow path, which calls it every time.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,9 +135,10 @@ class AttachedPlan:
         mode: str,
         shape: Shape = IN_PLACE,
         loose: frozenset[str] = frozenset(),
-        about: tree.Node = None,
+        about: Callable[[], tree.Node] = lambda: None,
         ranks: int = 1,
     ) -> None:
+        """`about` is called again for each plan."""
         self._attached = dict(attached)
         self._about = about
         self._ranks = ranks  # of the job
@@ -154,7 +155,7 @@ class AttachedPlan:
             self.rebuilt += 1
             if all(map(_is_plain, self._attached.values())):
                 self._fast = _FastPlan(
-                    self._attached, self._gating(), self.shape, self._about, self._ranks
+                    self._attached, self._gating(), self.shape, self._about(), self._ranks
                 )
         if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
             return made
@@ -174,7 +175,7 @@ class AttachedPlan:
             gating.mark(flattener.views[first:], promised=own)
         root = tree.Mapping(tree.Tag.DICT, items)
         layout = lay_out(flattener.views, self.shape)
-        described = tree.Tree(step, metadata, True, layout.extents, root, self._about)
+        described = tree.Tree(step, metadata, True, layout.extents, root, self._about())
         return _encoded(layout, described, flattener.views)
 
 

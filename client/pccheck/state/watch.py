@@ -96,33 +96,12 @@ class ModuleWatch:
     @staticmethod
     def suits(module: torch.nn.Module) -> bool:
         """Whether no class or hook customises the state dict."""
-        return all(
-            cls.state_dict is _Module.state_dict
-            and cls._save_to_state_dict is _Module._save_to_state_dict
-            and cls.get_extra_state is _Module.get_extra_state
-            for cls in {type(m) for m in module.modules()}
-        ) and not any(
-            not all(isinstance(vars(m).get(key), dict) for key in _DICT_KEYS)  # torch.jit's
-            or "state_dict" in vars(m)
-            or "_save_to_state_dict" in vars(m)
-            or not _by_fsdp(*_HOOKS(vars(m)))
-            for m in module.modules()
-        )
+        return all(map(saves_plainly, module.modules()))
 
     @staticmethod
     def loads_plainly(module: torch.nn.Module) -> bool:
-        """Whether its state dict can be put in place without load_state_dict(); torch's own modules
-        customise that only for checkpoints of older versions."""
-        return ModuleWatch.suits(module) and all(
-            type(m).load_state_dict is _Module.load_state_dict
-            and (
-                type(m)._load_from_state_dict is _Module._load_from_state_dict
-                or type(m).__module__.startswith("torch.nn.")
-            )
-            and _by_fsdp(m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks)
-            and "load_state_dict" not in vars(m)
-            for m in module.modules()
-        )
+        """Whether its state dict can be put in place without load_state_dict()."""
+        return ModuleWatch.suits(module) and all(map(takes_by_name, module.modules()))
 
     def holds(self) -> bool:
         return (
@@ -131,6 +110,42 @@ class ModuleWatch:
             and list(map(type, self._modules)) == self._types
             and self._skipped == self._skipped_then
         )
+
+
+def gives_by_name(module: torch.nn.Module) -> bool:
+    """Whether the state dict has what `_save_to_state_dict()` of this module and of those below it
+    returns, and nothing else changes that."""
+    return (
+        type(module).state_dict is _Module.state_dict
+        and all(isinstance(vars(module).get(key), dict) for key in _DICT_KEYS)  # torch.jit's differ
+        and "state_dict" not in vars(module)
+        and "_save_to_state_dict" not in vars(module)
+        and _by_fsdp(*_HOOKS(vars(module)))
+    )
+
+
+def saves_plainly(module: torch.nn.Module) -> bool:
+    """Whether what the module itself saves is its parameters and persistent buffers."""
+    cls = type(module)
+    return (
+        cls._save_to_state_dict is _Module._save_to_state_dict
+        and cls.get_extra_state is _Module.get_extra_state
+        and gives_by_name(module)
+    )
+
+
+def takes_by_name(module: torch.nn.Module) -> bool:
+    """Whether torch puts tensors into its own parameters and buffers by their names; torch's own
+    modules customise that only for checkpoints of older versions."""
+    cls = type(module)
+    stock = cls._load_from_state_dict is _Module._load_from_state_dict
+    return (
+        cls.load_state_dict is _Module.load_state_dict
+        and (stock or cls.__module__.startswith("torch.nn."))
+        and "load_state_dict" not in vars(module)
+        and "_load_from_state_dict" not in vars(module)
+        and _by_fsdp(module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    )
 
 
 def _by_fsdp(*hooks: dict[int, Any]) -> bool:
@@ -168,9 +183,19 @@ class OptimizerWatch:
         ]
 
     @staticmethod
+    def gives_its_state(optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nothing customises the state dict: it has `optimizer.state`, by numbers."""
+        return (
+            type(optimizer).state_dict is _Optimizer.state_dict
+            and "state_dict" not in vars(optimizer)
+            and not optimizer._optimizer_state_dict_pre_hooks
+            and not optimizer._optimizer_state_dict_post_hooks
+        )
+
+    @staticmethod
     def suits(optimizer: torch.optim.Optimizer) -> bool:
         """Whether nothing customises the state dict, and every entry is a dict of leaves."""
-        return _has_stock_state_dict(optimizer) and all(
+        return OptimizerWatch.gives_its_state(optimizer) and all(
             isinstance(key, Tensor)
             and type(entry) is dict
             and all(type(value) in _LEAVES or is_sharded(value) for value in entry.values())
@@ -182,7 +207,7 @@ class OptimizerWatch:
         """Whether its state can be put in place without load_state_dict()."""
         cls = type(optimizer)
         return (
-            _has_stock_state_dict(optimizer)
+            OptimizerWatch.gives_its_state(optimizer)
             and cls.load_state_dict is _Optimizer.load_state_dict
             and "load_state_dict" not in vars(optimizer)
             and not optimizer._optimizer_load_state_dict_pre_hooks
@@ -223,15 +248,6 @@ class OptimizerWatch:
             groups = tree.encode_node(self._groups_node)
             self._encoded = tree.encode_dict([("state", self._state), ("param_groups", groups)])
         return self._encoded
-
-
-def _has_stock_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    return (
-        type(optimizer).state_dict is _Optimizer.state_dict
-        and "state_dict" not in vars(optimizer)
-        and not optimizer._optimizer_state_dict_pre_hooks
-        and not optimizer._optimizer_state_dict_post_hooks
-    )
 
 
 _CONSTANTS = (int, float, bool, str, type(None))
