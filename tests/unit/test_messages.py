@@ -351,7 +351,7 @@ def fewer_gpus(kit: Kit) -> None:
 
 def skipped(kit: Kit) -> None:
     recovery = kit.client()._recovery
-    session: Any = SimpleNamespace(took_over=lambda *_: None, identity=JOB)
+    session: Any = SimpleNamespace(took_over=lambda *_, **__: None, identity=JOB)
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described, connection = tree.Tree(40, None, True, [], None), FakeConnection()
@@ -361,7 +361,7 @@ def skipped(kit: Kit) -> None:
 
 def own(kit: Kit) -> None:
     recovery = kit.client()._recovery
-    session: Any = SimpleNamespace(took_over=lambda *_: None, identity=JOB)
+    session: Any = SimpleNamespace(took_over=lambda *_, **__: None, identity=JOB)
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described = tree.Tree(40, None, True, [], None, about=origin.node({}, origin.name_client()))
