@@ -30,7 +30,7 @@ from .exposure import Exposure, Handover
 from .failures import INTERRUPTED, REPORTED, Failures
 from .gate import Breaker, Gate, abandon, overdue
 from .in_flight import FINAL, NOT_SAVED, Durable, InFlight
-from .verdict import LateVerdicts, Verdict
+from .verdict import LateVerdicts, Verdict, fail_moved
 
 _NUMBER = attrgetter("snapshot")
 
@@ -128,6 +128,8 @@ class Saver:
         try:
             _request(connection, number)
             _submit(connection.link, number, snapshot, handover, inline=not wait)
+            if snapshot.copying is not None and (moved := snapshot.copying.moved()):
+                fail_moved(checkpoint, connection, moved)
             self._keep(checkpoint, connection, snapshot, handover)
             connection.post(begin)  # comes last: the daemon that it wakes may take this core
             if wait:
@@ -153,12 +155,14 @@ class Saver:
         self._recent[checkpoint.snapshot % SNAPSHOTS] = checkpoint
         self._unfinished.append(checkpoint)
         checkpoint.pulled = bool(handover and handover.map)
-        if snapshot.wait:
-            return
+        waits = bool(snapshot.wait)
         if snapshot.reading is not None:
-            verdict = Verdict(checkpoint, connection, snapshot.reading, self._note_moved)
-            checkpoint.verdict = verdict
-            self._late.add(verdict, snapshot.payload_bytes)
+            on_moved = None if waits else self._note_moved
+            checkpoint.verdict = Verdict(checkpoint, connection, snapshot.reading, on_moved)
+        if waits:
+            return
+        if checkpoint.verdict is not None:
+            self._late.add(checkpoint.verdict, snapshot.payload_bytes)
         host = bool(snapshot.ranges)
         self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=snapshot.device)
 

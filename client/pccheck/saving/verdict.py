@@ -3,7 +3,9 @@
 torch counts the in-place changes of every tensor (`_version`). The counts are taken in
 `checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
 further changes back. The last chunk of the snapshot waits for that verdict (`Link.confirm`), so
-that the daemon never accepts a snapshot with tensors of two steps.
+that the daemon never accepts a snapshot with tensors of two steps. A call that waits for its copy
+gives the verdict before it returns: another thread may change the tensors meanwhile. What the call
+copies at once is compared directly after that.
 
 torch counts a change when its operation has ended. So equal counts prove something only where the
 training thread runs no such operation: in a gate, or in another call of this client. For a trainer
@@ -34,6 +36,33 @@ _TICK_S = 0.05
 
 
 _NOTHING = Reading(())
+_UNGATED = "without a call of gate() before the change"
+_ELSEWHERE = (
+    "before checkpoint() returned, so by another thread or a signal handler. Call checkpoint() in "
+    "the thread that changes the state, between two changes; or hold a lock around checkpoint() "
+    "that every other thread holds for its changes"
+)
+
+
+def fail_moved(
+    checkpoint: InFlight,
+    connection: Connection,
+    moved: Moved,
+    on_moved: Callable[[int, Moved], None] | None = None,
+) -> None:
+    """Abandons it, unless it has ended, and calls `on_moved`, which reports that. Without
+    `on_moved` the change came while `checkpoint()` ran. Raises ValueError and OSError for a link
+    that is closed."""
+    if not connection.link.abandon(checkpoint.snapshot):
+        return
+    if on_moved is not None:
+        on_moved(checkpoint.step, moved)
+    how = _ELSEWHERE if on_moved is None else _UNGATED
+    checkpoint.end(
+        CheckpointState.FAILED,
+        f"abandoned: {moved.path} was changed while it was copied, {how}",
+        reported=on_moved is not None,
+    )
 
 
 class Verdict:
@@ -45,8 +74,9 @@ class Verdict:
         checkpoint: InFlight,
         connection: Connection,
         reading: Reading,
-        on_moved: Callable[[int, Moved], None],
+        on_moved: Callable[[int, Moved], None] | None,
     ) -> None:
+        """`on_moved` learns of a change; None when `checkpoint()` itself gives the verdict."""
         self.checkpoint = checkpoint
         self.given = False
         self._connection, self._link = connection, connection.link
@@ -65,14 +95,8 @@ class Verdict:
             with contextlib.suppress(ValueError, OSError):  # closed
                 if moved is None:
                     self._link.confirm(self.checkpoint.snapshot)
-                elif self._link.abandon(self.checkpoint.snapshot):
-                    self._on_moved(self.checkpoint.step, moved)
-                    self.checkpoint.end(
-                        CheckpointState.FAILED,
-                        f"abandoned: {moved.path} was changed while it was copied, without a call "
-                        "of gate() before the change",
-                        reported=True,
-                    )
+                else:
+                    fail_moved(self.checkpoint, self._connection, moved, self._on_moved)
             self._reading = _NOTHING  # a handle that is kept keeps no tensors
             # Before the caller returns: what it changes later does not concern this snapshot.
             self.given = True

@@ -26,10 +26,11 @@ class Moved:
 
 
 class Tensors:
-    """Those that a plan reads in place."""
+    """Those of a plan whose changes torch counts: not the inference tensors."""
 
     def __init__(self, views: Iterable[View]) -> None:
-        read = [(view.tensor, view) for view in views if view.tensor is not None]
+        both = [(view.tensor, view) for view in views if view.tensor is not None]
+        read = [(tensor, view) for tensor, view in both if not tensor.is_inference()]
         self._tensors: list[Tensor] = [tensor for tensor, _ in read]
         self._views = [view for _, view in read]
 
@@ -48,7 +49,7 @@ class Tensors:
 
 
 class Reading:
-    """The tensors that one snapshot reads in place, and their counts when it was asked for: now."""
+    """The tensors that one snapshot reads, and their counts when it was asked for: now."""
 
     def __init__(self, parts: Iterable[Tensors]) -> None:
         self._parts = [(tensors, tensors.counts()) for tensors in parts]
