@@ -3,6 +3,7 @@ decide by itself: only the script knows whether the other ranks save at all, and
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 from .restoring.loaders import stateless_sampler
@@ -39,6 +40,20 @@ class Advice:
                     "shuffle=True, or a sampler whose order follows from the epoch "
                     "(docs/python.md, recipes)",
                 )
+
+    def calling(self) -> None:
+        """`checkpoint()` is called: may warn that another thread trains."""
+        trainer = self._planner.hooks.trained_by()
+        if trainer:
+            here = threading.current_thread().name
+            self._warner.once(
+                "thread",
+                f"checkpoint() was called in thread {here!r}, while thread {trainer!r} trains: a "
+                "call in the middle of a step is skipped, and a change of the state during the "
+                f"call fails the checkpoint. Let thread {here!r} set a flag, and call "
+                f"checkpoint() in thread {trainer!r} between two steps. A lock that both threads "
+                "hold, around checkpoint() and around each step, does the same",
+            )
 
     def saving(self, step: int) -> None:
         """What is attached is about to be saved: may warn that it is not what trains."""

@@ -101,7 +101,8 @@ class PCcheckClient:
         autostart, storage: start a private daemon on this directory (default PCCHECK_STORAGE)
             unless one runs there; PCCHECK_SOCKET is ignored.
 
-    Everything but waiting on handles is for one thread, the one that trains. In a forked child (a
+    Everything but waiting on handles is for one thread, the one that trains: a `checkpoint()` in
+    another thread while that one runs is warned of once. In a forked child (a
     data loader's worker) a client does nothing. A later client of the same process for the same job
     and rank closes this one. Signal handlers should only set a flag, as those of `stop_on` do: a
     checkpoint in the middle of a step, or of another call, is skipped, and so is one after a step
@@ -295,9 +296,12 @@ class PCcheckClient:
         change the tensors. Both last for stall_limit_s at most. While a graph is recorded the call
         only waits, and adds nothing to the graph.
         """
+        if self._options.gate == "manual":
+            self._planner.hooks.thread = threading.get_ident()
         self._gate("gate() was called", "call gate() before every replay()")
 
     def _before_step(self) -> None:
+        self._planner.hooks.thread = threading.get_ident()
         self._gate(
             "an attached optimizer made a step",
             'to keep training meanwhile, use gate="manual" and call gate() before every replay()',
@@ -353,6 +357,7 @@ class PCcheckClient:
             self._flushed = False
             number = self._numbered(state, step)
             self._steps.called(number)
+            self._advice.calling()
             try:
                 self._require_between_calls()
                 with self._calling():

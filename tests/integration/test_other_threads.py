@@ -4,7 +4,10 @@ checkpoint, and a checkpoint() that comes from one of them is noticed."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -161,7 +164,7 @@ def test_a_change_while_a_call_waits_is_raised_by_that_call_once(
     kit = Kit(daemon, monkeypatch, on_error="raise")
     kit.client.attach(model=kit.model)
     kit.changing = kit.model.last
-    with pytest.raises(CheckpointFailedError, match="last was changed.*Call checkpoint"):
+    with pytest.raises(CheckpointFailedError, match=r"last was changed.*Call checkpoint"):
         kit.client.checkpoint(step=1)
     kit.client.checkpoint(step=2).wait_durable(30)
     kit.client.close()
@@ -174,3 +177,91 @@ def test_inference_tensors_are_saved_by_a_call_that_waits(daemon: Daemon) -> Non
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         client.checkpoint(state).wait_durable(30)
         assert torch.equal(client.recover().state["kept"], state["kept"])
+
+
+@contextmanager
+def training(kit: Kit, work: Callable[[], object]) -> Iterator[None]:
+    """A thread that has done the work, and runs code of the script until the end."""
+    done, ends = threading.Event(), []
+
+    def run() -> None:
+        work()
+        done.set()
+        while not ends:
+            pass
+
+    thread = threading.Thread(target=run, name="trainer")
+    thread.start()
+    done.wait()
+    try:
+        yield
+    finally:
+        ends.append(True)
+        thread.join()
+
+
+@pytest.mark.parametrize("gate", ["auto", "manual"])
+def test_a_checkpoint_beside_the_thread_that_trains_warns_once(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, gate: Any
+) -> None:
+    kit = Kit(daemon, monkeypatch, gate=gate)
+    optimizer = kit.optimizer()
+
+    def step() -> None:
+        if gate == "manual":
+            kit.client.gate()
+        kit.step(optimizer)
+
+    with training(kit, step):
+        with pytest.warns(PccheckWarning, match=r"in thread 'MainThread', while thread 'trainer'"):
+            kit.client.checkpoint(step=1).wait_durable(30)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kit.client.checkpoint(step=2).wait_durable(30)
+    kit.client.close()
+
+
+def test_a_thread_that_trains_and_saves_gets_no_warning(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = Kit(daemon, monkeypatch)
+    optimizer = kit.optimizer()
+
+    def train() -> None:
+        for step in range(1, 4):
+            kit.step(optimizer)
+            kit.client.checkpoint(step=step).wait_durable(30)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with training(kit, train):
+            pass
+    assert kit.client.recover().step == 3
+    kit.client.close()
+
+
+@pytest.mark.parametrize("by", ["ended threads", "idle threads", "the main thread, which waits"])
+def test_cells_that_run_in_one_thread_after_another_get_none(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    kit = Kit(daemon, monkeypatch)
+    optimizer = kit.optimizer()
+    with (
+        ThreadPoolExecutor(1) as first,
+        ThreadPoolExecutor(1) as second,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        for step in range(1, 4):
+            save = lambda step=step: kit.client.checkpoint(step=step).wait_durable(30)  # noqa: E731
+            if by == "ended threads":
+                elsewhere(lambda: kit.step(optimizer))
+                elsewhere(save)
+            elif by == "idle threads":
+                first.submit(kit.step, optimizer).result()
+                second.submit(save).result()
+            else:
+                kit.step(optimizer)
+                elsewhere(save)
+    assert kit.client.recover().step == 3
+    kit.client.close()
