@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
 from .state.attaching import is_replicated
+from .state.mapped import written_elsewhere
 from .warn import Warner
 
 
@@ -22,7 +23,8 @@ class Advice:
         self._copies = copies
 
     def attached(self, things: Mapping[str, object]) -> None:
-        """These were attached: may warn of copies, and of a loader that does not resume exactly."""
+        """These were attached: may warn of copies, of a loader that does not resume exactly, and of
+        memory that other processes may write to."""
         if self._copies > 1 and is_replicated(things):
             self._warner.once(
                 "ddp",
@@ -40,6 +42,15 @@ class Advice:
                     "shuffle=True, or a sampler whose order follows from the epoch "
                     "(docs/python.md, recipes)",
                 )
+        attached = self._planner.attached
+        if path := written_elsewhere({name: attached[name] for name in things}):
+            self._warner.once(
+                "shared",
+                f"the memory of {path} is shared, or a mapped file. If other processes write to "
+                "this memory, a checkpoint that is read meanwhile mixes two states, and nothing "
+                "detects that: torch counts the changes of this process only. In that case hold "
+                "the lock of the writers from checkpoint() until handle.wait_copied() returns",
+            )
 
     def calling(self) -> None:
         """`checkpoint()` is called: may warn that another thread trains."""

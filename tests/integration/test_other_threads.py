@@ -1,5 +1,6 @@
-"""Threads beside the one that trains: what they change while a checkpoint is copied fails that
-checkpoint, and a checkpoint() that comes from one of them is noticed."""
+"""Threads and processes beside the one that trains: what a thread changes while a checkpoint is
+copied fails that checkpoint, and a checkpoint() that comes from a thread is noticed. Memory that
+other processes write is warned of."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ import torch
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, PccheckWarning
 from pccheck.saving import saver
 from tests.support.daemon import Daemon
+from tests.support.programs import CONTEXT
 
-SIZE = 200_000  # of a parameter: not copied at once
+SIZE = 200_000  # elements of a parameter: not copied at once
 
 
 def elsewhere(work: Callable[[], object]) -> None:
@@ -265,3 +267,36 @@ def test_cells_that_run_in_one_thread_after_another_get_none(
                 elsewhere(save)
     assert kit.client.recover().step == 3
     kit.client.close()
+
+
+def write(tensors: list[torch.Tensor], lock: Any, ends: Any) -> None:
+    """Another process: the same new number in all tensors, under the lock."""
+    while not ends.is_set():
+        with lock:
+            for tensor in tensors:
+                tensor.add_(1)
+
+
+def test_shared_memory_is_warned_of_and_whole_under_the_lock(daemon: Daemon) -> None:
+    model, lock, ends = Net().requires_grad_(False).share_memory(), CONTEXT.Lock(), CONTEXT.Event()
+    tensors = [model.first.detach(), model.last.detach(), model.count]
+    writers = [CONTEXT.Process(target=write, args=(tensors, lock, ends)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    try:
+        with PCcheckClient(job="job", socket=daemon.socket) as client:
+            with pytest.warns(PccheckWarning, match=r"memory of model\.first is shared") as told:
+                client.attach(model=model)
+                client.attach(model=model)
+            assert len(told) == 1 and "until handle.wait_copied() returns" in str(told[0].message)
+            for step in range(1, 6):
+                with lock:
+                    handle = client.checkpoint(step=step)
+                    handle.wait_copied(30)
+                handle.wait_durable(30)
+                saved = client.recover().state["model"].values()
+                assert len({float(value) for one in saved for value in one.unique()}) == 1
+    finally:
+        ends.set()
+        for writer in writers:
+            writer.join()

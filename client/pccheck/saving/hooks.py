@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _CHANGING: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 #: Where the standard library is, and often the installed packages, too.
-_STANDARD = os.path.dirname(threading.__file__) + os.sep
+_STANDARD = f"{Path(threading.__file__).parent}{os.sep}"
 
 #: So many checkpoints without a step of an optimizer in between are no accident.
 _IDLE_CHECKPOINTS = 3
