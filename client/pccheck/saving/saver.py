@@ -362,6 +362,12 @@ class Saver:
         if saved is not None and (self._newest is None or saved.sequence > self._newest.sequence):
             self._newest = saved
 
+    def known(self) -> Durable | None:
+        """What `flush` returns when nothing else becomes durable. Changes nothing, and may come in
+        the middle of every other call."""
+        saved = [one.saved(0, everywhere=True) for one in list(self._recent.values())]
+        return max((one for one in (self._newest, *saved) if one is not None), default=None)
+
     def flush(self, limit_s: float, *, everywhere: bool = True) -> Durable | None:
         """Waits until the newest checkpoint is durable, or with `everywhere` on all ranks; when it
         fails, the one before. Returns what a restart of the job gets, as far as is known."""
