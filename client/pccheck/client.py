@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from multiprocessing import util
 from types import FrameType
-from typing import Any, Literal, Never, Self
+from typing import Any, Literal, Never, NoReturn, Self, SupportsIndex
 
 import torch
 
@@ -866,6 +866,13 @@ class PCcheckClient:
 
     def _inert(self) -> bool:
         return os.getpid() != self._pid
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(  # for copy and pickle; the end of a copy would close this client
+            "a PCcheckClient cannot be copied or pickled, because its session belongs to this "
+            "object and process: leave the client out of what is copied, and make a PCcheckClient "
+            "where one is needed"
+        )
 
     def __enter__(self) -> Self:
         return self
