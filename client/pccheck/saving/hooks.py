@@ -95,8 +95,10 @@ class StepHooks:
         """The name of the thread that trains, if that is another one than this and runs now; else
         "". A thread that waits changes nothing: for this one, for work of a pool, or for the next
         cell of a notebook."""
+        if self.thread in (0, threading.get_ident()):
+            return ""
         frame = sys._current_frames().get(self.thread)
-        if frame is None or self.thread == threading.get_ident() or _waits(frame):
+        if frame is None or _waits(frame):
             return ""
         names = (one.name for one in threading.enumerate() if one.ident == self.thread)
         return next(names, "unknown")
