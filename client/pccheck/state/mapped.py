@@ -16,7 +16,9 @@ import torch
 
 from pccheck_wire import tree
 
+from . import devices
 from .attaching import Values
+from .devices import HOST
 from .flatten import Flattener
 from .gating import modules_of, storage_of
 
@@ -49,17 +51,25 @@ def _shared_spans() -> Iterator[tuple[int, int]]:
 
 
 def _placed(name: str, thing: Any) -> Iterator[tuple[str, int]]:
-    """Path and address of each tensor and array of something attached. No state_dict() is called:
-    some gather all ranks."""
+    """Path and address of each tensor and array in host memory of something attached. No
+    state_dict() is called: some gather all ranks."""
     if isinstance(thing, Values):
         flattener = Flattener()
         flattener.node(thing.values, name)
-        yield from ((view.path, view.address) for view in flattener.views)
+        yield from ((one.path, one.address) for one in flattener.views if one.device == HOST)
+    yield from (
+        (tree.join(name, path), storage_of(tensor))
+        for path, tensor in _tensors(thing)
+        if devices.device_of(tensor) == HOST
+    )
+
+
+def _tensors(thing: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a module, of one inside a wrapper, or of an optimizer's state, by their paths."""
     for module in modules_of(thing):
-        for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-            yield tree.join(name, path), storage_of(tensor)
+        yield from itertools.chain(module.named_parameters(), module.named_buffers())
     if isinstance(thing, torch.optim.Optimizer):
         for number, entry in enumerate(thing.state.values()):
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if isinstance(value, torch.Tensor):
-                    yield tree.join(name, f"state.{number}.{key}"), storage_of(value)
+                    yield f"state.{number}.{key}", value
