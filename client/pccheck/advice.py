@@ -3,6 +3,7 @@ decide by itself: only the script knows whether the other ranks save at all, and
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,7 @@ from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
 from .state import trainable
 from .state.attaching import is_gathered, is_replicated, require_storable_state
+from .state.mapped import written_elsewhere
 from .state.plan import RNG
 from .warn import Warner
 
@@ -33,7 +35,8 @@ class Advice:
         self._unlike: dict[str, dict[str, bool]] = {}  # parameters that differed from it, by module
 
     def attached(self, things: Mapping[str, object]) -> None:
-        """These were attached: may warn of copies, and of a loader that does not resume exactly."""
+        """These were attached: may warn of copies, of a loader that does not resume exactly, and of
+        memory that other processes may write to."""
         attached = self._planner.attached
         optimizers = {n: one for n, one in attached.items() if isinstance(one, _Optimizer)}
         # Of optimizers alone the steps may be all that counts, beside checkpoint(state).
@@ -65,6 +68,28 @@ class Advice:
                     "shuffle=True, or a sampler whose order follows from the epoch "
                     "(docs/python.md, recipes)",
                 )
+        if path := written_elsewhere({name: attached[name] for name in things}):
+            self._warner.once(
+                "shared",
+                f"the memory of {path} is shared, or a mapped file. If other processes write to "
+                "this memory, a checkpoint that is read meanwhile mixes two states, and nothing "
+                "detects that: torch counts the changes of this process only. In that case hold "
+                "the lock of the writers from checkpoint() until handle.wait_copied() returns",
+            )
+
+    def calling(self) -> None:
+        """`checkpoint()` is called: may warn that another thread trains."""
+        trainer = self._planner.hooks.trained_by()
+        if trainer:
+            here = threading.current_thread().name
+            self._warner.once(
+                "thread",
+                f"checkpoint() was called in thread {here!r}, while thread {trainer!r} trains: a "
+                "call in the middle of a step is skipped, and a change of the state during the "
+                f"call fails the checkpoint. Let thread {here!r} set a flag, and call "
+                f"checkpoint() in thread {trainer!r} between two steps. A lock that both threads "
+                "hold, around checkpoint() and around each step, does the same",
+            )
 
     def restored(self, step: int, flags: dict[str, list[bool]]) -> None:
         """The run continues from that step, in which these parameters required gradients."""

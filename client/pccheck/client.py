@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Collection, Iterator
 from multiprocessing import util
 from types import FrameType
-from typing import Any, Literal, Never, NoReturn, Self
+from typing import Any, Literal, Never, NoReturn, Self, SupportsIndex
 
 import torch
 
@@ -60,6 +60,7 @@ STOP_LIMIT_S = 25.0
 LATE_LIMIT_S = 5.0
 #: How long `close()` waits after failures for the daemon's answer what can be restored.
 LAST_LOOK_S = 5.0
+_BETWEEN = "let the signal handler set a flag, and check it between two steps"
 
 
 class PCcheckClient:
@@ -101,11 +102,16 @@ class PCcheckClient:
         autostart, storage: start a private daemon on this directory (default PCCHECK_STORAGE)
             unless one runs there; PCCHECK_SOCKET is ignored.
 
-    Everything but waiting on handles is for one thread, the one that trains. In a forked child (a
-    data loader's worker) a client does nothing. A later client of the same process for the same job
-    and rank closes this one. Signal handlers should only set a flag, as those of `stop_on` do: a
+    Everything but waiting on handles is for one thread, the one that trains: a `checkpoint()` in
+    another thread while that one runs is warned of once. In a forked child (a data loader's worker)
+    a client does nothing. A later client of the same process for the same job and rank closes this
+    one. Signal handlers should only set a flag, as those of `stop_on` do: a
     checkpoint in the middle of a step, or of another call, is skipped, and so is one after a step
-    that an exception ended. A client that goes out of scope is closed, and so is every client at
+    that an exception ended. In the middle of another call of the same thread (in a signal handler,
+    a `__del__`, a method of an attached object) `flush()` returns what is known, `gate()` returns
+    at once, `should_checkpoint()` is False, and `should_stop()` is what an earlier call returned;
+    `close()` takes effect when the other call ends; handles and `pin()` work as in any thread; all
+    else raises UsageError. A client that goes out of scope is closed, and so is every client at
     the end of the process.
     """
 
@@ -165,7 +171,8 @@ class PCcheckClient:
         self._agreement = Agreement(saving, self._warner)
         self._stop = Stop(self._agreement)
         self._interval: Interval | None = None  # once should_checkpoint() was called
-        self._call: FrameType | None = None  # that no checkpoint may come in the middle of
+        self._call: FrameType | None = None  # that no other may come in the middle of
+        self._close_after: bool | None = None  # close(done=...) was called in the middle of it
 
         def where() -> str:  # without `self`: a client without references is closed at once
             return socket_name(private.socket if private is not None else path)
@@ -201,7 +208,7 @@ class PCcheckClient:
 
     def _first_connect(self) -> None:
         try:
-            with self._warner.errors():
+            with self._calling("PCcheckClient()"):
                 if self._private is not None:
                     self._private.ensure()
                 self._session.require()
@@ -278,7 +285,7 @@ class PCcheckClient:
             self._require_open()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
-        with self._calling():
+        with self._calling("attach()"):
             if self._alone and is_gathered(things):
                 raise UsageError(
                     "solo=True saves on one rank, and FullyShardedDataParallel gathers the model "
@@ -305,9 +312,12 @@ class PCcheckClient:
         change the tensors. Both last for stall_limit_s at most. While a graph is recorded the call
         only waits, and adds nothing to the graph.
         """
+        if self._options.gate == "manual":
+            self._planner.hooks.thread = threading.get_ident()
         self._gate("gate() was called", "call gate() before every replay()")
 
     def _before_step(self) -> None:
+        self._planner.hooks.thread = threading.get_ident()
         self._gate(
             "an attached optimizer made a step",
             'to keep training meanwhile, use gate="manual" and call gate() before every replay()',
@@ -326,7 +336,7 @@ class PCcheckClient:
             self._warner.once("state", f"checkpoints will fail: {error}")
 
     def _gate(self, what: str, hint: str) -> None:
-        if self._inert():
+        if self._inert() or self._is_inside():
             return
         self._steps.moved()
         capturing = self._saver.capturing()
@@ -338,7 +348,7 @@ class PCcheckClient:
                 f"{what} while a CUDA graph was recorded. A replay does not repeat the call: "
                 f"{then}{hint}",
             )
-        with self._calling():  # also waits for another thread's checkpoint()
+        with self._calling("gate()"):  # also waits for another thread's checkpoint()
             self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
@@ -371,25 +381,25 @@ class PCcheckClient:
             reason = "this client belongs to the parent process, and saves nothing in a forked one"
             self._warner.once("forked", f"{reason}: make a PCcheckClient in this process")
             return self._handle(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
-        with self._lock:
+        if self._is_inside():
+            number = self._step if step is None else check_step(step)
+            return self._failed(
+                number, self._skipped("in the middle of another call of the client")
+            )
+        with self._calling("checkpoint()"):
             self._require_open()
             self._flushed = False
             number = self._numbered(state, step)
             self._steps.called(number)
             self._came_from = number
+            self._advice.calling()
             try:
-                self._require_between_calls()
-                with self._calling():
-                    made = self._checkpoint(state, number, metadata)
-            except (PccheckError, OSError, ValueError) as error:
+                self._require_between_steps()
+                made = self._checkpoint(state, number, metadata)
+            except (PccheckError, OSError) as error:
                 if isinstance(error, UnsupportedStateError) and not self._took_one:
                     raise
                 self._step = number
-                if self._closed:  # by a signal handler, during this call
-                    closing = CheckpointFailedError("the client was closed during the call")
-                    return self._failed(number, closing)
-                if isinstance(error, ValueError):
-                    raise
                 return self._failed(number, error)
             self._step = number
             if self._interval is not None:
@@ -546,7 +556,8 @@ class PCcheckClient:
                     hint=f"attached are: {', '.join(sorted(self._planner.attached))}",
                 )
         step = None if step is None else check_step(step)
-        with self._calling(), no_collection():  # until all that was made for it is gone
+        # Until all that was made for it is gone.
+        with self._calling("restore()"), no_collection():
             connection = self._connection()
             result, on_gpu, payload_bytes = self._recovery.restore(
                 connection, step, strict_optimizer=strict_optimizer, only=only
@@ -569,7 +580,7 @@ class PCcheckClient:
         look, and the numbers of the next steps do not depend on it. Raises as `restore` does.
         """
         step = None if step is None else check_step(step)
-        with self._calling(), no_collection():
+        with self._calling("recover()"), no_collection():
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._came_from = -1
@@ -587,7 +598,7 @@ class PCcheckClient:
         recover(step), an export or another tool. Otherwise the newest checkpoint of the run before
         is protected (not replaced) until restore(), and takes a slot. Raises
         DaemonUnreachableError and the like."""
-        with self._calling():
+        with self._calling("adopt()"):
             self._recovery.adopt(self._connection())
             self._came_from = -1
             self._saver.note_saved(self._recovery.newest)
@@ -597,7 +608,7 @@ class PCcheckClient:
         have. And pinned checkpoints whose step was saved again: `.sequence` tells them apart, and a
         `Reader` opens them by it. Raises UnreadableError when that is nothing, but a volume of the
         job cannot be read; DaemonUnreachableError and the like."""
-        with self._lock, self._warner.errors():
+        with self._calling("steps()"):
             self._require_open()
             return self._recovery.saved(self._wait_for_daemon())
 
@@ -618,50 +629,60 @@ class PCcheckClient:
 
     def _pin(self, body: Pin) -> None:
         self._require_open()
+        connection = self._session.current()
+        if connection is None:
+            with self._calling("pin() or unpin()"):
+                connection = self._session.require()
         with self._warner.errors():
-            connection = self._session.current()
-            if connection is None:
-                with self._lock:
-                    connection = self._session.require()
             connection.request(body, timeout_s=LIST_LIMIT_S)
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        """A call that no checkpoint() may interrupt: signal handlers run in the same thread, which
-        holds the lock already."""
+    def _calling(self, name: str) -> Iterator[None]:
+        """A call that no other call may come in the middle of: signal handlers, `__del__` and the
+        methods of attached objects run in the same thread, which holds the lock already. Raises
+        UsageError there; what can do better asks `_is_inside` first."""
         with self._lock, self._warner.errors():
+            if self._is_inside():
+                raise UsageError(
+                    f"{name} was called in the middle of another call of the client", hint=_BETWEEN
+                )
             # Ctrl-C at the end of __enter__, or at the start of __exit__, delays the reset below
             # until the traceback is gone. So the frame says whether the call runs, and no flag.
-            before, self._call = self._call, sys._getframe(2)
+            self._call = call = sys._getframe(2)
             try:
                 yield
             finally:
-                self._call = before
+                if self._call is call:
+                    self._call = None
+                if self._close_after is not None:
+                    done, self._close_after = self._close_after, None
+                    self.close(done=done)
 
-    def _require_between_calls(self) -> None:
-        """Raises CheckpointFailedError when what is attached is half updated, half restored, or
-        half described."""
-        hooks, call = self._planner.hooks, self._call
-        between = "let the signal handler set a flag, and check it between two steps"
-        if call is not None and runs(threading.get_ident(), call):
-            self._skip("in the middle of another call of the client", between)
+    def _is_inside(self) -> bool:
+        """Whether this thread is in the middle of another call of the client."""
+        call = self._call
+        return call is not None and runs(threading.get_ident(), call)
+
+    def _require_between_steps(self) -> None:
+        """Raises CheckpointFailedError when what is attached is half updated."""
+        hooks = self._planner.hooks
         if hooks.stepping:
-            self._skip("in the middle of a step of an optimizer", between)
+            raise self._skipped("in the middle of a step of an optimizer")
         if hooks.halfway:
-            self._skip(
+            raise self._skipped(
                 "when an exception (Ctrl-C) had ended a step of an optimizer: the tensors may be "
                 "of two steps",
                 "the next whole step of this optimizer, or restore(), ends this. To save after a "
                 "signal, use stop_on()",
             )
 
-    def _skip(self, when: str, hint: str) -> NoReturn:
-        """Raises CheckpointFailedError, with one warning for each `when`."""
+    def _skipped(self, when: str, hint: str = _BETWEEN) -> CheckpointFailedError:
+        """Warns once for each `when`."""
         error = CheckpointFailedError(f"checkpoint() was called {when}", hint=hint)
         self._warner.once(
             when, f"{error.message}, and is skipped: {error.hint}. Training continues"
         )
-        raise error
+        return error
 
     def _require_open(self) -> None:
         """Raises UsageError."""
@@ -714,9 +735,11 @@ class PCcheckClient:
         """
         if self._inert():
             return None
+        if self._is_inside():
+            return self._saver.known()
         if deadline_s is None:
             deadline_s = self._drain_limit_s()
-        with self._calling():
+        with self._calling("flush()"):
             self._require_open()
             found = self._saver.flush(check_seconds("deadline_s", deadline_s))
             self._flushed = self._stop.left_s() is not None
@@ -746,7 +769,7 @@ class PCcheckClient:
         if self._inert():
             return
         limit_s = check_seconds("deadline_s", deadline_s)
-        with self._calling():
+        with self._calling("stop_on()"):
             self._require_open()
             self._stop.on(signals, limit_s)
 
@@ -766,7 +789,7 @@ class PCcheckClient:
                 "should_stop() was called before stop_on()",
                 hint="call stop_on(signal.SIGTERM) before the loop, on every rank",
             )
-        return self._stop.asked()
+        return self._stop.agreed if self._is_inside() else self._stop.asked()
 
     def should_checkpoint(self, step: int) -> bool:
         """Whether to save after this step: `if client.should_checkpoint(step):
@@ -783,10 +806,10 @@ class PCcheckClient:
         rank: when a checkpoint may be due, the ranks reduce a number on the CPU (gloo), and get the
         same answer. With several ranks `init_process_group()` must come first. Raises UsageError.
         """
-        if self._inert():
+        if self._inert() or self._is_inside():
             return False
         now_s = time.monotonic()
-        with self._lock:
+        with self._calling("should_checkpoint()"):
             self._require_open()
             if self._interval is None:
                 self._agreement.begin("should_checkpoint()")
@@ -805,31 +828,36 @@ class PCcheckClient:
         if self._inert():
             return
         done = check_flag("done", done)
-        if self._closed:
-            if done and not self._done:
+        if self._is_inside():
+            self._close_after = done or bool(self._close_after)
+            return
+        with self._calling("close()"):
+            if not self._closed:
+                self._drain(done)
+            elif done and not self._done:
                 self._finish()
             elif not self._has_left:  # Ctrl-C came in an earlier call
                 self._leave()
-            return
+
+    def _drain(self, done: bool) -> None:
         saved: tuple[int | None, bool] = None, False
-        with self._calling():
-            self._closed = True
-            self._planner.hooks.remove()
-            self._planner.forget()
-            try:
-                if self._stop.left_s() is None:
-                    self._saver.gate(on_cpu=True)
-                drained = self._saver.drain(self._drain_limit_s())
-                saved = self._newest_saved()
-                if drained or done:  # the answer comes when all is saved
-                    self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
-            except PccheckError as error:
-                if self._options.raises:
-                    raise
-                LOG.warning("PCcheck: close() did not wait until all is durable: %s", error)
-            finally:  # Ctrl-C ends the waiting and the session
-                self._leave()
-            self._saver.failures.report_last(saved[0], known=saved[1])
+        self._closed = True
+        self._planner.hooks.remove()
+        self._planner.forget()
+        try:
+            if self._stop.left_s() is None:
+                self._saver.gate(on_cpu=True)
+            drained = self._saver.drain(self._drain_limit_s())
+            saved = self._newest_saved()
+            if drained or done:  # the answer comes when all is saved
+                self._done = self._session.say_goodbye(done, self._stop.left_s()) and done
+        except PccheckError as error:
+            if self._options.raises:
+                raise
+            LOG.warning("PCcheck: close() did not wait until all is durable: %s", error)
+        finally:  # Ctrl-C ends the waiting and the session
+            self._leave()
+        self._saver.failures.report_last(saved[0], known=saved[1])
 
     def _newest_saved(self) -> tuple[int | None, bool]:
         """The newest durable step, when checkpoints after it failed, and whether that is known. The
@@ -848,14 +876,13 @@ class PCcheckClient:
         return (newest.step if newest else None), True
 
     def _finish(self) -> None:
-        with self._calling():
-            try:
-                if self._private is not None:
-                    self._private.ensure()
-                self._wait_for_daemon()
-                self._done = self._session.say_goodbye(True)
-            finally:
-                self._leave()
+        try:
+            if self._private is not None:
+                self._private.ensure()
+            self._wait_for_daemon()
+            self._done = self._session.say_goodbye(True)
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         with contextlib.ExitStack() as ends:  # the last one comes first, and Ctrl-C skips none
@@ -868,6 +895,13 @@ class PCcheckClient:
 
     def _inert(self) -> bool:
         return os.getpid() != self._pid
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(  # for copy and pickle; the end of a copy would close this client
+            "a PCcheckClient cannot be copied or pickled, because its session belongs to this "
+            "object and process: leave the client out of what is copied, and make a PCcheckClient "
+            "where one is needed"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -345,7 +345,7 @@ def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
     client, inside, end = connect(daemon), threading.Event(), threading.Event()
 
     def call() -> None:
-        with client._calling():
+        with client._calling("gate()"):
             inside.set()
             end.wait()
 

@@ -21,6 +21,7 @@ CAMPAIGNS = {
     "gpu_campaign": ("--rounds", "1"),
     "gpu_restart_campaign": ("--rounds", "1"),
     "group_campaign": ("--rounds", "1"),
+    "handler_campaign": ("--outer", "gate", "--inner", "flush", "--every", "100"),
     "kill_campaign": ("--rounds", "1"),
     "restart_campaign": ("--rounds", "1"),
     "sharded_campaign": ("--rounds", "4"),  # with each number of ranks

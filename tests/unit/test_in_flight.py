@@ -20,6 +20,7 @@ from pccheck_wire.errors import (
     NoCheckpointError,
 )
 from pccheck_wire.messages import Describe, Described, Failure
+from tests.integration.handler_campaign import At
 
 NOT_YET = Described(1, CheckpointState.COPYING, 7, 3)
 WHY = Described(1, CheckpointState.FAILED, 7, 3, "the GPU failed")
@@ -213,3 +214,39 @@ def test_a_superseded_one_keeps_its_reason_without_the_daemon() -> None:
     made = handle(Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED))
     assert made.state is CheckpointState.SUPERSEDED
     assert made.reason == "a newer checkpoint became durable first"
+
+
+def looked_at(change: Callable[[InFlight, SimpleNamespace], object]) -> list[CheckpointState]:
+    """Its state after the change came, as in a signal handler, before each instruction of a look at
+    the page in turn."""
+    states: list[CheckpointState] = []
+    seen = at = 1
+    while seen >= at:
+        daemon: Any = Daemon(WHY, word=WORD_COPIED, outcome=CheckpointState.COPIED)
+        daemon.saves_alone = True
+        now, found = daemon.link.state(1), handle(daemon)
+        daemon.link.state = lambda _, now=now: SimpleNamespace(**vars(now))  # as it was then
+        tracer = At(at, lambda now=now, found=found: change(found, now))
+        with tracer.traced():
+            _ = found.state
+        seen = tracer.seen
+        if seen >= at:
+            states.append(found.state)
+        at += 1
+    assert len(states) > 50
+    return states
+
+
+def test_what_a_handler_saw_in_the_middle_of_a_look_stays() -> None:
+    def becomes_durable(found: InFlight, now: SimpleNamespace) -> None:
+        now.outcome = CheckpointState.DURABLE
+        assert found.state is CheckpointState.DURABLE
+
+    assert set(looked_at(becomes_durable)) == {CheckpointState.DURABLE}
+
+
+def test_an_end_in_the_middle_of_a_look_stays() -> None:
+    def ends(found: InFlight, _now: SimpleNamespace) -> None:
+        found.end(CheckpointState.FAILED, "abandoned")
+
+    assert set(looked_at(ends)) == {CheckpointState.FAILED}

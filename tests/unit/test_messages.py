@@ -6,9 +6,11 @@ word is changed here, too, and read as somebody reads it whose training has just
 
 from __future__ import annotations
 
+import copy
 import errno
 import re
 import socket
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +42,7 @@ from pccheck.restoring.inplace import Placement
 from pccheck.restoring.reading import ask_open
 from pccheck.saving.handle import Checkpoint
 from pccheck.saving.in_flight import InFlight, abandoned_because
+from pccheck.saving.verdict import fail_moved
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved
 from pccheck.state.flatten import Flattener
@@ -165,8 +168,48 @@ def backwards(kit: Kit) -> None:
 
 def interrupted(kit: Kit) -> None:
     client = kit.attached()
-    with client._calling():
+    with client._calling("gate()"):
         client.checkpoint(step=5)
+
+
+def nested(kit: Kit) -> None:
+    client = kit.attached()
+    with client._calling("gate()"):
+        client.steps()
+
+
+def beside(kit: Kit) -> None:
+    """A checkpoint() in this thread, while another one trains."""
+    client, ends, began = kit.attached(), threading.Event(), threading.Event()
+
+    def train() -> None:
+        client._planner.hooks.thread = threading.get_ident()
+        began.set()
+        while not ends.is_set():
+            sum(range(10_000))
+
+    trainer = threading.Thread(target=train, name="trainer")
+    trainer.start()
+    began.wait()
+    try:
+        for _ in range(1000):
+            client._advice.calling()
+    finally:
+        ends.set()
+        trainer.join()
+
+
+def copied(thing: object) -> None:
+    with pytest.raises(TypeError) as refused:
+        copy.copy(thing)
+    raise RuntimeError(str(refused.value))
+
+
+def elsewhere(kit: Kit) -> None:
+    ended, connection = InFlight(5), FakeConnection()
+    connection.link.request(0)
+    fail_moved(ended, connection, Moved("model.weight", ""))  # type: ignore[arg-type]
+    raise RuntimeError(ended.reason)
 
 
 def plain_ddp(kit: Kit, **options: Any) -> None:
@@ -463,6 +506,12 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "torn": torn,
     "backwards": backwards,
     "signal handler": interrupted,
+    "call in a call": nested,
+    "other thread": beside,
+    "changed by another thread": elsewhere,
+    "shared memory": lambda kit: kit.connected().attach(model=nn.Linear(2, 2).share_memory()),
+    "copy of a client": lambda kit: copied(kit.client()),
+    "copy of a handle": lambda kit: copied(Checkpoint(InFlight(5), kit.client()._warner)),
     "plain DDP": plain_ddp,
     "left out": left_out,
     "left out weights": weightless,
@@ -706,6 +755,38 @@ WORDS: dict[str, str] = {
         "PCcheck: checkpoint() was called in the middle of another call of the client, and "
         "is skipped: let the signal handler set a flag, and check it between two steps. "
         "Training continues"
+    ),
+    "call in a call": (
+        "steps() was called in the middle of another call of the client (let the signal handler "
+        "set a flag, and check it between two steps)"
+    ),
+    "other thread": (
+        "PCcheck: checkpoint() was called in thread 'MainThread', while thread 'trainer' trains: a "
+        "call in the middle of a step is skipped, and a change of the state during the call fails "
+        "the checkpoint. Let thread 'MainThread' set a flag, and call checkpoint() in thread "
+        "'trainer' between two steps. A lock that both threads hold, around checkpoint() and "
+        "around each step, does the same"
+    ),
+    "changed by another thread": (
+        "abandoned: model.weight was changed while it was copied, before checkpoint() returned, so "
+        "by another thread or a signal handler. Call checkpoint() in the thread that changes the "
+        "state, between two changes; or hold a lock around checkpoint() that every other thread "
+        "holds for its changes"
+    ),
+    "shared memory": (
+        "PCcheck: the memory of model.weight is shared, or a mapped file. If other processes write "
+        "to this memory, a checkpoint that is read meanwhile mixes two states, and nothing detects "
+        "that: torch counts the changes of this process only. In that case hold the lock of the "
+        "writers from checkpoint() until handle.wait_copied() returns"
+    ),
+    "copy of a client": (
+        "a PCcheckClient cannot be copied or pickled, because its session belongs to this object "
+        "and process: leave the client out of what is copied, and make a PCcheckClient where one "
+        "is needed"
+    ),
+    "copy of a handle": (
+        "a Checkpoint cannot be copied or pickled, because it uses the session of this process: "
+        "pass on handle.step, or the result of handle.wait_durable()"
     ),
     "left out": (
         "PCcheck: the state of optimizer.momentum is not saved: the state_dict() of the attached "

@@ -68,3 +68,18 @@ def test_a_rank_that_ended_leaves_the_flag_of_this_one(make: Make) -> None:
 def test_all_ranks_of_the_job_take_part() -> None:
     with pytest.raises(UsageError, match=r"the 2 ranks .* torch.distributed is not set up"):
         Stop(Agreement(2, Warner())).on((15,), 1)
+
+
+def test_a_handler_in_the_middle_of_a_reduction_makes_none_of_its_own(make: Make) -> None:
+    """The other ranks would take it for the next one."""
+    inside: list[bool] = []
+    reductions = 0
+
+    def total(word: torch.Tensor) -> None:
+        nonlocal reductions
+        reductions += 1
+        inside.append(stop.asked())
+        word.fill_(1)
+
+    stop = make(total)
+    assert stop.asked() and inside == [False] and reductions == 1

@@ -150,7 +150,10 @@ class Connection:
             breaks = self._count_breaks()  # those before the request do not count
             number = self._send(body, answers.append)
             arrivals = select.poll()
-            arrivals.register(int(self._socket.get(zmq.FD)), select.POLLIN)
+            try:
+                arrivals.register(int(self._socket.get(zmq.FD)), select.POLLIN)
+            except zmq.ZMQError as error:  # closed by a signal handler
+                raise self.gone() from error
         try:
             while not answers:
                 with self._lock:  # not while it waits: a training thread may want to send
@@ -197,7 +200,7 @@ class Connection:
         """Sends; the callback runs in a later `pump`, if an answer comes. Never blocks."""
         with self._lock:
             while len(self._waiting) >= _WAITING_MAX:  # answers that were lost
-                self._waiting.pop(next(iter(self._waiting)))
+                self._waiting.pop(min(self._waiting, default=0), None)
             self._send(body, callback)
 
     def pump(self) -> None:
@@ -205,12 +208,14 @@ class Connection:
         with self._lock:
             while self._waiting:  # nothing arrives without a request
                 try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                    # In one operation: a signal handler that comes between two frames would
+                    # receive the second one. A reply has one frame.
+                    data = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     return
                 except zmq.ZMQError as error:  # closed by another thread
                     raise self.gone() from error
-                reply = codec.decode(frames[-1], Reply, bytes_max=packing.REPLY_BYTES_MAX)
+                reply = codec.decode(data, Reply, bytes_max=packing.REPLY_BYTES_MAX)
                 callback = self._waiting.pop(reply.number, None)
                 if callback is not None:
                     callback(reply.body)
@@ -218,16 +223,17 @@ class Connection:
     def _send(self, body: RequestBody, callback: Callback | None) -> int:
         number = next(self._numbers) if callback else 0
         data = codec.encode(Request(number, self.welcome.token, body))
+        if callback is not None:  # before it is sent: a signal handler may receive the answer
+            self._waiting[number] = callback
         try:
             self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise WaitTimeoutError(
-                "the daemon accepts no more requests", hint="see: pccheckctl status"
-            ) from error
         except zmq.ZMQError as error:
+            self._waiting.pop(number, None)
+            if isinstance(error, zmq.Again):
+                raise WaitTimeoutError(
+                    "the daemon accepts no more requests", hint="see: pccheckctl status"
+                ) from error
             raise self.gone() from error
-        if callback is not None:
-            self._waiting[number] = callback
         return number
 
     def _count_breaks(self) -> int:

@@ -88,6 +88,9 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             )
         self.every_n_steps = every_n_steps
         self._options = options | {"job": job}
+        self._begin(client)
+
+    def _begin(self, client: PCcheckClient | None) -> None:
         self._given = client
         self._client = client
         self._counters = _Counters()
@@ -95,6 +98,17 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         self._resumption: _Resumption | None = None
         self._generators: dict[str, Any] | None = None  # of the checkpoint that is resumed
         self._last = 0  # the newest step that needs no checkpoint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, of a trainer for example, makes a client of its own for the same job."""
+        own = ("_given", "_client", "_counters", "_resumption", "_generators", "_last")
+        kept = {name: value for name, value in vars(self).items() if name not in own}
+        job = {"job": self._given.place[0]} if self._given is not None else {}
+        return kept | {"_options": self._options | job}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._begin(None)
 
     def _resume(self, trainer: Any, step: int | None) -> str | None:
         self._counters.trainer = weakref.ref(trainer)

@@ -109,6 +109,12 @@ class PCcheckCallback(Callback):
         self._last, self._due = 0, False
         self._after_batch = _AfterBatch(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, of a trainer for example, makes a client of its own for the same job."""
+        kept = {name: value for name, value in vars(self).items() if name != "_io"}
+        job = {"job": self._given.place[0]} if self._given is not None else {}
+        return kept | {"_given": None, "_mine": None, "_options": self._options | job}
+
     @property
     def client(self) -> PCcheckClient:  # from `setup` on
         return self._io.client
@@ -117,7 +123,7 @@ class PCcheckCallback(Callback):
         strategy = trainer.strategy
         _require_whole(trainer)
         files = strategy.checkpoint_io
-        client = self._given or (files.client if isinstance(files, PCcheckIO) else None)
+        client = self._given or (files.client_or_none if isinstance(files, PCcheckIO) else None)
         if client is None or (self._given is None and client.closed):
             client = self._open(trainer)
         if isinstance(files, PCcheckIO):
@@ -132,14 +138,7 @@ class PCcheckCallback(Callback):
         if self._after_batch not in callbacks:
             more = [*callbacks, self._after_batch]
             vars(trainer)["callbacks"] = _CallbackConnector._reorder_callbacks(more)
-        vars(strategy).pop("save_checkpoint", None)
-        save_by_rank_0 = strategy.save_checkpoint
-
-        def save(checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-            saver = io.save_checkpoint if place_of(filepath) else save_by_rank_0
-            saver(checkpoint, filepath, storage_options)
-
-        strategy.save_checkpoint = save  # type: ignore[method-assign]
+        strategy.save_checkpoint = _Save(io, strategy)  # type: ignore[method-assign]
 
     def _open(self, trainer: Trainer) -> PCcheckClient:
         rank, world_size = trainer.global_rank, trainer.world_size
@@ -262,6 +261,22 @@ class PCcheckCallback(Callback):
                 "a run that is resumed in the middle of an epoch does not get the batches that "
                 f"would have come: {why}. All else is resumed"
             )
+
+
+class _Save:
+    """A strategy's save_checkpoint(): every rank saves to paths of PCcheck, rank 0 to others. No
+    function in a function: a trainer can be pickled."""
+
+    def __init__(self, io: PCcheckIO, strategy: Strategy) -> None:
+        self._io, self._strategy = io, strategy
+
+    def __call__(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if place_of(filepath):
+            self._io.save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            Strategy.save_checkpoint(self._strategy, checkpoint, filepath, storage_options)
 
 
 class _AfterBatch(Callback):

@@ -93,13 +93,26 @@ class PCcheckIO(CheckpointIO):
     """
 
     def __init__(self, client: PCcheckClient, files: CheckpointIO | None = None) -> None:
-        self.client = client
+        self.client_or_none: PCcheckClient | None = client
         self.files = files or TorchCheckpointIO()
         self.attached = False  #: the client knows what to save
         self.optional = True  #: whether training may begin without a checkpoint
         self.found: Found | None = None  #: what was loaded
         self._paths: dict[int, set[str]] = defaultdict(set)  # that keep a step, or should
         self._refused: dict[int, RefusedError] = {}  # steps without a pin, until a slot is free
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"client_or_none": None}
+
+    @property
+    def client(self) -> PCcheckClient:
+        """Raises UsageError for a copy, of a trainer for example, which has none."""
+        if self.client_or_none is None:
+            raise UsageError(
+                "a copy of PCcheckIO has no client",
+                hint="make PCcheckIO(client) anew, with a client of this process",
+            )
+        return self.client_or_none
 
     def _own(self, path: object) -> Place | None:
         place, mine = place_of(path), self.client.place[0]

@@ -30,6 +30,7 @@ class Stop:
         self._asked_s: float | None = None  # time.monotonic()
         #: By signal: our handler, and the earlier one.
         self._handlers: dict[int, tuple[_Function, _Handler]] = {}
+        self._asks = False  # the ranks, now: a signal handler may call in the middle
         self._agreed = False  # every rank knows that one of them has the flag
 
     def on(self, signals: tuple[int, ...], limit_s: float) -> None:
@@ -65,6 +66,11 @@ class Stop:
         """Whether signals set the flag."""
         return bool(self._handlers)
 
+    @property
+    def agreed(self) -> bool:
+        """Whether an earlier call of `asked` said so."""
+        return self._agreed
+
     def ask(self) -> None:
         """Sets the flag."""
         self._asked_s = self._asked_s or time.monotonic()
@@ -77,9 +83,14 @@ class Stop:
 
     def asked(self) -> bool:
         """Whether to stop. All ranks must call it, and get the same answer."""
-        if not self._agreed and self._agreement.largest(int(self._asked_s is not None)):
-            self.ask()
-            self._agreed = True
+        if not (self._agreed or self._asks):
+            try:
+                self._asks = True
+                if self._agreement.largest(int(self._asked_s is not None)):
+                    self.ask()
+                    self._agreed = True
+            finally:
+                self._asks = False
         return self._agreed  # a signal after the reduction counts in the next one, on all ranks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from typing import NoReturn, SupportsIndex
 
 from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import PccheckError, WaitTimeoutError
@@ -120,6 +121,12 @@ class Checkpoint:
         """
         with self._warner.errors():
             return self._in_flight.wait_global(timeout)
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(  # for copy and pickle
+            "a Checkpoint cannot be copied or pickled, because it uses the session of this "
+            "process: pass on handle.step, or the result of handle.wait_durable()"
+        )
 
     def __repr__(self) -> str:
         return f"<Checkpoint step={self.step} {self.state}>"

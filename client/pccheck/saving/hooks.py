@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -21,6 +23,9 @@ _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 #: Optimizers of this process whose step has passed its gate, and runs or has failed. The next
 #: client of such an optimizer needs to know this, too.
 _CHANGING: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+#: Where the standard library is, and often the installed packages, too.
+_STANDARD = f"{Path(threading.__file__).parent}{os.sep}"
 
 #: So many checkpoints without a step of an optimizer in between are no accident.
 _IDLE_CHECKPOINTS = 3
@@ -66,6 +71,7 @@ class StepHooks:
     def __init__(self) -> None:
         self.trusted = True
         self.progress = Progress()
+        self.thread = 0  #: the one that made the last step, or the last call of gate() by hand
         self._handles: list[Any] = []
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._whole = False  # put() has ended: Ctrl-C may leave some hooks out
@@ -84,6 +90,18 @@ class StepHooks:
             if self._steps.get(number) is step:  # else it has ended, and another thread steps again
                 self._steps.pop(number, None)  # it has failed
         return False
+
+    def trained_by(self) -> str:
+        """The name of the thread that trains, if that is another one than this and runs now; else
+        "". A thread that waits changes nothing: for this one, for work of a pool, or for the next
+        cell of a notebook."""
+        if self.thread in (0, threading.get_ident()):
+            return ""
+        frame = sys._current_frames().get(self.thread)
+        if frame is None or _waits(frame):
+            return ""
+        names = (one.name for one in threading.enumerate() if one.ident == self.thread)
+        return next(names, "unknown")
 
     def __bool__(self) -> bool:
         """Whether every update is seen."""
@@ -174,6 +192,14 @@ class StepHooks:
         self._unseen.clear()
         self._steps.clear()
         self._streams.clear()
+        self.thread = 0
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether a thread that is in this frame waits in the standard library: for a lock, a thread, a
+    queue, a socket."""
+    file = frame.f_code.co_filename
+    return file.startswith(_STANDARD) and "-packages" not in file
 
 
 def _call(method: weakref.WeakMethod[Any], *arguments: object) -> None:

@@ -123,6 +123,8 @@ class InFlight:
         self.pulled = False  #: the daemon pulls its device part, and has not yet
         self.reported = False  #: the user knows why it failed
         self._settled = False  # its entry in the page says no more about it
+        self._end: tuple[CheckpointState, str] | None = None  # and why, if the client ended it
+        self._looks = 0  # at the page
 
     @classmethod
     def ended(cls, step: int, state: CheckpointState, reason: str) -> InFlight:
@@ -134,6 +136,8 @@ class InFlight:
     def end(self, state: CheckpointState, reason: str, *, reported: bool = False) -> None:
         """The client itself knows how it ended; the page is not read any more."""
         with self._lock:
+            self._end = state, reason
+            self._looks += 1
             self._state, self._reason, self._described = state, reason, True
             self.reported |= reported
             self._connection = None
@@ -301,13 +305,23 @@ class InFlight:
         self._settled = True
 
     def _look(self, connection: Connection) -> None:
-        alive = connection.alive()  # comes first: what a daemon wrote before it ended still counts
-        now = entry_of(connection, self.snapshot)
         with self._lock:
-            if self._connection is connection:  # else it was ended meanwhile
-                self._note(now, alive)
-                if self._state is CheckpointState.DURABLE and connection.saves_alone:
-                    self._settled = True
+            if self._settled:  # in another thread
+                return
+            looks = -1
+            # Again when a signal handler looked, or ended it, in the middle: what this call had
+            # read before is older.
+            while looks != self._looks:
+                looks = self._looks = self._looks + 1
+                if self._end is None:
+                    # This comes first: what a daemon wrote before it ended still counts.
+                    alive = connection.alive()
+                    self._note(entry_of(connection, self.snapshot), alive)
+                    if self._state is CheckpointState.DURABLE and connection.saves_alone:
+                        self._settled = True
+                else:
+                    self._state, self._reason = self._end
+                    self._described = True
 
     def _note(self, now: LinkState | None, alive: bool) -> None:
         """Takes over what the page has of it, and whether its daemon lived then."""

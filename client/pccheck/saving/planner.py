@@ -138,8 +138,10 @@ class Planner:
         else:
             made = self._of_attached(mode, shape, step, metadata)
         made.wait = wait
-        if made.in_place and not wait:
-            made.reading = Reading(made.in_place)
+        # A call that waits copies nothing at once: all is read while it waits.
+        later, now = (made.in_place + made.at_once, []) if wait else (made.in_place, made.at_once)
+        made.reading = Reading(later) if later else None
+        made.copying = Reading(now) if now else None
         return made
 
     def _about(self) -> tree.Node:

@@ -13,7 +13,7 @@ from pccheck.daemon.session import Session
 from pccheck.job.steps import Steps
 from pccheck.options import Options
 from pccheck.state import devices
-from pccheck.state.changes import LOST, Moved, path_at
+from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.plan import Snapshot
 from pccheck.warn import Warner
 from pccheck_native import SNAPSHOTS, Link, NativeError
@@ -31,7 +31,7 @@ from .exposure import Exposure, Handover
 from .failures import INTERRUPTED, REPORTED, Failures
 from .gate import Breaker, Gate, abandon, overdue
 from .in_flight import FINAL, NOT_SAVED, Durable, InFlight, entry_of
-from .verdict import LateVerdicts, Verdict
+from .verdict import LateVerdicts, Verdict, fail_moved
 
 _NUMBER = attrgetter("snapshot")
 
@@ -132,6 +132,8 @@ class Saver:
         try:
             _request(connection, number)
             _submit(connection.link, number, snapshot, handover, inline=not wait)
+            if snapshot.copying is not None and (moved := snapshot.copying.moved()):
+                fail_moved(checkpoint, connection, moved)
             self._keep(checkpoint, connection, snapshot, handover)
             connection.post(begin)  # comes last: the daemon that it wakes may take this core
             if wait:
@@ -159,12 +161,14 @@ class Saver:
         self._recent[checkpoint.snapshot % SNAPSHOTS] = checkpoint
         self._unfinished.append(checkpoint)
         checkpoint.pulled = bool(handover and handover.map)
-        if snapshot.wait:
-            return
+        waits = bool(snapshot.wait)
         if snapshot.reading is not None:
-            verdict = Verdict(checkpoint, connection, snapshot.reading, self._note_moved)
-            checkpoint.verdict = verdict
-            self._late.add(verdict, snapshot.payload_bytes)
+            on_moved = None if waits else self._note_moved
+            checkpoint.verdict = Verdict(checkpoint, connection, snapshot.reading, on_moved)
+        if waits:
+            return
+        if checkpoint.verdict is not None:
+            self._late.add(checkpoint.verdict, snapshot.payload_bytes)
         host = bool(snapshot.ranges)
         self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=snapshot.device)
 
@@ -358,6 +362,12 @@ class Saver:
         if saved is not None and (self._newest is None or saved.sequence > self._newest.sequence):
             self._newest = saved
 
+    def known(self) -> Durable | None:
+        """What `flush` returns when nothing else becomes durable. Changes nothing, and may come in
+        the middle of every other call."""
+        saved = [one.saved(0, everywhere=True) for one in list(self._recent.values())]
+        return max((one for one in (self._newest, *saved) if one is not None), default=None)
+
     def flush(self, limit_s: float, *, everywhere: bool = True) -> Durable | None:
         """Waits until the newest checkpoint is durable, or with `everywhere` on all ranks; when it
         fails, the one before. Returns what a restart of the job gets, as far as is known."""
@@ -432,8 +442,8 @@ def _too_many() -> CheckpointFailedError:
 def _lost(connection: Connection, number: int, snapshot: Snapshot) -> PccheckError:
     """Why memory that is copied at once could not be read."""
     now = entry_of(connection, number)
-    path = path_at(snapshot.views, now.fault) if now is not None else ""
-    return PccheckError(_told(Moved(path or "a tensor of the state", "", LOST)))
+    at_once = snapshot.copying or Reading(())
+    return PccheckError(_told(at_once.lost(now.fault if now is not None else 0)))
 
 
 def _request(connection: Connection, number: int) -> None:

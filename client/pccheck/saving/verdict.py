@@ -4,14 +4,16 @@ passing a gate.
 torch counts the in-place changes of every tensor (`_version`). The counts are taken in
 `checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
 further changes back. The last chunk of the snapshot waits for that verdict (`Link.confirm`), so
-that the daemon never accepts a snapshot with tensors of two steps.
+that the daemon never accepts a snapshot with tensors of two steps. A call that waits for its copy
+gives the verdict before it returns: another thread may change the tensors meanwhile. What the call
+copies at once is compared directly after that.
 
 torch counts a change when its operation has ended. So equal counts prove something only where the
 training thread runs no such operation: in a gate, or in another call of this client. Memory may be
 freed by any thread (a queue's feeder shares what is sent), so the addresses are compared when all
-was read, also in a gate. For a trainer
-that makes no call for a while (a long step, an idle notebook) a thread compares, too: when
-everything was read, and again after more time than an earlier operation could still take.
+was read, also in a gate. For a trainer that makes no call for a while (a long step, an idle
+notebook) a thread compares, too: when everything was read, and again after more time than an
+earlier operation could still take.
 """
 
 from __future__ import annotations
@@ -37,6 +39,34 @@ _TICK_S = 0.05
 
 
 _NOTHING = Reading(())
+_UNGATED = "without a call of gate() before the change"
+_ELSEWHERE = (
+    "before checkpoint() returned, so by another thread or a signal handler. Call checkpoint() in "
+    "the thread that changes the state, between two changes; or hold a lock around checkpoint() "
+    "that every other thread holds for its changes"
+)
+
+
+def fail_moved(
+    checkpoint: InFlight,
+    connection: Connection,
+    moved: Moved,
+    on_moved: Callable[[int, Moved], None] | None = None,
+    *,
+    faulted: bool = False,
+) -> None:
+    """Abandons it, unless it has ended, and calls `on_moved`, which reports that. Without
+    `on_moved` the change came while `checkpoint()` ran. `faulted`: the link itself has given it up.
+    Raises ValueError and OSError for a link that is closed."""
+    if not (faulted or connection.link.abandon(checkpoint.snapshot)):
+        return
+    if on_moved is not None:
+        on_moved(checkpoint.step, moved)
+    how = _ELSEWHERE if on_moved is None else _UNGATED
+    what = moved.what if moved.what == LOST else f"{moved.what} while it was copied, {how}"
+    checkpoint.end(
+        CheckpointState.FAILED, f"abandoned: {moved.path} {what}", reported=on_moved is not None
+    )
 
 
 class Verdict:
@@ -48,8 +78,9 @@ class Verdict:
         checkpoint: InFlight,
         connection: Connection,
         reading: Reading,
-        on_moved: Callable[[int, Moved], None],
+        on_moved: Callable[[int, Moved], None] | None,
     ) -> None:
+        """`on_moved` learns of a change; None when `checkpoint()` itself gives the verdict."""
         self.checkpoint = checkpoint
         self.given = False
         self._connection, self._link = connection, connection.link
@@ -79,9 +110,9 @@ class Verdict:
             if moved is None:
                 return False
             with contextlib.suppress(ValueError, OSError):  # closed
-                if faulted or self._link.abandon(self.checkpoint.snapshot):
-                    self._on_moved(self.checkpoint.step, moved)
-                    self.checkpoint.end(CheckpointState.FAILED, _reason(moved), reported=True)
+                fail_moved(
+                    self.checkpoint, self._connection, moved, self._on_moved, faulted=faulted
+                )
             self._end()
             return True
 
@@ -117,15 +148,6 @@ class Verdict:
                     break
                 time.sleep(_TICK_S)
             self.give()
-
-
-def _reason(moved: Moved) -> str:
-    if moved.what == LOST:
-        return f"abandoned: {moved.path} {moved.what}"
-    return (
-        f"abandoned: {moved.path} {moved.what} while it was copied, without a call of gate() "
-        "before the change"
-    )
 
 
 class LateVerdicts:

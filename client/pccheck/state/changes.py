@@ -37,12 +37,14 @@ class Moved:
 
 
 class Tensors:
-    """Those that a plan reads in place."""
+    """Those of a plan. torch counts no changes of inference tensors."""
 
     def __init__(self, views: Iterable[View]) -> None:
         self._views = list(views)
-        self._counted = [view for view in self._views if view.tensor is not None]
-        self._tensors = [tensor for view in self._counted if (tensor := view.tensor) is not None]
+        both = [(view.tensor, view) for view in self._views if view.tensor is not None]
+        read = [(tensor, view) for tensor, view in both if not tensor.is_inference()]
+        self._tensors: list[Tensor] = [tensor for tensor, _ in read]
+        self._counted = [view for _, view in read]
         held = {id(view.owner): view for view in self._views}.values()  # one for each storage
         self._arrays = [view for view in held if isinstance(view.owner, np.ndarray)]
         self._others = [view for view in held if not isinstance(view.owner, np.ndarray)]
@@ -78,17 +80,13 @@ class Tensors:
 
     def at(self, address: int) -> Moved | None:
         """The tensor that had this byte."""
-        path = path_at(self._views, address)
+        paths = (v.path for v in self._views if 0 <= address - v.address < v.nbytes)
+        path = next(paths, "")
         return Moved(path, "", LOST) if path else None
 
 
-def path_at(views: Iterable[View], address: int) -> str:
-    """The path of the one that had this byte; "" for none."""
-    return next((v.path for v in views if 0 <= address - v.address < v.nbytes), "")
-
-
 class Reading:
-    """The tensors that one snapshot reads in place, and their counts when it was asked for: now."""
+    """The tensors that one snapshot reads, and their counts when it was asked for: now."""
 
     def __init__(self, parts: Iterable[Tensors]) -> None:
         self._parts = [(tensors, tensors.counts()) for tensors in parts]

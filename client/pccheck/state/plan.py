@@ -39,7 +39,7 @@ class Snapshot:
     `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
     `wait`: when checkpoint() returns: once the snapshot is "copied", its source is "read", or ""
     for at once. `in_place`: the tensors that are not copied at once; `reading` detects changes of
-    them. `views`: all of them.
+    them. `at_once`: those that are, and `copying` detects changes of them.
     """
 
     ranges: bytes
@@ -48,12 +48,13 @@ class Snapshot:
     tree_offset: int
     owners: list[object]
     device: DevicePart | None = None
-    wait: str = ""
     in_place: list[Tensors] = field(default_factory=list)
+    at_once: list[Tensors] = field(default_factory=list)
+    wait: str = ""
     reading: Reading | None = None
+    copying: Reading | None = None
     frozen: int = 0  # bytes of parameters that do not train
     division: int = 0  # see Layout
-    views: list[View] = field(default_factory=list)
 
     @property
     def worth_a_base(self) -> int:
@@ -94,15 +95,19 @@ def plan_state(
 def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapshot:
     return Snapshot(
         *layout.packed(inline=layout.inline), tree.encode(described), aligned(layout.end),
-        layout.owners, layout.device, in_place=_in_place(views, host=not layout.inline),
-        frozen=layout.frozen, division=layout.division, views=views,
+        layout.owners, layout.device, *_sorted(views, inline=layout.inline),
+        frozen=layout.frozen, division=layout.division,
     )  # fmt: skip
 
 
-def _in_place(views: list[View], *, host: bool = True) -> list[Tensors]:
-    """Those of the views, laid out already, that are read later; on GPUs only unless `host`."""
-    found = [view for view in views if not view.volatile and (host or view.device != HOST)]
-    return [Tensors(found)] if found else []
+def _sorted(views: list[View], *, inline: bool) -> tuple[list[Tensors], list[Tensors]]:
+    """Those of the views, laid out already, that are read later, and those that are copied at
+    once: what is volatile, and with `inline` all host memory."""
+    later: list[View] = []
+    now: list[View] = []
+    for view in views:
+        (now if view.volatile or (inline and view.device == HOST) else later).append(view)
+    return [Tensors(later)] if later else [], [Tensors(now)] if now else []
 
 
 def _dynamic_node(name: str, thing: Any, flattener: Flattener) -> tree.Node:
@@ -222,8 +227,7 @@ class _FastPlan:
 
     def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
         self._gated, self._volatile = layout.packed(inline=layout.inline)
-        self._in_place = _in_place(views, host=not layout.inline)
-        self._views = views
+        self._in_place, self._at_once = _sorted(views, inline=layout.inline)
         self._device = layout.device
         self._owners: list[object] = layout.owners
         self._frozen = layout.frozen
@@ -259,16 +263,18 @@ class _FastPlan:
         }
         for watch in self._optimizers.values():
             watch.take_groups(flattener)
-        gated, volatile, in_place = self._gated, self._volatile, self._in_place
+        gated, volatile = self._gated, self._volatile
+        in_place, at_once = self._in_place, self._at_once
         extents, end, owners = self._extents, self._end, self._owners
         if flattener.views:
             if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
                 return None
             self._gating.mark(flattener.views, promised=False)
             layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
-            later, at_once = layout.packed(inline=layout.is_small)
-            gated, volatile = gated + later, volatile + at_once
-            in_place = in_place + _in_place(flattener.views, host=not layout.is_small)
+            later, now = layout.packed(inline=layout.is_small)
+            gated, volatile = gated + later, volatile + now
+            read = _sorted(flattener.views, inline=layout.is_small)
+            in_place, at_once = in_place + read[0], at_once + read[1]
             extents += b"".join(map(tree.Extent.packed, layout.extents))
             end, owners = layout.end, [self._owners, layout.owners]
         encoded = self._static | {name: tree.encode_node(node) for name, node in nodes.items()}
@@ -279,8 +285,8 @@ class _FastPlan:
             step, metadata, True, extents, root, version=version, about=self._about
         )
         return Snapshot(
-            gated, volatile, data, aligned(end), owners, self._device, in_place=in_place,
-            frozen=self._frozen, division=self._division, views=self._views + flattener.views,
+            gated, volatile, data, aligned(end), owners, self._device, in_place, at_once,
+            frozen=self._frozen, division=self._division,
         )  # fmt: skip
 
     def _overlaps(self, view: View) -> bool:
