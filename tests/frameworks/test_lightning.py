@@ -70,19 +70,23 @@ def reader(folder: Path) -> Read:
     return read
 
 
+def run_alone(daemon: Daemon, folder: Path, scenarios: list[tuple[str, dict[str, object]]]) -> Read:
+    """Runs the trainings one after another, in one process each."""
+    more = {"PCCHECK_SOCKET": str(daemon.socket), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
+        env=os.environ | more, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return reader(folder)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
     folder = tmp_path_factory.mktemp("lightning")
     scenarios = [(name, {**options, "folder": str(folder / "files")}) for name, options in ALONE]
     with Daemon(*SMALL) as daemon:  # with the default --slots, which allow one pin
-        daemon.start()
-        ran = subprocess.run(
-            [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
-            env=os.environ | {"PCCHECK_SOCKET": str(daemon.socket), "OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr
-        yield reader(folder)
+        yield run_alone(daemon.start(), folder, scenarios)
 
 
 def require_resumed(whole: list[str], killed: list[str], resumed: list[str], first: int) -> None:

@@ -29,6 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pccheck import PCcheckClient, UsageError
 from pccheck.integrations.lightning import PCcheckCallback
+from tests.support.lightningshapes import SHAPES, hexadecimal
 from tests.support.waiting import until
 
 ITEMS, BATCH, WIDTH = 48, 8, 16
@@ -129,17 +130,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def hexadecimal(tensor: torch.Tensor) -> str:
-    return str(tensor.double().sum().item().hex())
-
-
-def trainer_of(options: Options, *callbacks: Callback, files: bool = False) -> Trainer:
+def trainer_of(options: Options, *callbacks: Callback, files: bool = False, **more: Any) -> Trainer:
     return Trainer(
         accelerator="cpu", devices=options.get("devices", 1),
         strategy=options.get("strategy", "auto"), max_epochs=options.get("epochs", 3),
         callbacks=list(callbacks), enable_checkpointing=files, logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        accumulate_grad_batches=options.get("accumulate", 1),
+        accumulate_grad_batches=options.get("accumulate", 1), **more,
     )  # fmt: skip
 
 
@@ -305,9 +302,52 @@ def fabric(_options: Options) -> None:
             run(last, client)
 
 
+def shaped(options: Options) -> None:
+    """A training of `lightningshapes`: `shape`, `every`, `kill`, `saved`, `stop`, `epochs`,
+    `steps`; `last`: the saver is the last callback."""
+    shape, job = SHAPES[options["shape"]](), options.get("job")
+    callbacks = shape.callbacks
+    if job:
+        saver = PCcheckCallback(options["every"], job=job)
+        callbacks = [*callbacks, saver] if options.get("last") else [saver, *callbacks]
+        if kill := options.get("kill"):
+            callbacks.append(Kill(kill, options["saved"], saver))
+        if stop := options.get("stop"):
+            callbacks.append(Stop(stop))
+    Path(options["folder"]).mkdir(exist_ok=True)
+    trainer = trainer_of(
+        options,
+        *callbacks,
+        default_root_dir=options["folder"],
+        max_steps=options.get("steps", -1),
+        **shape.trainer,
+    )
+    data = None if shape.loads else loader_of(options), DataLoader(Items(), BATCH)
+    trainer.fit(shape.model, *data, ckpt_path="pccheck://" if job else None)
+
+
+def terminated(options: Options) -> None:
+    """As the page says: a last checkpoint after the step in which SIGTERM came."""
+    with PCcheckClient(options["job"]) as client:
+        client.stop_on(signal.SIGTERM)
+        saver = PCcheckCallback(options["every"], client=client)
+
+        class StopOn(Callback):
+            def on_train_batch_end(self, trainer: Trainer, *_more: object) -> None:
+                if trainer.global_step == options["at"]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if client.should_stop():
+                    saver.every_n_steps = 1
+
+        shape = SHAPES[options["shape"]]()
+        trainer = trainer_of(options, saver, StopOn(), *shape.callbacks, **shape.trainer)
+        data = loader_of(options), DataLoader(Items(), BATCH)
+        trainer.fit(shape.model, *data, ckpt_path="pccheck://")
+
+
 KINDS = {
-    "train": train, "folds": folds, "order": order, "paths": paths, "crowded": crowded,
-    "refused": refused, "fabric": fabric,
+    "train": train, "shaped": shaped, "terminated": terminated, "folds": folds, "order": order,
+    "paths": paths, "crowded": crowded, "refused": refused, "fabric": fabric,
 }  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 from lightning.pytorch.utilities import CombinedLoader
 
 from pccheck.client import PCcheckClient, open_client
@@ -27,7 +26,9 @@ from pccheck.state.rng import restore_rng
 from pccheck.warn import LOG, warn
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
+from .lightning_beside import Tuners, beside, restore
 from .lightning_io import PCcheckIO, place_of
+from .lightning_moments import AFTER_BATCH, AT_BATCH, AT_END, AT_EPOCH, Moments
 
 __all__ = ["PCcheckCallback", "PCcheckIO"]
 
@@ -41,7 +42,8 @@ class _Rest:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._refused: set[str] | None = None
-        self.between_epochs = False
+        self.moment = ""  # of the save, if PCcheckCallback has chosen it
+        self.exchanged = False
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -54,7 +56,13 @@ class _Rest:
                 key for key in made if _HYPER_PARAMETERS.match(key) and _odd(made, key)
             }
         rank = trainer.global_rank, trainer.world_size
-        made["pccheck"] = {"rank": rank, "between_epochs": self.between_epochs}
+        if self.moment == AT_EPOCH:
+            # A resumed run calls on_train_epoch_start again: it may set what no checkpoint has.
+            for counts in made["loops"]["fit_loop"]["epoch_progress"].values():
+                counts["started"] -= 1
+        made["pccheck"] = {
+            "rank": rank, "moment": self.moment, "exchanged": self.exchanged, **beside(trainer)
+        }  # fmt: skip
         return {key: value for key, value in made.items() if key not in self._refused}
 
     def load_state_dict(self, _state: dict[str, Any]) -> NoReturn:
@@ -106,14 +114,15 @@ class PCcheckCallback(Callback):
         self._given, self._options = client, options
         self._mine: PCcheckClient | None = None  # to be closed here
         self._io: PCcheckIO  # from `setup` on
-        self._last, self._due = 0, False
-        self._after_batch = _AfterBatch(self)
+        self._moments: Moments | None = None  # while training
+        self._tuners = Tuners()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, of a trainer for example, makes a client of its own for the same job."""
         kept = {name: value for name, value in vars(self).items() if name != "_io"}
         job = {"job": self._given.place[0]} if self._given is not None else {}
-        return kept | {"_given": None, "_mine": None, "_options": self._options | job}
+        fresh = {"_given": None, "_mine": None, "_moments": None, "_options": self._options | job}
+        return kept | fresh
 
     @property
     def client(self) -> PCcheckClient:  # from `setup` on
@@ -122,6 +131,7 @@ class PCcheckCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = trainer.strategy
         _require_whole(trainer)
+        self._end_moments()  # of a fit() that failed
         files = strategy.checkpoint_io
         client = self._given or (files.client_or_none if isinstance(files, PCcheckIO) else None)
         if client is None or (self._given is None and client.closed):
@@ -134,10 +144,6 @@ class PCcheckCallback(Callback):
             if stage == "fit" and isinstance(each, ModelCheckpoint):
                 io.check(each, trainer.default_root_dir)
         strategy.checkpoint_io = io
-        callbacks = vars(trainer)["callbacks"]
-        if self._after_batch not in callbacks:
-            more = [*callbacks, self._after_batch]
-            vars(trainer)["callbacks"] = _CallbackConnector._reorder_callbacks(more)
         strategy.save_checkpoint = _Save(io, strategy)  # type: ignore[method-assign]
 
     def _open(self, trainer: Trainer) -> PCcheckClient:
@@ -147,6 +153,12 @@ class PCcheckCallback(Callback):
             return found
         self._mine = PCcheckClient(rank=rank, world_size=world_size, **options)
         return self._mine
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._io.found:
+            self._tuners.skip(trainer, checkpoint.get("pccheck", {}))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found, mine = self._io.found, (trainer.global_rank, trainer.world_size)
@@ -172,7 +184,13 @@ class PCcheckCallback(Callback):
         optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
         self.client.attach(rng=True, model=pl_module, lightning=self._rest, **optimizers)
         self._io.attached = True
-        self._last, self._due = trainer.global_step, False
+        self._tuners.call_again()
+        self._moments = Moments(
+            trainer,
+            applies=lambda: self in vars(trainer)["callbacks"],
+            every=lambda: self.every_n_steps,
+            save=lambda moment: self._save(trainer, moment),
+        )
         self._warn_of_loaders(trainer)
         # Released: it is a whole state, and of this fit() only.
         found, self._io.found = self._io.found, None
@@ -183,6 +201,12 @@ class PCcheckCallback(Callback):
         """Called after Lightning has restored its state. Lightning makes its iterators before the
         samplers know their epoch, and after a finished epoch without the loaders' states; making
         them draws random numbers."""
+        if trainer.global_step != found.step:
+            raise UsageError(
+                f"step {found.step} was loaded, and training would begin with step "
+                f"{trainer.global_step}: trial steps in a callback have reset Lightning's counters",
+                hint="make trial steps before fit(), with lightning.pytorch.tuner.Tuner(trainer)",
+            )
         loop, checkpoint = trainer.fit_loop, found.state["lightning"]
         assert loop._combined_loader is not None and loop._data_fetcher is not None
         for loader in loop._combined_loader.flattened:
@@ -192,47 +216,55 @@ class PCcheckCallback(Callback):
             iter(loop._data_fetcher)
         if "rng" in found.state:
             restore_rng(found.state["rng"])
-        if checkpoint.get("pccheck", {}).get("between_epochs"):
+        mine = checkpoint.get("pccheck", {})
+        restore(trainer, mine)
+        assert self._moments is not None
+        self._moments.resumed = moment = mine.get("moment", "")
+        if moment:
+            self._moments.begin_epoch = lambda: self._begin_epoch(trainer, found)
+        if moment in (AT_EPOCH, AT_END):
             # Lightning would find the counters of the finished epoch, and end the new epoch, too.
             loop.epoch_loop.restarting = False
-            iter(loop._data_fetcher)
 
-    def _batch_has_ended(self, trainer: Trainer) -> None:
-        every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop
-        self._due |= bool(every) and trainer.global_step // every > self._last // every
-        # The last chance: when training ends, Lightning counts the epoch as complete.
-        stops = trainer.should_stop and trainer.fit_loop._can_stop_early
-        self._due |= bool(every) and stops and trainer.global_step > self._last
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        # Gradients are not saved. And Lightning, when it resumes here, skips what follows the last
-        # batch of an epoch, and a validation that is due. A validation that runs only because
-        # training stops is not due in the resumed run.
-        validates = not stops and loop._should_check_val_fx(fetcher)
-        later = loop.batch_progress.is_last_batch or validates
-        if not later and not loop._should_accumulate():
-            self._save(trainer)
+    def _begin_epoch(self, trainer: Trainer, found: Found) -> None:
+        """Hooks that ran before the save have run again: on_train_start, and at an epoch's start
+        on_train_epoch_start. What they change in the model and the generators is undone."""
+        moment = found.state["lightning"]["pccheck"]["moment"]
+        if moment != AT_END:
+            for name, tensor in trainer.lightning_module.state_dict().items():
+                if isinstance(tensor, torch.Tensor) and name in found.state["model"]:
+                    tensor.copy_(found.state["model"][name])
+            if "rng" in found.state:
+                restore_rng(found.state["rng"])
+        if moment in (AT_EPOCH, AT_END):
+            iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer, between_epochs=True)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._due |= bool(self.every_n_steps) and trainer.global_step > self._last
-        self._save(trainer, between_epochs=True)
-
-    def _save(self, trainer: Trainer, *, between_epochs: bool = False) -> None:
-        if self._due and self.client.closed:
+    def _save(self, trainer: Trainer, moment: str) -> None:
+        if self.client.closed:
             warn(
                 "training continues WITHOUT checkpoints: the client was closed, by close() or by a "
                 "newer client for the job. Use one client: PCcheckCallback(client=client)"
             )
-        elif self._due:
-            self._rest.between_epochs = between_epochs
-            self.client.checkpoint(step=trainer.global_step)
-            self._rest.between_epochs = False
-        self._last, self._due = trainer.global_step if self._due else self._last, False
+            return
+        if moment in (AT_BATCH, AT_EPOCH):  # training continues
+            for optimizer in trainer.optimizers:
+                if callable(train := getattr(optimizer, "train", None)):
+                    train()  # schedule-free: its weights do not change while they are copied
+        assert self._moments is not None
+        self._rest.moment, self._rest.exchanged = moment, self._moments.exchanged
+        self.client.checkpoint(step=trainer.global_step)
+        self._rest.moment = ""
+        if moment in (AFTER_BATCH, AT_END):
+            self.client.gate()  # hooks of this run follow, and may change what is copied
+
+    def _end_moments(self) -> None:
+        if self._moments is not None:
+            self._moments.remove()
+        self._moments = None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end_moments()
+        self._tuners.call_again()
         if self._mine is not None:
             self._mine.close()
 
@@ -276,18 +308,8 @@ class _Save:
         if place_of(filepath):
             self._io.save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            Strategy.save_checkpoint(self._strategy, checkpoint, filepath, storage_options)
-
-
-class _AfterBatch(Callback):
-    """Saves when the script's callbacks have done their work after the batch (a moving average, for
-    example), whatever their order; Lightning keeps only ModelCheckpoint behind it."""
-
-    def __init__(self, saver: PCcheckCallback) -> None:
-        self._saver = saver
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self._saver._batch_has_ended(trainer)
+            save_by_rank_0 = type(self._strategy).save_checkpoint
+            save_by_rank_0(self._strategy, checkpoint, filepath, storage_options)
 
 
 def _draws_order(loader: Any) -> bool:
