@@ -17,7 +17,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize demo examples bench resume-check crash campaign \
-	figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
+	resume-campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,10 @@ campaign: $(READY) ## kills daemon, trainer and groups of ranks ROUNDS times (de
 	$(BIN)/python -m tests.integration.kill_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.group_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+KILLS ?= 3
+resume-campaign: $(READY) ## 30 trainings of HF, Lightning, Accelerate, DeepSpeed and own loops, each killed KILLS (3) times
+	$(BIN)/python -m tests.integration.resume_campaign --kills $(KILLS) --seed $(SEED)
 
 sharded-campaign: ROUNDS = 20
 sharded-campaign: $(READY) ## kills FSDP2 jobs that restart with 4, 2 and 1 ranks, ROUNDS times (default 20)
