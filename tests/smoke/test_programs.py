@@ -22,7 +22,7 @@ CAMPAIGNS = {
     "group_campaign": ("--rounds", "1"),
     "kill_campaign": ("--rounds", "1"),
     "restart_campaign": ("--rounds", "1"),
-    "resume_campaign": ("--kills", "1", "--only", "own-lbfgs", "own-quantized"),
+    "resume_campaign": ("--kills", "1", "--only", "own-stream", "own-quantized"),
     "sharded_campaign": ("--rounds", "4"),  # with each number of ranks
 }
 

@@ -136,29 +136,36 @@ class Workers(Loaded):
         return StatefulDataLoader(items, BATCH, shuffle=True, num_workers=2)
 
 
-class Lines(IterableDataset[torch.Tensor]):
-    """A stream that keeps its place. Each pass has another order."""
+class Packed(IterableDataset[torch.Tensor]):
+    """A stream that keeps its place. Texts of different lengths are cut into windows, and the rest
+    goes into the next window. Each pass has another order."""
 
     def __init__(self) -> None:
         self.passes = self.place = 0
+        self.rest: list[float] = []
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.passes))
-        for index in order[self.place :].tolist():
-            self.place += 1
-            yield torch.linspace(-1, 1, WIDTH) * (index + 1) / ITEMS
+        order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.passes)).tolist()
+        while True:
+            while len(self.rest) >= WIDTH:
+                window, self.rest = self.rest[:WIDTH], self.rest[WIDTH:]
+                yield torch.tensor(window)
+            if self.place == ITEMS:
+                break
+            index, self.place = order[self.place], self.place + 1
+            self.rest = self.rest + [(index + 1) / ITEMS] * (16 + 7 * index % 48)
         self.passes, self.place = self.passes + 1, 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"passes": self.passes, "place": self.place}
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "place": self.place, "rest": self.rest}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.passes, self.place = state["passes"], state["place"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes, self.place, self.rest = state["passes"], state["place"], state["rest"]
 
 
 class Stream(Loaded):
     def make_loader(self) -> Any:
-        return StatefulDataLoader(Lines(), BATCH)
+        return StatefulDataLoader(Packed(), BATCH)
 
 
 class WeightAverage(Loaded):
