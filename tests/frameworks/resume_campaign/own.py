@@ -165,7 +165,7 @@ class Packed(IterableDataset[torch.Tensor]):
 
 class Stream(Loaded):
     def make_loader(self) -> Any:
-        return StatefulDataLoader(Packed(), BATCH)
+        return StatefulDataLoader(Packed(), BATCH, drop_last=True)
 
 
 class WeightAverage(Loaded):
