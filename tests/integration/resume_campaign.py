@@ -45,7 +45,7 @@ LIMIT_S = 240.0
 @dataclass(frozen=True)
 class Shape:
     """A training, and where its difference is told when it has one: a page with a phrase on it, and
-    the beginning of a warning."""
+    a part of a warning."""
 
     framework: str
     name: str
@@ -59,6 +59,7 @@ class Shape:
         return f"{self.framework}-{self.name}"
 
 
+FROZEN = "restore() does not set requires_grad"
 SHAPES = (
     Shape("own", "swapped"),
     Shape("own", "schedule-free"),
@@ -69,7 +70,8 @@ SHAPES = (
     Shape("own", "schedules"),
     Shape("own", "workers"),
     Shape("own", "stream"),
-    Shape("own", "unfreezing"),
+    Shape("own", "unfreezing", page="docs/python.md",
+          phrase="`requires_grad` of the parameters", warning=FROZEN),
     Shape("own", "quantized"),
     Shape("own", "compiled"),
     Shape("own", "interval"),
@@ -85,12 +87,14 @@ SHAPES = (
     Shape("lightning", "saver-then-swap"),
     Shape("lightning", "swap-then-saver"),
     Shape("lightning", "manual"),
-    Shape("lightning", "unfreezing"),
+    Shape("lightning", "unfreezing", page="docs/frameworks.md",
+          phrase="a run that BackboneFinetuning has unfrozen continues with a frozen backbone",
+          warning=FROZEN),
     Shape("accelerate", "skipping"),
     Shape("accelerate", "stateful"),
     Shape("deepspeed", "zero1-bfloat16"),
     Shape("deepspeed", "zero2", ranks=2),
-)
+)  # fmt: skip
 
 
 @dataclass
