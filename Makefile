@@ -19,7 +19,8 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	figures gpu-campaign handler-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe gpu-check gpu-bench clean
+	handler-campaign resume-campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe \
+	gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +87,10 @@ campaign: $(READY) ## kills daemon, trainer and groups of ranks ROUNDS times (de
 EVERY ?= 1
 handler-campaign: $(READY) ## calls in signal handlers before each EVERY-th (default 1) instruction of other calls
 	$(BIN)/python -m tests.integration.handler_campaign --every $(EVERY) --seed $(SEED)
+
+KILLS ?= 3
+resume-campaign: $(READY) ## 30 trainings of HF, Lightning, Accelerate, DeepSpeed and own loops, each killed KILLS (3) times
+	$(BIN)/python -m tests.integration.resume_campaign --kills $(KILLS) --seed $(SEED)
 
 sharded-campaign: ROUNDS = 20
 sharded-campaign: $(READY) ## kills FSDP2 jobs that restart with 4, 2 and 1 ranks, ROUNDS times (default 20)

@@ -1,5 +1,5 @@
-"""What users of other checkpoint software have reported, tried here: a test for each complaint.
-`test_named.py` names the tests of the others."""
+"""What users of other checkpoint software have reported of saving, tried here: a test for each
+complaint. `test_named.py` names the tests of the others."""
 
 from __future__ import annotations
 

@@ -37,16 +37,29 @@ class Forks:
 
     def run(self, output: Path, *, ranks: int = 1, **options: Any) -> list[int]:
         """The exit codes. What rank r prints goes to `output` with r as its suffix."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        self.start(output, ranks=ranks, **options)
+        return self.wait()
+
+    def start(self, output: Path, *, ranks: int = 1, **options: Any) -> list[int]:
+        """The process ids of the ranks. `wait()` has to follow."""
+        assert self._process.stdin is not None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         request = {"output": str(output), "ranks": ranks, "port": port, "options": options}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        codes = json.loads(self._process.stdout.readline())
-        assert isinstance(codes, list)
-        return codes
+        return self._answer()
+
+    def wait(self) -> list[int]:
+        """The exit codes."""
+        return self._answer()
+
+    def _answer(self) -> list[int]:
+        assert self._process.stdout is not None
+        numbers = json.loads(self._process.stdout.readline())
+        assert isinstance(numbers, list)
+        return numbers
 
     def __enter__(self) -> Self:
         return self
@@ -96,12 +109,14 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some frameworks print while they are imported
     run = importlib.import_module(sys.argv[1]).run
-    for late in ("torch._dynamo", "deepspeed"):  # optimizers and Accelerate import them
+    importlib.import_module("torch._dynamo")  # optimizers import it
+    if "accelerate" in sys.modules:  # which imports it
         with contextlib.suppress(ImportError):
-            importlib.import_module(late)
+            importlib.import_module("deepspeed")
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(request, rank, run) for rank in range(request["ranks"])]
+        print(json.dumps(children), file=answers, flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(json.dumps(codes), file=answers, flush=True)
 

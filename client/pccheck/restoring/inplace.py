@@ -29,7 +29,7 @@ from pccheck_wire.errors import StateMismatchError
 from pccheck_wire.tree import ITEM_BYTES
 
 from . import overlaps, pairing
-from .loaders import is_loader, is_torchdata, set_again, undo_draws
+from .loaders import count_once, is_loader, is_torchdata, set_again, undo_draws
 from .pairing import some
 from .rebuild import Loader, Memory, state_of
 from .values import Dicts, in_state_of, leaves, require_trained, trained
@@ -238,6 +238,7 @@ class Placement:
                     _load_optimizer(thing, state)
                 else:
                     thing.load_state_dict(state)
+                    count_once(thing)
             except Exception as error:  # of the user's code: the state does not fit
                 raise StateMismatchError(
                     f"{name}: its load_state_dict() refused the checkpoint: {in_words(error)}",

@@ -117,6 +117,14 @@ def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
         _at_first_batch(loader, set_generators)
 
 
+def count_once(thing: Any) -> None:
+    """Something attached has got its state. A StatefulDataLoader skips the batches of a data set
+    without a state one by one when its next iterator is made, and torchdata counts them a second
+    time: the next restore would skip twice as many."""
+    if is_torchdata(type(thing)):
+        _after_iterator(thing, lambda: lambda: None)
+
+
 def undo_draws(loader: Any) -> None:
     """For a StatefulDataLoader whose next iterator may be made at any time: what making it draws is
     undone."""
@@ -132,11 +140,26 @@ def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> No
     def get_iterator() -> Any:
         vars(loader).pop("_get_iterator", None)
         set_generators = before()
+        state = getattr(loader, "next_iter_state", None)
         made = make()
+        if state and is_torchdata(type(loader)):
+            _count_once(made, state)
         set_generators()
         return made
 
     loader._get_iterator = get_iterator
+
+
+def _count_once(made: Any, state: dict[str, Any]) -> None:
+    """Sets the count of an iterator to that of the state from which it was made. With worker
+    processes the state is the last snapshot, and how many batches came after it."""
+    snapshot = state.get("_snapshot")
+    if snapshot is None:
+        made._num_yielded = state["_num_yielded"]
+        return
+    twice = made._num_yielded - snapshot["_snapshot_step"] - state["_steps_since_snapshot"]
+    made._num_yielded -= twice
+    made._snapshot["_snapshot_step"] -= twice
 
 
 def _at_first_batch(loader: Any, set_generators: Callable[[], None]) -> None:

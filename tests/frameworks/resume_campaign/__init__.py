@@ -1,0 +1,1 @@
+"""The trainings of tests/integration/resume_campaign.py, one file for each framework."""
