@@ -576,15 +576,17 @@ class PCcheckClient:
 
         Falsy when the storage was read and holds nothing. Without `step` the call counts as a
         restore: newer checkpoints may then replace the newest checkpoint of the run before. With
-        `step` the call does not count: see `adopt`. In a run that has saved, the call is only a
-        look, and the numbers of the next steps do not depend on it. Raises as `restore` does.
+        `step` the call does not count: see `adopt`. With several ranks, in a run that has trained,
+        the call is only a look: the numbers of the next steps do not depend on it. Raises as
+        `restore` does.
         """
         step = None if step is None else check_step(step)
         with self._calling("recover()"), no_collection():
             found = self._recovery.recover(self._connection(), step)
             if found and step is None:
                 self._came_from = -1
-                if not self._steps.turn:
+                alone = self._session.saves_alone(self._session.identity.world_size)
+                if alone or not self._steps.turn:
                     self._continue_from(found)
             return found
 

@@ -323,11 +323,11 @@ def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
 
 
 def test_a_forked_child_does_not_report_the_end_of_the_daemon(
-    daemon: Daemon, connect: Connect
+    start_daemon: Start, connect: Connect
 ) -> None:
-    client = connect(daemon)
+    client = connect(start_daemon("--max-bandwidth", "1MiB"))
     client.checkpoint([1]).wait_durable(60)
-    handle = client.checkpoint([2])
+    handle = client.checkpoint([torch.ones(1_000_000)])
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     child = context.Process(target=lambda: answers.put(handle.reason))

@@ -196,7 +196,7 @@ class _Member(Commands):
             if index in spec.get("renews", ()):
                 self.renew()
             if index == back:
-                self.finish()
+                self.finish(5.0)  # what was given up after it was durable stays in flight here
                 for _ in range(times):
                     self.restore_state()
             if index == spec.get("look"):
