@@ -91,9 +91,12 @@ class Beside:
         return False
 
 
-def _optimizers() -> Iterator[_Optimizer]:
-    """All of this process. isinstance() would ask proxies, which may act then."""
-    return (one for one in gc.get_objects() if issubclass(type(one), _Optimizer))
+def _optimizers() -> list[_Optimizer]:
+    """All of this process. isinstance() would take long, and ask proxies, which may act then."""
+    classes = {_Optimizer}
+    while more := {sub for cls in classes for sub in cls.__subclasses__()} - classes:
+        classes |= more
+    return [one for one in gc.get_objects() if type(one) in classes]
 
 
 def _trained(optimizer: _Optimizer) -> Iterator[torch.Tensor]:
