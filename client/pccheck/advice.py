@@ -113,6 +113,7 @@ class Advice:
     def saving(self, step: int) -> None:
         """What is attached is about to be saved: may warn that it is not what trains."""
         self._left_out()
+        self._beside()
         self._idle(step)
         self._changed()
 
@@ -160,6 +161,24 @@ class Advice:
                 "leaves out what a module keeps in a plain attribute, a list or a dict. A resumed "
                 "run begins with its first value. Use register_buffer(), nn.Parameter, "
                 "nn.ModuleList, nn.ParameterList or the like, or attach a dict that has it",
+            )
+
+    def _beside(self) -> None:
+        kind, module = self._planner.beside.optimizer()
+        if kind:
+            self._warner.once(
+                "optimizer beside",
+                f"the state of an optimizer ({kind}) that trains the attached {module} is not "
+                "saved: the optimizer is not attached. A resumed run begins without its state "
+                f"(moments, step counts). Attach it: client.attach({module}={module}, "
+                "optimizer=optimizer)",
+            )
+        if name := self._planner.beside.scheduler():
+            self._warner.once(
+                "scheduler beside",
+                f"the learning rate scheduler of the attached {name} is not saved: the scheduler "
+                "is not attached. A resumed run begins its schedule again, unless the script sets "
+                "its place. Attach it: client.attach(scheduler=scheduler)",
             )
 
     def _lost_weights(self, name: str, lost: int, trained: int) -> None:

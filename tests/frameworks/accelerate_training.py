@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pccheck import PCcheckClient
 from pccheck.integrations.accelerate import attach, skip_first_batches
@@ -30,9 +31,25 @@ class Count:
         self.batches = state["batches"]
 
 
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    """Has a length and no state."""
+
+    def __init__(self, items: TensorDataset) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        for index in range(len(self.items)):
+            (item,) = self.items[index]
+            yield (item,)
+
+
 def run(
     socket: str = "", kill_at: int = 0, every: int = 2, stateful: bool = False,
     seedable: bool = False, workers: int = 0, between: bool = False,
+    stream: bool = False, dispatch: bool | None = None, split: bool = False,
 ) -> None:  # fmt: skip
     """Without a socket it trains without PCcheck. `between`: it saves after each micro-batch, and
     ends after the first one of a step."""
@@ -40,14 +57,16 @@ def run(
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=ACCUMULATION,
         dataloader_config=DataLoaderConfiguration(
-            use_stateful_dataloader=stateful, use_seedable_sampler=seedable
+            use_stateful_dataloader=stateful, use_seedable_sampler=seedable,
+            dispatch_batches=dispatch, split_batches=split,
         ),
     )  # fmt: skip
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.1), nn.LayerNorm(16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     items = TensorDataset(torch.linspace(-1, 1, ITEMS * WIDTH).reshape(ITEMS, WIDTH) ** 3)
-    loader = DataLoader(items, batch_size=2, shuffle=True, num_workers=workers)
+    data = Stream(items) if stream else items
+    loader = DataLoader(data, batch_size=2, shuffle=not stream, num_workers=workers)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     count = Count()
     accelerator.register_for_checkpointing(count)

@@ -96,6 +96,64 @@ def test_a_checkpoint_at_the_end_of_an_epoch(
     assert run(every=7, **options) == ["FROM 7", *plain[13:]]
 
 
+@EACH_WAY
+@pytest.mark.parametrize("dispatch", [None, False])
+def test_a_stream_continues_after_each_of_two_kills(
+    run: Callable[..., list[str]], stateful: bool, dispatch: bool | None
+) -> None:
+    """Without dispatch_batches=False Accelerate reads an IterableDataset on rank 0, and sends each
+    rank its part."""
+    options = {"stateful": stateful, "stream": True, "dispatch": dispatch}
+    plain = run(with_daemon=False, **options)
+    assert len(plain) == 39
+    killed = run(every=2, kill_at=3, code=-signal.SIGKILL, **options)
+    assert killed == ["FROM 0", *plain[:6]]
+    again = run(every=2, kill_at=5, code=-signal.SIGKILL, **options)
+    assert again == ["FROM 2", *plain[4:10]]
+    assert run(every=2, **options) == ["FROM 4", *plain[8:]]
+
+
+@pytest.mark.parametrize(
+    ("stateful", "more"),
+    [
+        (True, {"stream": True}),
+        (False, {"stream": True}),
+        (False, {}),
+        (False, {"split": True}),
+        (True, {"split": True, "workers": 1}),
+    ],
+)
+def test_batches_dispatched_to_two_ranks_continue(
+    run: Callable[..., list[str]], tmp_path: Path, stateful: bool, more: dict[str, Any]
+) -> None:
+    """Both ranks get the numbers that followed, dropout included."""
+    options = {"stateful": stateful, "dispatch": True, "ranks": 2, "seedable": True, **more}
+    output = tmp_path / "printed"
+
+    def losses(rank: int) -> list[str]:
+        return [line for line in printed(output, rank) if line.startswith("LOSS")]
+
+    run(every=99, **options)
+    plain = [losses(rank) for rank in range(2)]
+    run(every=2, kill_at=2, code=-signal.SIGKILL, **options)
+    for step, kill_at in ((2, 4), (4, 0)):
+        code = -signal.SIGKILL if kill_at else 0
+        assert run(every=2, kill_at=kill_at, code=code, **options)[0] == f"FROM {step}"
+        for rank in range(2):
+            found = losses(rank)
+            later = [line for line in plain[rank] if int(line.split()[1]) > step]
+            assert found and found == later[: len(found)]
+
+
+@pytest.mark.parametrize("more", [{"workers": 1}, {"split": True}])
+def test_a_state_with_another_count_of_batches_is_refused(
+    run: Callable[..., list[str]], tmp_path: Path, more: dict[str, Any]
+) -> None:
+    run(stateful=True, dispatch=True, stream=True, ranks=2, code=1, **more)
+    said = printed(tmp_path / "printed")[-1]
+    assert "UsageError" in said and "DataLoaderConfiguration(dispatch_batches=False)" in said
+
+
 def test_two_ranks_resume_one_step(run: Callable[..., list[str]]) -> None:
     plain = run(with_daemon=False, ranks=2)
     run(every=2, kill_at=6, ranks=2, code=-signal.SIGKILL)

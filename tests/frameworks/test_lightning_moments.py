@@ -53,12 +53,14 @@ KILLED: dict[str, tuple[str, dict[str, object], int]] = {
     "size": ("size", {"every": 4, "kill": 13, "epochs": 1}, 12),
     "reloads": ("reloads", {"every": 4, "kill": 9, "epochs": 4}, 8),
 }
+#: Killed, resumed in the same epoch, killed again, and resumed again.
+AGAIN = ("sized", "sized-worker")
 #: Ends after two epochs; then a third one is asked for.
 LONGER = {"clips": {}, "swap": {}, "swap-saver-last": {"last": True}, "swap-at-end": {}}
 
 
 def scenarios(folder: str) -> list[tuple[str, dict[str, object]]]:
-    shapes = {shape for shape, _, _ in KILLED.values()} | {"swap-at-end"}
+    shapes = {shape for shape, _, _ in KILLED.values()} | {"swap-at-end"} | {*AGAIN}
     epochs = {shape: options.get("epochs", 3) for shape, options, _ in KILLED.values()}
     made: list[tuple[str, dict[str, object]]] = [
         (f"whole-{shape}", {"shape": shape, "epochs": epochs.get(shape, 3)})
@@ -70,6 +72,10 @@ def scenarios(folder: str) -> list[tuple[str, dict[str, object]]]:
             (f"killed-{name}", resumed | {"kill": options["kill"], "saved": first}),
             (f"resumed-{name}", resumed),
         ]
+    for shape in AGAIN:
+        mine = {"shape": shape, "job": f"again-{shape}", "every": 1}
+        for at in (2, 4, 0):
+            made.append((f"again-{shape}-{at}", mine | {"kill": at, "saved": at - 1}))
     searches: dict[str, object] = {"shape": "searches", "job": "searches", "every": 4, "epochs": 1}
     made += [("searches", searches), ("resumed-searches", searches | {"epochs": 2})]
     stopped: dict[str, object] = {"shape": "swap-mid-epoch", "every": 20}
@@ -104,6 +110,13 @@ def test_a_killed_training_goes_on_behind_all_hooks(ran: Read, name: str) -> Non
     shape, _, first = KILLED[name]
     killed, resumed = ran(f"killed-{name}", *STEPS, "CODE"), ran(f"resumed-{name}")
     require_resumed(ran(f"whole-{shape}", *STEPS), killed, resumed, first)
+
+
+@pytest.mark.parametrize("shape", AGAIN)
+def test_a_second_resume_in_one_epoch_gets_the_next_batch(ran: Read, shape: str) -> None:
+    """Of a stream without a state, which has the batches that were had skipped one by one."""
+    whole, lines = ran(f"whole-{shape}", *STEPS), ran(f"again-{shape}-0", *STEPS)
+    require_resumed(whole, ran(f"again-{shape}-4", *STEPS, "CODE")[-1:], [*lines, "CODE 0"], 3)
 
 
 @pytest.mark.parametrize("name", LONGER)

@@ -377,3 +377,49 @@ def test_a_tensor_outside_of_the_state_dict_is_named_once(
         said = run.finish()
     assert run.returncode == 0, said
     assert said.count("not saved") == bool(words) and words in said, said
+
+
+BESIDE = """
+import sys, torch
+from torch import nn
+from pccheck import PCcheckClient
+
+model, discriminator = nn.Linear(4, 3), nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+other = torch.optim.AdamW(discriminator.parameters())
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+things = {
+    "weights": {"model": model},
+    "no schedule": {"model": model, "optimizer": optimizer},
+    "all": {"model": model, "optimizer": optimizer, "scheduler": schedule},
+}[sys.argv[2]]
+with PCcheckClient("beside", socket=sys.argv[1], gate=sys.argv[3]) as client:
+    client.attach(**things)
+    client.restore()
+    client.checkpoint(step=0).wait_durable(60)
+    for step in range(1, 4):
+        client.gate()
+        for net, one in ((discriminator, other), (model, optimizer)):
+            net(torch.ones(2, 4)).sum().backward()
+            one.step()
+        schedule.step()
+        client.checkpoint(step=step).wait_durable(60)
+"""
+
+
+@pytest.mark.parametrize("gate", ["auto", "manual"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("weights", "state of an optimizer (AdamW) that trains the attached model is not saved"),
+        ("no schedule", "the learning rate scheduler of the attached optimizer is not saved"),
+        ("all", ""),
+    ],
+)
+def test_what_trains_beside_the_attached_is_named_once(
+    daemon: Daemon, what: str, words: str, gate: str
+) -> None:
+    with script(BESIDE, daemon.socket, what, gate) as run:
+        said = run.finish()
+    assert run.returncode == 0, said
+    assert said.count("not saved") == bool(words) and words in said, said

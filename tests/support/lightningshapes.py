@@ -287,6 +287,26 @@ class Streams(Plain):
         return StatefulDataLoader(Stream(), 8)
 
 
+class Sized(Stream):
+    """With a length, and without a state: torchdata skips the batches of a resumed run."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in range(48):
+            yield torch.linspace(0, 1, 16) * index / 48
+
+
+class SizedStreams(Plain):
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__()
+        self.workers = workers
+
+    def train_dataloader(self) -> Any:
+        return StatefulDataLoader(Sized(), 8, num_workers=self.workers)
+
+
 class Unfreezes(BackboneFinetuning):
     """As the page says: `requires_grad` is in no checkpoint."""
 
@@ -344,6 +364,8 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "turns": lambda: Shape(Turns(), [], HALF),
     "rate": lambda: Shape(Tuned(), [LearningRateFinder(num_training_steps=20)], loads=True),
     "stream": lambda: Shape(Streams(), loads=True),
+    "sized": lambda: Shape(SizedStreams(), loads=True),
+    "sized-worker": lambda: Shape(SizedStreams(1), loads=True),
     "swa": lambda: Shape(
         Plain(), [StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=1)]
     ),

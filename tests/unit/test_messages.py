@@ -282,6 +282,23 @@ def weightless(kit: Kit) -> None:
     client.checkpoint(step=1)
 
 
+def optimizer_beside(kit: Kit) -> None:
+    client, model = kit.connected(), nn.Linear(2, 2)
+    client.attach(model=model)
+    made = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    made.step()
+    client.checkpoint(step=1)
+
+
+def scheduler_beside(kit: Kit) -> None:
+    client, model = kit.connected(), nn.Linear(2, 2)
+    made = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(made, 2)
+    client.attach(model=model, optimizer=made)
+    client.checkpoint(step=1)
+
+
 def converted(_: Kit) -> None:
     put(save({"optimizer": trained(Copied)}), {"optimizer": trained(Copied)})
 
@@ -515,6 +532,8 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "plain DDP": plain_ddp,
     "left out": left_out,
     "left out weights": weightless,
+    "optimizer beside": optimizer_beside,
+    "scheduler beside": scheduler_beside,
     "moved": moved,
     "stale": stale,
     "CUDA graph": graph,
@@ -799,6 +818,16 @@ WORDS: dict[str, str] = {
         "is attached has them. A resumed run would use the state of optimizer with other "
         "parameters. Attach the model that optimizer trains. If the model or optimizer was made "
         "again, attach both again: client.attach(model=model, optimizer=optimizer)"
+    ),
+    "optimizer beside": (
+        "PCcheck: the state of an optimizer (AdamW) that trains the attached model is not saved: "
+        "the optimizer is not attached. A resumed run begins without its state (moments, step "
+        "counts). Attach it: client.attach(model=model, optimizer=optimizer)"
+    ),
+    "scheduler beside": (
+        "PCcheck: the learning rate scheduler of the attached optimizer is not saved: the "
+        "scheduler is not attached. A resumed run begins its schedule again, unless the script "
+        "sets its place. Attach it: client.attach(scheduler=scheduler)"
     ),
     "moved": (
         "PCcheck: checkpoint of step 5 failed: model.weight was changed while it was read, "

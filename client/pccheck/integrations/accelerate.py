@@ -18,8 +18,11 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import accelerate
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 
 from pccheck.client import PCcheckClient
+from pccheck.restoring.loaders import count_once, made_iterator
 from pccheck.state.attaching import Stateful
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import warn
@@ -66,6 +69,7 @@ def attach(
         )
     if accelerator.use_stateful_dataloader:
         for one in loaders:
+            _require_counted(one)
             _draw_again(one.base_dataloader)
     models = [accelerator.unwrap_model(model) for model in accelerator._models]
     counters = _Counters(accelerator, first)
@@ -100,7 +104,7 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
         )
     if num_batches == 0:
         return loader
-    rest = accelerate.skip_first_batches(loader, num_batches)
+    rest = accelerate.skip_first_batches(loader, num_batches * _sampled(loader))
     if epoch.began:
         epoch.continue_in(rest)
     end = rest.end
@@ -128,13 +132,13 @@ class _Epoch:
     def __init__(self, loader: Any) -> None:
         self.began: dict[str, Any] = {}
         self.generators: dict[str, Any] | None = None  # of a checkpoint, for the next batch
-        self._order = loader.synchronized_generator
+        # DataLoaderDispatcher has none: rank 0 draws for all.
+        self._order = getattr(loader, "synchronized_generator", None)
         self._note_in(loader)
         loader._pccheck_epoch = self
 
     def _note_in(self, loader: Any) -> None:
-        base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
-        begin = type(loader).begin
+        base, begin = loader.base_dataloader, type(loader).begin
 
         def at_begin() -> None:
             self._note(makes=False)  # torchdata's loader has made its first iterator before
@@ -142,7 +146,7 @@ class _Epoch:
 
         def at_iterator() -> Any:
             self._note(makes=True)
-            return make(base)
+            return made_iterator(base)
 
         loader.begin, base._get_iterator = at_begin, at_iterator
 
@@ -159,15 +163,18 @@ class _Epoch:
     def continue_in(self, loader: Any) -> None:
         """Gives the next iterator of `loader` the order of the interrupted epoch. Restores the
         generators of the checkpoint after the first batch, because iterators draw until then."""
-        base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
-        generators = self.generators or capture_rng()
+        base, generators = loader.base_dataloader, self.generators or capture_rng()
 
         def once() -> Any:
             if self.began["makes"]:
                 self._begin_again()
-            made = make(base)
+            made = made_iterator(base)
             if not self.began["makes"]:
                 self._begin_again()
+            if not _is_read(loader):
+                restore_rng(generators)
+                self._note_in(loader)
+                return made
             fetch = made._next_data
 
             def first() -> Any:
@@ -186,17 +193,52 @@ class _Epoch:
     def begin_after(self, loader: Any) -> None:
         """A loader whose state is the end of an epoch makes an iterator only to find that end: the
         generators are restored after it, and the epoch, which a seedable sampler counts there."""
-        base, make = loader.base_dataloader, type(loader.base_dataloader)._get_iterator
-        generators = self.generators or capture_rng()
+        base, generators = loader.base_dataloader, self.generators or capture_rng()
 
         def once() -> Any:
-            made = make(base)
+            made = made_iterator(base)
             restore_rng(generators)
             loader.set_epoch(loader.iteration)
             self._note_in(loader)
             return made
 
         base._get_iterator = once
+
+
+def _dispatches(loader: Any) -> bool:
+    """Whether rank 0 reads for all ranks: isinstance() sees the class of the loader in it."""
+    return issubclass(type(loader), DataLoaderDispatcher)
+
+
+def _is_read(loader: Any) -> bool:
+    """Whether this rank draws batches from its iterator."""
+    return not _dispatches(loader) or loader.state.process_index == 0
+
+
+def _joined(loader: Any) -> int:
+    """How many batches of the loader in it make one batch of all ranks."""
+    whole = not _dispatches(loader) or loader.split_batches or loader.submesh_tp
+    return 1 if whole else loader.state.num_processes
+
+
+def _sampled(loader: Any) -> int:
+    """How many batches of its sampler Accelerate skips for one batch. Of a stream Accelerate skips
+    batches of all ranks."""
+    return 1 if isinstance(loader.dataset, IterableDataset) else _joined(loader)
+
+
+def _require_counted(loader: Any) -> None:
+    """On n ranks Accelerate takes n - 1 from the count of batches in a state: also if it splits
+    one batch, where that is wrong, and never with worker processes, where it can be needed."""
+    ranks = loader.state.num_processes if _dispatches(loader) else 1
+    if ranks > 1 and (_joined(loader) == 1) == (loader.num_workers == 0):
+        kind = f"num_workers={loader.num_workers} and split_batches={loader.split_batches}"
+        raise UsageError(
+            f"attach(client, accelerator): on {ranks} ranks, Accelerate's state of a loader with "
+            f"dispatch_batches, {kind} counts other batches than training has had",
+            hint="use DataLoaderConfiguration(dispatch_batches=False), or "
+            "use_stateful_dataloader=False with PCcheck's skip_first_batches",
+        )
 
 
 def _named(name: str, things: list[Any]) -> dict[str, Stateful]:
@@ -253,6 +295,8 @@ class _Counters:
         self._accelerator.step = state["step"]
         for loader, number in zip(self._loaders, state["epochs"], strict=True):
             loader.set_epoch(number)
+            if loader is not self._first:  # whose iterators _Epoch makes
+                count_once(loader.base_dataloader)
         if self._epoch is None:
             return
         same = state["rank"] == self._rank

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 
 from pccheck.client import PCcheckClient, open_client
-from pccheck.restoring.loaders import stateless_sampler
+from pccheck.restoring.loaders import count_once, stateless_sampler
 from pccheck.restoring.reading import Found
 from pccheck.state.flatten import Flattener
 from pccheck.state.rng import restore_rng
@@ -213,6 +213,8 @@ class PCcheckCallback(Callback):
             _set_sampler_epoch(loader, trainer.current_epoch)
         if states := checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"):
             loop._combined_loader._load_state_dicts(states)
+            for loader in loop._combined_loader.flattened:
+                count_once(loader)
             iter(loop._data_fetcher)
         if "rng" in found.state:
             restore_rng(found.state["rng"])

@@ -134,20 +134,25 @@ def undo_draws(loader: Any) -> None:
 def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
     """Calls `before` ahead of the next iterator, and what `before` returned right after it. At the
     end of an epoch a loader makes a second iterator, which draws as in uninterrupted training."""
-    vars(loader).pop("_get_iterator", None)  # of an earlier restore
-    make = loader._get_iterator
 
     def get_iterator() -> Any:
         vars(loader).pop("_get_iterator", None)
         set_generators = before()
-        state = getattr(loader, "next_iter_state", None)
-        made = make()
-        if state and is_torchdata(type(loader)):
-            _count_once(made, state)
+        made = made_iterator(loader)
         set_generators()
         return made
 
     loader._get_iterator = get_iterator
+
+
+def made_iterator(loader: Any) -> Any:
+    """What `_get_iterator()` of a loader of torch or torchdata returns, with the count of the state
+    from which it was made."""
+    state = getattr(loader, "next_iter_state", None)
+    made = type(loader)._get_iterator(loader)
+    if state and is_torchdata(type(loader)):
+        _count_once(made, state)
+    return made
 
 
 def _count_once(made: Any, state: dict[str, Any]) -> None:

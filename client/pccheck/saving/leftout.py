@@ -103,11 +103,7 @@ class LeftOut:
                 optimizers[name] = thing
             elif isinstance(thing, torch.nn.Module) and ModuleWatch.suits(thing):
                 modules.append(thing)
-            elif not (
-                isinstance(thing, _WITHOUT_WEIGHTS)
-                or type(thing).__module__.startswith("torchdata.")
-                or (isinstance(thing, Values) and _is_constant(thing.values))
-            ):
+            elif not is_known(thing):
                 return "", 0, 0  # it may save the parameters, perhaps as copies
         saved = [tensor for one in modules for tensor in one.state_dict(keep_vars=True).values()]
         places = {place for tensor in saved for place in _places(tensor)} | self._hidden.places
@@ -155,6 +151,18 @@ class LeftOut:
                 yield from _tensors(thing.state)
             elif isinstance(thing, Values):
                 yield from _tensors(thing.values)
+
+
+def is_known(thing: object) -> bool:
+    """Whether what is saved of something attached is certain: otherwise it may save more, perhaps
+    as copies."""
+    if isinstance(thing, torch.nn.Module):
+        return ModuleWatch.suits(thing)
+    if isinstance(thing, _Optimizer):
+        return OptimizerWatch.suits(thing)
+    if isinstance(thing, Values):
+        return _is_constant(thing.values)
+    return isinstance(thing, _WITHOUT_WEIGHTS) or type(thing).__module__.startswith("torchdata.")
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
 from . import zero
+from .beside import Beside
 from .exposure import Retry
 from .hooks import StepHooks
 from .leftout import LeftOut
@@ -46,6 +47,7 @@ class Planner:
         self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()
         self.left_out = LeftOut()
+        self.beside = Beside()
 
     def attach(self, things: Mapping[str, object], *, rng: bool) -> None:
         """Adds or replaces things by name. Raises UsageError, UnsupportedStateError."""
@@ -54,6 +56,7 @@ class Planner:
         if rng:
             self.attached[RNG] = True
         self.left_out.attach(self.attached)
+        self.beside.attach(self.attached)
         self._plan = None
         self._unstaged = False
 
