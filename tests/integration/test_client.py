@@ -464,7 +464,7 @@ def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
     assert unasked.wait_durable(0) == expected
 
 
-def test_a_superseded_handle_names_the_newer_one_of_a_daemon_that_was_killed(
+def test_a_superseded_handle_names_the_newer_one_after_a_kill(
     start_daemon: Start, connect: Connect
 ) -> None:
     daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")
@@ -482,7 +482,7 @@ def test_a_superseded_handle_names_the_newer_one_of_a_daemon_that_was_killed(
     assert "a newer checkpoint became durable first" in large.reason
 
 
-def test_a_superseded_handle_names_the_newer_one_while_its_daemon_is_stopped(
+def test_a_superseded_handle_names_the_newer_one_after_a_stop(
     start_daemon: Start, connect: Connect
 ) -> None:
     daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")

@@ -714,7 +714,7 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     assert group[0].wait_global(alone) == "superseded"
 
 
-def test_one_that_all_ranks_replaced_is_named_after_the_daemon_was_killed(
+def test_what_all_ranks_replaced_is_superseded_after_a_kill(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
     daemon = start_daemon("--slots", "4", "--keep", "1")

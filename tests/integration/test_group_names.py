@@ -160,7 +160,7 @@ def test_a_restore_on_one_rank_is_told_until_all_restore(
     assert ctl(None, "--socket", daemon.socket, "status").code == 0
 
 
-def test_ranks_that_begin_from_different_steps_have_no_common_one(
+def test_ranks_that_begin_from_different_steps_share_none(
     daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Both save the same steps afterwards, by a counter of their own."""

@@ -103,7 +103,7 @@ def test_what_needs_the_whole_client_names_the_way_out(kit: Kit, call: str) -> N
     assert text.startswith(f"{call}() was called in the middle of another call of the client")
 
 
-def test_close_in_a_handler_comes_after_the_call_and_loses_nothing(kit: Kit) -> None:
+def test_close_in_a_handler_follows_the_call_and_loses_nothing(kit: Kit) -> None:
     assert kit.inside(lambda: (kit.client.close(), kit.client.close(done=True))) == [(None, None)]
     assert kit.client.closed
 

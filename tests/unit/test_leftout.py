@@ -250,7 +250,7 @@ def listed() -> Things:
     return {"model": model, "optimizer": torch.optim.Adam(parameters)}
 
 
-def test_an_optimizer_with_some_parameters_that_are_not_saved_is_named() -> None:
+def test_an_optimizer_with_some_unsaved_parameters_is_named() -> None:
     assert weightless(False, **criterion()) == "optimizer"
     assert weightless(**listed()) == ""
 
