@@ -17,6 +17,7 @@ import torch
 
 from pccheck import CheckpointState, PCcheckClient, UsageError
 from tests.integration.handler_campaign import CALLS, OUTERS, run
+from tests.support.asking import Asking
 from tests.support.daemon import Daemon
 
 SEED = int(os.environ.get("PCC_SEED", "1"))
@@ -28,21 +29,6 @@ def test_every_call_is_safe_in_the_middle_of_every_other(daemon: Daemon, outer: 
     tally = run(daemon, [outer], list(CALLS), lambda count: [pick.randint(1, count)])
     assert not tally.violations, (SEED, tally.violations[:5], len(tally.violations))
     assert sum(tally.cases.values()) == len(CALLS)
-
-
-class Asking:
-    """An attached object whose state_dict() calls a function: the middle of a checkpoint()."""
-
-    def __init__(self) -> None:
-        self.asked: Callable[[], object] = lambda: None
-
-    def state_dict(self) -> dict[str, Any]:
-        asked, self.asked = self.asked, lambda: None
-        asked()
-        return {"position": 5}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state_dict()
 
 
 class Kit:
