@@ -118,10 +118,9 @@ class Recovery:
     def _outdated(self, name: str) -> None:
         self._warner.once(
             f"iterator {name}",
-            f"an iterator of {name} that was made before restore() goes on with batches of its "
-            "own, as in a run that begins at the start, and not with those after the checkpoint: a "
-            "restored position is for the next iterator. Call restore() before iter(), cycle() or "
-            "whatever fetches batches ahead",
+            f"an iterator of {name} that was made before restore() continues its own batches, not "
+            "those after the checkpoint: restore() sets the position of the next iterator. Call "
+            "restore() before iter(), cycle() and whatever fetches batches ahead",
         )
 
     def recover(self, connection: Connection, step: int | None) -> Found:
