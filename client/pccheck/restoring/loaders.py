@@ -151,8 +151,8 @@ def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> No
 
 
 def _correct_count(made: Any, state: dict[str, Any]) -> None:
-    """Gives an iterator the count of the state from which it was made. With worker
-    processes the state is the last snapshot, and how many batches came after it."""
+    """Gives an iterator the count of the state from which it was made. With worker processes the
+    state is the last snapshot, and how many batches came after it."""
     snapshot = state.get("_snapshot")
     if snapshot is None:
         made._num_yielded = state["_num_yielded"]
