@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator
 from multiprocessing import util
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Never, NoReturn, Self, SupportsIndex
 
@@ -30,7 +31,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState, Pin
 
 from .advice import Advice
-from .daemon.autostart import private_daemon
+from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import DISCONNECTED, Session
 from .garbage import no_collection
@@ -161,10 +162,7 @@ class PCcheckClient:
         path = check_path("socket", socket)
         private = private_daemon(check_path("storage", storage), path) if autostart else None
         self._private = private
-        if private is not None:
-            self._warner = Warner("--storage", str(private.storage))
-        else:
-            self._warner = Warner("--socket", str(path)) if path else Warner()
+        self._warner = _warner_for(private, path)
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
         gathers = several and identity.rank == 0
         self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
@@ -923,6 +921,13 @@ def open_client(job: str | None, rank: int, world_size: int) -> PCcheckClient | 
     UsageError as PCcheckClient does."""
     wanted = identify(job, rank, world_size).job, rank
     return next((one for one in _CLIENTS if one.place[:2] == wanted and not one.closed), None)
+
+
+def _warner_for(private: PrivateDaemon | None, socket: Path | None) -> Warner:
+    """Its commands ask the daemon of the client."""
+    if private is not None:
+        return Warner("--storage", str(private.storage))
+    return Warner("--socket", str(socket)) if socket else Warner()
 
 
 def _check_together(solo: bool, replicated: bool, autostart: bool, storage: object) -> None:
