@@ -322,8 +322,8 @@ class PCcheckClient:
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UnsupportedStateError where the first checkpoint() would raise it: nothing is lost
-        yet, and hours may be then."""
+        """Raises the UnsupportedStateError that the first checkpoint() would raise, before hours of
+        training are lost."""
         if self._inert():
             return
         try:
@@ -638,7 +638,7 @@ class PCcheckClient:
     def _calling(self, name: str) -> Iterator[None]:
         """A call that no other call may come in the middle of: signal handlers, `__del__` and the
         methods of attached objects run in the same thread, which holds the lock already. Raises
-        UsageError there; what can do better asks `_is_inside` first."""
+        UsageError there; calls that need not raise check `_is_inside` first."""
         with self._lock, self._warner.errors():
             if self._is_inside():
                 raise UsageError(
