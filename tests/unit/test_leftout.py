@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pccheck.saving.leftout import LeftOut
 from pccheck.state.attaching import checked
+from pccheck.unsaved.leftout import LeftOut
 
 OPTIMIZERS = [
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,

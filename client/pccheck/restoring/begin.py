@@ -13,8 +13,8 @@ from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.in_flight import Durable
 from pccheck.saving.planner import Planner
-from pccheck.state import trainable
 from pccheck.state.plan import RNG
+from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
 from pccheck_wire import tree
 from pccheck_wire.errors import (
