@@ -10,10 +10,10 @@ import torch
 
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
-from .state import trainable
 from .state.attaching import is_gathered, is_replicated, require_storable_state
-from .state.mapped import written_elsewhere
 from .state.plan import RNG
+from .unsaved import trainable
+from .unsaved.mapped import written_elsewhere
 from .warn import Warner
 
 _Optimizer = torch.optim.Optimizer

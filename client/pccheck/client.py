@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator
 from multiprocessing import util
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Never, NoReturn, Self, SupportsIndex
 
@@ -30,7 +31,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState, Pin
 
 from .advice import Advice
-from .daemon.autostart import private_daemon
+from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import DISCONNECTED, Session
 from .garbage import no_collection
@@ -161,10 +162,7 @@ class PCcheckClient:
         path = check_path("socket", socket)
         private = private_daemon(check_path("storage", storage), path) if autostart else None
         self._private = private
-        if private is not None:
-            self._warner = Warner("--storage", str(private.storage))
-        else:
-            self._warner = Warner("--socket", str(path)) if path else Warner()
+        self._warner = _warner_for(private, path)
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
         gathers = several and identity.rank == 0
         self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
@@ -324,8 +322,8 @@ class PCcheckClient:
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UnsupportedStateError where the first checkpoint() would raise it: nothing is lost
-        yet, and hours may be then."""
+        """Raises the UnsupportedStateError that the first checkpoint() would raise, before hours of
+        training are lost."""
         if self._inert():
             return
         try:
@@ -642,7 +640,7 @@ class PCcheckClient:
     def _calling(self, name: str) -> Iterator[None]:
         """A call that no other call may come in the middle of: signal handlers, `__del__` and the
         methods of attached objects run in the same thread, which holds the lock already. Raises
-        UsageError there; what can do better asks `_is_inside` first."""
+        UsageError there; calls that need not raise check `_is_inside` first."""
         with self._lock, self._warner.errors():
             if self._is_inside():
                 raise UsageError(
@@ -925,6 +923,13 @@ def open_client(job: str | None, rank: int, world_size: int) -> PCcheckClient | 
     UsageError as PCcheckClient does."""
     wanted = identify(job, rank, world_size).job, rank
     return next((one for one in _CLIENTS if one.place[:2] == wanted and not one.closed), None)
+
+
+def _warner_for(private: PrivateDaemon | None, socket: Path | None) -> Warner:
+    """Its commands ask the daemon of the client."""
+    if private is not None:
+        return Warner("--storage", str(private.storage))
+    return Warner("--socket", str(socket)) if socket else Warner()
 
 
 def _check_together(solo: bool, replicated: bool, autostart: bool, storage: object) -> None:

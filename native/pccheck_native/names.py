@@ -45,16 +45,16 @@ class Bases:
     """The restores of one start. A base is a restore that the ranks make together, and its number:
     0 is what the start began from.
 
-    Ranks restore one after the other, and nobody waits for all of them. A process that has moved
+    Ranks restore one after the other, and no rank waits for the others. A process that has moved
     (trained, or asked for a checkpoint) and restores takes part in the newest base above its own
-    that restored the same checkpoint. If there is none, it is the first of its ranks and opens one.
-    Which of a process's restores are one and the same, the process says by a number, its `turn`,
-    which grows when it has moved since. So a second restore() in a row changes nothing. What a
-    process restores before it moves is base 0, if it is what the first one of the ranks restored.
+    that restored the same checkpoint. If there is none, the process opens a base.
+    A process numbers its restores: the number, its `turn`, grows only if the process has moved
+    since the last one. So a second restore() in a row changes nothing. What a process restores
+    before it moves is base 0, if the first of the ranks restored the same checkpoint.
     """
 
     def __init__(self) -> None:
-        self._began_from = 0  # the sequence of base 0; 0: nobody has restored one
+        self._began_from = 0  # the sequence of base 0; 0: no process has restored one
         self._last = 0
         self._opened: dict[int, int] = {}  # the newest base that restored a sequence
         self._places: dict[Hashable, _Place] = {}
@@ -73,14 +73,14 @@ class Bases:
         elif turn != place.turn or sequence != place.sequence:
             self._places[process] = _Place(self._join(sequence, place.base), sequence, turn)
 
-    def of(self, process: Hashable, told: int) -> int:
-        """The base of what a process asks for now. `told`: what the process itself says that it
-        restored after it had moved (0: nothing); for restores that an earlier daemon has seen."""
+    def of(self, process: Hashable, restored: int) -> int:
+        """The base of what a process asks for now. `restored`: the sequence that the process says
+        it restored after it had moved (0: none); for restores that an earlier daemon has seen."""
         place = self._place(process)
         if place.turn == NEW:
             place = self._places[process] = _Place()
-        elif told and not (place.turn or place.base):
-            place = self._places[process] = _Place(self._join(told, 0), told)
+        elif restored and not (place.turn or place.base):
+            place = self._places[process] = _Place(self._join(restored, 0), restored)
         return place.base
 
     def _join(self, sequence: int, above: int) -> int:
@@ -139,14 +139,14 @@ class Numbers:
 
 
 def _trim(found: dict[Any, Any]) -> list[Any]:
-    """Forgets what has been there longest; what a hostile client may do does not grow."""
-    over = list(islice(found, max(0, len(found) - KEPT)))
-    return [found.pop(key) for key in over]
+    """Forgets the oldest entries above KEPT: a hostile client may make any number."""
+    oldest = list(islice(found, max(0, len(found) - KEPT)))
+    return [found.pop(key) for key in oldest]
 
 
 def in_later_line(name: Name, newest: Iterable[tuple[int, Name]]) -> tuple[int, Name] | None:
-    """Of the ranks with their newest names: one in a later line of the same start. That rank will
-    never ask for `name`."""
+    """A rank of `newest` (ranks with their newest names) in a later line of the same start: this
+    rank will never ask for `name`."""
     return next(
         (one for one in newest if one[1].line > name.line and one[1].start == name.start), None
     )

@@ -31,7 +31,7 @@ class Standing:
     behind: dict[int, int]  # by rank: durable ones of other ranks that it does not have
     absent: list[int]  # ranks without a live process, while some have one
     is_late: bool
-    apart: str = ""  # why two ranks can have no checkpoint in common; "": nothing is known
+    apart: str = ""  # as Job.apart
 
     @property
     def slowest(self) -> int | None:

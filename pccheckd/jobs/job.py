@@ -42,8 +42,6 @@ _FENCED = (
     "end this process if it is a leftover; otherwise call restore(), which loads the state of the "
     "newest start. A live start with another launch id or number of ranks must end first",
 )
-
-
 #: What a late rank asks for, after the others needed the slot.
 _GONE = "another rank no longer has this checkpoint, so no rank keeps it"
 
@@ -64,9 +62,7 @@ class Job:
         self._config = config
         self._numbers = Numbers()
         self._names: dict[int, Name] = {}  # of the checkpoint that each rank requested last
-        self.apart = (
-            ""  # why two ranks have had no checkpoint in common since the newest common one
-        )
+        self.apart = ""  #: why two ranks can have no checkpoint after the newest common one
         self._doubtful: frozenset[int] = frozenset()  # were given up at some time
         self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
         #: By sequence: the rank that requested it first, and how that rank divides its state.
@@ -239,8 +235,8 @@ class Job:
     # -- one checkpoint ------------------------------------------------------------------------
 
     def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> End | None:
-        """Sets incarnation and sequence of a requested checkpoint. Returns how it ends when not
-        every rank can have it. Raises RefusedError."""
+        """Sets incarnation and sequence of a requested checkpoint. Returns its end if not every
+        rank can have it. Raises RefusedError."""
         tenant = self.tenants[rank]
         owner = tenant.owner
         assert owner is not None
@@ -283,16 +279,16 @@ class Job:
         return End(State.SKIPPED, why or _GONE, error=GIVEN_UP)
 
     def _is_there(self, sequence: int) -> bool:
-        """Some rank has it, durable or in flight, and none has given it up: a late rank may have
-        it, too."""
+        """Some rank has it, durable or in flight, and it is not given up: a late rank may save
+        its part."""
         return not self.gives_up(sequence) and any(
             sequence in tenant.pending() or tenant.volumes.checkpoint(sequence) is not None
             for tenant in self.tenants.values()
         )
 
     def _note_apart(self, why: str) -> None:
-        """Two ranks save in different lines, which ends with the next common checkpoint: the job
-        is late at once."""
+        """Two ranks save in different lines, until the next common checkpoint: the job is late at
+        once."""
         self.apart = self.apart or f"{why}, so they have no checkpoint in common"
         self.note_late(f"{self.apart}: {names.APART_HINT}")
 

@@ -110,8 +110,7 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
         "complaints/test_saves.py::test_every_checkpoint_wrote_the_frozen_base_again",
     ),
     "the loss after a restart is higher: optimizer and scheduler were not loaded (Enerzyme)": (
-        "complaints/test_resumes.py::"
-        "test_a_restart_of_a_fine_tuning_loaded_the_pretrained_weights_again",
+        "complaints/test_resumes.py::test_a_restarted_fine_tuning_began_with_pretrained_weights",
         "integration/test_loaders.py::test_losses_are_equal_bit_for_bit",
     ),
     "`latest` was moved and old ones removed before the new one was durable (KempnerForge)": (

@@ -97,7 +97,7 @@ print(*tuned(sys.argv[1], "tuned", int(sys.argv[2]), kill=sys.argv[3] == "kill")
 """
 
 
-def test_a_restart_of_a_fine_tuning_loaded_the_pretrained_weights_again(daemon: Daemon) -> None:
+def test_a_restarted_fine_tuning_began_with_pretrained_weights(daemon: Daemon) -> None:
     """Enerzyme: restarting and fine-tuning were mixed up, and the optimizer began anew. Here the
     same command, killed and run again, continues with its own weights and moments."""
     with PCcheckClient("pretrained", socket=daemon.socket) as client:

@@ -58,7 +58,7 @@ def test_a_killed_training_continues_with_the_same_numbers(
 
 
 @EACH_WAY
-def test_a_checkpoint_between_micro_batches_is_skipped_with_a_warning(
+def test_a_checkpoint_between_micro_batches_is_skipped(
     run: Callable[..., list[str]], stateful: bool
 ) -> None:
     """So a run that saves there, too, resumes from whole steps only."""

@@ -71,7 +71,7 @@ def test_a_killed_training_continues_with_the_same_numbers(
 
 
 @pytest.mark.parametrize("between", ["counted", "chosen"])
-def test_a_checkpoint_between_micro_batches_is_skipped_with_a_warning(
+def test_a_checkpoint_between_micro_batches_is_skipped(
     run: Callable[..., list[list[str]]], tmp_path: Path, between: str
 ) -> None:
     """So a run that saves there, too, resumes from a whole step."""

@@ -26,6 +26,7 @@ from pccheck import (
 )
 from pccheck.daemon import session
 from pccheck.restoring import reading as restore
+from pccheck.saving.in_flight import Durable
 from pccheck.state import plan
 from pccheck_wire.attach import Attachment, Attempt
 from tests.support import stall
@@ -464,16 +465,21 @@ def test_a_superseded_handle_names_the_newer_checkpoint_whenever_it_is_asked(
     assert unasked.wait_durable(0) == expected
 
 
-def test_a_superseded_handle_names_the_newer_one_of_a_daemon_that_was_killed(
-    start_daemon: Start, connect: Connect
-) -> None:
-    daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")
-    client = connect(daemon)
+def superseded(client: PCcheckClient) -> tuple[Checkpoint, Durable]:
+    """A handle that has asked no daemon yet, and the newer checkpoint."""
     client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
     large = client.checkpoint({"x": torch.zeros(4_000_000)})
     small = client.checkpoint({"x": torch.zeros(10)})
     expected = small.wait_durable(60)
-    large._in_flight._wait("durable", 60)  # returns without asking the daemon
+    large._in_flight._wait("durable", 60)
+    return large, expected
+
+
+def test_a_superseded_handle_names_the_newer_one_after_a_kill(
+    start_daemon: Start, connect: Connect
+) -> None:
+    daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")
+    large, expected = superseded(connect(daemon))
     daemon.kill()
     assert large.state is CheckpointState.SUPERSEDED
     for _ in range(2):
@@ -482,16 +488,11 @@ def test_a_superseded_handle_names_the_newer_one_of_a_daemon_that_was_killed(
     assert "a newer checkpoint became durable first" in large.reason
 
 
-def test_a_superseded_handle_names_the_newer_one_while_its_daemon_is_stopped(
+def test_a_superseded_handle_names_the_newer_one_after_a_stop(
     start_daemon: Start, connect: Connect
 ) -> None:
     daemon = start_daemon("--slots", "6", "--max-bandwidth", "8MiB")
-    client = connect(daemon)
-    client.checkpoint({"x": torch.zeros(5_000_000)}).wait_durable(60)
-    large = client.checkpoint({"x": torch.zeros(4_000_000)})
-    small = client.checkpoint({"x": torch.zeros(10)})
-    expected = small.wait_durable(60)
-    large._in_flight._wait("durable", 60)
+    large, expected = superseded(connect(daemon))
     daemon.kill(signal.SIGSTOP)
     try:
         assert large.wait_durable(0) == expected

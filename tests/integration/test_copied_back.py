@@ -80,7 +80,7 @@ def runs_of(storage: Path, step: int) -> list[object]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backup_copied_back_while_the_daemon_is_stopped_is_restored(
+def test_a_backup_copied_back_without_a_daemon_is_restored(
     start_daemon: Start, start_trainer: Connect, tmp_path: Path, world_size: int
 ) -> None:
     daemon = start_daemon()
@@ -97,7 +97,7 @@ def test_a_backup_copied_back_while_the_daemon_is_stopped_is_restored(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backup_copied_over_running_volumes_restores_nothing_wrong(
+def test_a_backup_copied_over_open_volumes_gives_no_wrong_data(
     start_daemon: Start, start_trainer: Connect, tmp_path: Path, world_size: int
 ) -> None:
     daemon = start_daemon()
@@ -128,7 +128,7 @@ def test_a_backup_copied_over_running_volumes_restores_nothing_wrong(
             assert trainer.check(restored["step"]) == ""
 
 
-def test_limit_ranks_of_two_runs_of_one_backup_pass_for_one_checkpoint(
+def test_limit_parts_of_two_runs_of_one_backup_pass_for_one(
     start_daemon: Start, start_trainer: Connect, tmp_path: Path
 ) -> None:
     """The records of both runs say the same start, step and sequence, so nothing tells the parts

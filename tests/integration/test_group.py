@@ -685,18 +685,24 @@ def test_a_step_that_one_rank_leaves_out_is_given_up_on_all(
     assert restored(ranks(start_trainer, daemon, "1")) == [3, 3]
 
 
+def one_ahead(start: Start, start_trainer: Connect) -> tuple[Daemon, list[Trainer], int]:
+    """Both ranks have step 1, and rank 0 alone has step 2, whose handle comes last."""
+    daemon = start("--slots", "4", "--keep", "1")
+    group = ranks(start_trainer, daemon, "0")
+    save(group, to=1)
+    for trainer in group:
+        trainer.step()
+    alone = group[0].checkpoint()
+    assert group[0].wait_durable(alone) == "durable"
+    return daemon, group, alone
+
+
 def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
     """The checkpoint was reported as durable on this rank, and stays so: only the wait for all
     ranks fails."""
-    daemon = start_daemon("--slots", "4", "--keep", "1")
-    group = ranks(start_trainer, daemon, "0")
-    save(group, to=1)
-    for trainer in group:
-        trainer.step()
-    alone = group[0].checkpoint()  # of step 2
-    assert group[0].wait_durable(alone) == "durable"
+    _, group, alone = one_ahead(start_daemon, start_trainer)
     group[0].post("wait_global", alone)
     assert group[1].save() == "durable"  # of step 3
     with pytest.raises(
@@ -714,16 +720,10 @@ def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
     assert group[0].wait_global(alone) == "superseded"
 
 
-def test_one_that_all_ranks_replaced_is_named_after_the_daemon_was_killed(
+def test_what_all_ranks_replaced_is_superseded_after_a_kill(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
-    daemon = start_daemon("--slots", "4", "--keep", "1")
-    group = ranks(start_trainer, daemon, "0")
-    save(group, to=1)
-    for trainer in group:
-        trainer.step()
-    alone = group[0].checkpoint()  # of step 2
-    assert group[0].wait_durable(alone) == "durable"
+    daemon, group, alone = one_ahead(start_daemon, start_trainer)
     save(group, to=3)
     daemon.kill()
     for trainer in group:

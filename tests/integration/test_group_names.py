@@ -160,7 +160,7 @@ def test_a_restore_on_one_rank_is_told_until_all_restore(
     assert ctl(None, "--socket", daemon.socket, "status").code == 0
 
 
-def test_ranks_that_begin_from_different_steps_have_no_common_one(
+def test_ranks_that_begin_from_different_steps_share_none(
     daemon: Daemon, start_trainer: Connect
 ) -> None:
     """Both save the same steps afterwards, by a counter of their own."""
@@ -182,14 +182,18 @@ def test_ranks_that_begin_from_different_steps_have_no_common_one(
     assert restored(ranks(start_trainer, daemon, "2")) == [2, 2]
 
 
-def test_a_late_rank_finds_the_numbers(start_daemon: Start, start_trainer: Connect) -> None:
+def one_late(start: Start, start_trainer: Connect) -> tuple[Daemon, list[Trainer]]:
     """Rank 0 is more checkpoints ahead than it has slots when rank 1 connects."""
-    daemon = start_daemon("--slots", "4", "--keep", "1")
+    daemon = start("--slots", "4", "--keep", "1")
     (first,) = ranks(start_trainer, daemon, "0", only=1)
     for _ in range(6):
         first.step()
         first.ended(first.checkpoint())
-    late = ranks(start_trainer, daemon, "0")[1]
+    return daemon, [first, ranks(start_trainer, daemon, "0")[1]]
+
+
+def test_a_late_rank_finds_the_numbers(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon, (first, late) = one_late(start_daemon, start_trainer)
     ends = []
     for _ in range(6):
         late.step()
@@ -200,12 +204,7 @@ def test_a_late_rank_finds_the_numbers(start_daemon: Start, start_trainer: Conne
 
 
 def test_a_late_rank_reads_why_it_skips(start_daemon: Start, start_trainer: Connect) -> None:
-    daemon = start_daemon("--slots", "4", "--keep", "1")
-    (first,) = ranks(start_trainer, daemon, "0", only=1)
-    for _ in range(6):
-        first.step()
-        first.ended(first.checkpoint())
-    late = ranks(start_trainer, daemon, "0")[1]
+    _, (_, late) = one_late(start_daemon, start_trainer)
     late.step()
     handle = late.checkpoint()
     assert late.ended(handle) == "skipped"

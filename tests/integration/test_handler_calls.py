@@ -17,6 +17,7 @@ import torch
 
 from pccheck import CheckpointState, PCcheckClient, UsageError
 from tests.integration.handler_campaign import CALLS, OUTERS, run
+from tests.support.asking import Asking
 from tests.support.daemon import Daemon
 
 SEED = int(os.environ.get("PCC_SEED", "1"))
@@ -28,21 +29,6 @@ def test_every_call_is_safe_in_the_middle_of_every_other(daemon: Daemon, outer: 
     tally = run(daemon, [outer], list(CALLS), lambda count: [pick.randint(1, count)])
     assert not tally.violations, (SEED, tally.violations[:5], len(tally.violations))
     assert sum(tally.cases.values()) == len(CALLS)
-
-
-class Asking:
-    """An attached object whose state_dict() calls a function: the middle of a checkpoint()."""
-
-    def __init__(self) -> None:
-        self.asked: Callable[[], object] = lambda: None
-
-    def state_dict(self) -> dict[str, Any]:
-        asked, self.asked = self.asked, lambda: None
-        asked()
-        return {"position": 5}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state_dict()
 
 
 class Kit:
@@ -103,7 +89,7 @@ def test_what_needs_the_whole_client_names_the_way_out(kit: Kit, call: str) -> N
     assert text.startswith(f"{call}() was called in the middle of another call of the client")
 
 
-def test_close_in_a_handler_comes_after_the_call_and_loses_nothing(kit: Kit) -> None:
+def test_close_in_a_handler_follows_the_call_and_loses_nothing(kit: Kit) -> None:
     assert kit.inside(lambda: (kit.client.close(), kit.client.close(done=True))) == [(None, None)]
     assert kit.client.closed
 

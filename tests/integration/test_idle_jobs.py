@@ -59,7 +59,7 @@ def test_jobs_whose_trainers_have_ended_keep_no_writers(start: Callable[..., Dae
         assert writers(daemon) > 0
 
 
-def test_a_trainer_that_was_killed_finds_its_last_copy_after_a_rest(
+def test_a_killed_trainer_finds_its_last_copy_after_a_rest(
     start: Callable[..., Daemon], start_trainer: Connect
 ) -> None:
     daemon = start("--max-bandwidth", "16MiB")

@@ -23,6 +23,7 @@ from pccheck.saving.in_flight import entry_of
 from pccheck.saving.saver import Saver
 from pccheck_native import SNAPSHOTS, WORD_COPYING, WORD_REQUESTED
 from pccheck_wire.attach import Attachment
+from tests.support.asking import Asking
 from tests.support.daemon import Daemon
 from tests.support.trainer import Stamped, expected, mismatch
 
@@ -171,22 +172,6 @@ def test_ctrl_c_at_the_edge_of_a_call_costs_not_the_last_checkpoint(
             interrupted = True
             client.checkpoint(step=number).wait_durable(60)
     assert number > 3
-
-
-class Asking:
-    """An attached object whose state_dict() calls a function."""
-
-    def __init__(self) -> None:
-        self.asked: Callable[[], object] = lambda: None
-
-    def state_dict(self) -> dict[str, Any]:
-        asked, self.asked = self.asked, lambda: None
-        asked()
-        return {"position": 5}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        asked, self.asked = self.asked, lambda: None
-        asked()
 
 
 def test_a_handler_in_the_middle_of_a_checkpoint_gets_none_of_its_own(

@@ -175,7 +175,7 @@ def test_an_iterator_from_before_a_restore_is_named(daemon: Daemon, when: str) -
     assert said[1].count(OUTDATED) == (when == "early")
 
 
-OUTDATED = "an iterator of loader that was made before restore() goes on with batches of its own"
+OUTDATED = "an iterator of loader that was made before restore() continues its own batches"
 
 
 class Ahead:

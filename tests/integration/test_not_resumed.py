@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning, UnsupportedStateError
-from pccheck.state import trainable
+from pccheck.unsaved import trainable
 from tests.support.daemon import Daemon
 from tests.support.programs import script
 

@@ -122,7 +122,7 @@ def test_a_change_after_the_first_one_fails_its_checkpoint(
     kit.client.close()
 
 
-def test_a_change_of_loose_frozen_parameters_fails_later_ones_too(
+def test_changes_of_loose_frozen_parameters_fail_each_checkpoint(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first failure on they are copied before the call returns, while others are not."""

@@ -158,7 +158,7 @@ def test_a_volume_that_is_absent_is_named_as_before(
 
 
 @pytest.mark.parametrize("through", ["socket", "storage"])
-def test_a_file_system_takes_the_newest_when_one_ranks_part_is_replaced(
+def test_a_file_system_takes_the_newest_when_a_part_is_replaced(
     start_daemon: Start,
     start_trainer: Connect,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,7 +174,7 @@ def test_a_file_system_takes_the_newest_when_one_ranks_part_is_replaced(
 
 
 @pytest.mark.parametrize("command", ["recover", "export"])
-def test_a_file_of_a_running_job_has_the_newest_when_a_part_is_replaced(
+def test_a_file_has_the_newest_when_a_part_is_replaced(
     start_daemon: Start,
     start_trainer: Connect,
     ctl: Ctl,

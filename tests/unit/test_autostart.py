@@ -389,7 +389,7 @@ def test_a_storage_directory_that_cannot_be_looked_at_ends_no_training(
     daemon.release()
 
 
-def test_the_end_of_a_process_is_awaited_by_a_descriptor_above_1023(
+def test_a_process_is_awaited_by_a_descriptor_above_1023(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where `select` would raise."""

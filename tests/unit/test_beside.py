@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, SequentialLR, StepLR
 
-from pccheck.saving.beside import Beside
 from pccheck.state.attaching import checked
+from pccheck.unsaved.beside import Beside
 
 Things = dict[str, Any]
 

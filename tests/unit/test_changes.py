@@ -29,17 +29,14 @@ def reading_of(made: dict[str, Any]) -> Reading:
     return Reading([Tensors(flattener.views)])
 
 
-def resize(made: dict[str, Any]) -> None:
-    made["array"].resize(5000, refcheck=False)
-
-
 CHANGES: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
     "freed": ("one", FREED, lambda made: made["one"].untyped_storage().resize_(0)),
     "storage grown": ("part", FREED, lambda made: made["part"].untyped_storage().resize_(90000)),
     "tensor grown": ("one", FREED, lambda made: made["one"].resize_(50000)),
     "shared": ("part", FREED, lambda made: made["part"].share_memory_()),
     "shared alias": ("one", FREED, lambda made: made["one"].view(5, 100).share_memory_()),
-    "array": ("array", FREED, resize),
+    "array grown": ("array", FREED, lambda made: made["array"].resize(5000, refcheck=False)),
+    "array cut": ("array", FREED, lambda made: made["array"].resize(100, refcheck=False)),
     "in place": ("part", CHANGED, lambda made: made["part"].add_(1)),
 }
 

@@ -96,7 +96,7 @@ def test_an_edit_of_the_log_is_in_the_next_state(kit: Kit, edit: Any) -> None:
 
 
 @pytest.mark.parametrize("at", [0, PIECE - 1, PIECE, 2 * PIECE - 1])
-def test_a_value_in_an_old_entry_is_found_after_as_many_states_as_pieces(kit: Kit, at: int) -> None:
+def test_a_value_in_an_old_entry_is_found_in_a_later_state(kit: Kit, at: int) -> None:
     kit.entries[at]["loss"] = 123.0
     assert any(kit.is_exact() for _ in range(3))
     assert kit.is_exact()
@@ -117,7 +117,7 @@ def test_an_entry_that_cannot_be_encoded_leaves_the_log_usable(kit: Kit) -> None
     assert kit.is_exact()
 
 
-def test_numbers_of_other_libraries_and_odd_floats_are_as_in_plain_json(kit: Kit) -> None:
+def test_odd_numbers_are_as_in_plain_json(kit: Kit) -> None:
     kit.entries += [
         {"loss": np.float32(0.1), "at": torch.tensor(3), "inf": float("inf"), "text": 'ü\n"}]'},
         {},

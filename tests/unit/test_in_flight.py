@@ -166,7 +166,7 @@ def test_a_superseded_one_waits_for_the_name_of_the_newer_one_and_keeps_it() -> 
     assert made.sequence == 7
 
 
-def test_a_superseded_one_names_the_newer_one_of_the_page_without_asking() -> None:
+def test_a_superseded_one_takes_the_newer_one_from_the_page() -> None:
     daemon: Any = Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8)
     daemon.saves_alone = True
     made = handle(daemon)
@@ -174,7 +174,7 @@ def test_a_superseded_one_names_the_newer_one_of_the_page_without_asking() -> No
     assert (made.sequence, daemon.asked) == (7, [])
 
 
-def test_a_superseded_one_keeps_what_its_page_named_when_entries_are_used_again() -> None:
+def test_a_superseded_one_keeps_the_newer_one_of_a_reused_entry() -> None:
     daemon: Any = Daemon(word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8)
     made = handle(daemon)
     made.settle()
@@ -183,7 +183,7 @@ def test_a_superseded_one_keeps_what_its_page_named_when_entries_are_used_again(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_one_that_has_superseded_another_is_durable_whatever_its_entry_says(alone: bool) -> None:
+def test_one_that_has_superseded_another_is_durable(alone: bool) -> None:
     """The daemon ended between the two entries of its page."""
     daemon: Any = Daemon(
         word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8, then=CheckpointState.WRITING

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from pccheck.saving.leftout import LeftOut
 from pccheck.state.attaching import checked
+from pccheck.unsaved.leftout import LeftOut
 
 OPTIMIZERS = [
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
@@ -250,7 +250,7 @@ def listed() -> Things:
     return {"model": model, "optimizer": torch.optim.Adam(parameters)}
 
 
-def test_an_optimizer_with_some_parameters_that_are_not_saved_is_named() -> None:
+def test_an_optimizer_with_some_unsaved_parameters_is_named() -> None:
     assert weightless(False, **criterion()) == "optimizer"
     assert weightless(**listed()) == ""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pccheck.state.attaching import checked
-from pccheck.state.mapped import written_elsewhere
+from pccheck.unsaved.mapped import written_elsewhere
 
 
 def found(**things: object) -> str:

@@ -100,7 +100,7 @@ def test_what_comes_late_still_belongs_to_the_base_before() -> None:
     assert bases.of("b", 5) == bases.of("a", 5) == 1
 
 
-def test_ranks_that_restored_different_checkpoints_have_no_base_in_common() -> None:
+def test_restores_of_different_checkpoints_are_different_bases() -> None:
     bases = Bases()
     bases.restored("a", 5, 1)
     bases.restored("b", 6, 1)
@@ -117,7 +117,7 @@ def test_a_second_choice_of_all_is_one_base() -> None:
     assert bases.of("a", 5) == bases.of("b", 5) == 2
 
 
-def test_ranks_that_begin_from_other_checkpoints_have_no_base_in_common() -> None:
+def test_starts_from_different_checkpoints_are_different_bases() -> None:
     """restore() on one rank, restore(step=...) on the other one."""
     bases = Bases()
     bases.restored("a", 9, 0)
@@ -335,7 +335,7 @@ def wrong_programmes(world: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_restores_by_all_with_one_odd_call_are_safe_and_lose_nothing(world: int) -> None:
+def test_restores_by_all_with_one_odd_call_lose_nothing(world: int) -> None:
     found = list(wrong_programmes(world))
     assert not any(found), next(filter(None, found))
     assert len(found) > 2_000
@@ -355,7 +355,7 @@ def test_going_back_without_a_restore_is_safe_with_equal_calls() -> None:
     assert played > 300
 
 
-def test_unequal_calls_that_go_back_without_a_restore_share_a_name() -> None:
+def test_limit_unequal_calls_that_go_back_share_a_name() -> None:
     """The limit that names.py and docs/ranks.md state: nothing distinguishes the two states."""
     moves = ("save", "save", "back", "save")
     calls = [programme(moves, {0: "leave out", 1: "leave out"}), programme(moves, {})]

@@ -70,7 +70,7 @@ def test_all_ranks_of_the_job_take_part() -> None:
         Stop(Agreement(2, Warner())).on((15,), 1)
 
 
-def test_a_handler_in_the_middle_of_a_reduction_makes_none_of_its_own(make: Make) -> None:
+def test_a_handler_in_a_reduction_makes_none_of_its_own(make: Make) -> None:
     """The other ranks would take it for the next one."""
     inside: list[bool] = []
     reductions = 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pccheck.state import trainable
+from pccheck.unsaved import trainable
 from pccheck_wire import tree
 
 

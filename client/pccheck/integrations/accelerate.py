@@ -25,7 +25,7 @@ from pccheck.client import PCcheckClient
 from pccheck.restoring.loaders import count_once, made_iterator
 from pccheck.state.attaching import Stateful
 from pccheck.state.rng import capture_rng, restore_rng
-from pccheck.warn import warn
+from pccheck.warn import Warner
 from pccheck_wire.errors import CheckpointFailedError, UsageError
 
 
@@ -255,7 +255,7 @@ class _Counters:
         self._loaders = accelerator._dataloaders
         self._first = first
         self._epoch = _Epoch(first) if first is not None else None
-        self._warned = False
+        self._warner = Warner()
         self.attached = False  # attach() itself may be called at any time
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,12 +272,13 @@ class _Counters:
 
     def _skip(self) -> NoReturn:
         """Raises CheckpointFailedError, with one warning: the step is not over."""
-        what = "checkpoint() was called between the micro-batches of a step, whose gradients"
+        what = (
+            "checkpoint() was called between the micro-batches of a step, whose gradients no "
+            "checkpoint has"
+        )
         then = "call it only while accelerator.sync_gradients is true"
-        if not self._warned:
-            warn(f"{what} no checkpoint has, and is skipped: {then}. Training continues")
-        self._warned = True
-        raise CheckpointFailedError(f"{what} no checkpoint has", hint=then)
+        self._warner.once("between", f"{what}, and is skipped: {then}. Training continues")
+        raise CheckpointFailedError(what, hint=then)
 
     @property
     def _rank(self) -> list[int]:

@@ -36,7 +36,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from pccheck.client import PCcheckClient
 from pccheck.saving.handle import Checkpoint
 from pccheck.state.attaching import Stateful
-from pccheck.warn import warn
+from pccheck.warn import Warner, warn
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
 from .deepspeed_files import NAME, Source, State, settled, tags_of
@@ -111,7 +111,8 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         hint = "name it, in the run that saves too: install(engine, classes=[...])"
         self._objects = Objects((*_OWN, *classes), hint)
         self._info: CheckpointCommitInfo | None = None
-        self._saving = self._skipped = False
+        self._saving = False
+        self._warner = Warner()
         self._source: Source | None = None
         self._state = State(engine.module)
         self.client.attach(rng=True, loader=loader, deepspeed=self._state)
@@ -128,13 +129,12 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         """DeepSpeed's save_checkpoint(). Nothing but the directory is made in `save_dir`. Between
         two micro-batches it saves nothing, warns once, and returns False."""
         if self._is_between():
-            if not self._skipped:
-                warn(
-                    "save_checkpoint() was called between the micro-batches of a step, whose "
-                    "gradients no checkpoint has, and is skipped: call it after the engine.step() "
-                    "that ends an accumulation. Training continues"
-                )
-            self._skipped = True
+            self._warner.once(
+                "between",
+                "save_checkpoint() was called between the micro-batches of a step, whose "
+                "gradients no checkpoint has, and is skipped: call it after the engine.step() "
+                "that ends an accumulation. Training continues",
+            )
             return False
         self._saving, self._info = True, None
         try:

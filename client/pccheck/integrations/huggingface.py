@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import TrainerCallback, TrainerState
-from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
 from pccheck.client import PCcheckClient
@@ -41,8 +41,8 @@ from pccheck.state.rng import capture_packed, capture_rng, restore_rng
 from pccheck.warn import warn
 from pccheck_wire.errors import DamagedError, UnsupportedStateError, UsageError
 
-from .growing import GrowingLog, text_of
 from .huggingface_adapters import Adapters
+from .huggingface_counters import Counters
 
 #: Between the restore and the place where the checkpoint was taken.
 _AGAIN = ("on_train_begin", "on_epoch_begin", "on_step_begin")
@@ -93,7 +93,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
     def _begin(self, client: PCcheckClient | None) -> None:
         self._given = client
         self._client = client
-        self._counters = _Counters()
+        self._counters = Counters()
         self._model: Adapters | None = None
         self._resumption: _Resumption | None = None
         self._generators: dict[str, Any] | None = None  # of the checkpoint that is resumed
@@ -321,11 +321,6 @@ def _by_trainer(args: Any, state: Any, loader: Any) -> tuple[int, int]:
     return passes, rest
 
 
-def _shape(args: Any) -> list[int]:
-    """What an update takes from the data."""
-    return [args.gradient_accumulation_steps, args.train_batch_size, args.world_size]
-
-
 def pccheck_resume(trainer: Any, step: int | None = None) -> str | None:
     """What `trainer.train(resume_from_checkpoint=...)` takes to continue from the newest valid
     checkpoint of the trainer's PCcheckCallback, or from that of `step`: the path of a temporary
@@ -341,83 +336,6 @@ def pccheck_resume(trainer: Any, step: int | None = None) -> str | None:
             hint="make it with one: Trainer(..., callbacks=[PCcheckCallback(every_n_steps=10)])",
         )
     return found[0]._resume(trainer, step)
-
-
-class _Counters:
-    """Trainer's own state (counters, logs, metrics), the place in the data, and the generators at
-    moments before the checkpoint, by name; attached like any other object with a state."""
-
-    def __init__(self) -> None:
-        self.state: Any = None
-        self.trainer: Any = lambda: None
-        self.text = ""  # of the checkpoint that was restored
-        self.place: dict[str, Any] = {}  # likewise
-        self._log = GrowingLog("log_history")
-        self.rank = 0
-        self.generators: dict[str, dict[str, Any]] = {}
-        self._shape: list[int] = []
-        self._passes = 0  # over the data, before the one of now
-        self._began = 0  # the step at which this pass began
-        self._is_inside = False
-
-    def state_dict(self) -> dict[str, Any]:
-        updates = self.state.global_step - self._began if self.state else 0
-        place = {"passes": self._passes, "updates": updates, "shape": self._shape}
-        return {
-            "state": self._as_text(), "rank": self.rank, "generators": self.generators,
-            "place": place,
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.text, self.rank = text_of(state["state"]), state["rank"]
-        self.generators, self.place = state["generators"], state["place"]
-
-    def enter(self, args: Any, place: tuple[int, int]) -> None:
-        """Training begins there: after so many passes over the data, and updates of the next."""
-        self._shape = _shape(args)
-        self._passes, self._began = place[0], self.state.global_step - place[1]
-        self._is_inside = False
-
-    def begin_pass(self) -> bool:
-        """Whether training was in another pass before."""
-        if self._is_inside:
-            self._passes, self._began = self._passes + 1, self.state.global_step
-        was_inside, self._is_inside = self._is_inside, True
-        return was_inside
-
-    def end(self, *, is_whole: bool) -> None:
-        """Training has ended, perhaps in the middle of a pass; no step has begun since."""
-        self.generators.pop("before on_step_begin", None)
-        if is_whole and self._is_inside:
-            self.begin_pass()
-            self.generators = {}
-
-    def place_for(self, args: Any) -> tuple[int, int] | None:
-        """How many passes and updates of the next pass the checkpoint has had. Not what Trainer
-        makes of `global_step`: Trainer does not know the length of a stream, nor of an epoch that
-        was stopped. None, with a warning, when an update takes another number of rows now."""
-        if self.place["shape"] == _shape(args):
-            return self.place["passes"], self.place["updates"]
-        warn(
-            "another number of ranks, batch size or gradient_accumulation_steps than in the run "
-            "that is resumed: Trainer finds its place in the data from global_step, so rows are "
-            "left out or repeated in this epoch"
-        )
-        return None
-
-    def _as_text(self) -> str | dict[str, Any]:
-        """As Trainer writes it beside a checkpoint of its own; see `text_of`."""
-        if self.state is None:
-            return ""
-        fields = dict(vars(self.state))
-        trainer = self.trainer()
-        if trainer is not None:
-            every = [*trainer.callback_handler.callbacks, trainer.control]
-            exported = TrainerState(
-                stateful_callbacks=[one for one in every if isinstance(one, ExportableState)]
-            )
-            fields["stateful_callbacks"] = exported.stateful_callbacks
-        return self._log.encoded(fields)
 
 
 class _Resumption:

@@ -1,4 +1,4 @@
-"""When PCcheckCallback saves in Lightning's loops: behind all hooks, and between two batches.
+"""When PCcheckCallback saves in Lightning's loops: after all hooks, and between two batches.
 
 Callbacks cannot do that: Lightning calls the LightningModule's hooks after those of the callbacks,
 and has no hook before it fetches a batch. So three calls of Lightning's loops are followed.

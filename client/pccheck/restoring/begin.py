@@ -13,8 +13,8 @@ from pccheck.job import origin
 from pccheck.job.steps import Steps
 from pccheck.saving.in_flight import Durable
 from pccheck.saving.planner import Planner
-from pccheck.state import trainable
 from pccheck.state.plan import RNG
+from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
 from pccheck_wire import tree
 from pccheck_wire.errors import (
@@ -118,10 +118,9 @@ class Recovery:
     def _outdated(self, name: str) -> None:
         self._warner.once(
             f"iterator {name}",
-            f"an iterator of {name} that was made before restore() goes on with batches of its "
-            "own, as in a run that begins at the start, and not with those after the checkpoint: a "
-            "restored position is for the next iterator. Call restore() before iter(), cycle() or "
-            "whatever fetches batches ahead",
+            f"an iterator of {name} that was made before restore() continues its own batches, not "
+            "those after the checkpoint: restore() sets the position of the next iterator. Call "
+            "restore() before iter(), cycle() and whatever fetches batches ahead",
         )
 
     def recover(self, connection: Connection, step: int | None) -> Found:

@@ -20,7 +20,7 @@ _DEPTH = 3  # of loaders in wrappers: Accelerate's has two
 
 class Iterators:
     """Those that loaders of torchdata have before a restore. A state is for the next iterator: one
-    that a loop, a cycle() or a prefetcher holds goes on with batches of its own."""
+    that a loop, a cycle() or a prefetcher holds continues its own batches."""
 
     def __init__(self, things: Mapping[str, object]) -> None:
         found: dict[int, tuple[str, Any, str, Any]] = {}
@@ -151,13 +151,13 @@ def made_iterator(loader: Any) -> Any:
     state = getattr(loader, "next_iter_state", None)
     made = type(loader)._get_iterator(loader)
     if state and is_torchdata(type(loader)):
-        _count_once(made, state)
+        _correct_count(made, state)
     return made
 
 
-def _count_once(made: Any, state: dict[str, Any]) -> None:
-    """Sets the count of an iterator to that of the state from which it was made. With worker
-    processes the state is the last snapshot, and how many batches came after it."""
+def _correct_count(made: Any, state: dict[str, Any]) -> None:
+    """Gives an iterator the count of the state from which it was made. With worker processes the
+    state is the last snapshot, and how many batches came after it."""
     snapshot = state.get("_snapshot")
     if snapshot is None:
         made._num_yielded = state["_num_yielded"]

@@ -61,7 +61,7 @@ class Progress:
 
 
 class StepHooks:
-    """Calls a method, whose object may be deleted, before any of the optimizers steps.
+    """Calls methods, whose object may be deleted, before and after each step of the optimizers.
 
     `trusted` ends when a step was recorded in a CUDA graph, whose replays run no hooks. Each of the
     optimizers must first make a step: it may be in a graph already, or train by other methods
@@ -118,22 +118,21 @@ class StepHooks:
 
     def put(
         self,
-        method: Callable[[], None],
+        before: Callable[[], None],
         things: Iterable[object],
-        stepped: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Hooks the optimizers among `things`; earlier hooks are removed. `stepped` is called after
-        each step of each of them."""
+        """Hooks the optimizers among `things`; earlier hooks are removed."""
         self.remove()
-        found, unseen, steps = weakref.WeakMethod(method), self._unseen, self._steps
-        told = weakref.WeakMethod(stepped)
+        gate, stepped = weakref.WeakMethod(before), weakref.WeakMethod(after)
+        unseen, steps = self._unseen, self._steps
         progress = self.progress = Progress()
         streams, gpus = self._streams, dict[int, set[int]]()
         inner: Counter[int] = Counter()  # by optimizer: calls of super().step() in its step
         ends: dict[int, Any] = {}  # by optimizer: the handle of after_step
 
         def pass_gate(optimizer: torch.optim.Optimizer) -> None:
-            _call(found)
+            _call(gate)
             _CHANGING.add(optimizer)
 
         def before_step(
@@ -160,7 +159,7 @@ class StepHooks:
             on = gpus[id(optimizer)]
             if on and not devices.capturing():  # a graph's stream does nothing, and may be deleted
                 streams.update({gpu: devices.current_stream(gpu) for gpu in on})
-            _call(told, optimizer)
+            _call(stepped, optimizer)
 
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
@@ -168,11 +167,11 @@ class StepHooks:
                 on = {devices.device_of(p) for group in thing.param_groups for p in group["params"]}
                 gpus[id(thing)] = on - {devices.HOST}
                 # Not compiled into a step: what they look at changes without it.
-                before, after = map(torch.compiler.disable, (before_step, after_step))
+                pre, post = map(torch.compiler.disable, (before_step, after_step))
                 # Ctrl-C between the two leaves no step that seems to have no end.
-                ends[id(thing)] = thing.register_step_post_hook(after)
+                ends[id(thing)] = thing.register_step_post_hook(post)
                 self._handles.append(ends[id(thing)])
-                self._handles.append(thing.register_step_pre_hook(before))
+                self._handles.append(thing.register_step_pre_hook(pre))
                 self._hooked.add(thing)
         self._whole = True
 

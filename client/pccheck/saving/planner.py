@@ -11,20 +11,21 @@ import torch
 from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
-from pccheck.state import devices, gating, shards, trainable
+from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
+from pccheck.unsaved import trainable
+from pccheck.unsaved.beside import Beside
+from pccheck.unsaved.leftout import LeftOut
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
 from . import zero
-from .beside import Beside
 from .exposure import Retry
 from .hooks import StepHooks
-from .leftout import LeftOut
 
 
 class Planner:

@@ -332,7 +332,7 @@ class Saver:
         """Reports tensors that were changed while they were read. Training thread only."""
         while self._moved:
             step, moved = self._moved.pop(0)
-            text = f"checkpoint of step {step} failed: {_told(moved)}"
+            text = f"checkpoint of step {step} failed: {_cause(moved)}"
             if self._raises:
                 self._to_raise.append(CheckpointFailedError(text))
             else:
@@ -418,7 +418,7 @@ class Saver:
             self._warner.once("drain", ". ".join(told))
 
 
-def _told(moved: Moved) -> str:
+def _cause(moved: Moved) -> str:
     if moved.what == LOST:
         return (
             f"{moved.path} {moved.what}. Copy it into memory of its own (tensor.clone()), or write "
@@ -443,7 +443,7 @@ def _lost(connection: Connection, number: int, snapshot: Snapshot) -> PccheckErr
     """Why memory that is copied at once could not be read."""
     now = entry_of(connection, number)
     at_once = snapshot.copying or Reading(())
-    return PccheckError(_told(at_once.lost(now.fault if now is not None else 0)))
+    return PccheckError(_cause(at_once.lost(now.fault if now is not None else 0)))
 
 
 def _request(connection: Connection, number: int) -> None:

@@ -227,8 +227,10 @@ def require_storable_state(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 def _differs(given: object, own: torch.Tensor) -> bool:
     """Whether torch would refuse to copy the value into its own tensor."""
-    if not isinstance(given, torch.Tensor) or is_lazy(own) or is_lazy(given):
-        return not isinstance(given, torch.Tensor)
+    if not isinstance(given, torch.Tensor):
+        return True
+    if is_lazy(own) or is_lazy(given):
+        return False
     return given.shape != own.shape and not (own.dim() == 0 and given.shape == (1,))
 
 

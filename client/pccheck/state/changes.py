@@ -21,8 +21,10 @@ from .extents import View
 _COUNT = inspect.getattr_static(Tensor, "_version")
 _ADDRESS, _NBYTES = UntypedStorage.data_ptr, UntypedStorage.nbytes
 CHANGED = "was changed"
-_BY = "resize_(), share_memory_() and torch.multiprocessing do so"
-FREED = f"was freed or moved to other memory ({_BY})"
+FREED = (
+    "was freed or moved to other memory "
+    "(resize_(), share_memory_() and torch.multiprocessing do so)"
+)
 #: Nothing has changed, and no call of gate() would help.
 LOST = "cannot be read: its memory was unmapped, or the file that it maps was cut short"
 
@@ -49,6 +51,7 @@ class Tensors:
         self._arrays = [view for view in held if isinstance(view.owner, np.ndarray)]
         self._others = [view for view in held if not isinstance(view.owner, np.ndarray)]
         self._storages: list[Any] = [view.owner for view in self._others]
+        self._numpy: list[Any] = [view.owner for view in self._arrays]
         self._places = self._now()
 
     def counts(self) -> bytes:
@@ -75,7 +78,7 @@ class Tensors:
         return Moved(view.path, view.loose, FREED)
 
     def _now(self) -> list[Any]:
-        arrays = [view.owner.__array_interface__["data"] for view in self._arrays]  # type: ignore[attr-defined]
+        arrays = [(one.ctypes.data, one.nbytes) for one in self._numpy]
         return [*map(_ADDRESS, self._storages), *map(_NBYTES, self._storages), *arrays]
 
     def at(self, address: int) -> Moved | None:

@@ -95,12 +95,12 @@ def plan_state(
 def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapshot:
     return Snapshot(
         *layout.packed(inline=layout.inline), tree.encode(described), aligned(layout.end),
-        layout.owners, layout.device, *_sorted(views, inline=layout.inline),
+        layout.owners, layout.device, *_split(views, inline=layout.inline),
         frozen=layout.frozen, division=layout.division,
     )  # fmt: skip
 
 
-def _sorted(views: list[View], *, inline: bool) -> tuple[list[Tensors], list[Tensors]]:
+def _split(views: list[View], *, inline: bool) -> tuple[list[Tensors], list[Tensors]]:
     """Those of the views, laid out already, that are read later, and those that are copied at
     once: what is volatile, and with `inline` all host memory."""
     later: list[View] = []
@@ -227,7 +227,7 @@ class _FastPlan:
 
     def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
         self._gated, self._volatile = layout.packed(inline=layout.inline)
-        self._in_place, self._at_once = _sorted(views, inline=layout.inline)
+        self._in_place, self._at_once = _split(views, inline=layout.inline)
         self._device = layout.device
         self._owners: list[object] = layout.owners
         self._frozen = layout.frozen
@@ -273,7 +273,7 @@ class _FastPlan:
             layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
             later, now = layout.packed(inline=layout.is_small)
             gated, volatile = gated + later, volatile + now
-            read = _sorted(flattener.views, inline=layout.is_small)
+            read = _split(flattener.views, inline=layout.is_small)
             in_place, at_once = in_place + read[0], at_once + read[1]
             extents += b"".join(map(tree.Extent.packed, layout.extents))
             end, owners = layout.end, [self._owners, layout.owners]

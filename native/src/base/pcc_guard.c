@@ -74,7 +74,7 @@ int pcc_guard_install(void)
     return install_error;
 }
 
-static bool gets(int number)
+static bool is_still_ours(int number)
 {
     struct sigaction now;
 
@@ -84,7 +84,7 @@ static bool gets(int number)
 
 bool pcc_guard_ready(void)
 {
-    return pcc_guard_install() == 0 && gets(SIGBUS) && gets(SIGSEGV);
+    return pcc_guard_install() == 0 && is_still_ours(SIGBUS) && is_still_ours(SIGSEGV);
 }
 
 /* The handler came back with its signal blocked. */

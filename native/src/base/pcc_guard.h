@@ -4,8 +4,8 @@
  *
  * Any thread that does not block these signals. One handler for the process, installed once; other
  * faults go to the handler before. A handler that is installed later (faulthandler, a JVM) gets our
- * faults, too. Ours is not put above that one again: each might then call the other for ever. While
- * such a handler is there the guard is not ready, and pcc_guard_copy_slowly is for that time. */
+ * faults, too. Ours is not installed again after that one: each might then call the other for ever.
+ * Until such a handler is gone the guard is not ready, and callers use pcc_guard_copy_slowly. */
 #ifndef PCC_GUARD_H
 #define PCC_GUARD_H
 
@@ -28,8 +28,7 @@ PCC_MUST_CHECK int pcc_guard_install(void); /* 0 or -errno; again is free */
 /* Installs, and says whether our handlers are still there. Two system calls. */
 PCC_MUST_CHECK bool pcc_guard_ready(void);
 /* work(context, guard), which holds no lock, and before each copy calls pcc_guard_expect. -EFAULT
- * when a page of that copy could not be had, and its address: the work ended there. It costs some
- * nanoseconds. */
+ * and the address when a page of that copy is missing: the work ended there. Costs nanoseconds. */
 PCC_MUST_CHECK int pcc_guard_run(void (*work)(void *context, struct pcc_guard *guard),
                                  void *context, uint64_t *fault_out);
 static inline void pcc_guard_expect(struct pcc_guard *guard, const struct pcc_guarded *what)

@@ -21,8 +21,8 @@ struct plan {
     uint32_t devices; /* bits */
     uint64_t device_end_bytes[PCC_DEVICES];
     bool guarded;
-    int error; /* memory to copy was not there: */
-    uint64_t fault;
+    int error;      /* why plan_merge fails */
+    uint64_t fault; /* the address of memory to copy that was not there */
 };
 
 /* Asks the driver when it is another allocation than last time. */
@@ -87,9 +87,11 @@ static bool plan_copy(struct plan *plan, const struct pcc_range *range)
                                       .from = (const void *)(uintptr_t)range->address,
                                       .length = range->length_bytes};
 
-    plan->error = plan->guarded ? pcc_guard_copy(&bytes, &plan->fault)
-                                : pcc_guard_copy_slowly(&bytes, &plan->fault);
-    return plan->error == 0;
+    const int error = plan->guarded ? pcc_guard_copy(&bytes, &plan->fault)
+                                    : pcc_guard_copy_slowly(&bytes, &plan->fault);
+    if (error != 0)
+        plan->error = error;
+    return error == 0;
 }
 
 /* With `copied` the bytes are copied into the client's memory now; else they are read later, where
@@ -236,7 +238,8 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     struct plan plan = {.client = client,
                         .chunk_bytes = client->view.geometry.chunk_bytes,
                         .end_bytes = submission->pulled_bytes,
-                        .guarded = pcc_guard_ready()};
+                        .guarded = pcc_guard_ready(),
+                        .error = -EINVAL};
 
     if (submission->pulled_bytes % plan.chunk_bytes != 0 ||
         (submission->pulled_bytes > 0) != (submission->pulled_devices > 0) ||
@@ -246,10 +249,6 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     if (memory == NULL)
         return -ENOMEM;
     const bool merged = plan_merge(&plan, submission);
-    if (!merged && plan.error == 0) {
-        free(memory);
-        return -EINVAL;
-    }
     (void)pthread_mutex_lock(&client->lock);
     if (client->jobs[snapshot % PCC_SNAPSHOTS].snapshot == snapshot)
         client->jobs[snapshot % PCC_SNAPSHOTS].fault = plan.fault;

@@ -1,6 +1,6 @@
 """Which parameters of attached modules require gradients: no state dict has this, so it is recorded
 with each checkpoint, beside the state. It is not restored, since the script decides it; a run in
-which it differs is told."""
+which it differs gets a warning."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ _KEY = "requires_grad"
 
 def record(attached: Mapping[str, Any]) -> tuple[tree.Node, tree.Node]:
     """An item for `about`: one bit for each parameter, in the order of their names."""
-    modules = {name: m for name, m in attached.items() if isinstance(m, torch.nn.Module)}
-    found: list[tuple[tree.Node, tree.Node]] = []
-    for name, module in modules.items():
-        flags = [flag for _, flag in _flags(module)]
-        items: list[tuple[tree.Node, tree.Node]] = [
-            ("count", len(flags)), ("bits", np.packbits(np.array(flags, dtype=bool)).tobytes())
-        ]  # fmt: skip
-        found.append((name, tree.Mapping(tree.Tag.DICT, items)))
-    return _KEY, tree.Mapping(tree.Tag.DICT, found)
+    found: dict[str, Any] = {}
+    for name, thing in attached.items():
+        if isinstance(thing, torch.nn.Module):
+            flags = np.array([flag for _, flag in _flags(thing)], dtype=bool)
+            items: dict[str, Any] = {"count": len(flags), "bits": np.packbits(flags).tobytes()}
+            found[name] = tree.Mapping(tree.Tag.DICT, [*items.items()])
+    return _KEY, tree.Mapping(tree.Tag.DICT, [*found.items()])
 
 
 def recorded(described: tree.Tree) -> dict[str, list[bool]]:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
+from pccheck.state import devices
+from pccheck.state.attaching import Values
+from pccheck.state.devices import HOST
+from pccheck.state.flatten import Flattener
+from pccheck.state.gating import modules_of, storage_of
 from pccheck_wire import tree
-
-from . import devices
-from .attaching import Values
-from .devices import HOST
-from .flatten import Flattener
-from .gating import modules_of, storage_of
 
 _MAPS = Path("/proc/self/maps")
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ..[-x]s \S+ \S+ \S+ +(/.*)")

@@ -1,0 +1,1 @@
+"""What a run has and its checkpoints do not: for warnings."""
