@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 NEW = -1  # the turn of a process that came from an older start
+NOTHING = -1  # the sequence of a process that asked in this start before it restored
 KEPT = 256  # the newest names, bases and processes; a rank that is further behind skips
 
 
@@ -50,7 +51,8 @@ class Bases:
     that restored the same checkpoint. If there is none, it is the first of its ranks and opens one.
     Which of a process's restores are one and the same, the process says by a number, its `turn`,
     which grows when it has moved since. So a second restore() in a row changes nothing. What a
-    process restores before it moves is base 0, if it is what the first one of the ranks restored.
+    process restores before it moves (turn 0), or to come to this start, is base 0, if it is what
+    the first one of the ranks restored.
     """
 
     def __init__(self) -> None:
@@ -73,15 +75,16 @@ class Bases:
         elif turn != place.turn or sequence != place.sequence:
             self._places[process] = _Place(self._join(sequence, place.base), sequence, turn)
 
-    def of(self, process: Hashable, told: int) -> int:
-        """The base of what a process asks for now. `told`: what the process itself says that it
-        restored after it had moved (0: nothing); for restores that an earlier daemon has seen."""
+    def of(self, process: Hashable, told: int, turn: int = 0) -> int:
+        """The base of what a process asks for now. `told` and `turn`: what the process itself says
+        that it restored last in this start (0: nothing); for restores that an earlier daemon has
+        seen."""
         place = self._place(process)
         if place.turn == NEW:
-            place = self._places[process] = _Place()
-        elif told and not (place.turn or place.base):
-            place = self._places[process] = _Place(self._join(told, 0), told)
-        return place.base
+            self._places[process] = _Place(sequence=NOTHING)
+        elif told and not place.sequence:
+            self.restored(process, told, turn)
+        return self._places[process].base
 
     def _join(self, sequence: int, above: int) -> int:
         base = self._opened.get(sequence, 0)
@@ -102,7 +105,7 @@ class _Place(NamedTuple):
     """A process among the bases of its start."""
 
     base: int = 0
-    sequence: int = 0  # that was restored
+    sequence: int = 0  # that was restored; 0: not known here; or NOTHING
     turn: int = 0  # the newest; or NEW
 
 
