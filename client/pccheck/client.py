@@ -524,9 +524,10 @@ class PCcheckClient:
 
         Returns what was restored; a falsy result only when the storage was read and holds nothing.
         Raises DaemonUnreachableError and the like when this is not known; UsageError with
-        fresh=True before this run has saved, and for a checkpoint by another command when the job
-        has only the script's name; StateMismatchError by path when the checkpoint does not fit;
-        DamagedError, UnreadableError and NoCheckpointError when no checkpoint is valid. Nothing is
+        fresh=True before this run has saved, in the middle of a step of an attached optimizer, and
+        for a checkpoint by another command when the job has only the script's name;
+        StateMismatchError by path when the checkpoint does not fit; DamagedError, UnreadableError
+        and NoCheckpointError when no checkpoint is valid. Nothing is
         changed then, unless the load_state_dict() of an attached object refused: similar objects
         may have changed, tensors only if that state has some. Call restore() again, or restart.
         Generators are set a second time after `loader` has made its next iterator, which draws. If
@@ -556,6 +557,12 @@ class PCcheckClient:
         step = None if step is None else check_step(step)
         # Until all that was made for it is gone.
         with self._calling("restore()"), no_collection():
+            if self._planner.hooks.stepping:
+                raise UsageError(
+                    "restore() was called in the middle of a step of an optimizer, which would go "
+                    "on and mix two steps",
+                    hint=_BETWEEN,
+                )
             connection = self._connection()
             result, on_gpu, payload_bytes = self._recovery.restore(
                 connection, step, strict_optimizer=strict_optimizer, only=only

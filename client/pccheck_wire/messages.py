@@ -218,9 +218,10 @@ class Begin(Message):
     held_at_ns: int = 0
     held_ns: int = 0
     #: With `step` the name of this checkpoint, the same on every rank of a group: the sequence that
-    #: was restored last in this start (0: none since its first checkpoint), how often the step has
+    #: was restored last in this start (0: none) with its `Restored.turn`, how often the step has
     #: gone down since then, and how often the step was repeated directly.
     base: int = 0
+    turn: int = 0
     descents: int = 0
     row: int = 0
     #: The bytes of the payload that are of tensors that do not train. Unless 0, the checkpoint may
@@ -341,7 +342,7 @@ class Restored(Message):
     `base` is what restore() has put into the attached state, so that the next checkpoint comes from
     it. 0: the state was not changed (an empty volume), or not by this client (recover(), adopt()).
     `turn` grows when the process has trained, or requested a checkpoint, since its last restore; 0:
-    never in this start."""
+    never in this start. -> `Joined`"""
 
     sequence: int
     base: int = 0
@@ -363,6 +364,13 @@ class Goodbye(Message):
 
     done: bool = False
     failed: int = 0  # as in `Register`
+
+
+@message("joined")
+class Joined(Message):
+    """The request was carried out."""
+
+    incarnation: int  # of the start that the peer is a member of now
 
 
 @message("done")
@@ -430,7 +438,7 @@ RequestBody = (
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.
-Answer = Registered | Described | Opened | Empty | Writing | Done | Report
+Answer = Registered | Described | Opened | Empty | Writing | Joined | Done | Report
 ReplyBody = Answer | Failure
 
 

@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 NEW = -1  # the turn of a process that came from an older start
+NOTHING = -1  # the sequence of a process that asked in this start before it restored
 KEPT = 256  # the newest names, bases and processes; a rank that is further behind skips
 
 
@@ -50,7 +51,11 @@ class Bases:
     that restored the same checkpoint. If there is none, the process opens a base.
     A process numbers its restores: the number, its `turn`, grows only if the process has moved
     since the last one. So a second restore() in a row changes nothing. What a process restores
-    before it moves is base 0, if the first of the ranks restored the same checkpoint.
+    before it moves (turn 0), or to come to this start, is base 0, if the first of the ranks
+    restored the same checkpoint.
+
+    A process that has asked in its base after another process asked in a later one did not restore
+    together with it, and never takes part in that later base (`missed`).
     """
 
     def __init__(self) -> None:
@@ -71,17 +76,25 @@ class Bases:
             base = 0 if sequence == self._began_from else self._join(sequence, 0)
             self._places[process] = _Place(base, sequence, turn)
         elif turn != place.turn or sequence != place.sequence:
-            self._places[process] = _Place(self._join(sequence, place.base), sequence, turn)
+            base = self._join(sequence, max(place.base, place.missed))
+            self._places[process] = _Place(base, sequence, turn)
 
-    def of(self, process: Hashable, restored: int) -> int:
-        """The base of what a process asks for now. `restored`: the sequence that the process says
-        it restored after it had moved (0: none); for restores that an earlier daemon has seen."""
+    def missed(self, process: Hashable, base: int) -> None:
+        """A process asks for something new in its base, and another one has asked in the later
+        `base`."""
+        place = self._place(process)
+        self._places[process] = place._replace(missed=max(place.missed, base))
+
+    def of(self, process: Hashable, restored: int, turn: int = 0) -> int:
+        """The base of what a process asks for now. `restored` and `turn`: what the process says
+        that it restored last in this start (0: nothing); for restores that an earlier daemon has
+        seen."""
         place = self._place(process)
         if place.turn == NEW:
-            place = self._places[process] = _Place()
-        elif restored and not (place.turn or place.base):
-            place = self._places[process] = _Place(self._join(restored, 0), restored)
-        return place.base
+            self._places[process] = _Place(sequence=NOTHING)
+        elif restored and not place.sequence:
+            self.restored(process, restored, turn)
+        return self._places[process].base
 
     def _join(self, sequence: int, above: int) -> int:
         base = self._opened.get(sequence, 0)
@@ -102,8 +115,9 @@ class _Place(NamedTuple):
     """A process among the bases of its start."""
 
     base: int = 0
-    sequence: int = 0  # that was restored
+    sequence: int = 0  # that was restored; 0: not known here; or NOTHING
     turn: int = 0  # the newest; or NEW
+    missed: int = 0  # the newest base that others have, and this process took no part in
 
 
 class Numbers:
@@ -145,11 +159,10 @@ def _trim(found: dict[Any, Any]) -> list[Any]:
 
 
 def in_later_line(name: Name, newest: Iterable[tuple[int, Name]]) -> tuple[int, Name] | None:
-    """A rank of `newest` (ranks with their newest names) in a later line of the same start: this
-    rank will never ask for `name`."""
-    return next(
-        (one for one in newest if one[1].line > name.line and one[1].start == name.start), None
-    )
+    """Of `newest` (ranks with their newest names) the one in the last line of the same start, if
+    that line is later: this rank will never ask for `name`."""
+    later = (one for one in newest if one[1].line > name.line and one[1].start == name.start)
+    return max(later, key=lambda one: one[1].line, default=None)
 
 
 def why_apart(mine: Name, other: int, its: Name) -> str:

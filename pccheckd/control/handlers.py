@@ -157,7 +157,7 @@ class Handlers:
                 await recovery.read(session, self._registry.memory, body)
             case Restored():
                 assert session.job is not None
-                await session.job.restored(session.rank, session.process, body)
+                return await session.job.restored(session.rank, session.process, body)
             case Pin():
                 await pinning.pin(session, body)
             case Goodbye():

@@ -14,7 +14,7 @@ from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_native.names import Name, Numbers
 from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
-from pccheck_wire.messages import Begin, Restored, Writing
+from pccheck_wire.messages import Begin, Joined, Restored, Writing
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
@@ -249,13 +249,14 @@ class Job:
         if start.world_size == 1:
             self._take(rank, checkpoint, self._numbers.give(None, above))
             return None
-        base = start.bases.of(owner.process, body.base)
+        base = start.bases.of(owner.process, body.base, body.turn)
         name = Name(start.incarnation, base, body.descents, body.step, body.row)
         sequence = self._numbers.find(name)
         if sequence is not None:
             return self._found(rank, checkpoint, name, sequence)
         if later := names.in_later_line(name, self._names.items()):
             self._note_apart(names.why_apart(name, *later))
+            start.bases.missed(owner.process, later[1].base)
         self._names[rank] = name
         self._take(rank, checkpoint, self._numbers.give(name, above))
         if body.on_busy == "skip":
@@ -640,13 +641,14 @@ class Job:
         every = (e for _, tenant in sorted(self.tenants.items()) for e in tenant.volumes.doubts)
         return next(every, None)
 
-    async def restored(self, rank: int, process: bytes, body: Restored) -> None:
+    async def restored(self, rank: int, process: bytes, body: Restored) -> Joined:
         """A rank has taken over what the job has (sequence 0: it found nothing)."""
         start = self.starts.of(rank, process)
         if body.base and start is not None:
             start.bases.restored(process, body.base, body.turn)
         self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
+        return Joined(start.incarnation if start is not None else 0)
 
     async def release(self) -> None:
         """Ends the protection of what the run before left, once no rank needs it any longer."""

@@ -72,7 +72,8 @@ class Tenant:
         self.refused: PccheckError | None = None  # why its last trainer got no room to save ...
         self._refused_ns = 0  # ... and when
         self.last_used_ns = time.monotonic_ns()
-        self._rests = False  # its channel has no writers
+        self._rests = False  # its channel has no writers ...
+        self._unbound = False  # ... or may have none for its present volume
         self._reading = 0  # loads and checks in progress: their volumes stay open
         self._was_refused = False  # the present trainer was refused room
         self._room_bytes = 0  # the payload bytes that the trainer has registered
@@ -183,9 +184,10 @@ class Tenant:
         async with self.lock:
             waits = self.owner is not None or self.ledger.live() or self.stopped
             if self.port is not None and not (self._rests or waits):
-                self._rests = True
-                for item in self.volumes.open:
-                    self._rests &= await self.port.unbind(item.volume, 0)
+                self._unbound, rests = True, True
+                for item in self.volumes.open:  # one may be busy with a load
+                    rests &= await self.port.unbind(item.volume, 0)
+                self._rests = rests
 
     def stop_attaches(self) -> None:
         """It is about to be closed: no trainer attaches any more."""
@@ -647,11 +649,11 @@ class Tenant:
         chunk = -(-config.chunk_bytes // block) * block
         if self.port is not None and self.port.chunk_bytes != chunk and not self.ledger.live():
             await self.abandon_port()
-        unbound = self.port is None or self._rests
+        unbound = self.port is None or self._unbound
         port = self.port or await self.make_port(chunk, block, config.in_flight)
         if unbound and current is not None:
             await self.bind(port, current)
-        self._rests = False
+        self._rests = self._unbound = False
         return port
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_group import ranks, restored, save
+from tests.integration.test_group import COUNTS, ranks, restored, save
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Commands, Connect, RemoteError, Trainer
@@ -30,6 +30,14 @@ def begin(connect: Connect, daemon: Daemon, launch: str, **options: object) -> l
     group = ranks(connect, daemon, launch, **options)
     restored(group)
     return group
+
+
+def rank(connect: Connect, daemon: Daemon, number: int) -> Trainer:
+    """A new process of one rank of the launch "0"."""
+    named = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return connect(
+        daemon, COUNTS, rank=number, world_size=2, environment={**named, "LOCAL_WORLD_SIZE": "2"}
+    )
 
 
 def end(group: list[Trainer]) -> None:
@@ -180,6 +188,48 @@ def test_ranks_that_begin_from_different_steps_share_none(
         group[0].wait_global(0)
     end(group)
     assert restored(ranks(start_trainer, daemon, "2")) == [2, 2]
+
+
+def test_ranks_that_begin_from_different_steps_stay_apart_with_a_new_daemon(
+    daemon: Daemon, start_trainer: Connect
+) -> None:
+    group = begin(start_trainer, daemon, "0")
+    save(group)
+    save(group)
+    end(group)
+    group = ranks(start_trainer, daemon, "1")
+    assert [group[0].evaluate(go_back_to_1), *restored(group[1:])] == [1, 2]
+    group[0].step()
+    daemon.kill()
+    daemon.start()
+    for trainer in group:
+        trainer.step()
+        trainer.ended(trainer.checkpoint())
+    end(group)
+    assert restored(ranks(start_trainer, daemon, "2")) == [2, 2]
+
+
+@pytest.mark.parametrize("after", ["nothing", "a new daemon", "a look and a new daemon"])
+def test_a_rank_that_survived_goes_back_as_the_new_one_does(
+    daemon: Daemon, start_trainer: Connect, after: str
+) -> None:
+    """Rank 1 dies alone and comes back. Its new process counts its restores from 0."""
+    group = begin(start_trainer, daemon, "0")
+    save(group)
+    group[1].kill()
+    group[1] = rank(start_trainer, daemon, 1)
+    if after == "a look and a new daemon":
+        group[0].recover()
+    elif after == "a new daemon":
+        restored(group[:1])
+    if after != "nothing":
+        daemon.kill()
+        daemon.start()
+    assert restored(group) == [1, 1]
+    save(group)
+    for trainer in group:
+        assert trainer.evaluate(go_back_to_1) == 1
+    save(group)
 
 
 def one_late(start: Start, start_trainer: Connect) -> tuple[Daemon, list[Trainer]]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pccheck import CheckpointState, PCcheckClient, PccheckWarning
+from pccheck import CheckpointState, PCcheckClient, PccheckWarning, UsageError
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
 from pccheck.saving import saver
@@ -119,6 +119,29 @@ def test_another_thread_in_the_middle_of_an_update_gets_none_either(client: PCch
     kit.optimizer.between = lambda: None
     elsewhere()
     handles[1].wait_durable(60)
+
+
+def test_restore_in_the_middle_of_an_update_is_refused(
+    client: PCcheckClient, on_signal: Callable[..., None]
+) -> None:
+    """The update would go on, and make a state of two steps."""
+    kit, errors = Kit(client), []
+    kit.optimizer.step()
+    client.checkpoint(step=1).wait_durable(60)
+
+    def restore() -> None:
+        with pytest.raises(UsageError, match="in the middle of a step") as caught:
+            client.restore()
+        errors.append(caught.value)
+
+    on_signal(restore)
+    kit.optimizer.between = arrive
+    kit.optimizer.step()
+    kit.optimizer.between = lambda: None
+    assert len(errors) == 1
+    client.checkpoint(step=2).wait_durable(60)
+    assert kit.recovered() == ""
+    assert client.restore().step == 2
 
 
 @pytest.mark.parametrize("by", ["step", "restore"])

@@ -315,7 +315,7 @@ class Attacker:
         bodies: list[RequestBody] = [
             Register(1 << 20), Begin(1000, 1, 1 << 20, 0, 8), Describe(1), Open(), Read(1, 1, 0, 1),
             Open(any_world_size=True), Read(2, 1, 0, 1, rank=0),
-            Begin(1001, 1, 1 << 20, 0, 8, base=9, descents=9), Pin(1), Pin(1, pinned=False),
+            Begin(1001, 1, 1 << 20, 0, 8, base=9, turn=9, descents=9), Pin(1), Pin(1, pinned=False),
             Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
             Verify(self.victim["job"], uid=0),
         ]  # fmt: skip

@@ -28,7 +28,7 @@ from pccheck_native import (
 )
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.messages import Opened, Restored
+from pccheck_wire.messages import Joined, Opened, Restored
 from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Commands, Trainer, expected
 from tests.support.waiting import PATIENCE
@@ -278,9 +278,12 @@ class WireMember(_Member):
             return ("empty",)
         code, data = session.load(opened)
         assert code == 0, code
-        session.ask(Restored(opened.sequence, opened.sequence, self.steps.turn))
+        turn = self.steps.next_turn(self.incarnation)
+        answer = session.ask(Restored(opened.sequence, opened.sequence, turn))
+        assert isinstance(answer, Joined)
+        self.incarnation = answer.incarnation
         self.restored = opened.sequence
-        self.steps.restored(opened.sequence)
+        self.steps.restored(opened.sequence, self.incarnation)
         for start in range(1, self.plan["start"]):
             if data == payload_of(stamp(start, self.rank, opened.step), len(data)):
                 return "found", start, opened.step, ""
@@ -335,7 +338,8 @@ class WireMember(_Member):
         on_busy = self.plan["on_busy"]
         snapshot = self.session.begin(
             step, data, on_busy=on_busy, fill=not fail,
-            base=self.steps.base, descents=self.steps.descents, row=self.steps.row,
+            base=self.steps.base, turn=self.steps.base_turn, descents=self.steps.descents,
+            row=self.steps.row,
         )  # fmt: skip
         if fail:
             time.sleep(0.002)

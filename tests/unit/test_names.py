@@ -132,16 +132,38 @@ def test_starts_from_different_checkpoints_are_different_bases() -> None:
 
 def test_a_restarted_daemon_takes_the_base_from_the_clients() -> None:
     bases = Bases()
-    assert [bases.of("a", 5), bases.of("b", 0), bases.of("c", 5)] == [1, 0, 1]
+    assert [bases.of("a", 5, 1), bases.of("b", 0), bases.of("c", 5, 4)] == [1, 0, 1]
+    assert [bases.of("d", 3, 0), bases.of("e", 3, 0), bases.of("f", 4, 0)] == [0, 0, 2]
+
+
+def test_turns_count_in_a_start() -> None:
+    """A restore that brings the process to a newer start is turn 0 there."""
+    steps = Steps()
+    for sequence, incarnation, turn in ((5, 1, 0), (6, 1, 1), (7, 2, 2), (7, 2, 0)):
+        assert steps.next_turn(min(incarnation, 1) if turn else incarnation) == turn
+        steps.restored(sequence, incarnation)
+        if sequence < 7:
+            steps.moved()
+    assert (steps.base, steps.base_turn) == (7, 0)
+    steps.moved()
+    assert steps.next_turn(2) == 3
+
+
+def test_a_look_brings_a_process_to_its_start_too() -> None:
+    """recover() in a newer start, an outage, and restore()."""
+    steps = Steps()
+    steps.restored(5, 1)
+    steps.moved()
+    assert steps.next_turn(2) == 0
 
 
 def test_a_process_of_an_older_start_begins_as_the_others_did() -> None:
     bases = Bases()
     bases.restored("a", 5, 0)
     bases.came("b")
-    bases.restored("b", 5, 3)
+    bases.restored("b", 5, 1)
     assert [bases.of(process, 0) for process in "ab"] == [0, 0]
-    for process, turn in (("a", 1), ("b", 1)):  # its turns count from here, too
+    for process, turn in (("a", 1), ("b", 2)):
         bases.restored(process, 5, turn)
     assert [bases.of(process, 5) for process in "ab"] == [1, 1]
 
@@ -186,8 +208,9 @@ class Player:
         )  # fmt: skip
         steps = self.steps
         body = Begin(
-            1, self.state.step, 1, 0, 1, base=steps.base, descents=steps.descents, row=steps.row
-        )
+            1, self.state.step, 1, 0, 1,
+            base=steps.base, turn=steps.base_turn, descents=steps.descents, row=steps.row,
+        )  # fmt: skip
         if self.job.number(self.rank, item, body) is None:
             self.job.tenants[self.rank].on_its_way[item.sequence] = self.world
             self.got[item.sequence] = self.state
@@ -199,8 +222,9 @@ class Player:
         """restore(): the message to the daemon, and the counts."""
         start = self.job.starts.of(self.rank, self.owner.process)
         assert start is not None
-        start.bases.restored(self.owner.process, sequence, self.steps.turn)
-        self.steps.restored(sequence)
+        turn = self.steps.next_turn(start.incarnation)
+        start.bases.restored(self.owner.process, sequence, turn)
+        self.steps.restored(sequence, start.incarnation)
 
     def play(self, call: str, visit: int) -> None:
         state = self.state
@@ -393,21 +417,21 @@ class OwnRestores(Bases):
     def restored(self, process: Any, sequence: int, turn: int) -> None:
         self.counts[process] = self.counts.get(process, 0) + 1
 
-    def of(self, process: Any, told: int) -> int:
+    def of(self, process: Any, told: int, turn: int = 0) -> int:
         return self.counts.get(process, 0)
 
 
 class OnlyWhat(Bases):
     """The base is what was restored, whichever time."""
 
-    def of(self, process: Any, told: int) -> int:
+    def of(self, process: Any, told: int, turn: int = 0) -> int:
         return told
 
 
 class NewestBase(Bases):
     """What a process asks for belongs to the newest base."""
 
-    def of(self, process: Any, told: int) -> int:
+    def of(self, process: Any, told: int, turn: int = 0) -> int:
         return self._last
 
 

@@ -24,7 +24,16 @@ from pccheck_wire.errors import (
     RefusedError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Goodbye, Hello, Register, Registered, ReplyBody, Restored, Role
+from pccheck_wire.messages import (
+    Goodbye,
+    Hello,
+    Joined,
+    Register,
+    Registered,
+    ReplyBody,
+    Restored,
+    Role,
+)
 from pccheck_wire.units import MIB
 
 from .connection import Connection
@@ -214,7 +223,10 @@ class Session:
         """The newest checkpoint is restored (0: there is none). Ends the daemon's protection of the
         earlier run (P7). `base`: the sequence that is in place now, by restore(); `turn`: as
         `Steps.turn`."""
-        connection.request(Restored(sequence, base, turn), timeout_s=RESTORED_LIMIT_S)
+        restored = Restored(sequence, base, turn)
+        answer = connection.request(restored, timeout_s=RESTORED_LIMIT_S)
+        if isinstance(answer, Joined):
+            self.incarnation = answer.incarnation or self.incarnation
         self._restored = sequence
         self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None

@@ -107,7 +107,7 @@ class Recovery:
             return RestoreResult(skipped=found.skipped), False, 0
         if only is None:
             self._took_over(connection, *source, found.skipped, newest, base=found.sequence)
-            self._steps.restored(found.sequence)
+            self._steps.restored(found.sequence, self._session.incarnation)
         else:
             self._session.restored_in_part(found.step, only)
         result = RestoreResult(
@@ -278,7 +278,8 @@ class Recovery:
     ) -> None:
         if newest is None or newest.sequence < opened.sequence:
             newest = Durable(opened.sequence, opened.step)
-        self._session.took_over(connection, newest.sequence, base=base, turn=self._steps.turn)
+        turn = self._steps.next_turn(self._session.incarnation) if base else 0
+        self._session.took_over(connection, newest.sequence, base=base, turn=turn)
         self.newest = newest
         self.trainable = trainable.recorded(described)
         for item in skipped:

@@ -122,6 +122,7 @@ class Saver:
             handover.map if handover else 0,
             *self._gate.held.take(),
             base=steps.base,
+            turn=steps.base_turn,
             descents=steps.descents,
             row=steps.row,
             frozen_bytes=snapshot.worth_a_base,
