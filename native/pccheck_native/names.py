@@ -12,8 +12,10 @@ restore the same checkpoint have names in common again, whatever each of them di
 **The names of a start are ordered** by their fields from left to right, and a rank asks for them in
 this order. A late rank finds the numbers of the names that others have asked for.
 
-**Limit.** Ranks that make unequal calls *and* go back without a restore may give one name to two
-states: a rank that leaves out step 6, goes back as the others do, and saves step 6 then.
+**Limits.** Ranks that make unequal calls *and* go back without a restore may give one name to two
+states: a rank that leaves out step 6, goes back as the others do, and saves step 6 then. And a rank
+that restores alone in mid-run, and saves once before all ranks restore the same checkpoint, may
+have its checkpoint taken for one of theirs.
 """
 
 from __future__ import annotations

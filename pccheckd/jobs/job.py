@@ -249,14 +249,14 @@ class Job:
         if start.world_size == 1:
             self._take(rank, checkpoint, self._numbers.give(None, above))
             return None
-        base = start.bases.of(owner.process, body.base, body.turn)
+        base = start.bases.of((rank, owner.process), body.base, body.turn)
         name = Name(start.incarnation, base, body.descents, body.step, body.row)
         sequence = self._numbers.find(name)
         if sequence is not None:
             return self._found(rank, checkpoint, name, sequence)
         if later := names.in_later_line(name, self._names.items()):
             self._note_apart(names.why_apart(name, *later))
-            start.bases.missed(owner.process, later[1].base)
+            start.bases.missed((rank, owner.process), later[1].base)
         self._names[rank] = name
         self._take(rank, checkpoint, self._numbers.give(name, above))
         if body.on_busy == "skip":
@@ -645,7 +645,7 @@ class Job:
         """A rank has taken over what the job has (sequence 0: it found nothing)."""
         start = self.starts.of(rank, process)
         if body.base and start is not None:
-            start.bases.restored(process, body.base, body.turn)
+            start.bases.restored((rank, process), body.base, body.turn)
         self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
         return Joined(start.incarnation if start is not None else 0)

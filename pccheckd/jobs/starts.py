@@ -199,7 +199,7 @@ class Starts:
         del start.members[rank]
         begun = taken is not None and taken.begun  # what that process saved is a past of this one
         current.members[rank] = Member(process, begun=begun)
-        current.bases.came(process)
+        current.bases.came((rank, process))
         current.closed = current.closed or len(current.members) == current.world_size
         return current
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from pccheck import PCcheckClient
 from tests.integration.test_group import COUNTS, ranks, restored, save
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
@@ -166,6 +168,32 @@ def test_a_restore_on_one_rank_is_told_until_all_restore(
     assert restored(group) == [2, 2]
     save(group)
     assert ctl(None, "--socket", daemon.socket, "status").code == 0
+
+
+def test_two_ranks_of_one_process_restore_different_steps(daemon: Daemon) -> None:
+    """Each rank has its own restores, also where one process has a client for each."""
+
+    def clients() -> list[PCcheckClient]:
+        made = [
+            PCcheckClient(job="both", rank=rank, world_size=2, socket=daemon.socket)
+            for rank in range(2)
+        ]
+        for client in made:
+            client.attach(model=torch.nn.Linear(2, 2))
+        return made
+
+    group = clients()
+    for step in (1, 2):
+        for handle in [client.checkpoint(step=step) for client in group]:
+            handle.wait_global(60)
+    for client in group:
+        client.close()
+    again = clients()
+    assert [client.restore(step=1 + rank).step for rank, client in enumerate(again)] == [1, 2]
+    handles = [client.checkpoint(step=3) for client in again]
+    until(lambda: any("the same restore()" in (handle.reason or "") for handle in handles))
+    for client in again:
+        client.close()
 
 
 def test_ranks_that_begin_from_different_steps_share_none(

@@ -172,8 +172,10 @@ class _Epoch:
             if not self.began["makes"]:
                 self._begin_again()
             if not _is_read(loader):
-                restore_rng(generators)
-                self._note_in(loader)
+                # Its state may be of the end of the epoch before: then the loader makes another.
+                if not getattr(made, "_finished", False):
+                    restore_rng(generators)
+                    self._note_in(loader)
                 return made
             fetch = made._next_data
 
