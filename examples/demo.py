@@ -211,7 +211,7 @@ def compare(options: argparse.Namespace, node: Node, first: Run) -> dict[str, li
 
 
 def costs(runs: dict[str, list[Run]]) -> str:
-    """Each round is compared with its own run without checkpoints."""
+    """What each way costs, as a table."""
     lines = [f"   {'checkpoints':22} {'ms a step':>9}   slowdown (lowest to highest)"]
     for way, made in runs.items():
         pairs = zip(made, runs[NONE.name], strict=True)
@@ -219,6 +219,7 @@ def costs(runs: dict[str, list[Run]]) -> str:
         step_ms = statistics.median(run.step_s() for run in made) * 1e3
         spread = "" if way == NONE.name else f"  ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"   {way:22} {step_ms:9.1f} {statistics.median(ratios):10.2f}{spread}")
+    lines.append("   Medians; each round is compared with its own run without checkpoints.")
     return "\n".join(lines)
 
 
