@@ -15,7 +15,8 @@ this order. A late rank finds the numbers of the names that others have asked fo
 **Limits.** Ranks that make unequal calls *and* go back without a restore may give one name to two
 states: a rank that leaves out step 6, goes back as the others do, and saves step 6 then. And a rank
 that restores alone in mid-run, and saves once before all ranks restore the same checkpoint, may
-have its checkpoint taken for one of theirs.
+have its checkpoint taken for one of theirs; so may ranks that are not in lockstep, and go back to
+one checkpoint twice.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from .survey import Fault, Survey
 
 #: Tenants without a trainer that stay loaded, for recovery from DRAM.
 IDLE_MAX = 64
-#: Without a trainer for so long, a job is closed all the same.
+#: Without a trainer for so long, a job is closed, however few jobs are loaded.
 LOADED_S_MAX = 24 * 3600.0
 
 

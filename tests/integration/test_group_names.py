@@ -218,7 +218,7 @@ def test_ranks_that_begin_from_different_steps_share_none(
     assert restored(ranks(start_trainer, daemon, "2")) == [2, 2]
 
 
-def test_ranks_that_begin_from_different_steps_stay_apart_with_a_new_daemon(
+def test_different_beginnings_stay_apart_with_a_new_daemon(
     daemon: Daemon, start_trainer: Connect
 ) -> None:
     group = begin(start_trainer, daemon, "0")

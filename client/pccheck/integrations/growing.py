@@ -24,7 +24,7 @@ class GrowingLog:
     log are arrays over `bytes`, which never change: checkpoints read them in the background.
 
     Each call compares the list with the entries that it knows. After a removal, an insertion or a
-    replacement the log is encoded anew. Another value in an entry has the same effect: at once
+    replacement the log is encoded again. Another value in an entry has the same effect: at once
     behind the full pieces, else after as many calls as there are pieces.
     """
 
