@@ -22,7 +22,7 @@ from tests.arm64 import apart, userland
 #: Volumes from x86-64, the binding, and a real daemon with a real trainer.
 TESTS = (
     "tests/format",
-    "tests/unit/test_core_volume.py",
+    "tests/unit/pccheck_native/test_core_volume.py",
     "tests/promises/test_p1_copied.py::test_killed_after_copied_it_becomes_durable",
 )
 PROGRAM_LIMIT_S = 600

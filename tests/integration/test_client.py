@@ -33,8 +33,8 @@ from tests.support import stall
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Trainer
 from tests.support.waiting import until
-from tests.unit.test_flatten import same
-from tests.unit.test_inplace import make, states
+from tests.unit.pccheck.restoring.test_inplace import make, states
+from tests.unit.pccheck.state.test_flatten import same
 
 Connect = Callable[..., PCcheckClient]
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")

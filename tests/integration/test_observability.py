@@ -22,7 +22,7 @@ from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect
 from tests.support.volumes import damage, make
 from tests.support.waiting import until
-from tests.unit.test_metrics import labels_in_use, names_in_use
+from tests.unit.pccheckd.observe.test_metrics import labels_in_use, names_in_use
 
 LIMIT_S = 90.0
 

@@ -13,8 +13,8 @@ from torch import nn
 from pccheck import PCcheckClient
 from tests.support.daemon import Daemon
 from tests.support.programs import Program
-from tests.unit.test_flatten import same
-from tests.unit.test_inplace import Float32, Named, OwnBoth
+from tests.unit.pccheck.restoring.test_inplace import Float32, Named, OwnBoth
+from tests.unit.pccheck.state.test_flatten import same
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -1,0 +1,322 @@
+"""Pull or push: decided once per connection, sent to the daemon, exposed again when necessary."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from pccheck.saving.exposure import STAGING_BYTES_MAX, Exposure, NoStagingError
+from pccheck.state.extents import DevicePart, Shape, lay_out
+from pccheck_native import E_BAD_HANDLE, NativeError
+from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
+from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError
+from pccheck_wire.messages import Chose, Expose
+from tests.support.fakelink import FakeConnection
+from tests.support.payload import FakeDevices
+from tests.unit.pccheck.state.test_extents import view
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeDevices:
+    return FakeDevices().install(monkeypatch)
+
+
+def part(*addresses: int, volatile: int = 0, aside: bool = False) -> DevicePart:
+    views = [view(address, 512, 0) for address in addresses or (1 << 40,)]
+    if volatile:
+        views.append(view(3 << 40, volatile, 0, volatile=True))
+    made = lay_out(views, Shape(4096, aside)).device
+    assert made
+    return made
+
+
+def chosen(connection: FakeConnection) -> list[tuple[str, str]]:
+    return [(b.transfer, b.reason) for b in connection.sent if isinstance(b, Chose)]
+
+
+def automatic() -> tuple[FakeConnection, Exposure]:
+    connection = FakeConnection()
+    return connection, Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+
+
+def native_error(text: str, name: str = "BAD_HANDLE") -> NativeError:
+    error = NativeError(text)
+    error.code, error.code_name = E_BAD_HANDLE, name
+    return error
+
+
+def test_the_same_layout_is_exposed_once() -> None:
+    connection, exposure = automatic()
+    first = exposure.prepare(part())
+    again = exposure.prepare(part())
+    assert (first.map, again.map, connection.exposed()) == (1, 1, [1])
+    assert chosen(connection) == [("pull", "")]
+    assert exposure.prepare(part(1 << 41)).map == 2
+    assert connection.exposed() == [1, 2]
+    assert chosen(connection) == [("pull", "")]
+    assert connection.link.named("device_open") == [("device_open", 0)]
+
+
+def test_other_memory_at_the_same_addresses_is_exposed_anew() -> None:
+    connection, exposure = automatic()
+    exposure.prepare(part())
+    connection.link.holds = False
+    assert exposure.prepare(part()).map == 2
+
+
+def test_long_exposures_go_in_pieces() -> None:
+    connection, exposure = automatic()
+    data = os.urandom(2 * PIECES_MAX * PIECE_BYTES + 5)
+    connection.link.expose = lambda ranges, nbytes: data  # type: ignore[method-assign]
+    exposure.prepare(part())
+    messages = [body for body in connection.sent if isinstance(body, Expose)]
+    assert [message.more for message in messages] == [True, True, False]
+    assert all(len(m.data) <= PIECES_MAX for m in messages)
+    assert all(len(piece) <= PIECE_BYTES for m in messages for piece in m.data)
+    assert b"".join(piece for m in messages for piece in m.data) == data
+
+
+@pytest.mark.parametrize(
+    ("transfer", "change", "reason"),
+    [
+        ("push", {}, "the client has"),
+        ("auto", {"welcome": "no driver"}, "no driver"),
+        ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
+        ("auto", {"expose_error": native_error("no handle")}, "no CUDA IPC handle"),
+        ("auto", {"expose_error": native_error("no slot", "TOO_LARGE")}, "separate pieces"),
+        ("auto", {"refusal": RefusedError("another uid")}, "another uid"),
+        ("auto", {"refusal": RefusedError("two\nlines" + "x" * 300)}, "two lines"),
+    ],
+)
+def test_what_cannot_be_pulled_is_pushed(
+    transfer: str, change: dict[str, Any], reason: str
+) -> None:
+    connection = FakeConnection()
+    if "welcome" in change:
+        connection = FakeConnection(transfer="push", reason=change["welcome"])
+    exposure = Exposure(connection, transfer, 5)  # type: ignore[arg-type]
+    connection.link.cannot_pull = change.get("cannot_pull", "")
+    connection.link.expose_error = change.get("expose_error")
+    connection.refusal = change.get("refusal")
+    for _ in range(3):
+        assert exposure.prepare(part()).map == 0
+    ((how, why),) = chosen(connection)
+    assert how == "push" and reason in why and len(why) <= 200 and why.isprintable()
+    assert len(connection.link.named("expose")) <= 1  # refused once is refused
+    fresh = FakeConnection()  # but another daemon may take it
+    exposure = Exposure(fresh, transfer, 5)  # type: ignore[arg-type]
+    assert exposure.prepare(part()).map == (1 if transfer == "auto" else 0)
+
+
+def test_a_refusal_that_may_pass_is_asked_about_again() -> None:
+    connection, exposure = automatic()
+    connection.refusal = RefusedError("its context was not made", retryable=True)
+    maps = [exposure.prepare(part()).map for _ in range(31)]
+    assert not any(maps)
+    assert connection.exposed() == [1, 2, 3]  # at the first, the 11th and the 31st
+    assert len(chosen(connection)) == 1
+    connection.refusal = None
+    maps = [exposure.prepare(part()).map for _ in range(40)]
+    assert maps == [0] * 39 + [4]
+    assert chosen(connection)[-1] == ("pull", "")
+
+
+def test_a_daemon_whose_driver_is_late_is_asked_again() -> None:
+    connection = FakeConnection(transfer="push", reason="still loading")
+    connection.welcome.transfer_later = True
+    exposure = Exposure(connection, "auto", 5)  # type: ignore[arg-type]
+    assert [exposure.prepare(part()).map for _ in range(10)] == [0] * 9 + [1]
+    asked = FakeConnection(transfer="push", reason="still loading")
+    asked.welcome.transfer_later = True
+    exposure = Exposure(asked, "push", 5)  # type: ignore[arg-type]
+    assert not any(exposure.prepare(part()).map for _ in range(30))
+
+
+def test_a_full_gpu_gets_what_torch_keeps_for_later(fakes: FakeDevices) -> None:
+    """The room for the probe, for staging, and for what the daemon needs there."""
+    connection, exposure = automatic()
+    real, failures = connection.link.expose, [OSError(errno.ENOMEM, "out of memory")]
+
+    def once_full(ranges: bytes, nbytes: int) -> bytes:
+        if failures:
+            raise failures.pop()
+        return real(ranges, nbytes)
+
+    connection.link.expose = once_full  # type: ignore[method-assign]
+    assert exposure.prepare(part()).map == 1
+    assert fakes.emptied == [0]
+    connection.refusal = DeviceError("no memory left for the daemon", retryable=True)
+    connection.refusals = 1
+    assert exposure.prepare(part(1 << 41)).map == 3
+    assert fakes.emptied == [0, 0]
+    connection.link.no_staging = True
+    with pytest.raises(NoStagingError) as caught:
+        exposure.prepare(part(volatile=512))
+    assert caught.value.retryable
+    assert fakes.emptied == [0, 0, 0]
+
+
+def test_pull_that_cannot_be_had_is_an_error_when_it_was_demanded() -> None:
+    connection = FakeConnection()
+    exposure = Exposure(connection, "pull", 5)  # type: ignore[arg-type]
+    connection.refusal = RefusedError("another uid")
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="another uid"):
+            exposure.prepare(part())
+    assert chosen(connection) == [("push", "another uid")]
+    connection.refusal = None  # the failure was temporary: a handle that did not open once
+    assert exposure.prepare(part()).map == 3
+    assert chosen(connection)[-1] == ("pull", "")
+
+
+def test_a_gpu_that_lacks_what_pull_needs_is_named_every_time() -> None:
+    connection = FakeConnection()
+    exposure = Exposure(connection, "pull", 5)  # type: ignore[arg-type]
+    connection.link.cannot_pull = "no stream memory operations"
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="no stream memory"):
+            exposure.prepare(part())
+    assert connection.exposed() == []
+
+
+def test_a_daemon_that_does_not_answer_is_no_refusal() -> None:
+    connection, exposure = automatic()
+    connection.refusal = WaitTimeoutError("slow")
+    with pytest.raises(WaitTimeoutError):
+        exposure.prepare(part())
+    connection.refusal = None
+    assert exposure.prepare(part()).map == 2
+
+
+def test_a_gpu_that_cannot_be_opened_fails_the_checkpoint() -> None:
+    connection, exposure = automatic()
+
+    def broken(device: int) -> str:
+        raise native_error("the CUDA driver refused")
+
+    connection.link.device_open = broken  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match="refused"):
+        exposure.prepare(part())
+
+
+def test_memory_stays_until_the_next_exposure_is_acknowledged() -> None:
+    connection, exposure = automatic()
+    one, two = part(), part(1 << 41)
+    exposure.prepare(one)
+    assert exposure._kept is one.owners
+    connection.refusal = WaitTimeoutError("slow")
+    with pytest.raises(WaitTimeoutError):
+        exposure.prepare(two)
+    assert one.owners in exposure._kept and two.owners in exposure._kept
+    connection.refusal = None
+    exposure.prepare(two)
+    assert exposure._kept is two.owners
+
+
+def test_a_broken_copy_is_exposed_anew_until_the_daemon_refuses() -> None:
+    connection, exposure = automatic()
+    for number in range(1, 6):
+        assert exposure.prepare(part()).map == number
+        exposure.broke()
+    connection.refusal = RefusedError("the GPU driver failed")
+    assert exposure.prepare(part()).map == 0
+    assert chosen(connection)[-1] == ("push", "the GPU driver failed")
+
+
+def test_what_waits_for_a_slot_keeps_its_exposure() -> None:
+    """A state that does not fit is pushed meanwhile, so nothing is sent to the daemon."""
+    connection, exposure = automatic()
+    assert exposure.prepare(part()).map == 1
+    assert exposure.prepare(part(), queued=True).map == 1
+    assert exposure.prepare(part(1 << 41), queued=True).map == 0
+    assert connection.exposed() == [1]
+    assert chosen(connection) == [("pull", "")]
+    assert exposure.prepare(part(1 << 41)).map == 2
+    exposure.broke()
+    assert exposure.prepare(part(1 << 41), queued=True).map == 0
+    connection.refusal = RefusedError("another uid")
+    assert exposure.prepare(part(1 << 42)).map == 0
+    assert chosen(connection)[-1] == ("push", "another uid")
+
+
+def test_demanded_pull_fails_beside_what_waits_for_a_slot() -> None:
+    connection = FakeConnection()
+    exposure = Exposure(connection, "pull", 5)  # type: ignore[arg-type]
+    exposure.prepare(part())
+    with pytest.raises(DeviceError, match="waits for a slot"):
+        exposure.prepare(part(1 << 41), queued=True)
+    assert connection.exposed() == [1]
+
+
+def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
+    connection, exposure = automatic()
+    made = part(volatile=512)
+    handover = exposure.prepare(made)
+    address = connection.link.staging(0, 512)
+    assert handover.ranges == made.ranges({0: address})
+    exposure.trim()
+    assert not connection.link.named("staging_trim")
+    exposure.prepare(part(volatile=9000))  # moves
+    exposure.trim()
+    exposure.trim()
+    assert len(connection.link.named("staging_trim")) == 1
+    assert connection.exposed() == [1, 2]
+
+
+def test_staging_for_what_no_gate_guards_is_limited() -> None:
+    connection, exposure = automatic()
+    with pytest.raises(NoStagingError, match="without a gate"):
+        exposure.prepare(part(volatile=STAGING_BYTES_MAX + 1))
+    exposure.prepare(part(volatile=STAGING_BYTES_MAX + 1, aside=True))
+    connection.link.no_staging = True
+    with pytest.raises(NoStagingError, match="GPU 0 has no"):
+        exposure.prepare(part(volatile=512))
+
+
+def test_streams_are_marked_after_everything_was_staged(fakes: FakeDevices) -> None:
+    connection = FakeConnection()
+    exposure = Exposure(connection, "push", 5)  # type: ignore[arg-type]
+    views = [view(1 << 40, 512, 0), view(2 << 40, 64, 0, volatile=True), view(3 << 40, 64, 2)]
+    made = lay_out(views, Shape(4096, aside=True)).device
+    assert made
+    handover = exposure.prepare(made)
+    connection.link.calls.clear()
+    fakes.streams = {0: 7, 2: 9}
+    handover.enqueue(connection.link, 5)
+    assert [(c[0], c[1], c[2], c[-1]) for c in connection.link.named("stage")] == [
+        ("stage", 0, 7, False), ("stage", 0, 7, True), ("stage", 2, 9, True),
+    ]  # fmt: skip
+    assert connection.link.named("mark") == [
+        ("mark", 5, 0, 7, False, True), ("mark", 5, 2, 9, False, True),
+    ]  # fmt: skip
+    assert connection.link.calls[2][0] == "mark"
+
+
+def test_graphs_that_are_recorded_are_noticed() -> None:
+    connection, exposure = automatic()
+    connection.link.captures = True
+    assert not exposure.capturing()  # no stream of a GPU is known yet
+    exposure.prepare(part())
+    assert exposure.capturing()
+
+
+def test_no_room_for_the_probe_is_no_reason_to_fail() -> None:
+    connection, exposure = automatic()
+    connection.link.expose_error = OSError(errno.ENOMEM, "out of memory")
+    assert exposure.prepare(part()).map == 0
+    assert "out of memory" in chosen(connection)[0][1]
+    assert connection.exposed() == []  # there was nothing to take back
+
+
+def test_what_is_pushed_from_now_on_is_taken_back() -> None:
+    connection, exposure = automatic()
+    exposure.prepare(part())
+    connection.link.expose_error = native_error("no handle")
+    for _ in range(2):
+        assert exposure.prepare(part(1 << 41)).map == 0
+    messages = [body for body in connection.sent if isinstance(body, Expose)]
+    assert [bool(message.data) for message in messages] == [True, False]
+    assert messages[1].map > messages[0].map
