@@ -55,12 +55,16 @@ WORKERS ?= 7
 pytest: $(READY) ## all tests in Python, WORKERS (7) at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-lint: $(READY) ## ruff, mypy --strict, the layers, clang-format
+# Older subjects may be longer.
+SUBJECTS_FROM := b91af317
+lint: $(READY) ## ruff, mypy --strict, the layers, clang-format, commit subjects
 	$(BIN)/ruff check -q $(PYTHON_SOURCES)
 	$(BIN)/ruff format -q --check $(PYTHON_SOURCES)
 	$(BIN)/mypy $(PACKAGES) -p bench -p examples
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	@$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	@git log --no-merges --format=%s $(SUBJECTS_FROM)..HEAD 2>/dev/null | awk '/^[a-z0-9_., -]+: ./ && length <= 65 {next} \
+		{print "commit subject (area: what, at most 65 letters): " $$0; bad = 1} END {exit bad}'
 
 format: $(READY) ## formats Python and C in place
 	$(BIN)/ruff check -q --fix $(PYTHON_SOURCES)
