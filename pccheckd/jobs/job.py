@@ -12,14 +12,14 @@ from typing import Any
 from pccheck_native import catalog, group, names
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_native.names import Name, Numbers
-from pccheck_wire.basics import some
+from pccheck_wire.ends import NONE_KEEPS, Cause, Why
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Joined, Restored, Writing
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
-from pccheckd.tenancy.checkpoint import GIVEN_UP, Checkpoint, End
+from pccheckd.tenancy.checkpoint import Checkpoint, End, failed
 from pccheckd.tenancy.tenant import Tenant
 
 from .starts import Starts
@@ -37,13 +37,8 @@ RESTS = 4
 ASKED_MAX = 512  # requests whose time is remembered until they are common
 _LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})  # the rank does not have it
 
-_FENCED = (
-    "a newer start of this job is running, so checkpoints of this process are not saved",
-    "end this process if it is a leftover; otherwise call restore(), which loads the state of the "
-    "newest start. A live start with another launch id or number of ranks must end first",
-)
 #: What a late rank asks for, after the others needed the slot.
-_GONE = "another rank no longer has this checkpoint, so no rank keeps it"
+_GONE = Why(Cause.RANK_DROPPED)
 
 
 class Job:
@@ -64,7 +59,7 @@ class Job:
         self._names: dict[int, Name] = {}  # of the checkpoint that each rank requested last
         self.apart = ""  #: why two ranks can have no checkpoint after the newest common one
         self._doubtful: frozenset[int] = frozenset()  # were given up at some time
-        self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
+        self._skips: dict[int, Why] = {}  # sequences that all ranks skip, and why
         #: By sequence: the rank that requested it first, and how that rank divides its state.
         self._divisions: dict[int, tuple[int, int]] = {}
         self._absent_s: dict[int, float] = {}  # ranks without a process, and since when
@@ -236,13 +231,13 @@ class Job:
 
     def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> End | None:
         """Sets incarnation and sequence of a requested checkpoint. Returns its end if not every
-        rank can have it. Raises RefusedError."""
+        rank can have it."""
         tenant = self.tenants[rank]
         owner = tenant.owner
         assert owner is not None
         start = self.starts.may_ask(rank, owner.process)
         if start is None:
-            raise RefusedError(_FENCED[0], hint=_FENCED[1])
+            return End(State.FAILED, Why(Cause.FENCED))
         self._catch_up()
         checkpoint.incarnation = start.incarnation
         above = max(self.asked(rank), tenant.volumes.last_sequence())
@@ -277,7 +272,7 @@ class Job:
             if self._is_there(sequence):
                 return None
         why = self._skips.get(sequence) or self._why_lost(sequence)
-        return End(State.SKIPPED, why or _GONE, error=GIVEN_UP)
+        return End(State.SKIPPED, why or _GONE)
 
     def _is_there(self, sequence: int) -> bool:
         """Some rank has it, durable or in flight, and it is not given up: a late rank may save
@@ -303,22 +298,15 @@ class Job:
             if rank < self.world_size and tenant.owner is not None and not tenant.has_room()
         ]
         if busy:
-            self._skips[sequence] = f"every slot of rank {busy[0]} was busy, so no rank saved it"
+            self._skips[sequence] = Why(Cause.RANK_BUSY, busy[0])
             _trim(self._skips)
 
-    def require_alike(self, rank: int, sequence: int, division: int) -> None:
-        """Raises RefusedError when another rank divides its replicated state in another way: then
-        the ranks together do not store the whole state, though each stores its part."""
+    def unlike(self, rank: int, sequence: int, division: int) -> End | None:
+        """The end of a checkpoint when another rank divides its replicated state in another way:
+        then the ranks together do not store the whole state, though each stores its part."""
         first, its = self._divisions.setdefault(sequence, (rank, division))
         _trim(self._divisions)
-        if its != division:
-            raise RefusedError(
-                f"ranks {first} and {rank} have attached different tensors with replicated=True, "
-                "or the same in another order",
-                hint="attach the same modules and optimizers, in one order, on every rank. What "
-                "only one rank has (an averaged model on rank 0) needs a client and a job of its "
-                "own: PCcheckClient(job=..., solo=True)",
-            )
+        return None if its == division else failed(Cause.UNLIKE, first << 32 | rank)
 
     def waits_s(self) -> float:
         """How long the oldest request above the newest common checkpoint has waited to become
@@ -330,8 +318,8 @@ class Job:
         """Whether some rank will never have it."""
         return sequence in self.agreement.given_up or sequence in self._skips
 
-    def why_given_up(self, sequence: int) -> str:
-        """Which rank will never have a checkpoint, and why, in words."""
+    def why_given_up(self, sequence: int) -> Why:
+        """Which rank will never have a checkpoint, and why."""
         if sequence in self._skips:
             return self._skips[sequence]
         if why := self._why_lost(sequence):
@@ -344,24 +332,26 @@ class Job:
         first = next(lacking, None)
         if first is None:
             return _GONE
-        return f"{self._why_lacking(first, sequence)}, so no rank keeps it"
+        return self._why_lacking(first, sequence)
 
-    def _why_lost(self, sequence: int) -> str:
-        """Which rank has skipped it or failed to save it; "" when none did."""
+    def _why_lost(self, sequence: int) -> Why | None:
+        """Which rank has skipped it or failed to save it."""
         for rank, tenant in sorted(self.tenants.items()):
             found = tenant.ledger.of_sequence(sequence)
-            if found is not None and found.error != GIVEN_UP and found.state in _LOST:
-                why = f"rank {rank} did not save this checkpoint ({found.reason})"
-                return f"{why}, so no rank keeps it"
-        return ""
+            if found is not None and found.state in _LOST and not found.is_given_up:
+                reason = f"({found.sentence.reason})"
+                words = f"rank {rank} did not save this checkpoint {reason}, {NONE_KEEPS}"
+                return Why(Cause.RANK_LACKS, rank, words=words)
+        return None
 
-    def _why_lacking(self, rank: int, sequence: int) -> str:
+    def _why_lacking(self, rank: int, sequence: int) -> Why:
         name, its = self._numbers.name_of(sequence), self._names.get(rank)
         if rank in self._gone:
-            return f"rank {rank} ended without this checkpoint"
+            return Why(Cause.RANK_ENDED, rank)
         if name is not None and its is not None and its.start == name.start:
-            return names.why_apart(name, rank, its)
-        return f"rank {rank} did not ask for this checkpoint"
+            words = f"{names.why_apart(name, rank, its)}, {NONE_KEEPS}"
+            return Why(Cause.RANK_LACKS, rank, words=words)
+        return Why(Cause.RANK_NEVER, rank)
 
     # -- what the group decides ----------------------------------------------------------------
 
@@ -450,9 +440,9 @@ class Job:
         common, lost = {one.sequence for one in self._shared}, self._lost()
 
         @functools.cache  # the ranks ask for the same ones
-        def why_never(sequence: int) -> str:
+        def why_never(sequence: int) -> Why | None:
             never = sequence not in common and (sequence in lost or self.gives_up(sequence))
-            return self.why_given_up(sequence) if never else ""
+            return self.why_given_up(sequence) if never else None
 
         for tenant in self.tenants.values():
             tenant.obey(self.agreement)
@@ -551,15 +541,15 @@ class Job:
             after=owner.restored or 0, slots=current.info.slots - len(staying),
         )  # fmt: skip
 
-    async def request_slot(self, rank: int) -> str:
+    async def request_slot(self, rank: int) -> list[int]:
         """A rank of a group has no slot for its next checkpoint: gives up what it can, by the next
         decision, which is one for all ranks that ask meanwhile. Names the ranks that are waited
-        for although they have requested nothing; "" otherwise."""
+        for although they have requested nothing."""
         self._short.add(rank)
         decided = self._decided
         self._decide_next()
         await decided.wait()
-        return some(group.lagging(self._known, self.world_size, rank, self.agreement))
+        return group.lagging(self._known, self.world_size, rank, self.agreement)
 
     # -- recovery ------------------------------------------------------------------------------
 

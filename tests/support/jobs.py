@@ -11,6 +11,7 @@ from typing import Any
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import Begin
 from pccheckd.config.sources import Config
@@ -174,7 +175,7 @@ class Tenant:
     def became_global(self, newest: int, _sequences: set[int]) -> None:
         self.made_global.append(newest)
 
-    def gave_up(self, why_never: Callable[[int], str]) -> None:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         self.why_never = why_never
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -232,8 +233,8 @@ class Ranks:
         self.ended = self.job.number(rank, item, body)
         return item.incarnation, item.sequence
 
-    def request_slot(self, rank: int) -> str:
-        async def ask() -> str:
+    def request_slot(self, rank: int) -> list[int]:
+        async def ask() -> list[int]:
             return await self.job.request_slot(rank)
 
         return asyncio.run(ask())

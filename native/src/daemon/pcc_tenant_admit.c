@@ -125,7 +125,7 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return -PCC_E_ABORTED;
     }
-    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence, 0);
+    pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
     pcc_tenant_pull_start(tenant, save, *parts);
     *parts = NULL;
     pcc_tenant_hand_out(tenant);
@@ -146,8 +146,8 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
     return error;
 }
 
-void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                       uint64_t sequence)
+void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+                       const struct pcc_tenant_end *end)
 {
     pcc_tenant_lock(tenant);
     if (tenant->attached) {
@@ -156,7 +156,7 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
         if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
             word == pcc_word(snapshot, PCC_WORD_COPYING)) {
             /* The outcome first: a client that sees REFUSED finds the reason. */
-            pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
+            pcc_tenant_outcome(tenant, snapshot, end);
             if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
                 struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
                 if (save != NULL)
@@ -187,11 +187,11 @@ uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots)
     return count;
 }
 
-void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence, uint64_t newer)
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_tenant_end *end)
 {
     pcc_tenant_lock(tenant);
-    pcc_tenant_outcome(tenant, snapshot, outcome, sequence, newer);
+    pcc_tenant_outcome(tenant, snapshot, end);
     pcc_tenant_wake_client(tenant);
     pcc_tenant_unlock(tenant);
 }
@@ -217,13 +217,18 @@ void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot)
         device_done(tenant, snapshot, device);
 }
 
-void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence)
+void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                            int error)
 {
+    const uint64_t snapshot = save->snapshot;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+    const struct pcc_tenant_end end = {.outcome = PCC_OUTCOME_FAILED,
+                                       .sequence = save->sequence,
+                                       .reason = {.stage = PCC_STAGE_COPY, .error = error}};
 
     if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING)) {
         /* The outcome first: a client that sees REFUSED finds the reason. */
-        pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence, 0);
+        pcc_tenant_outcome(tenant, snapshot, &end);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     }
     pcc_tenant_release_streams(tenant, snapshot);

@@ -268,8 +268,11 @@ extern const struct pcc_save_events pcc_tenant_save_events;
 void *pcc_tenant_drain_run(void *tenant);
 struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
 void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
-void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence, uint64_t newer);
+void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_tenant_end *end);
+/* COPYING, COPIED or WRITING. */
+void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                              enum pcc_outcome outcome);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
 void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
 /* The chunk is filled and handed over. */
@@ -286,7 +289,8 @@ int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *sav
 /* The word of the snapshot is final: the streams of all GPUs may continue. */
 void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
 /* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
-void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence);
+void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                            int error);
 
 /* The drain thread, without the lock: whether the trainer lived after what was read by now. True
  * when there was something to judge. */

@@ -23,6 +23,7 @@ import pytest
 from pccheck_native import NativeError, Volume, layout
 from pccheck_wire import codec
 from pccheck_wire.basics import PROTOCOL_VERSION
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import RefusedError, StoreLockedError
 from pccheck_wire.messages import Begin, Drop, Failure, Hello, Reply, Report, Request, Role, Verify
 from pccheckd.config.options import Config
@@ -701,7 +702,7 @@ async def test_the_first_rank_that_asks_decides_whether_all_skip(
     assert not job.gives_up(asks(11, "skip"))
     monkeypatch.setattr(tenant, "has_room", lambda: False)
     skipped = asks(12, "skip")
-    assert job.gives_up(skipped) and "rank 0 was busy" in job.why_given_up(skipped)
+    assert job.gives_up(skipped) and job.why_given_up(skipped) == Why(Cause.RANK_BUSY, 0)
     assert not job.gives_up(asks(13, "wait"))
     monkeypatch.setattr(tenant, "has_room", lambda: True)
     assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
