@@ -36,7 +36,7 @@ from .restoring.begin import Saved
 from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
 from .restoring.reading import Found, RestoreResult
 from .saving.handle import Checkpoint
-from .saving.in_flight import Durable
+from .saving.phases import Durable
 from .state.attaching import Stateful
 from .state.rng import capture_rng, restore_rng
 from .state.shards import Shard

@@ -67,6 +67,11 @@ class Why(NamedTuple):
     hint: str = ""
 
 
+def in_words(words: str, hint: str = "", code: str = "") -> Why:
+    """A reason that has no cause of its own. The page has no room for it."""
+    return Why(Cause.DESCRIBED, code=code, words=words, hint=hint)
+
+
 class Sentence(NamedTuple):
     reason: str  # "" when it is not known here
     hint: str

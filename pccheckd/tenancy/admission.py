@@ -10,13 +10,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pccheck_native import _core
-from pccheck_wire.ends import Cause, Why
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import InternalError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
-from .checkpoint import Checkpoint, End, described, failed
+from .checkpoint import Checkpoint, End, failed
 
 if TYPE_CHECKING:
     from .tenant import Tenant
@@ -141,7 +141,7 @@ class Admission:
             told = translated(error, f"the volume of {self._tenant.key}")
             why = Why(stage="begin", code=code, number=number)
             if code not in _REFUSED:
-                why = described(told.message, told.hint, code or told.code)
+                why = in_words(told.message, told.hint, code or told.code)
             self._tenant.refuse(checkpoint, End(State.FAILED, why))
             if code not in _REFUSED and isinstance(told, InternalError):
                 LOG.warning(

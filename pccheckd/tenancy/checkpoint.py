@@ -53,11 +53,6 @@ def failed(cause: Cause, argument: float = 0) -> End:
     return End(State.FAILED, Why(cause, argument))
 
 
-def described(words: str, hint: str = "", code: str = "", number: int = 0) -> Why:
-    """In words that the page has no room for."""
-    return Why(Cause.DESCRIBED, 0, "begin" if number else "", code, number, words, hint)
-
-
 class Record(NamedTuple):
     """All that is known of one checkpoint at one moment. Times are CLOCK_MONOTONIC ns; 0 = not
     reached."""

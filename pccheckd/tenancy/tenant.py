@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import size_text
-from pccheck_wire.ends import Cause, Why
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
@@ -23,7 +23,7 @@ from pccheckd.core.port import Owner, Port
 
 from . import inherited
 from .admission import Admission
-from .checkpoint import Checkpoint, End, described
+from .checkpoint import Checkpoint, End
 from .group import Group
 from .leases import Leases
 from .ledger import Ledger
@@ -524,7 +524,7 @@ class Tenant:
         """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
         found, port = self.ledger.find(session, snapshot), self._port_of(session)
         if found is not None:
-            self.refuse(found, End(State.FAILED, described(why.message, why.hint)))
+            self.refuse(found, End(State.FAILED, in_words(why.message, why.hint)))
         elif port is not None:
             self.ledger.lose(session, snapshot)
             self._refuse_lost(port, snapshot)

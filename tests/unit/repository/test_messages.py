@@ -40,8 +40,9 @@ from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
 from pccheck.restoring.inplace import Placement
 from pccheck.restoring.reading import ask_open
+from pccheck.saving.failures import Failures
 from pccheck.saving.handle import Checkpoint
-from pccheck.saving.in_flight import InFlight, abandoned_because
+from pccheck.saving.in_flight import InFlight
 from pccheck.saving.verdict import fail_moved
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved
@@ -50,6 +51,7 @@ from pccheck.state.metadata import metadata_node
 from pccheck.state.plan import AttachedPlan
 from pccheck.warn import Warner
 from pccheck_wire import attach, basics, tree
+from pccheck_wire.ends import Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState, Hello, Open, Registered, Role, Skipped, Writing
 from pccheck_wire.peer import VARIABLE
 from pccheckctl import cli
@@ -220,13 +222,13 @@ def plain_ddp(kit: Kit, **options: Any) -> None:
 
 
 def moved(kit: Kit) -> None:
-    saver = kit.client()._saver
-    saver._moved.append((5, Moved("model.weight", "")))
-    saver._report_moved()
+    failures = Failures(Warner())
+    failures.moved(5, Moved("model.weight", ""))
+    failures.report_moved()
 
 
 def last_ones(kit: Kit, *steps: int, durable: int | None = None, known: bool = False) -> None:
-    failures = kit.client()._saver.failures
+    failures = Failures(Warner())
     if durable is not None:
         failures.durable(durable, 1)
     for step in steps:
@@ -538,7 +540,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "stale": stale,
     "CUDA graph": graph,
     "stalled": stalled,
-    "failed": lambda kit: kit.client()._saver.failures.report(5, "no space left in /data"),
+    "failed": lambda _: Failures(Warner()).report(5, "no space left in /data"),
     "last ones failed": lambda kit: last_ones(kit, 5, 6, durable=4),
     "all failed": lambda kit: last_ones(kit, 5, known=True),
     "none is known": lambda kit: last_ones(kit, 5),
@@ -550,7 +552,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "superseded": superseded,
     "handle failed": failed(CheckpointState.FAILED),
     "handle skipped": failed(CheckpointState.SKIPPED),
-    "GPU copy": lambda _: raised(RuntimeError(abandoned_because("EIO"))),
+    "GPU copy": lambda _: raised(RuntimeError(str(sentence(Why(Cause.NOT_READ, code="EIO"))))),
     # -- restore
     "restore before attach": lambda kit: kit.connected().restore(),
     "restore with fresh": lambda kit: kit.attached(fresh=True).restore(),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pccheck.saving.gate import Gate
-from pccheck.saving.in_flight import UNREADABLE, InFlight
+from pccheck.saving.in_flight import InFlight
+from pccheck.saving.phases import UNREADABLE
 from pccheck.saving.verdict import Verdict
 from pccheck.state.changes import CHANGED, FREED, LOST, Moved, Reading, Tensors
 from pccheck.state.flatten import Flattener

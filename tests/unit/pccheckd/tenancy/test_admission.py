@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from pccheck_native import NativeError
-from pccheck_wire.ends import Cause, sentence
+from pccheck_wire.ends import Cause, in_words, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.tenancy.admission import PENDING_MAX, Admission
-from pccheckd.tenancy.checkpoint import Checkpoint, End, described, failed
+from pccheckd.tenancy.checkpoint import Checkpoint, End, failed
 
 
 def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
@@ -174,7 +174,7 @@ def test_an_error_of_one_that_was_refused_meanwhile_is_no_fault(
 
         async def begin_save(self, item: Checkpoint) -> int:
             if ends:
-                item.end(State.FAILED, 1, described("the trainer ended"))
+                item.end(State.FAILED, 1, in_words("the trainer ended"))
             raise native("BAD_PEER")
 
         def refuse(self, item: Checkpoint, end: End) -> None:

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from pccheck_native import Event, SaveTimes
-from pccheck_wire.ends import Cause, Why
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.checkpoint import LIVE, MOVES, Checkpoint, UnlistedMoveError, described
+from pccheckd.tenancy.checkpoint import LIVE, MOVES, Checkpoint, UnlistedMoveError
 from pccheckd.tenancy.ledger import Ledger
 
 ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
@@ -92,7 +92,7 @@ def test_durable_may_overtake_copied() -> None:
 
 def test_an_end_is_final() -> None:
     item = checkpoint(State.COPYING)
-    item.end(State.FAILED, 1, described("why", "fix"))
+    item.end(State.FAILED, 1, in_words("why", "fix"))
     assert item.sentence[:2] == ("why", "fix") and not item.live
     with pytest.raises(UnlistedMoveError):
         item.advance(State.DURABLE, 2)
