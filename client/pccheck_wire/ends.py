@@ -12,47 +12,100 @@ from typing import NamedTuple
 
 from .basics import SAME_VERSION_HINT
 
+NONE_KEEPS = "so no rank keeps it"
+CHECK_DISK = "check the disk and the kernel's log"
+_UNKNOWN = "the connection to pccheckd ended before it reported how the checkpoint ended"
+_CLIENT = 1 << 15
+
 
 class Cause(enum.IntEnum):
-    """A number of 16 bits. The first three are the native core's (`enum pcc_cause`); those from
-    CLIENT on never stand in the page: the client itself ended the checkpoint."""
+    """A number of 16 bits, with reason and hint. In a reason `{n}` is the argument, `{high}` and
+    `{low}` are its halves of 32 bits. The first three are the native core's (`enum pcc_cause`);
+    those from _CLIENT on never stand in the page: the client itself ended the checkpoint."""
+
+    def __new__(cls, number: int, reason: str = "", hint: str = "") -> Cause:
+        made = int.__new__(cls, number)
+        made._value_ = number
+        made.reason, made.hint = reason, hint
+        return made
+
+    reason: str
+    hint: str
 
     CODE = 0  # stage and code say why
-    REPLACED = 1
-    OTHER_RANK = 2  # the core knows no more of the group
+    REPLACED = 1, "a newer checkpoint became durable first"
+    OTHER_RANK = 2, "another rank did not save this checkpoint"  # the core knows no more of it
     DESCRIBED = 3  # the words are the daemon's
-    REPLACED_ON_ALL = 4
-    ENDED_BEFORE = 5
-    STOPPING = 6
-    BAD_REQUEST = 7
-    REQUEST_LOST = 8
-    FENCED = 9
-    NO_ROOM = 10
-    QUEUE_FULL = 11
-    SLOTS_BUSY = 12
-    SLOTS_LATE = 13
-    SLOTS_PROTECTED = 14
-    SLOTS_BROKEN = 15
-    UNLIKE = 16
-    RANK_BUSY = 17
-    RANK_LACKS = 18
-    RANK_ENDED = 19
-    RANK_NEVER = 20
-    RANK_DROPPED = 21
-    INTERNAL = 22
+    REPLACED_ON_ALL = 4, "a newer checkpoint became global first"
+    ENDED_BEFORE = 5, "the trainer ended, or pccheckd stopped, before the checkpoint began"
+    STOPPING = 6, "the daemon is stopping"
+    BAD_REQUEST = 7, "its request is not valid", SAME_VERSION_HINT
+    REQUEST_LOST = (
+        8, "its request did not reach pccheckd: the process that receives it had ended",
+        "see pccheckd's log",
+    )  # fmt: skip
+    FENCED = (
+        9, "a newer start of this job is running, so checkpoints of this process are not saved",
+        "end this process if it is a leftover; otherwise call restore(), which loads the state of "
+        "the newest start. A live start with another launch id or number of ranks must end first",
+    )  # fmt: skip
+    NO_ROOM = 10, "no space was registered for it"
+    QUEUE_FULL = 11, "more than {n} checkpoints wait"
+    SLOTS_BUSY = 12, "every slot was busy", 'on_busy="wait" waits'
+    SLOTS_LATE = (
+        13, "every slot is in use; a slot becomes free when rank {n} saves the checkpoints that "
+        "this rank has",
+        "call checkpoint() for the same steps on every rank; if only one rank saves, make its "
+        "client with solo=True",
+    )  # fmt: skip
+    SLOTS_PROTECTED = (
+        14, "the remaining slots hold checkpoints of the previous run, up to sequence {n}",
+        "call restore() or adopt() first, or start with fresh=True",
+    )  # fmt: skip
+    SLOTS_BROKEN = 15, "no slot of its volume is usable: {n} had write errors", "check the disk"
+    UNLIKE = (
+        16, "ranks {high} and {low} have attached different tensors with replicated=True, or the "
+        "same in another order",
+        "attach the same modules and optimizers, in one order, on every rank. What only one rank "
+        "has (an averaged model on rank 0) needs a client and a job of its own: "
+        "PCcheckClient(job=..., solo=True)",
+    )  # fmt: skip
+    RANK_BUSY = 17, "every slot of rank {n} was busy, so no rank saved it"
+    RANK_LACKS = 18, f"rank {{n}} did not save this checkpoint, {NONE_KEEPS}"
+    RANK_ENDED = 19, f"rank {{n}} ended without this checkpoint, {NONE_KEEPS}"
+    RANK_NEVER = 20, f"rank {{n}} did not ask for this checkpoint, {NONE_KEEPS}"
+    RANK_DROPPED = 21, f"another rank no longer has this checkpoint, {NONE_KEEPS}"
+    INTERNAL = 22, "an internal error of the daemon", "see the daemon's log"
 
-    CLIENT = 1 << 15
-    INTERRUPTED = CLIENT + 1
-    RUN_ENDED = CLIENT + 2
-    OVERDUE = CLIENT + 3
-    STREAM_OVERDUE = CLIENT + 4
-    SOURCE_GONE = CLIENT + 5
-    NOT_READ = CLIENT + 6
-    DAEMON_ENDED = CLIENT + 7
-    FORKED = CLIENT + 8
-    UNKNOWN = CLIENT + 9
-    SAVED = CLIENT + 10
-    LOST = CLIENT + 11
+    INTERRUPTED = (_CLIENT + 1, "abandoned: this process was interrupted before it was copied")
+    RUN_ENDED = _CLIENT + 2, "abandoned: the run ended before it was copied"
+    OVERDUE = _CLIENT + 3, "abandoned: it was not copied within stall_limit_s={n:g} s"
+    STREAM_OVERDUE = (
+        _CLIENT + 4,
+        "abandoned: it was not copied within stall_limit_s, and a GPU stream waited for it",
+    )
+    SOURCE_GONE = (  # until the verdict on its tensors says which one
+        _CLIENT + 5, "abandoned: memory of a tensor was freed or moved while it was copied"
+    )  # fmt: skip
+    NOT_READ = (
+        _CLIENT + 6,
+        "its tensors could not be copied ({code}); for a GPU see nvidia-smi and dmesg",
+    )
+    DAEMON_ENDED = _CLIENT + 7, "the daemon ended before the checkpoint was durable"
+    FORKED = _CLIENT + 8, "only the parent of a forked process learns how the checkpoint ends"
+    # It may be durable. What was reported as failed stays so, and is named when it is durable.
+    UNKNOWN = _CLIENT + 9, _UNKNOWN, "whether it is durable: pccheckctl list"
+    SAVED = _CLIENT + 10, f"{_UNKNOWN}; it is durable, as sequence {{n}}"
+    LOST = _CLIENT + 11, f"{_UNKNOWN}; it is not durable"
+
+
+#: What the page cannot say in full.
+_ASKS = frozenset({Cause.OTHER_RANK, Cause.DESCRIBED, Cause.RANK_LACKS})
+#: Causes of checkpoints that another rank of the job will never have.
+OF_THE_GROUP = frozenset({
+    Cause.OTHER_RANK, Cause.RANK_BUSY, Cause.RANK_LACKS, Cause.RANK_ENDED, Cause.RANK_NEVER,
+    Cause.RANK_DROPPED,
+})  # fmt: skip
 
 
 class Why(NamedTuple):
@@ -81,91 +134,10 @@ class Sentence(NamedTuple):
         return f"{self.reason} ({self.hint})" if self.hint else self.reason
 
 
-NONE_KEEPS = "so no rank keeps it"
-_UNKNOWN = "the connection to pccheckd ended before it reported how the checkpoint ended"
 _STORAGE_GONE = (
     "nothing to do: a later checkpoint goes into a new volume. Only if the storage directory "
     "itself was removed, create it again. To remove a job's checkpoints use: pccheckctl drop"
 )
-CHECK_DISK = "check the disk and the kernel's log"
-
-#: Reason and hint. `{n}` is the argument, `{high}` and `{low}` are its halves of 32 bits.
-_BY_CAUSE = {
-    Cause.REPLACED: ("a newer checkpoint became durable first", ""),
-    Cause.REPLACED_ON_ALL: ("a newer checkpoint became global first", ""),
-    Cause.OTHER_RANK: ("another rank did not save this checkpoint", ""),
-    Cause.ENDED_BEFORE: (
-        "the trainer ended, or pccheckd stopped, before the checkpoint began", ""
-    ),
-    Cause.STOPPING: ("the daemon is stopping", ""),
-    Cause.BAD_REQUEST: ("its request is not valid", SAME_VERSION_HINT),
-    Cause.REQUEST_LOST: (
-        "its request did not reach pccheckd: the process that receives it had ended",
-        "see pccheckd's log",
-    ),
-    Cause.FENCED: (
-        "a newer start of this job is running, so checkpoints of this process are not saved",
-        "end this process if it is a leftover; otherwise call restore(), which loads the state of "
-        "the newest start. A live start with another launch id or number of ranks must end first",
-    ),
-    Cause.NO_ROOM: ("no space was registered for it", ""),
-    Cause.QUEUE_FULL: ("more than {n} checkpoints wait", ""),
-    Cause.SLOTS_BUSY: ("every slot was busy", 'on_busy="wait" waits'),
-    Cause.SLOTS_LATE: (
-        "every slot is in use; a slot becomes free when rank {n} saves the checkpoints that this "
-        "rank has",
-        "call checkpoint() for the same steps on every rank; if only one rank saves, make its "
-        "client with solo=True",
-    ),
-    Cause.SLOTS_PROTECTED: (
-        "the remaining slots hold checkpoints of the previous run, up to sequence {n}",
-        "call restore() or adopt() first, or start with fresh=True",
-    ),
-    Cause.SLOTS_BROKEN: (
-        "no slot of its volume is usable: {n} had write errors", "check the disk"
-    ),
-    Cause.UNLIKE: (
-        "ranks {high} and {low} have attached different tensors with replicated=True, or the same "
-        "in another order",
-        "attach the same modules and optimizers, in one order, on every rank. What only one rank "
-        "has (an averaged model on rank 0) needs a client and a job of its own: "
-        "PCcheckClient(job=..., solo=True)",
-    ),
-    Cause.RANK_BUSY: ("every slot of rank {n} was busy, so no rank saved it", ""),
-    Cause.RANK_LACKS: (f"rank {{n}} did not save this checkpoint, {NONE_KEEPS}", ""),
-    Cause.RANK_ENDED: (f"rank {{n}} ended without this checkpoint, {NONE_KEEPS}", ""),
-    Cause.RANK_NEVER: (f"rank {{n}} did not ask for this checkpoint, {NONE_KEEPS}", ""),
-    Cause.RANK_DROPPED: (f"another rank no longer has this checkpoint, {NONE_KEEPS}", ""),
-    Cause.INTERNAL: ("an internal error of the daemon", "see the daemon's log"),
-    Cause.INTERRUPTED: ("abandoned: this process was interrupted before it was copied", ""),
-    Cause.RUN_ENDED: ("abandoned: the run ended before it was copied", ""),
-    Cause.OVERDUE: ("abandoned: it was not copied within stall_limit_s={n:g} s", ""),
-    Cause.STREAM_OVERDUE: (
-        "abandoned: it was not copied within stall_limit_s, and a GPU stream waited for it", ""
-    ),
-    # Until the verdict on its tensors says which one.
-    Cause.SOURCE_GONE: (
-        "abandoned: memory of a tensor was freed or moved while it was copied", ""
-    ),
-    Cause.NOT_READ: (
-        "its tensors could not be copied ({code}); for a GPU see nvidia-smi and dmesg", ""
-    ),
-    Cause.DAEMON_ENDED: ("the daemon ended before the checkpoint was durable", ""),
-    Cause.FORKED: ("only the parent of a forked process learns how the checkpoint ends", ""),
-    # It may be durable. What was reported as failed stays so, and is named when it is durable.
-    Cause.UNKNOWN: (_UNKNOWN, "whether it is durable: pccheckctl list"),
-    Cause.SAVED: (f"{_UNKNOWN}; it is durable, as sequence {{n}}", ""),
-    Cause.LOST: (f"{_UNKNOWN}; it is not durable", ""),
-}  # fmt: skip
-#: What the page cannot say in full.
-_ASKS = frozenset({Cause.OTHER_RANK, Cause.DESCRIBED, Cause.RANK_LACKS})
-
-#: Causes of checkpoints that another rank of the job will never have.
-OF_THE_GROUP = frozenset({
-    Cause.OTHER_RANK, Cause.RANK_BUSY, Cause.RANK_LACKS, Cause.RANK_ENDED, Cause.RANK_NEVER,
-    Cause.RANK_DROPPED,
-})  # fmt: skip
-
 _HANDLE = (
     "the trainer no longer shares the GPU memory of this checkpoint",
     "the next checkpoint shares the memory again, or is pushed",
@@ -222,19 +194,18 @@ def sentence(why: Why) -> Sentence:
     """Reason and hint of an end, in words."""
     if why.words:
         return Sentence(why.words, why.hint, asks=False)
-    if why.cause == Cause.CODE:
+    if why.cause == Cause.CODE and why.stage:
         return _of_code(why.stage, why.code)
-    if why.cause not in _BY_CAUSE:  # DESCRIBED
-        return Sentence("", "", asks=True)
-    reason, hint = _BY_CAUSE[Cause(why.cause)]
+    try:
+        cause = Cause(why.cause)
+    except ValueError:  # a newer daemon's
+        cause = Cause.DESCRIBED
     n = why.argument
-    reason = reason.format(n=n, high=int(n) >> 32, low=int(n) & 0xFFFFFFFF, code=why.code)
-    return Sentence(reason, hint, asks=why.cause in _ASKS)
+    reason = cause.reason.format(n=n, high=int(n) >> 32, low=int(n) & 0xFFFFFFFF, code=why.code)
+    return Sentence(reason, cause.hint, asks=not reason or cause in _ASKS)
 
 
 def _of_code(stage: str, code: str) -> Sentence:
-    if not stage:
-        return Sentence("", "", asks=True)
     for key in ((stage, code), (stage, ""), ("", code)):
         if key in _BY_CODE:
             reason, hint = _BY_CODE[key]

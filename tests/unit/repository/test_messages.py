@@ -44,6 +44,7 @@ from pccheck.saving.failures import Failures
 from pccheck.saving.handle import Checkpoint
 from pccheck.saving.in_flight import InFlight
 from pccheck.saving.verdict import fail_moved
+from pccheck.saving.waiting import wait_durable
 from pccheck.state.attaching import checked
 from pccheck.state.changes import Moved
 from pccheck.state.flatten import Flattener
@@ -306,7 +307,7 @@ def converted(_: Kit) -> None:
 
 
 def superseded(_: Kit) -> None:
-    InFlight.ended(5, CheckpointState.SUPERSEDED, "").wait_durable()
+    wait_durable(InFlight.ended(5, CheckpointState.SUPERSEDED, ""))
 
 
 def unexpected(kit: Kit) -> None:
