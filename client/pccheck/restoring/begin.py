@@ -16,6 +16,7 @@ from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
+from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     DamagedError,
@@ -27,7 +28,7 @@ from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
 from .loaders import Iterators, begin_again, has_position
-from .reading import Found, Payload, RestoreResult, ask_open, read_newest
+from .reading import Found, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
 
 LIST_LIMIT_S = 30.0
@@ -72,17 +73,16 @@ class Recovery:
         payload's size."""
         newest = self._newest(connection) if step is not None else None
 
-        def use(payload: Payload, described: tree.Tree) -> bool:
-            opened = payload.opened
+        def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
             self._require(opened, described)
             attached = self._planner.attached
             left = self._left(opened, described, only)
             self._planner.zero_options.inward()
             placement = Placement(
-                described, attached, left, payload.others,
+                described, attached, left, reader.others,
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
-            placement.compare(payload.load)
+            placement.compare(reader.read_into)
             before = self.torn
             self.torn = (
                 f"the attached state is a mix of two steps: the restore of step {opened.step} "
@@ -91,7 +91,7 @@ class Recovery:
             iterators = Iterators(
                 {name: attached[name] for name in (attached if only is None else only)}
             )
-            placement.load(payload.load)
+            placement.load(reader.read_into)
             self._planner.zero_options.outward()
             for name in left - {RNG}:
                 begin_again(attached[name])
@@ -128,7 +128,7 @@ class Recovery:
         found, source = read_newest(
             connection,
             step,
-            lambda payload, described: state_of_tree(described, payload.load),
+            lambda _, reader, described: state_of_tree(described, reader.read_into),
             any_world_size=self._reads_all,
         )
         if source is not None:
