@@ -24,7 +24,7 @@ from pccheckd.core.port import Owner, Port
 from . import inherited
 from .admission import Admission
 from .checkpoint import Checkpoint, End
-from .group import Group
+from .group import Group, Requested
 from .leases import Leases
 from .ledger import Ledger
 from .outcomes import Chronicle
@@ -469,10 +469,14 @@ class Tenant:
             refused = Why(Cause.NO_ROOM)
         end = End(State.FAILED, refused) if refused is not None else None
         if end is None:
-            end = self.group.number(self.key.rank, checkpoint, body)
+            requested = Requested(
+                body.step, body.base, body.turn, body.descents, body.row, body.division,
+                checkpoint.skip_when_busy, now_ns,
+            )  # fmt: skip
+            checkpoint.incarnation, checkpoint.sequence, end = self.group.number(
+                self.key.rank, requested
+            )
             self.ledger.numbered(checkpoint)
-        if end is None:
-            end = self.group.unlike(self.key.rank, checkpoint.sequence, body.division)
         if end is not None:
             self.refuse(checkpoint, end)
         else:
