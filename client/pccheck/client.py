@@ -34,6 +34,8 @@ from .advice import Advice
 from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import DISCONNECTED, Session
+from .flight.in_flight import InFlight
+from .flight.phases import Durable
 from .garbage import no_collection
 from .job.agreement import Agreement
 from .job.naming import identify
@@ -45,9 +47,7 @@ from .restoring.reading import OPEN_LIMIT_S, Found, RestoreResult
 from .saving.exposure import NoStagingError
 from .saving.handle import Checkpoint
 from .saving.hooks import runs
-from .saving.in_flight import InFlight
 from .saving.interval import Interval
-from .saving.phases import Durable
 from .saving.planner import Planner
 from .saving.saver import Saver
 from .state.attaching import Stateful, is_gathered

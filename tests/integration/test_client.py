@@ -25,8 +25,8 @@ from pccheck import (
     WaitTimeoutError,
 )
 from pccheck.daemon import session
+from pccheck.flight.phases import Durable
 from pccheck.restoring import reading as restore
-from pccheck.saving.phases import Durable
 from pccheck.state import plan
 from pccheck_wire.attach import Attachment, Attempt
 from tests.support import stall

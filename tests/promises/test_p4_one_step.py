@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, PccheckWarning
-from pccheck.saving.waiting import wait_read
+from pccheck.flight.waiting import wait_read
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 
+from pccheck.flight.in_flight import InFlight
 from pccheck.state.changes import LOST, Moved
 from pccheck.warn import LOG, Warner
 from pccheck_wire.basics import plural
 from pccheck_wire.ends import Cause
 from pccheck_wire.errors import CheckpointFailedError
 from pccheck_wire.messages import CheckpointState
-
-from .in_flight import InFlight
 
 #: What is reported, by the state of the checkpoint; a durable one is given up on another rank.
 REPORTED = {

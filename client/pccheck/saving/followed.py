@@ -7,13 +7,13 @@ import time
 from operator import attrgetter
 
 from pccheck.daemon.connection import Connection
+from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight
+from pccheck.flight.phases import EXPLAINED, REPORTED, SAFE, SHOWN, Durable, Phase
+from pccheck.flight.waiting import saved
 from pccheck_native import SNAPSHOTS
 
 from .failures import REPORTED as WORDS
 from .failures import Failures
-from .in_flight import FINAL, NOT_SAVED, InFlight
-from .phases import EXPLAINED, REPORTED, SAFE, SHOWN, Durable, Phase
-from .waiting import saved
 
 _NUMBER = attrgetter("snapshot")
 

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pccheck.daemon.connection import Connection
+from pccheck.flight.in_flight import InFlight, is_read
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck_native import NativeError
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
-
-from .in_flight import InFlight, is_read
 
 _BACKOFF_DOUBLINGS_MAX = 6
 _LAST_COPIES_NS = 1_000_000_000

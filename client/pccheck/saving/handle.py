@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn, SupportsIndex
 
+from pccheck.flight.in_flight import FINAL, InFlight
+from pccheck.flight.phases import Durable
+from pccheck.flight.waiting import wait_copied, wait_durable, wait_global
 from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState
-
-from .in_flight import FINAL, InFlight
-from .phases import Durable
-from .waiting import wait_copied, wait_durable, wait_global
 
 
 class Checkpoint:

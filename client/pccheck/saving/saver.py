@@ -9,6 +9,10 @@ from collections.abc import Callable
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
+from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight, entry_of
+from pccheck.flight.phases import SAFE, SHOWN, Durable, Phase
+from pccheck.flight.verdict import LateVerdicts, Verdict, fail_moved
+from pccheck.flight.waiting import wait_copied, wait_durable, wait_read
 from pccheck.job.steps import Steps
 from pccheck.options import Options
 from pccheck.state import devices
@@ -31,10 +35,6 @@ from .exposure import Exposure, Handover
 from .failures import Failures, why_moved
 from .followed import Followed
 from .gate import Breaker, Gate, abandon
-from .in_flight import FINAL, NOT_SAVED, InFlight, entry_of
-from .phases import SAFE, SHOWN, Durable, Phase
-from .verdict import LateVerdicts, Verdict, fail_moved
-from .waiting import wait_copied, wait_durable, wait_read
 
 
 class Saver:

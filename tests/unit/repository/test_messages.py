@@ -34,6 +34,9 @@ from pccheck import (
 )
 from pccheck.daemon.autostart import PrivateDaemon
 from pccheck.daemon.connection import Connection
+from pccheck.flight.in_flight import InFlight
+from pccheck.flight.verdict import fail_moved
+from pccheck.flight.waiting import wait_durable
 from pccheck.job import origin
 from pccheck.job.naming import Identity, identify
 from pccheck.job.origin import Origin, require_same
@@ -42,9 +45,6 @@ from pccheck.restoring.inplace import Placement
 from pccheck.restoring.reading import ask_open
 from pccheck.saving.failures import Failures
 from pccheck.saving.handle import Checkpoint
-from pccheck.saving.in_flight import InFlight
-from pccheck.saving.verdict import fail_moved
-from pccheck.saving.waiting import wait_durable
 from pccheck.state.attaching import Values, checked
 from pccheck.state.changes import Moved
 from pccheck.state.flatten import Flattener
@@ -52,9 +52,9 @@ from pccheck.state.metadata import metadata_node
 from pccheck.state.plan import AttachedPlan
 from pccheck.warn import Warner
 from pccheck_wire import attach, basics, tree
+from pccheck_wire.connection import VARIABLE
 from pccheck_wire.ends import Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState, Hello, Open, Registered, Role, Skipped, Writing
-from pccheck_wire.peer import VARIABLE
 from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
@@ -336,8 +336,8 @@ def hello(**given: Any) -> None:
 
 
 def stranger(kit: Kit) -> None:
-    kit.patch.setattr("pccheck_wire.peer.placed_by_root", lambda *_: False)
-    kit.patch.setattr("pccheck_wire.peer._CREDENTIALS", SimpleNamespace(
+    kit.patch.setattr("pccheck_wire.connection.placed_by_root", lambda *_: False)
+    kit.patch.setattr("pccheck_wire.connection._CREDENTIALS", SimpleNamespace(
         size=12, unpack=lambda _: (1, 1234, 1234)))  # fmt: skip
     kit.patch.setattr("os.geteuid", lambda: 1000)
     attach.connect(Hello(6, Role.OBSERVER, "", 1), listening(kit), timeout_s=0.2)

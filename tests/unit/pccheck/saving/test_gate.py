@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
+from pccheck.flight.in_flight import InFlight
 from pccheck.saving.gate import Breaker, Gate
-from pccheck.saving.in_flight import InFlight
 from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError

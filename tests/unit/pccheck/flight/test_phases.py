@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pccheck.saving.phases import (
+from pccheck.flight.phases import (
     EXPLAINED,
     GOING,
     MOVES,

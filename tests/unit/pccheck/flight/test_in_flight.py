@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pccheck import CheckpointState
-from pccheck.saving import inquiry
-from pccheck.saving.in_flight import InFlight
-from pccheck.saving.phases import Phase
-from pccheck.saving.waiting import saved, wait_durable, wait_global
+from pccheck.flight import inquiry
+from pccheck.flight.in_flight import InFlight
+from pccheck.flight.phases import Phase
+from pccheck.flight.waiting import saved, wait_durable, wait_global
 from pccheck_native import OUTCOME_GIVEN_UP, WORD_COPIED, WORD_COPYING, WORD_REFUSED
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import (
