@@ -15,6 +15,7 @@ from pccheck_native import _core, catalog
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
+from pccheck_wire.transfer import Case, offered
 from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
@@ -94,6 +95,7 @@ async def status(
 
 def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) -> Document:
     names = ("slots", "keep", "in_flight", "writers", "chunk_bytes")
+    offer = offered(Case(engine.driver.state))  # to trainers of its own uid
     return {
         "version": VERSION,
         "pid": os.getpid(),
@@ -102,8 +104,8 @@ def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) 
         "socket": str(config.socket),
         **engine.io.document(),
         **{name: getattr(config, name) for name in names},
-        "transfer": engine.driver.offer.transfer,
-        "transfer_reason": engine.driver.offer.reason,
+        "transfer": offer.transfer,
+        "transfer_reason": offer.reason,
     }
 
 
