@@ -12,11 +12,11 @@ from pccheck_native import catalog, layout
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Writing
 from pccheckd.core.engine import Engine
+from pccheckd.group.job import Job
 from pccheckd.tenancy.leases import recycled
 from pccheckd.tenancy.tenant import Tenant
 
-from .choosing import newest_of
-from .job import Job
+from . import choosing
 from .memory import Memory
 from .sessions import Session
 
@@ -34,14 +34,13 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     if session.role is Role.TRAINER:
         if body.step is None:  # else it only reads, and does not count as restored
             session.follow()
-        if (writing := await job.choosing.settled()) is not None:
+        if (writing := await choosing.settled(job)) is not None:
             return writing
-        chosen, skipped = job.choosing.choose(session.asker, body)
     else:
         await tenant.volumes.refresh()
-        chosen, skipped = newest_of(tenant, body, tenant.volumes.checkpoints())
-        if chosen is not None:
-            _lease(session, job, tenant, chosen)
+    chosen, skipped = choosing.choose(session, job, tenant, body)
+    if chosen is not None and session.role is not Role.TRAINER:
+        _lease(session, job, tenant, chosen)
     if chosen is None:
         if engine.directory is not None and engine.directory.is_private:
             await engine.call(session.uid, _require_no_other, engine.directory.directory, session)
