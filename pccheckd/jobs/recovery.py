@@ -1,4 +1,5 @@
-"""Which checkpoint a session recovers, and sending it."""
+"""Which checkpoint a session recovers, and sending it. Whether its bytes come from memory or from
+the volume is decided for each chunk, in `pcc_tenant_load.c`."""
 
 from __future__ import annotations
 
@@ -51,9 +52,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
         tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
-        rank=chosen.rank, parts=_parts(job, chosen),
-        source="dram" if await _in_dram(session, tenant, chosen) else "volume",
-        wall_ns=chosen.wall_ns,
+        rank=chosen.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,
     )  # fmt: skip
 
 
@@ -157,13 +156,6 @@ def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog
         "cannot be read, or is gone",
         hint=again,
     )
-
-
-async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint) -> bool:
-    port = tenant.port
-    if session.role is not Role.TRAINER or port is None or chosen.rank != tenant.key.rank:
-        return False
-    return await tenant.engine.call(tenant.key.uid, port.channel.cached, chosen.sequence)
 
 
 async def read(session: Session, memory: Memory, body: Read) -> None:
