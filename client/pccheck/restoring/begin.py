@@ -30,6 +30,7 @@ from .inplace import Placement
 from .loaders import Iterators, begin_again, has_position
 from .reading import Found, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
+from .stages import MOVES, Move, State
 
 LIST_LIMIT_S = 30.0
 
@@ -50,7 +51,8 @@ class Recovery:
     def __init__(
         self, session: Session, planner: Planner, steps: Steps, warner: Warner, *, replicated: bool
     ) -> None:
-        self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
+        self._state = State.WHOLE
+        self._why_mixed = ""
         #: What a restart got when this run took over: at least as new as what it restored.
         self.newest: Durable | None = None
         #: Which parameters required gradients in what was restored, by the name of the module.
@@ -60,6 +62,11 @@ class Recovery:
         self._steps = steps
         self._warner = warner
         self._replicated = replicated
+
+    @property
+    def torn(self) -> str:
+        """Why the attached state is a mix, after a restore that did not finish; else ""."""
+        return "" if self._state is State.WHOLE else self._why_mixed
 
     def restore(
         self,
@@ -83,11 +90,12 @@ class Recovery:
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
             placement.compare(reader.read_into)
-            before = self.torn
-            self.torn = (
-                f"the attached state is a mix of two steps: the restore of step {opened.step} "
-                "did not finish"
-            )
+            self._move(Move.ALL if only is None else Move.PART)
+            if self._state is not State.CHANGING_PART_OF_MIX:
+                self._why_mixed = (
+                    f"the attached state is a mix of two steps: the restore of step {opened.step} "
+                    "did not finish"
+                )
             iterators = Iterators(
                 {name: attached[name] for name in (attached if only is None else only)}
             )
@@ -96,7 +104,7 @@ class Recovery:
             for name in left - {RNG}:
                 begin_again(attached[name])
             iterators.restored(self._outdated)
-            self.torn = "" if only is None else before  # the rest may still be a mix
+            self._move(Move.END)
             return placement.on_gpu
 
         found, source = read_newest(connection, step, use, any_world_size=self._reads_all)
@@ -114,6 +122,9 @@ class Recovery:
             found.step, found.sequence, found.source, found.skipped, found.metadata
         )
         return result, found.state, source[0].payload_bytes
+
+    def _move(self, move: Move) -> None:
+        self._state = MOVES[self._state][move]
 
     def _outdated(self, name: str) -> None:
         self._warner.once(
