@@ -325,7 +325,6 @@ class Channel:
         load_id: int,
         own: bool = True,  # what this channel has cached of the sequence is of this volume
     ) -> None: ...
-    def cached(self, sequence: int, /) -> bool: ...
     def usage(self) -> ChannelUsage: ...
     def close(self) -> None: ...
 
@@ -349,6 +348,10 @@ class Link:
     def unmapped(self) -> int: ...  # 0, or the errno: it ended, since memory could not be mapped
     @property
     def chunk_bytes(self) -> int: ...
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """Bytes that the newest load took from the daemon's memory, and from the volume."""
+
     def request(self, snapshot: int, /) -> None: ...  # OSError EBUSY when its entry is taken
     def submit(
         self,
