@@ -16,6 +16,7 @@ from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
+from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     DamagedError,
@@ -27,7 +28,7 @@ from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
 from .loaders import Iterators, begin_again, has_position
-from .reading import Found, Payload, RestoreResult, ask_open, read_newest
+from .reading import Found, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
 from .stages import MOVES, Move, State
 
@@ -79,17 +80,16 @@ class Recovery:
         payload's size."""
         newest = self._newest(connection) if step is not None else None
 
-        def use(payload: Payload, described: tree.Tree) -> bool:
-            opened = payload.opened
+        def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
             self._require(opened, described)
             attached = self._planner.attached
             left = self._left(opened, described, only)
             self._planner.zero_options.inward()
             placement = Placement(
-                described, attached, left, payload.others,
+                described, attached, left, reader.others,
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
-            placement.compare(payload.load)
+            placement.compare(reader.read_into)
             self._move(Move.ALL if only is None else Move.PART)
             if self._state is not State.CHANGING_PART_OF_MIX:
                 self._why_mixed = (
@@ -99,7 +99,7 @@ class Recovery:
             iterators = Iterators(
                 {name: attached[name] for name in (attached if only is None else only)}
             )
-            placement.load(payload.load)
+            placement.load(reader.read_into)
             self._planner.zero_options.outward()
             for name in left - {RNG}:
                 begin_again(attached[name])
@@ -139,7 +139,7 @@ class Recovery:
         found, source = read_newest(
             connection,
             step,
-            lambda payload, described: state_of_tree(described, payload.load),
+            lambda _, reader, described: state_of_tree(described, reader.read_into),
             any_world_size=self._reads_all,
         )
         if source is not None:

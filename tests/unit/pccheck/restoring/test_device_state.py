@@ -14,10 +14,11 @@ from pccheck.restoring.inplace import Placement
 from pccheck.restoring.rebuild import Memory
 from pccheck.state import devices
 from pccheck.state.attaching import Values
-from pccheck.state.extents import Shape, devices_of
+from pccheck.state.extents import Shape
 from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck.state.rng import capture_rng
+from pccheck_store.loads import devices_of
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support import payload
