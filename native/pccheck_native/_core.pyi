@@ -28,6 +28,7 @@ GIVEN_UP_MAX: int
 JOB_BYTES_MAX: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
+ENGINES: tuple[tuple[str, str, str], ...]  # name, how it writes, why a volume got pwrite instead
 SLOT_PROTECTED: int
 SLOT_PINNED: int
 SLOT_QUARANTINED: int
@@ -81,10 +82,6 @@ class VolumeInfo(NamedTuple):
     repaired_replicas: int
     damaged_records: int
     record_lost: bool  # and perhaps a checkpoint with it, since the newest one
-
-def measure_engine(fd: int, engine: str, length: int, chunk_bytes: int, threads: int) -> float:
-    """Seconds for which the engine overwrites that much of an allocated file and flushes it.
-    Raises NativeError: UNSUPPORTED where the engine cannot be used."""
 
 def volume_bytes_for(
     payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...

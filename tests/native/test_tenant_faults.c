@@ -48,8 +48,7 @@ static void faulty_close(struct pcc_io *io)
     pcc_io_close(((struct faulty *)io)->inner);
 }
 
-static const struct pcc_io_ops faulty_ops = {.name = "faulty",
-                                             .write = faulty_write,
+static const struct pcc_io_ops faulty_ops = {.write = faulty_write,
                                              .read = faulty_read,
                                              .write_durable = faulty_write_durable,
                                              .flush = faulty_flush,
