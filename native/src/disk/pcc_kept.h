@@ -11,6 +11,7 @@
  * Memory outlives the process as its stores left it, in order (all stores here are releases), so:
  *
  *   begin    commit = 0, pieces cleared, then the request      commit 0: the place holds nothing
+ *   number   sequence, incarnation, world size, if the save began without them
  *   chunk    checksums, flags, chunk number, then segment      segment 0: not in DRAM
  *   hashed   checksums, then PCC_KEPT_HASHED                   without it: no checksum yet; such a
  *            chunk was pulled by the daemon, its writer had not got to it, and it is hashed again
@@ -118,6 +119,9 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place);
 /* -- the writer; accept kept = NULL, and then do nothing -- */
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
                     uint32_t slot, uint32_t piece_count, uint64_t base_sequence);
+/* Sequence, incarnation and world size of a save that began without them; before `copied`. */
+void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
+                     const struct pcc_slot_entry *entry);
 void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence);
 void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t position,
                     uint64_t segment, uint32_t chunk, bool hashed);
