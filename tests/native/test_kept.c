@@ -88,17 +88,30 @@ static void sums_set(uint32_t position, uint64_t value)
     *sums = value;
 }
 
+static struct pcc_slot_entry entry_of(uint64_t sequence)
+{
+    return (struct pcc_slot_entry){.sequence = sequence,
+                                   .step = (int64_t)sequence * 10,
+                                   .payload_bytes = PIECES * BYTES_CHUNK - 7,
+                                   .tree_offset_bytes = 100,
+                                   .tree_bytes = 50,
+                                   .world_size = 3,
+                                   .flags = PCC_SLOT_HEALTHY,
+                                   .start_id = {(uint8_t)sequence}};
+}
+
+/* Some begin without a number. */
+static bool is_numbered_later(uint64_t sequence)
+{
+    return sequence % 4 == 1;
+}
+
 static void begin_one(uint64_t sequence, uint32_t slot)
 {
-    const struct pcc_slot_entry entry = {.sequence = sequence,
-                                         .step = (int64_t)sequence * 10,
-                                         .payload_bytes = PIECES * BYTES_CHUNK - 7,
-                                         .tree_offset_bytes = 100,
-                                         .tree_bytes = 50,
-                                         .world_size = 3,
-                                         .flags = PCC_SLOT_HEALTHY,
-                                         .start_id = {(uint8_t)sequence}};
+    struct pcc_slot_entry entry = entry_of(sequence);
 
+    if (is_numbered_later(sequence))
+        entry.sequence = entry.world_size = entry.start_id[0] = 0;
     truth.may_be_copied = truth.must_be_copied = false;
     pcc_kept_begin(&truth.kept, 1, &entry, &(struct pcc_manifest_notes){.name_row = sequence}, slot,
                    PIECES, 0);
@@ -132,6 +145,10 @@ static void one_save(uint64_t sequence, bool moves, bool loses)
         pcc_kept_chunk(&truth.kept, 1, i, 77, i + 3, hashed);
         if (i == 0)
             written(0);
+    }
+    if (is_numbered_later(sequence)) {
+        const struct pcc_slot_entry entry = entry_of(sequence);
+        pcc_kept_number(&truth.kept, 1, &entry);
     }
     truth.may_be_copied = true;
     pcc_kept_copied(&truth.kept, 1);

@@ -169,6 +169,18 @@ void pcc_kept_length(const struct pcc_kept *kept, uint32_t place,
     save->notes = *notes;
 }
 
+void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
+                     const struct pcc_slot_entry *entry)
+{
+    if (kept == NULL)
+        return;
+    struct pcc_kept_save *save = pcc_kept_save(kept, place);
+    save->sequence = entry->sequence;
+    save->incarnation = entry->incarnation;
+    save->world_size = entry->world_size;
+    memcpy(save->start_id, entry->start_id, PCC_UUID_BYTES);
+}
+
 void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence)
 {
     if (kept != NULL)

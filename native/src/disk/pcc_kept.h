@@ -11,6 +11,7 @@
  * Memory outlives the process as its stores left it, in order (all stores here are releases), so:
  *
  *   begin    commit = 0, pieces cleared, then the request      commit 0: the place holds nothing
+ *   number   sequence, incarnation, world size, if the save began without them
  *   length   of an open save: its bitmap moved, then the length, before `copied`
  *   chunk    checksums, flags, chunk number, then segment      segment 0: not in DRAM
  *   hashed   checksums, then PCC_KEPT_HASHED                   without it: no checksum yet; such a
@@ -126,6 +127,9 @@ void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pc
                     uint64_t base_sequence);
 void pcc_kept_length(const struct pcc_kept *kept, uint32_t place,
                      const struct pcc_slot_entry *entry, const struct pcc_manifest_notes *notes);
+/* Sequence, incarnation and world size of a save that began without them; before `copied`. */
+void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
+                     const struct pcc_slot_entry *entry);
 void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence);
 void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t position,
                     uint64_t segment, uint32_t chunk, bool hashed);

@@ -98,8 +98,9 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         pcc_save_leave_place(save);
         return result;
     }
-    const uint64_t sequence = pcc_volume_take_sequence(saver->volume, request->sequence);
-    if (sequence == 0) {
+    const uint64_t sequence =
+        request->unnumbered ? 0 : pcc_volume_take_sequence(saver->volume, request->sequence);
+    if (sequence == 0 && !request->unnumbered) {
         pcc_volume_return_slot(saver->volume, slot);
         pcc_save_leave_lane(save);
         pcc_save_leave_place(save);
@@ -112,6 +113,28 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     *out = save;
     *sequence_out = sequence;
     return 0;
+}
+
+int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnation,
+                    uint32_t world_size)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    int result = -EINVAL;
+
+    pcc_save_lock(save);
+    if (!save->active) {
+        result = -PCC_E_ABORTED;
+    } else if (save->sequence == 0 && sequence != 0 &&
+               pcc_volume_take_sequence(saver->volume, sequence) != 0) {
+        save->sequence = save->entry.sequence = sequence;
+        save->entry.incarnation = incarnation;
+        save->entry.world_size = world_size;
+        pcc_volume_start_id(saver->volume, incarnation, save->entry.start_id);
+        pcc_kept_number(saver->spec.kept, save->kept_place, &save->entry);
+        result = 0;
+    }
+    pcc_save_unlock(save);
+    return result;
 }
 
 uint64_t pcc_save_base(const struct pcc_save *save)
@@ -248,7 +271,8 @@ int pcc_save_seal(struct pcc_save *save)
     pcc_save_lock(save);
     if (!save->active) {
         result = -PCC_E_ABORTED;
-    } else if (save->sealed || save->request.is_open || save->handed_over < save->piece_count) {
+    } else if (save->sealed || save->request.is_open || save->sequence == 0 ||
+               save->handed_over < save->piece_count) {
         result = -EINVAL;
     } else {
         pcc_kept_copied(save->lane->saver->spec.kept, save->kept_place);

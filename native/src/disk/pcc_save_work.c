@@ -528,7 +528,7 @@ static void end(struct pcc_save *save)
     result.times.ended = pcc_now_ns(); /* the next one begins after this time */
     pcc_save_leave_lane(save);
     saver->spec.events->ended(saver->spec.owner, &result);
-    pcc_save_leave_place(save);
+    pcc_save_over(save);
 }
 
 /* Does it; how many bytes of payload it wrote. */
