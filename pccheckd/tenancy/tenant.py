@@ -22,7 +22,7 @@ from pccheckd.core.uses import Seat, TrainerState, Uses
 from .admission import Admission
 from .binding import UNBIND_LIMIT_S, Binding, BindingState
 from .checkpoint import Checkpoint, End
-from .group import Group
+from .group import Group, Requested
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
@@ -375,12 +375,14 @@ class Tenant:
             refused = "no space was registered for it"
         end = End(State.FAILED, refused) if refused else None
         if end is None:
-            try:
-                end = self.group.number(self.key.rank, checkpoint, body)
-                self.ledger.numbered(checkpoint)
-                self.group.require_alike(self.key.rank, checkpoint.sequence, body.division)
-            except RefusedError as error:
-                end = End(State.FAILED, error.message, error.hint)
+            requested = Requested(
+                body.step, body.base, body.turn, body.descents, body.row, body.division,
+                checkpoint.skip_when_busy, now_ns,
+            )  # fmt: skip
+            checkpoint.incarnation, checkpoint.sequence, end = self.group.number(
+                self.key.rank, requested
+            )
+            self.ledger.numbered(checkpoint)
         if end is not None:
             self.refuse(checkpoint, end)
         else:

@@ -1,5 +1,5 @@
 """Runs pccheckd, and checks that no thread with an event loop makes a call that may wait for a
-disk, a GPU or another user (ARCHITECTURE.md, invariants 7 and 8).
+disk, a GPU or another user (docs/internals/failures.md, invariants 7 and 8).
 
     PCC_LOOP_CHECK=FILE python -m tests.support.loopcheck FLAGS OF PCCHECKD...
 

@@ -305,5 +305,5 @@ async def test_a_trainer_waits_for_one_that_ended_unanswered(
     await sessions.end(await first)
     session = await second
     assert tenant.owner is not None and tenant.owner.session == session.number
-    assert job.starts.of(KEY.rank, session.process) is not None
+    assert job.members.starts.of(KEY.rank, session.process) is not None
     await sessions.end(session)

@@ -13,7 +13,6 @@ import pytest
 
 from pccheck_native import Volume, layout
 from pccheck_wire.errors import RefusedError
-from pccheck_wire.messages import Begin
 from pccheckd.core.port import Port
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.checkpoint import Checkpoint
@@ -116,39 +115,14 @@ async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     newest = sequences[0]
     job.join(KEY.rank, owner(world_size=2), launch="a", was=0)
     job.settle()
-    assert (job.world_size, job.newest_common) == (2, newest)
+    assert (job.members.world_size, job.newest_common) == (2, newest)
     assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
     assert not job.needs(sequences[-1] - 1)
     assert tenant.needs(tenant.volumes.open[0])
     job.left(KEY.rank, owner(world_size=2).process)
     job.join(KEY.rank, owner(), launch="b", was=0)
-    assert job.world_size == 1 and not any(map(job.needs, sequences))
+    assert job.members.world_size == 1 and not any(map(job.needs, sequences))
     assert not tenant.needs(tenant.volumes.open[0])
-    await tenant.close()
-
-
-async def test_the_first_rank_to_ask_decides_whether_all_skip(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A free rank must not write a checkpoint that a busy rank will skip."""
-    job, tenant = await registry.tenant(KEY)
-    trainer = owner(world_size=2)
-    job.join(KEY.rank, trainer, launch="a", was=0)
-    tenant.seat.take(trainer)
-
-    def asks(step: int, on_busy: str) -> int:
-        body = Begin(step, step, 10, 0, 1, on_busy)
-        asked = Checkpoint(1, step, step, 10, 0, 1, on_busy == "skip", 1, 2, requested_ns=1)
-        assert job.number(KEY.rank, asked, body) is None
-        return asked.sequence
-
-    assert not job.gives_up(asks(11, "skip"))
-    monkeypatch.setattr(tenant, "has_room", lambda: False)
-    skipped = asks(12, "skip")
-    assert job.gives_up(skipped) and "rank 0 was busy" in job.why_given_up(skipped)
-    assert not job.gives_up(asks(13, "wait"))
-    monkeypatch.setattr(tenant, "has_room", lambda: True)
-    assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
     await tenant.close()
 
 
