@@ -90,6 +90,11 @@ class Session:
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
     @property
+    def start(self) -> bytes:
+        """The id of the start that its process belongs to; b"": it belongs to none."""
+        return self.job.members.start_id(self.rank, self.process) if self.job else b""
+
+    @property
     def asker(self) -> Asker:
         """The process, when it asks for a checkpoint to restore."""
         return Asker(self.rank, self.process, self.world_size, self.solo)
@@ -252,7 +257,7 @@ class Sessions:
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
             token=session.token, endpoint=session.endpoint, pid=os.getpid(),
-            incarnation=session.incarnation, storage=session.storage,
+            incarnation=session.incarnation, start=session.start, storage=session.storage,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
             transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.later,
             newest_step=newest[1] if newest else None,
@@ -304,7 +309,7 @@ class Sessions:
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
             session.incarnation = job.join(
-                hello.rank, owner, launch=hello.launch, was=hello.incarnation,
+                hello.rank, owner, launch=hello.launch, was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
             )  # fmt: skip
         with _descriptors() as (ours, given):

@@ -366,17 +366,18 @@ class Tenant:
         async with self.lock:
             owner, port = self._present()
             incarnation = self.incarnation
+            start = self.group.start_id(self.key.rank, owner)
             current = self.volumes.current
             too_small = current is None or payload_bytes > current.info.payload_capacity
             if current is None or too_small or self.volumes.is_followed:
                 async with self._beginning:  # no sequence is taken from the old one meanwhile
                     current = await self.volumes.make(
-                        payload_bytes, incarnation=incarnation,
+                        payload_bytes, incarnation=incarnation, start=start,
                         world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
                     )  # fmt: skip
                     await self._move_to(port, current)
             elif self._registered_in != incarnation:
-                await self._begin_incarnation(current, incarnation, owner.world_size)
+                await self._begin_incarnation(current, incarnation, owner.world_size, start)
             self._registered_in = incarnation
             self.volume_lost = False
             return current
@@ -700,10 +701,12 @@ class Tenant:
                 await self.bind(port, self.volumes.current)
             raise
 
-    async def _begin_incarnation(self, item: OpenVolume, incarnation: int, world_size: int) -> None:
+    async def _begin_incarnation(
+        self, item: OpenVolume, incarnation: int, world_size: int, start: bytes
+    ) -> None:
         try:
             await self.engine.call(
-                self.key.uid, item.volume.begin_incarnation, incarnation, world_size
+                self.key.uid, item.volume.begin_incarnation, incarnation, world_size, start
             )
         except (OSError, _core.NativeError) as error:
             self.stopped = True
