@@ -28,6 +28,7 @@ GIVEN_UP_MAX: int
 JOB_BYTES_MAX: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
+ENGINES: tuple[tuple[str, str, str], ...]  # name, how it writes, why a volume got pwrite instead
 SLOT_IMAGE: int  # a process image; otherwise tensors
 SLOT_PROTECTED: int
 SLOT_PINNED: int
@@ -99,10 +100,6 @@ class VolumeInfo(NamedTuple):
     record_lost: bool  # and perhaps a checkpoint with it, since the newest one
     start: bytes  # the id of the newest start, 16 bytes; zeros: not known
     promise: tuple[int, bytes, bytes]  # number, start, digest of its list; number 0: none
-
-def measure_engine(fd: int, engine: str, length: int, chunk_bytes: int, threads: int) -> float:
-    """Seconds for which the engine overwrites that much of an allocated file and flushes it.
-    Raises NativeError: UNSUPPORTED where the engine cannot be used."""
 
 def volume_bytes_for(
     payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...
@@ -349,7 +346,6 @@ class Channel:
         load_id: int,
         own: bool = True,  # what this channel has cached of the sequence is of this volume
     ) -> None: ...
-    def cached(self, sequence: int, /) -> bool: ...
     def usage(self) -> ChannelUsage: ...
     def close(self) -> None: ...
 
@@ -373,6 +369,10 @@ class Link:
     def unmapped(self) -> int: ...  # 0, or the errno: it ended, since memory could not be mapped
     @property
     def chunk_bytes(self) -> int: ...
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """Bytes that the newest load took from the daemon's memory, and from the volume."""
+
     def request(self, snapshot: int, /) -> None: ...  # OSError EBUSY when its entry is taken
     def submit(
         self,

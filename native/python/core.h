@@ -215,7 +215,7 @@ extern const struct pcc_py_type pcc_py_link;
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *pcc_py_engines(void); /* (name, how, refusal) of each */
 
 PyObject *pcc_py_kept_state(PyObject *module, PyObject *args);
 

@@ -1,30 +1,18 @@
-/* Storage before there is a volume: how fast an engine writes a file, a new volume. */
+/* Storage before there is a volume: the engines, a new volume. */
 #include "core.h"
 #include "disk/pcc_volume.h"
 #include "io/pcc_io.h"
 
-#include <fcntl.h>
-
-PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs)
+PyObject *pcc_py_engines(void)
 {
-    static char *names[] = {"fd", "engine", "length", "chunk_bytes", "threads", NULL};
-    int fd;
-    uint64_t length_bytes, ns = 0;
-    uint32_t chunk_bytes, threads;
-    struct pcc_io_options options = {.strict = true, .allow_buffered = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&O&O&O&:measure_engine", names, &fd,
-                                     pcc_py_engine, &options.engine, pcc_py_u64, &length_bytes,
-                                     pcc_py_u32, &chunk_bytes, pcc_py_u32, &threads))
-        return NULL;
-    const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (own < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    int result;
-    PCC_PY_UNLOCKED(result =
-                        pcc_io_measure(own, &options, length_bytes, chunk_bytes, threads, &ns));
-    if (result < 0)
-        return pcc_py_raise(PyModule_GetState(module), result, NULL);
-    return PyFloat_FromDouble((double)ns / 1e9);
+    PyObject *engines PCC_PY_OWNED(pcc_py_drop) = PyTuple_New(PCC_IO_ENGINES);
+    for (int i = 0; engines != NULL && i < PCC_IO_ENGINES; i++) {
+        const struct pcc_io_words *words = pcc_io_words_of((enum pcc_io_engine)i);
+        PyObject *item = Py_BuildValue("(sss)", words->name, words->how, words->refusal);
+        if (item == NULL || PyTuple_SetItem(engines, i, item) < 0)
+            return NULL;
+    }
+    return Py_XNewRef(engines);
 }
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs)

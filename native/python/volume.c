@@ -117,7 +117,7 @@ static PyObject *volume_require_in_place(PyObject *self, PyObject *Py_UNUSED(unu
 static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
 {
     const char *name;
-    PCC_PY_WITH(struct pcc_volume, volume, name = pcc_volume_io(volume)->ops->name);
+    PCC_PY_WITH(struct pcc_volume, volume, name = pcc_volume_io(volume)->name);
     return PyUnicode_FromString(name);
 }
 
