@@ -303,7 +303,8 @@ class Tenant:
         async with self.lock:
             owner, _ = self._present()
             return await self.binding.register(
-                payload_bytes, incarnation=self.incarnation, world_size=owner.world_size,
+                payload_bytes, incarnation=self.incarnation,
+                start=self.group.start_id(self.key.rank, owner), world_size=owner.world_size,
                 last_sequence=lambda: self.ledger.last_sequence,
             )  # fmt: skip
 
