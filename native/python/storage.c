@@ -38,7 +38,7 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
     static char *names[] = {"path",           "uid",         "job",         "rank",
                             "world_size",     "slots",       "keep",        "payload_capacity",
                             "next_sequence",  "incarnation", "block_bytes", "record_stride",
-                            "allow_buffered", NULL};
+                            "allow_buffered", "start",       NULL};
     struct pcc_volume_spec spec = {
         .record_stride_bytes = PCC_RECORD_STRIDE_DEFAULT,
         .block_bytes = PCC_BLOCK_BYTES_DEFAULT,
@@ -47,12 +47,12 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
     PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
     int allow_buffered = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&p:create_volume", names, PyUnicode_FSConverter,
-            &path, pcc_py_u32, &spec.uid, &spec.job, pcc_py_u32, &spec.rank, pcc_py_u32,
-            &spec.world_size, pcc_py_u32, &spec.slot_count, pcc_py_u32, &spec.keep, pcc_py_u64,
-            &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
+            args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&pO&:create_volume", names,
+            PyUnicode_FSConverter, &path, pcc_py_u32, &spec.uid, &spec.job, pcc_py_u32, &spec.rank,
+            pcc_py_u32, &spec.world_size, pcc_py_u32, &spec.slot_count, pcc_py_u32, &spec.keep,
+            pcc_py_u64, &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
             &spec.incarnation, pcc_py_u32, &spec.block_bytes, pcc_py_u64, &spec.record_stride_bytes,
-            &allow_buffered) ||
+            &allow_buffered, pcc_py_id, spec.start_id) ||
         !pcc_py_require(kwargs, &names[1], 7))
         return NULL;
     int result;

@@ -52,6 +52,7 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from pccheck_wire.transfer import PULL, Decision, offered
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -222,16 +223,11 @@ class Handlers:
         tenant = session.tenant
         if tenant is None or session.ending:
             raise RefusedError("the session has ended")
-        offer = self._sessions.offer(session)
-        if offer.transfer != "pull":
-            raise RefusedError(offer.reason, hint=exposing.PUSHED, retryable=offer.later)
+        case = self._sessions.case(session)
+        _require_pull(offered(case))
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
-        if whole is None:
-            return
-        reason = await tenant.expose(session.number, body.map, whole)
-        if reason:
-            # An error of the driver, which may pass. A further try costs little.
-            raise RefusedError(reason, hint=exposing.PUSHED, retryable=True)
+        if whole is not None:
+            _require_pull(await tenant.expose(session.number, body.map, whole, case))
 
     def _begin(self, session: Session, body: Begin) -> None:
         tenant = session.tenant
@@ -355,6 +351,11 @@ def _count_failed(tenant: Tenant, count: int) -> None:
         raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {count})")
     if count:
         tenant.failed_before_request(count)
+
+
+def _require_pull(offer: Decision) -> None:
+    if offer.transfer != PULL:
+        raise RefusedError(offer.reason, hint=offer.hint, retryable=offer.may_pass)
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:

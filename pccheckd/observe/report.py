@@ -15,13 +15,13 @@ from pccheck_native import _core, catalog
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
+from pccheck_wire.transfer import Case, offered
 from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
-from pccheckd.jobs import group_state
-from pccheckd.jobs.group_state import Standing
-from pccheckd.jobs.job import Job
+from pccheckd.group.explain import Standing
+from pccheckd.group.job import Job
 from pccheckd.jobs.memory import Memory
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
@@ -78,11 +78,7 @@ async def status(
         ],
         "scrub": scrub,
         "sessions": rows,
-        "groups": [
-            _group(job, found)
-            for job in jobs
-            if (found := group_state.of(job, config.stall_limit_s)) is not None
-        ],
+        "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -94,6 +90,7 @@ async def status(
 
 def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) -> Document:
     names = ("slots", "keep", "in_flight", "writers", "chunk_bytes")
+    offer = offered(Case(engine.driver.state))  # to trainers of its own uid
     return {
         "version": VERSION,
         "pid": os.getpid(),
@@ -102,8 +99,8 @@ def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) 
         "socket": str(config.socket),
         **engine.io.document(),
         **{name: getattr(config, name) for name in names},
-        "transfer": engine.driver.offer.transfer,
-        "transfer_reason": engine.driver.offer.reason,
+        "transfer": offer.transfer,
+        "transfer_reason": offer.reason,
     }
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
@@ -14,6 +15,7 @@ from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.transfer import PULL, Case, Decision, offered
 from pccheckd.base.background import Tasks
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -424,25 +426,28 @@ class Tenant:
 
     # -- saving --------------------------------------------------------------------------------
 
-    async def expose(self, session: int, number: int, exposure: bytes) -> str:
-        """Maps the GPU memory that this session's trainer shares; "" or why it cannot be pulled
-        from. Under the lock: the memory must never become the next trainer's."""
+    async def expose(self, session: int, number: int, exposure: bytes, case: Case) -> Decision:
+        """Maps the GPU memory that this session's trainer shares, if it is to be pulled. Under the
+        lock: the memory must never become the next trainer's."""
         async with self.lock:
             port = self._port_of(session)
             if port is None:
                 raise RefusedError("the session has ended")
-            refusal = self._pulling.take_refusal(session)
-            if refusal:
+            decision = offered(replace(case, failed_copies=self._pulling.failed(session)))
+            if decision.transfer != PULL:
+                self._pulling.refused()
                 await port.expose(number, b"")  # replaces the previous exposure
-                return refusal
+                return decision
             began_s = time.monotonic()
-            reason = await port.expose(number, exposure)
-            if not reason and (usage := port.usage()) is not None:  # opening handles may be slow
+            decision = offered(replace(case, obstacle=await port.expose(number, exposure)))
+            if (
+                decision.transfer == PULL and (usage := port.usage()) is not None
+            ):  # opening handles may be slow
                 LOG.info(
                     "%s: %d allocations of GPU memory (%s) are mapped, after %.3f s", self.key,
                     usage.mappings, size_text(usage.exposed_bytes), time.monotonic() - began_s,
                 )  # fmt: skip
-            return reason
+            return decision
 
     def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
         """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
