@@ -195,9 +195,9 @@ class Handlers:
             answer = await self._volume_and_dram(session, tenant, body)
         except PccheckError as error:
             if not session.ending:
-                tenant.set_refusal(error)
+                tenant.seat.refuse_room(error, session.number)
             raise
-        tenant.set_refusal(None)
+        tenant.seat.give_room()
         return answer
 
     async def _volume_and_dram(
@@ -311,29 +311,17 @@ class Handlers:
             part = subset.parse(body.subset, body.seed) if body.subset else None
         except ValueError as error:
             raise UsageError(f"$.body.subset: {error}") from error
-        gone, gave_way = threading.Event(), threading.Event()
+        gone = threading.Event()
 
         async def work() -> report.Document:
             _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
-            with tenant.read():
-                await tenant.opened()
+            async with tenant.uses.read():
                 volumes = [(item.path, item.volume) for item in tenant.volumes.open]
                 reports = tenant.retention.reports
-
-                def ends() -> bool:
-                    if tenant.must_end_reads:
-                        gave_way.set()
-                    return gone.is_set() or gave_way.is_set()
-
                 document = await self._engine.scan(
-                    session.uid, verification.verify, volumes, body.sequence, part, ends=ends
-                )
-                if gave_way.is_set():
-                    raise RefusedError(
-                        f"verify was interrupted: a volume of {tenant.key} is opened again after "
-                        "an I/O error, which checkpoints wait for",
-                        hint="try again", retryable=True,
-                    )  # fmt: skip
+                    session.uid, verification.verify, volumes, body.sequence, part,
+                    ends=gone.is_set,
+                )  # fmt: skip
                 if part is None:
                     await _judge(tenant, document, reports)
             if body.sequence and not document["checkpoints"]:

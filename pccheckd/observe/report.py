@@ -28,6 +28,7 @@ from pccheckd.jobs.sessions import Session
 from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
+from pccheckd.tenancy.binding import BindingState
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.tenant import Tenant
@@ -335,10 +336,10 @@ def _warnings(tenant: Tenant) -> list[str]:
         found.append(tenant.volumes.loss)  # of an ended job they were removed on purpose
     if tenant.stalled:
         found.append(tenant.stalled)
-    if tenant.stopped:
+    if tenant.binding.state is BindingState.STOPPED:
         found.append(
             "a commit record could not be written, so its checkpoint failed; the next checkpoint "
-            f"reopens the volume; {_CHECK}"
+            f"opens the volume again once no process reads from it; {_CHECK}"
         )
     unreadable = tenant.retention.unreadable
     return found + [text for item in tenant.volumes.open for text in _faults(item, unreadable)]

@@ -128,6 +128,7 @@ class Tenant:
     def __post_init__(self) -> None:
         self.key = Key(7, "gpt", self.rank)
         self.leases: Any = SimpleNamespace(take=self._lease)
+        self.uses: Any = SimpleNamespace(begin_read=self._begin_read, end_read=self._end_read)
         self.retention: Any = SimpleNamespace(
             unreadable=set(), inherited=set(), flagged=set(), protected=set(), unrestored=False,
             release=self._release, restored_to=self._restored_to, damaged=self._damaged,
@@ -146,13 +147,10 @@ class Tenant:
     async def _damaged(self, sequence: int) -> None:
         self.calls.append(f"damaged {sequence}")
 
-    def begin_read(self) -> None:
+    async def _begin_read(self) -> None:
         self.calls.append("read")
 
-    async def opened(self) -> None:
-        """Does nothing: no volume is being opened."""
-
-    def end_read(self) -> None:
+    def _end_read(self) -> None:
         self.calls.append("read ended")
 
     def wanted_bytes(self, payload_bytes: int) -> int:

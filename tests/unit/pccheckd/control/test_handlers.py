@@ -104,7 +104,7 @@ class Place:
 
     async def open(self) -> None:
         self.job, self.tenant = await self.registry.tenant(KEY)
-        await self.tenant._open_port()
+        await self.tenant.prepare()
         assert self.tenant.port is not None
         self.tenant.port.channel = cast(Channel, self.channel)
         self.engine.driver.state = DriverState("driver 12.8")
@@ -118,13 +118,21 @@ class Place:
         )  # fmt: skip
         if role is Role.TRAINER:
             process = bytes([number]) * 16
-            self.tenant.owner = Owner(
+            if self.tenant.owner is not None:
+                self.leave()
+            owner = Owner(
                 session=number, pid=1, world_size=1, local_world_size=1, fresh=False,
                 process=process, solo=False, restored=None, on_event=lambda event: None,
             )  # fmt: skip
-            self.job.join(KEY.rank, self.tenant.owner, launch="", was=0)
+            self.tenant.seat.take(owner)
+            self.job.join(KEY.rank, owner, launch="", was=0)
         self.sessions._sessions[number] = made
         return made
+
+    def leave(self) -> None:
+        """The trainer ends."""
+        self.tenant.seat.leave()
+        self.tenant.seat.free()
 
     async def ask(
         self, body: Expose | Chose | Begin | Status, session: Session | None = None
