@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 
 from pccheck_native import subset
+from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
@@ -52,7 +53,6 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
-from pccheck_wire.transfer import PULL, Decision, offered
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
