@@ -12,12 +12,12 @@ from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
+from pccheckd.group.job import Job
 from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
-from .job import Job
 from .memory import Memory
 from .survey import Fault, Survey
 

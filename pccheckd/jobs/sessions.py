@@ -26,11 +26,10 @@ from pccheckd.core.engine import Shape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
+from pccheckd.group.job import Job
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
-from .choosing import Asker
-from .job import Job
 from .registry import Registry
 
 READER_CHUNKS = 8
@@ -88,11 +87,6 @@ class Session:
         """Whether a checkpoint is in flight, or one is being loaded."""
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
-
-    @property
-    def asker(self) -> Asker:
-        """The process, when it asks for a checkpoint to restore."""
-        return Asker(self.rank, self.process, self.world_size, self.solo)
 
     def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
         """A checkpoint is read: its volumes stay open until `end_load`."""

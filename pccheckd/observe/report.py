@@ -20,9 +20,8 @@ from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
-from pccheckd.jobs import group_state
-from pccheckd.jobs.group_state import Standing
-from pccheckd.jobs.job import Job
+from pccheckd.group.explain import Standing
+from pccheckd.group.job import Job
 from pccheckd.jobs.memory import Memory
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
@@ -79,11 +78,7 @@ async def status(
         ],
         "scrub": scrub,
         "sessions": rows,
-        "groups": [
-            _group(job, found)
-            for job in jobs
-            if (found := group_state.of(job, config.stall_limit_s)) is not None
-        ],
+        "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [

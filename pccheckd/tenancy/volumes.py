@@ -23,7 +23,7 @@ from pccheck_wire.errors import DamagedError, PccheckError, RefusedError, Storag
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
-from pccheckd.core.io_engine import PWRITE
+from pccheckd.core.io_engine import EVERYWHERE
 from pccheckd.storage.space import Reservation
 
 PROTECTED, PINNED = _core.SLOT_PROTECTED, _core.SLOT_PINNED  # for the next run; by the user
@@ -407,7 +407,7 @@ class VolumeSet:
 
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config
-        engine = self._engine.io.wanted if writable else PWRITE
+        engine = self._engine.io.wanted if writable else EVERYWHERE
 
         def open_it() -> OpenVolume:
             volume = _core.Volume(

@@ -73,8 +73,8 @@ def test_bytes_come_back_from_dram_and_from_the_volume(daemon: Daemon) -> None:
         with Rank(daemon.socket) as rank:
             assert rank.welcome.newest_step == 7
             opened, data = rank.restore()
-            assert (opened.step, opened.sequence, opened.source) == (7, 7, source)
-            assert data == payload_of(7, SIZE)
+            assert (opened.step, opened.sequence, data) == (7, 7, payload_of(7, SIZE))
+            assert rank.link.loaded == ((SIZE, 0) if source == "dram" else (0, SIZE))
         assert daemon.stop() == 0
         daemon.start()
 

@@ -130,13 +130,14 @@ static inline uint8_t payload_byte(uint64_t tag, uint64_t offset)
     return (uint8_t)(tag * 131 + offset * 7 + (offset >> 9));
 }
 
-static inline int payload_begin(struct owner *owner, uint64_t tag, uint64_t bytes,
-                                struct payload *out)
+static inline int payload_begin_as(struct owner *owner, uint64_t tag, uint64_t bytes,
+                                   bool unnumbered, struct payload *out)
 {
     const struct pcc_save_request request = {.tag = tag,
+                                             .unnumbered = unnumbered,
                                              .step = (int64_t)tag,
-                                             .incarnation = 1,
-                                             .world_size = 1,
+                                             .incarnation = unnumbered ? 0 : 1,
+                                             .world_size = unnumbered ? 0 : 1,
                                              .payload_bytes = bytes,
                                              .tree_offset_bytes = bytes / 2,
                                              .tree_bytes = bytes - bytes / 2};
@@ -152,6 +153,12 @@ static inline int payload_begin(struct owner *owner, uint64_t tag, uint64_t byte
     for (uint64_t i = 0; i < bytes; i++)
         out->memory[i] = payload_byte(tag, i);
     return 0;
+}
+
+static inline int payload_begin(struct owner *owner, uint64_t tag, uint64_t bytes,
+                                struct payload *out)
+{
+    return payload_begin_as(owner, tag, bytes, false, out);
 }
 
 /* Only its checksums. */

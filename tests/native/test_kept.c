@@ -55,6 +55,8 @@ static void looked(void)
         const struct pcc_kept_save *save = pcc_kept_save(&kept, 1);
         CHECK(save->sequence == truth.sequence && save->payload_bytes == PIECES * BYTES_CHUNK - 7);
         CHECK(save->step == (int64_t)truth.sequence * 10 && save->world_size == 3);
+        CHECK(save->flags == PCC_SLOT_HEALTHY && save->start_id[0] == (uint8_t)truth.sequence);
+        CHECK(save->notes.name_row == truth.sequence);
         for (uint32_t i = 0; i < PIECES; i++) {
             const struct pcc_kept_piece *piece = pcc_kept_piece(&kept, 1, i);
             const uint64_t *sums =
@@ -86,17 +88,33 @@ static void sums_set(uint32_t position, uint64_t value)
     *sums = value;
 }
 
+static struct pcc_slot_entry entry_of(uint64_t sequence)
+{
+    return (struct pcc_slot_entry){.sequence = sequence,
+                                   .step = (int64_t)sequence * 10,
+                                   .payload_bytes = PIECES * BYTES_CHUNK - 7,
+                                   .tree_offset_bytes = 100,
+                                   .tree_bytes = 50,
+                                   .world_size = 3,
+                                   .flags = PCC_SLOT_HEALTHY,
+                                   .start_id = {(uint8_t)sequence}};
+}
+
+/* Some begin without a number. */
+static bool is_numbered_later(uint64_t sequence)
+{
+    return sequence % 4 == 1;
+}
+
 static void begin_one(uint64_t sequence, uint32_t slot)
 {
-    const struct pcc_slot_entry entry = {.sequence = sequence,
-                                         .step = (int64_t)sequence * 10,
-                                         .payload_bytes = PIECES * BYTES_CHUNK - 7,
-                                         .tree_offset_bytes = 100,
-                                         .tree_bytes = 50,
-                                         .world_size = 3};
+    struct pcc_slot_entry entry = entry_of(sequence);
 
+    if (is_numbered_later(sequence))
+        entry.sequence = entry.world_size = entry.start_id[0] = 0;
     truth.may_be_copied = truth.must_be_copied = false;
-    pcc_kept_begin(&truth.kept, 1, &entry, slot, PIECES, 0);
+    pcc_kept_begin(&truth.kept, 1, &entry, &(struct pcc_manifest_notes){.name_row = sequence}, slot,
+                   PIECES, 0);
     truth.sequence = sequence;
     truth.slot = slot;
 }
@@ -127,6 +145,10 @@ static void one_save(uint64_t sequence, bool moves, bool loses)
         pcc_kept_chunk(&truth.kept, 1, i, 77, i + 3, hashed);
         if (i == 0)
             written(0);
+    }
+    if (is_numbered_later(sequence)) {
+        const struct pcc_slot_entry entry = entry_of(sequence);
+        pcc_kept_number(&truth.kept, 1, &entry);
     }
     truth.may_be_copied = true;
     pcc_kept_copied(&truth.kept, 1);

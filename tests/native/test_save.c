@@ -137,6 +137,43 @@ static void test_the_newer_one_supersedes(void)
     owner_free(owner);
 }
 
+/* The copy begins before the number is known, and is not sealed without one. */
+static void test_a_number_comes_before_the_seal(void)
+{
+    struct owner *owner = owner_new(4, 2, 2, 0);
+    struct payload late, next;
+    struct pcc_held held;
+
+    CHECK_EQUAL(payload_begin_as(owner, 1, 2 * CHUNK, true, &late), 0);
+    CHECK_EQUAL(late.sequence, 0);
+    CHECK_EQUAL(payload_begin(owner, 2, CHUNK, &next), 0); /* numbered, and takes 1 */
+    CHECK_EQUAL(payload_chunk(&late, 0), 0);
+    CHECK_EQUAL(payload_chunk(&late, 1), 0);
+    step_all(owner, 2);
+    CHECK_EQUAL(pcc_save_seal(late.save), -EINVAL);
+    CHECK_EQUAL(pcc_save_number(late.save, 1, 9, 4), -EINVAL); /* taken */
+    CHECK_EQUAL(pcc_save_number(late.save, 0, 9, 4), -EINVAL);
+    CHECK_EQUAL(pcc_save_seal(late.save), -EINVAL);
+    CHECK_EQUAL(pcc_save_number(late.save, 7, 9, 4), 0);
+    CHECK_EQUAL(pcc_save_number(late.save, 8, 9, 4), -EINVAL); /* it has one */
+    CHECK_EQUAL(pcc_save_seal(late.save), 0);
+    step_all(owner, 2);
+    CHECK_EQUAL(owner_wait(owner, 1).sequence, 7);
+    CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_DURABLE);
+    CHECK_EQUAL(pcc_volume_hold(owner->volume, 7, &held), 0);
+    CHECK(held.entry.incarnation == 9 && held.entry.world_size == 4);
+    pcc_volume_release(owner->volume, &held);
+    CHECK_EQUAL(read_back(owner->volume, 7, 0), 0);
+    free(late.memory);
+    CHECK_EQUAL(payload_begin_as(owner, 3, CHUNK, true, &late), 0);
+    pcc_save_abort(late.save, -PCC_E_ABORTED);
+    step_all(owner, 2);
+    CHECK_EQUAL(pcc_save_number(late.save, 8, 9, 4), -PCC_E_ABORTED);
+    owner_free(owner);
+    free(late.memory);
+    free(next.memory);
+}
+
 static void test_a_write_error_moves_the_save(void)
 {
     for (int at = 0; at < 17; at++) { /* chunk or manifest */
@@ -456,6 +493,7 @@ int main(void)
     RUN(test_checksums_are_made_by_the_writer);
     RUN(test_what_does_not_fit_is_refused);
     RUN(test_the_newer_one_supersedes);
+    RUN(test_a_number_comes_before_the_seal);
     RUN(test_a_write_error_moves_the_save);
     RUN(test_errors_without_end_fail_the_save_and_are_remembered);
     RUN(test_an_outage_costs_nothing_that_is_kept);

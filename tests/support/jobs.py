@@ -14,7 +14,7 @@ from pccheck_native.group import Agreement
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
-from pccheckd.jobs.job import Job
+from pccheckd.group.job import Job
 from pccheckd.tenancy.group import Requested
 from pccheckd.tenancy.volumes import Key
 

@@ -64,6 +64,8 @@ struct pcc_save_events { /* called from writer threads without locks held; must 
     void (*offered)(void *owner, uint64_t tag, uint64_t payload_offset_bytes, bool in_base);
     /* The lane and the save are gone when this returns. */
     void (*ended)(void *owner, const struct pcc_save_result *result);
+    /* After `ended`: a lane, and mostly a slot, can be taken. NULL: nobody waits for them. */
+    void (*freed)(void *owner);
 };
 
 struct pcc_saver_spec {
@@ -87,12 +89,18 @@ void pcc_saver_close(struct pcc_saver *saver);
 struct pcc_save_request {
     uint64_t tag;      /* the owner's name for it */
     uint64_t sequence; /* above all that the volume has given out; 0: the volume's next one */
+    bool unnumbered;   /* sequence, incarnation and world size come with pcc_save_number */
     int64_t step;
     uint64_t incarnation;
     uint32_t world_size;
+    uint32_t flags; /* PCC_SLOT_IMAGE, PCC_SLOT_MARKS */
+    /* The length is not known yet: payload_bytes is its bound, for which slot and manifest have
+     * room, and pcc_save_set_length() follows before the seal. */
+    bool is_open;
     uint64_t payload_bytes;
     uint64_t tree_offset_bytes;
     uint64_t tree_bytes;
+    struct pcc_manifest_notes notes;
     /* The length of a prefix of the payload that most probably has not changed since the checkpoint
      * before: worth a base, which takes a slot for as long as it is referred to. 0: written whole.
      */
@@ -133,17 +141,34 @@ const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t po
 bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void *bytes,
                       uint32_t length_bytes);
 
-/* Takes a lane, a slot and a sequence. -PCC_E_NO_LANE, -PCC_E_NO_SLOT, -PCC_E_TOO_LARGE,
- * -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
+/* Takes a lane, a slot and a sequence (0 if it is unnumbered). -PCC_E_NO_LANE, -PCC_E_NO_SLOT,
+ * -PCC_E_TOO_LARGE, -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
 PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
                                   struct pcc_save **out, uint64_t *sequence_out);
+/* Numbers a save that began without a number, once, and before the seal. -EINVAL when the sequence
+ * is too low, or the save has a number; -PCC_E_ABORTED when the save has ended. */
+PCC_MUST_CHECK int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnation,
+                                   uint32_t world_size);
 /* The sequence of the base, which is kept until the save ends; 0: there is none. */
 uint64_t pcc_save_base(const struct pcc_save *save);
 /* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged
- * until chunk_written. -EINVAL when it does not fit the payload or came before; also when it is
- * offered to a save without a base, or for the second time. */
+ * until chunk_written. Of an open save any one may be the short last one. -EINVAL when it does not
+ * fit the payload or came before; also when it is offered to a save without a base, or for the
+ * second time. */
 PCC_MUST_CHECK int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk);
-/* The copy is complete (every chunk was handed over): from here it is `copied`. -EINVAL if not. */
+struct pcc_save_length {
+    uint64_t payload_bytes; /* at most the bound */
+    uint64_t tree_offset_bytes;
+    uint64_t tree_bytes;
+    struct pcc_section statistics;
+    struct pcc_section dtypes;
+};
+/* The length of an open save, before its seal. The chunks that were handed over must be whole, but
+ * for the one that ends the payload. -EINVAL when they do not fit, the save is not open or numbers
+ * are impossible; -PCC_E_ABORTED. */
+PCC_MUST_CHECK int pcc_save_set_length(struct pcc_save *save, const struct pcc_save_length *length);
+/* The copy is complete (every chunk was handed over, length and number are known): from here it is
+ * `copied`. -EINVAL if not. */
 PCC_MUST_CHECK int pcc_save_seal(struct pcc_save *save);
 /* Gives up before the seal; ends FAILED with `error` at stage "copy" once its writes are done. */
 void pcc_save_abort(struct pcc_save *save, int error);

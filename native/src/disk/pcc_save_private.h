@@ -72,8 +72,8 @@ struct pcc_save {
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
 
     /* Guarded by the lane's lock, like all that follows. */
-    bool active; /* from begin to the moment its end is decided */
-    struct pcc_save_request request;
+    bool active;                     /* from begin to the moment its end is decided */
+    struct pcc_save_request request; /* once the length is known, as if it had not been open */
     uint64_t sequence;
     uint32_t slot;
     bool has_slot;
@@ -135,8 +135,9 @@ struct pcc_saver {
     struct pcc_record identity; /* uuid and geometry, for manifests */
 
     pthread_mutex_t lock;
-    pthread_cond_t ended; /* a place became free */
+    pthread_cond_t ended; /* a place became free, or `freed` has returned */
     bool closing;
+    uint32_t telling; /* calls of `freed` that have not returned */
 
     pthread_mutex_t knowing; /* held over the read of a base's manifest */
     struct pcc_known *known; /* of the last base; NULL: none */
@@ -206,5 +207,7 @@ struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_pla
 /* The lane may take the next save; the place itself is free when `ended` has returned. */
 void pcc_save_leave_lane(struct pcc_save *save);
 void pcc_save_leave_place(struct pcc_save *save);
+/* The same after `ended`, and calls `freed`. */
+void pcc_save_over(struct pcc_save *save);
 
 #endif

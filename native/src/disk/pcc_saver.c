@@ -155,6 +155,8 @@ int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
 
 static bool has_places_in_use(const struct pcc_saver *saver)
 {
+    if (saver->telling > 0)
+        return true;
     for (uint32_t i = 0; i < saver->spec.lanes; i++)
         for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++)
             if (saver->lanes[i].saves[place].used)
@@ -232,6 +234,22 @@ void pcc_save_leave_place(struct pcc_save *save)
 
     (void)pthread_mutex_lock(&saver->lock);
     save->used = false;
+    (void)pthread_cond_broadcast(&saver->ended);
+    (void)pthread_mutex_unlock(&saver->lock);
+}
+
+void pcc_save_over(struct pcc_save *save)
+{
+    struct pcc_saver *saver = save->lane->saver;
+
+    (void)pthread_mutex_lock(&saver->lock);
+    save->used = false;
+    saver->telling++;
+    (void)pthread_mutex_unlock(&saver->lock);
+    if (saver->spec.events->freed)
+        saver->spec.events->freed(saver->spec.owner);
+    (void)pthread_mutex_lock(&saver->lock);
+    saver->telling--;
     (void)pthread_cond_broadcast(&saver->ended);
     (void)pthread_mutex_unlock(&saver->lock);
 }

@@ -19,7 +19,7 @@ from pccheckctl.doctor import daemon, gpu, machine, storage
 from pccheckctl.doctor.finding import Finding
 from pccheckctl.measure import disk
 from pccheckctl.output.documents import Document
-from pccheckd.jobs.group_state import Standing
+from pccheckd.group.explain import Standing
 from pccheckd.observe import report
 from tests.unit.repository.test_messages import PRIVATE
 
