@@ -231,7 +231,6 @@ class Events:
 class GpuInfo(NamedTuple):
     uuid: bytes
     name: str
-    numa_node: int  # -1 = unknown
     lost: bool
     copied_bytes: int
     copies: int
@@ -265,7 +264,6 @@ class ChannelUsage(NamedTuple):
     pinned_bytes: int
     exposed_bytes: int
     mappings: int
-    numa_node: int  # that new chunks lie near, and writers run near; -1 = anywhere
 
 class KeptState(NamedTuple):
     uuid: bytes

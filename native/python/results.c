@@ -16,11 +16,10 @@ static const struct {
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times"},
-    [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},
+    [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
-        {"ChannelUsage",
-         "bytes free_chunks granted_chunks full_chunks cached_chunks "
-         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings numa_node"},
+        {"ChannelUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "
+                         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings"},
     [PCC_PY_LINK_STATE] = {"LinkState",
                            "word outcome sequence newer source_read error error_name fault "
                            "cause stage code argument"},

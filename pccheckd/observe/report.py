@@ -182,12 +182,7 @@ def _worth_showing(tenant: Tenant) -> bool:
 
 def _gpu(gpu: _core.GpuInfo) -> Document:
     """A GPU that trainers have exposed memory of; counted since the daemon started."""
-    names = ("name", "lost", "copied_bytes", "copies", "failures")
-    return {
-        "uuid": gpu_uuid(gpu.uuid),
-        "numa_node": None if gpu.numa_node < 0 else gpu.numa_node,
-        **{name: getattr(gpu, name) for name in names},
-    }
+    return {**gpu._asdict(), "uuid": gpu_uuid(gpu.uuid)}
 
 
 def gpu_uuid(raw: bytes) -> str:
@@ -218,7 +213,6 @@ def _session(session: Session) -> Document:
 
 def _rank(tenant: Tenant, memory: Memory) -> Document:
     owner, current, why = tenant.owner, tenant.volumes.current, tenant.refused
-    usage = tenant.usage()
     return {
         **tenant.key._asdict(),
         "connected": owner is not None,
@@ -237,7 +231,6 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "interval_steps": tenant.interval_steps or None,
         "waiting": len(tenant.queue),
         "chunks": chunks(tenant),
-        "numa_node": usage.numa_node if usage and usage.numa_node >= 0 else None,
         "dram": {
             "bytes": tenant.port.granted_bytes if tenant.port else 0,
             "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,

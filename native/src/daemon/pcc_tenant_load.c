@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_numa.h"
 #include "base/pcc_thread.h"
 #include "daemon/pcc_tenant_private.h"
 
@@ -234,10 +233,8 @@ static int send_read(struct pcc_tenant *tenant, const struct piece *piece)
 static void *reader_run(void *argument)
 {
     struct pcc_tenant *tenant = argument;
-    int32_t here = PCC_NUMA_ANYWHERE;
     struct piece piece;
 
-    pcc_numa_follow(&tenant->numa_node, &here);
     pcc_tenant_lock(tenant);
     while (piece_next(tenant, &piece)) {
         if (send_cached(tenant, &piece))
