@@ -13,9 +13,9 @@ import pytest
 from pccheck.restoring import reading
 from pccheck.restoring.reading import ask_open, read_newest
 from pccheck_native import _core
-from pccheck_store import loads, state_reader
-from pccheck_store.errors import RecycledError
-from pccheck_store.loads import DaemonPayloads
+from pccheck_store.reading import loads, state_reader
+from pccheck_store.reading.errors import RecycledError
+from pccheck_store.reading.loads import DaemonPayloads
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     DamagedError,
