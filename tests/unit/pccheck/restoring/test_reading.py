@@ -106,7 +106,7 @@ def test_after_damage_the_previous_one_is_read_and_the_result_says_so(code: int)
     ("code", "error", "why"),
     [
         (DAMAGED, DamagedError, "the data does not match its checksums"),
-        (UNREADABLE, UnreadableError, "the disk reported an error"),
+        (UNREADABLE, UnreadableError, "the disk could not read the data"),
     ],
 )
 def test_when_none_is_left_the_error_names_all(
