@@ -8,14 +8,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 
 from pccheck_native import subset
 from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import (
-    CheckpointFailedError,
     InternalError,
     NoCheckpointError,
     PccheckError,
@@ -62,7 +61,7 @@ from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.ledger import ENDED_BEFORE, Ledger
+from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
 from pccheckd.upkeep import expiry
@@ -71,6 +70,7 @@ from pccheckd.upkeep.scrub import Scrubber
 from . import verification
 
 GOODBYE_LIMIT_S = 60.0
+DESCRIBE_LIMIT_S = 1.0  # the client waits for twice as long
 TRACE_S_MAX = 1e8
 FAILED_MAX = 1 << 40
 
@@ -151,7 +151,7 @@ class Handlers:
             case Chose():
                 session.chose(*exposing.checked(body))
             case Describe():
-                return self._describe(session, body)
+                return await self._describe(session, body)
             case Open():
                 return await recovery.open_checkpoint(session, body, self._registry.engine)
             case Read():
@@ -195,9 +195,9 @@ class Handlers:
             answer = await self._volume_and_dram(session, tenant, body)
         except PccheckError as error:
             if not session.ending:
-                tenant.set_refusal(error)
+                tenant.seat.refuse_room(error, session.number)
             raise
-        tenant.set_refusal(None)
+        tenant.seat.give_room()
         return answer
 
     async def _volume_and_dram(
@@ -215,6 +215,7 @@ class Handlers:
             granted_bytes=granted, volume=str(volume.path),
             absent=job.members.absent(),
             incarnation=job.members.registered(session.rank, session.process),
+            start=session.start,
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
@@ -232,30 +233,29 @@ class Handlers:
     def _begin(self, session: Session, body: Begin) -> None:
         tenant = session.tenant
         assert tenant is not None
-        reason = ""
+        why = None
         if self._sessions.draining:
-            reason = "the daemon is stopping"
+            why = Why(Cause.STOPPING)
         elif session.ending:  # its earlier requests were dropped already
-            reason = ENDED_BEFORE
-        elif body.on_busy not in ("wait", "skip"):
-            reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
-        elif body.tree_offset + body.tree_bytes > body.payload_bytes or not body.payload_bytes:
-            reason = "the tree does not lie in the payload"
-        tenant.begin(session.number, body, refused=reason)
+            why = Why(Cause.ENDED_BEFORE)
+        elif (
+            body.on_busy not in ("wait", "skip")
+            or body.tree_offset + body.tree_bytes > body.payload_bytes
+            or not body.payload_bytes
+        ):
+            why = Why(Cause.BAD_REQUEST)
+        tenant.begin(session.number, body, refused=why)
 
-    def _describe(self, session: Session, body: Describe) -> Described:
+    async def _describe(self, session: Session, body: Describe) -> Described:
+        """Waits until the records have what the page shows already: the core writes the page."""
         assert session.tenant is not None
         if body.sequence:
             return _became(session.tenant, body)
         ledger = session.tenant.ledger
         found = ledger.find(session.number, body.snapshot)
-        if (session.number, body.snapshot) in ledger.lost:
-            raise CheckpointFailedError(
-                "its request did not reach pccheckd: the process that receives it had ended",
-                hint="see pccheckd's log",
-            )
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
+        await ledger.until(lambda: not found.live and ledger.knows_newer(found), DESCRIBE_LIMIT_S)
         return _described(found, ledger)
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
@@ -311,29 +311,17 @@ class Handlers:
             part = subset.parse(body.subset, body.seed) if body.subset else None
         except ValueError as error:
             raise UsageError(f"$.body.subset: {error}") from error
-        gone, gave_way = threading.Event(), threading.Event()
+        gone = threading.Event()
 
         async def work() -> report.Document:
             _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
-            with tenant.read():
-                await tenant.opened()
+            async with tenant.uses.read():
                 volumes = [(item.path, item.volume) for item in tenant.volumes.open]
                 reports = tenant.retention.reports
-
-                def ends() -> bool:
-                    if tenant.must_end_reads:
-                        gave_way.set()
-                    return gone.is_set() or gave_way.is_set()
-
                 document = await self._engine.scan(
-                    session.uid, verification.verify, volumes, body.sequence, part, ends=ends
-                )
-                if gave_way.is_set():
-                    raise RefusedError(
-                        f"verify was interrupted: a volume of {tenant.key} is opened again after "
-                        "an I/O error, which checkpoints wait for",
-                        hint="try again", retryable=True,
-                    )  # fmt: skip
+                    session.uid, verification.verify, volumes, body.sequence, part,
+                    ends=gone.is_set,
+                )  # fmt: skip
                 if part is None:
                     await _judge(tenant, document, reports)
             if body.sequence and not document["checkpoints"]:
@@ -359,17 +347,13 @@ def _require_pull(offer: Decision) -> None:
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:
-    """A superseded checkpoint is reported as being written until the newer one is known: the client
-    then asks again."""
-    described = Described(
+    reason, hint, _ = found.sentence
+    newer = ledger.newer_than(found) if found.state is CheckpointState.SUPERSEDED else None
+    return Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
-        reason=found.reason, hint=found.hint,
+        reason=reason, hint=hint, newer_sequence=newer[0] if newer else 0,
+        newer_step=newer[1] if newer else None,
     )  # fmt: skip
-    if found.state is not CheckpointState.SUPERSEDED:
-        return described
-    if (newer := ledger.newer_than(found)) is None:
-        return replace(described, state=CheckpointState.WRITING)
-    return replace(described, newer_sequence=newer[0], newer_step=newer[1])
 
 
 def _became(tenant: Tenant, body: Describe) -> Described:

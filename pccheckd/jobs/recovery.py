@@ -7,11 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pccheck_native import catalog, layout
-from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UsageError
+from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Writing
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
-from pccheckd.tenancy.leases import recycled
+from pccheckd.tenancy.retention import recycled
 from pccheckd.tenancy.tenant import Tenant
 
 from . import choosing
@@ -45,6 +45,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
         return Empty(skipped)
     return Opened(
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
+        start=chosen.id.start, digest=chosen.id.digest,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
         tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
         rank=chosen.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,
@@ -78,19 +79,17 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
     if tenant is None:
         raise NoCheckpointError(f"job {job.name!r} has no rank {body.rank}")
-    port, volume = session.port, tenant.volumes.find(body.sequence)
+    port = session.port
     if port is None:
         raise RefusedError("the session has ended")
-    if volume is None:
-        raise recycled(tenant.key, body.sequence)
-    if body.load in session.loads:
-        raise UsageError(f"load {body.load} is in progress")
-    session.begin_load(body.load, tenant, body.sequence)
+    await session.begin_load(body.load, tenant, body.sequence)
     try:
+        volume = tenant.volumes.find(body.sequence)
+        if volume is None:
+            raise recycled(tenant.key, body.sequence)
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
             await memory.claim(session, own.wanted_bytes(payload.payload_bytes))
-        await tenant.opened()
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )

@@ -88,16 +88,24 @@ class Session:
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
-    def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
-        """A checkpoint is read: its volumes stay open until `end_load`."""
+    @property
+    def start(self) -> bytes:
+        """The id of the start that its process belongs to; b"": it belongs to none."""
+        return self.job.members.start_id(self.rank, self.process) if self.job else b""
+
+    async def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
+        """A checkpoint is read: its volumes stay open until `end_load`. Raises UsageError."""
+        await tenant.uses.begin_read()
+        if load in self.loads:
+            tenant.uses.end_read()
+            raise UsageError(f"load {load} is in progress")
         self.loads[load] = tenant, sequence
-        tenant.begin_read()
 
     def end_load(self, load: int) -> None:
         """Does nothing for a load that has ended."""
         tenant, _ = self.loads.pop(load, (None, 0))
         if tenant is not None:
-            tenant.end_read()
+            tenant.uses.end_read()
 
     def chose(self, transfer: str, reason: str) -> None:
         """How its tensors are transferred, and why."""
@@ -212,7 +220,7 @@ class Sessions:
         finally:
             self.registry.memory.gone(session.number)
             if session.tenant is not None and session.role is Role.READER:
-                session.tenant.add_reader(-1)
+                session.tenant.uses.add_reader(-1)
                 for tenant in session.job.tenants.values() if session.job is not None else ():
                     tenant.leases.give_back(session.number)
             for load in list(session.loads):
@@ -244,7 +252,7 @@ class Sessions:
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
             token=session.token, endpoint=session.endpoint, pid=os.getpid(),
-            incarnation=session.incarnation, storage=session.storage,
+            incarnation=session.incarnation, start=session.start, storage=session.storage,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
             transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.may_pass,
             newest_step=newest[1] if newest else None,
@@ -253,7 +261,7 @@ class Sessions:
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
-        with tenant.coming():
+        with tenant.uses.come():
             return await self._take_place(session, hello, peer, job, tenant)
 
     async def _take_place(
@@ -296,7 +304,7 @@ class Sessions:
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
             session.incarnation = job.join(
-                hello.rank, owner, launch=hello.launch, was=hello.incarnation,
+                hello.rank, owner, launch=hello.launch, was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
             )  # fmt: skip
         with _descriptors() as (ours, given):
@@ -333,7 +341,7 @@ class Sessions:
         key = Key(uid, hello.job, hello.rank)
         session.job, tenant = await self.registry.existing(key)
         session.tenant = tenant
-        tenant.add_reader()  # before any await: the job stays loaded
+        tenant.uses.add_reader()  # before any await: the job stays loaded
         await tenant.look()
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no volume any more", hint="see: pccheckctl list")
@@ -378,7 +386,7 @@ class Sessions:
                 with contextlib.suppress(ValueError):  # it has ended
                     await session.port.unbind(item.volume, 0)  # otherwise it could not be reopened
         finally:
-            tenant.end_read()
+            tenant.uses.end_read()
         if problem == "DAMAGED":
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":

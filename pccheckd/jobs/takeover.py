@@ -8,6 +8,7 @@ import os
 import time
 
 from pccheck_native import _core
+from pccheck_wire.ends import continues_not
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -19,14 +20,6 @@ from pccheckd.tenancy.tenant import INHERITED, Tenant
 from pccheckd.tenancy.volumes import Key
 
 from .registry import Registry
-
-#: Why a copied checkpoint cannot continue, by the core's code; other codes stand for themselves.
-_WHY = {
-    "EALREADY": "",  # it or a newer one is durable
-    "ENODATA": "a part of it is neither in memory nor on the disk",
-    "NO_LANE": "too many checkpoints are in flight",
-    "NO_SLOT": "no slot is free",
-}
 
 
 async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
@@ -61,7 +54,7 @@ async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
         like = left.states[-1].says  # chunks as they are, with the lanes that they were in
-        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
+        port = await tenant.binding.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant)
@@ -130,18 +123,18 @@ async def _continue(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
 async def _settle(tenant: Tenant, port: Port) -> None:
     """Copied checkpoints are checked and written from now on; new ones go to the current volume."""
     if not tenant.ledger.live():
-        await tenant.abandon_port()
+        await tenant.binding.abandon_port()
         return
     tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
     if tenant.volumes.current is not None:
-        await tenant.bind(port, tenant.volumes.current)
+        await tenant.binding.bind(tenant.volumes.current)
 
 
 def _report(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:
     if not why:
         summary.checkpoints += 1
         LOG.info("%s: continues to save step %d (checkpoint %d)", key, step, sequence)
-    elif reason := _WHY.get(why, why):
+    elif reason := continues_not(why):
         summary.dropped.append((key, f"step {step}: {reason}"))
         LOG.error("%s: copied checkpoint of step %d is lost: %s", key, step, reason)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from pccheck_native import _core, catalog
+from pccheck_native.identity import hexadecimal
 from pccheck_native.transfer import Case, offered
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
@@ -28,6 +29,7 @@ from pccheckd.jobs.sessions import Session
 from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
+from pccheckd.tenancy.binding import BindingState
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.tenant import Tenant
@@ -206,6 +208,7 @@ def _session(session: Session) -> Document:
         "job": session.job_name,
         **{name: getattr(session, name) for name in names},
         "incarnation": tenant.incarnation if tenant and is_owner else session.incarnation,
+        "start": hexadecimal(session.start),
         "exposed_bytes": usage.exposed_bytes if usage else 0,
         "mappings": usage.mappings if usage else 0,
         "connected_s": _ago(session.connected_ns),
@@ -335,10 +338,10 @@ def _warnings(tenant: Tenant) -> list[str]:
         found.append(tenant.volumes.loss)  # of an ended job they were removed on purpose
     if tenant.stalled:
         found.append(tenant.stalled)
-    if tenant.stopped:
+    if tenant.binding.state is BindingState.STOPPED:
         found.append(
             "a commit record could not be written, so its checkpoint failed; the next checkpoint "
-            f"reopens the volume; {_CHECK}"
+            f"opens the volume again once no process reads from it; {_CHECK}"
         )
     unreadable = tenant.retention.unreadable
     return found + [text for item in tenant.volumes.open for text in _faults(item, unreadable)]

@@ -3,39 +3,35 @@ volumes, its channel with the cached chunks, and the states of its checkpoints."
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire.basics import size_text
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
-from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import Engine, Shape
+from pccheckd.core.engine import Engine
 from pccheckd.core.port import Owner, Port
+from pccheckd.core.uses import Seat, TrainerState, Uses
 
-from . import inherited
 from .admission import Admission
+from .binding import UNBIND_LIMIT_S, Binding, BindingState
 from .checkpoint import Checkpoint, End
 from .group import Group, Requested
-from .leases import Leases
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
-from .retention import Retention
-from .volumes import Key, OpenVolume, VolumeSet
+from .retention import Leases, Retention
+from .volumes import Key, OpenVolume
 
-CHUNK_CAPACITY_MAX = 65536
-UNBIND_LIMIT_S = 30.0
-BINDINGS_MAX = 4  # PCC_TENANT_VOLUMES
 FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or truncated
 INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 
@@ -44,50 +40,53 @@ class Tenant:
     """Others call its methods and read its attributes; only its own methods change them."""
 
     def __init__(self, key: Key, engine: Engine, group: Group, chronicle: Chronicle) -> None:
-        # Locks, taken in this order; of the first two a task takes only one.
-        self._looking = asyncio.Lock()  # while the files are compared with their paths
-        self._reopening = asyncio.Lock()  # while a stopped volume is read again
-        self.lock = asyncio.Lock()  # while volumes and owners come and go
-        self._beginning = asyncio.Lock()  # while a sequence is taken
         self.key = key
         self.config = engine.config
         self.engine = engine
-        self.volumes = VolumeSet(key, engine)
-        self.port: Port | None = None
-        self.owner: Owner | None = None
+        self.uses = Uses()
+        self.seat = Seat(key)
+        self.binding = Binding(key, engine, self.uses, self.on_event)
+        self.volumes = self.binding.volumes
+        self.lock = self.binding.lock
         self.group = group
         self.ledger = Ledger()
         self.retention = Retention(self.volumes, engine)
         self.leases = Leases(self.volumes)
         self.queue = Admission(self)
-        self.readers = 0  # sessions that may load
-        self._coming = 0  # processes that attach
-        self.must_end_reads = False  # a stopped volume has to be opened again: checkpoints wait
-        self._all_open = asyncio.Event()  # cleared while a volume is closed and opened again
-        self._all_open.set()
-        self.closed = False
-        self.leaving = False  # the trainer has ended, and what it handed over is being drained
         self.finished = False  # the trainer reported the job as done
         self.stalled = ""  # why its disk seems to hang
-        self.stopped = False  # a commit record failed; reopened before the next save
-        self.volume_lost = False  # its volume's file is gone; the next save makes another
-        self.refused: PccheckError | None = None  # why its last trainer got no room to save ...
-        self._refused_ns = 0  # ... and when
         self.last_used_ns = time.monotonic_ns()
-        self._rests = False  # its channel has no writers ...
-        self._unbound = False  # ... or may have none for its present volume
-        self._reading = 0  # loads and checks in progress: their volumes stay open
-        self._was_refused = False  # the present trainer was refused room
-        self._room_bytes = 0  # the payload bytes that the trainer has registered
-        self._away = False  # the storage directory was missing at the last look for volumes
         self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
-        self._registered_in = -1  # incarnation whose beginning is on the disk
+        self._room_bytes = 0  # the payload bytes that the trainer has registered
         self._pulling = Pulling()
         #: Durable and not yet read from the volume: sequence and world size.
         self._appearing: dict[int, int] = {}
         self._chronicle = chronicle
         self._tasks = Tasks(key)
         self.spawn = self._tasks.spawn
+
+    @property
+    def owner(self) -> Owner | None:
+        """Its trainer."""
+        return self.seat.owner
+
+    @property
+    def port(self) -> Port | None:
+        return self.binding.port
+
+    @property
+    def refused(self) -> PccheckError | None:
+        """Why its last trainer got no room to save."""
+        return self.seat.refused
+
+    @property
+    def leaving(self) -> bool:
+        """The trainer has ended, and what it handed over is being drained."""
+        return self.seat.state is TrainerState.LEAVING
+
+    @property
+    def closed(self) -> bool:
+        return self.seat.state is TrainerState.CLOSED
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -112,14 +111,13 @@ class Tenant:
                 )
             self._require_open()
             self.volumes.require_readable(fresh=owner.fresh)
-            port = await self._open_port()
+            port = await self.binding.open_port(in_use=bool(self.ledger.live()))
             self.retention.inherited = self.retention.flagged
             await self.protect(owner)
             page_fd = await port.attach(socket_fd, owner.session, owner.kernel_pid)
-            self.owner = owner
+            self.seat.take(owner)
             self.finished = False
             self._room_bytes = 0
-            self._was_refused = False
             self.ledger.trainer_came(owner.session)
             await self.protect_late()  # more of the run before may have become durable meanwhile
             return page_fd
@@ -131,7 +129,7 @@ class Tenant:
             await self.ledger.until(lambda: not self.ledger.live(), UNBIND_LIMIT_S)
         async with self.lock:
             self._require_open()
-            await self._open_port()
+            await self.binding.open_port(in_use=bool(self.ledger.live()))
 
     def _require_open(self) -> None:
         if self.closed:
@@ -168,43 +166,34 @@ class Tenant:
             return
         self.ledger.trainer_ended()
         self.queue.drop(session)
-        self.leaving = True
-        try:
-            async with self.lock:
+        self.seat.leave()
+        async with self.lock:
+            try:
                 if self.port is not None:
                     await self.port.detach()
                     if give_way and not self.ledger.live():
                         await self.port.release_memory()
-                self.owner = None
+            finally:
+                self.seat.free()
                 self.last_used_ns = time.monotonic_ns()
-        finally:
-            self.leaving = False
 
     async def rest(self) -> None:
         """Ends the writers of a rank whose trainer has been away for a while; a trainer that comes
         starts them again. What is cached stays."""
         async with self.lock:
-            waits = self.owner is not None or self.ledger.live() or self.stopped
-            if self.port is not None and not (self._rests or waits):
-                self._unbound, rests = True, True
-                for item in self.volumes.open:  # one may be busy with a load
-                    rests &= await self.port.unbind(item.volume, 0)
-                self._rests = rests
+            if self.owner is None and not self.ledger.live():
+                await self.binding.rest()
 
     def stop_attaches(self) -> None:
         """It is about to be closed: no trainer attaches any more."""
-        self.closed = True
+        self.seat.close()
 
     async def close(self) -> None:
         """Drains sealed saves, then closes channel and volumes."""
-        self.closed = True
+        self.seat.close()
         await self.queue.close()
         await self._tasks.settle()
-        async with self.lock:
-            if self.port is not None:
-                await self.port.close()
-                self.port = None
-            await self.volumes.close()
+        await self.binding.close()
 
     @property
     def incarnation(self) -> int:
@@ -226,46 +215,12 @@ class Tenant:
     @property
     def idle(self) -> bool:
         """Quiet, and no session may read or is about to: it may be closed."""
-        return self.quiet and not (self._reading or self.readers or self._coming)
+        return self.quiet and not self.uses
 
     @property
     def is_read(self) -> bool:
         """A load or a check is in progress."""
-        return self._reading > 0
-
-    async def opened(self) -> None:
-        """For a read that has begun: until a volume that is being opened again is open."""
-        await self._all_open.wait()
-
-    def begin_read(self) -> None:
-        """The volumes stay open until `end_read`."""
-        self._reading += 1
-
-    def end_read(self) -> None:
-        self._reading -= 1
-        self.must_end_reads &= self._reading > 0
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[None]:
-        """The volumes stay open meanwhile."""
-        self.begin_read()
-        try:
-            yield
-        finally:
-            self.end_read()
-
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
-        """A process attaches: meanwhile the tenant stays loaded."""
-        self._coming += 1
-        try:
-            yield
-        finally:
-            self._coming -= 1
-
-    def add_reader(self, number: int = 1) -> None:
-        """A session that may load has come, or (-1) gone: meanwhile the tenant stays loaded."""
-        self.readers += number
+        return self.uses.reads > 0
 
     def end_lease(self, *, waits: bool) -> bool:
         """For a checkpoint that has no slot: ends a reader's lease, and returns whether a slot is
@@ -302,7 +257,7 @@ class Tenant:
         current = self.volumes.current
         if current is None:
             return True  # a volume is made first
-        if self.stopped or self.volume_lost or current.info.stopped:
+        if not self.binding.is_usable or current.info.stopped:
             return True  # the volume is opened again first
         busy = sum(found.state is not State.REQUESTED for found in self.ledger.live())
         info = current.info
@@ -324,77 +279,38 @@ class Tenant:
     async def look(self, *, listing: bool = True) -> None:
         """Checks that the files of its volumes are still at their paths. Closes those that are not,
         and opens what is there instead; with `listing` also files that have appeared beside it."""
-        async with self._looking:
-            lost = await self.volumes.look()
-            if lost:
-                self.volume_lost = True
-                self._registered_in = -1
-            if not (lost or listing or self._away or self.volumes.gone):
-                return
-            async with self.lock:
-                if not self.closed:
-                    await self._take_stock(lost)
+        changed = await self.binding.look(listing=listing)
+        if changed:
+            self.ledger.newest = self.volumes.newest()
+            self.retention.protected &= self.volumes.sequences()
+            if self.owner is not None and self.retention.unrestored:
+                await self.protect(self.owner)
+            await self._mark_again()
+        if changed or listing:
+            self.group.decide_soon()  # also when a file that cannot be read has appeared
 
-    async def _take_stock(self, lost: bool) -> None:
-        """Opens what is on the disk now, and begins again from that."""
-        for item in list(self.volumes.gone):
-            unused = self.port is None or await self.port.unbind(item.volume, 0)
-            if unused and not self._reading:
-                await self.volumes.close_lost(item)
-        before = list(self.volumes.open)
-        try:
-            self._away = await self.engine.lacks_storage(self.key.uid)
-            await self.volumes.load()
-        except FileNotFoundError:  # the storage directory
-            self._away = True
-        if not lost and self.volumes.open == before:
-            self.group.decide_soon()  # a file that cannot be read may have appeared
-            return
-        current = self.volumes.current
-        if self.port is not None and current is not None and current not in before:
-            await self.bind(self.port, current)
-        self.ledger.newest = self.volumes.newest()
-        self.retention.protected &= self.volumes.sequences()
-        if self.owner is not None and self.retention.unrestored:
-            await self.protect(self.owner)
-        self.group.decide_soon()
+    async def _mark_again(self) -> None:
+        """Leases and flags that were lost because a volume was read from the disk again."""
+        self.leases.renew()
+        await self.retention.stage_again()
 
     async def register(self, payload_bytes: int) -> OpenVolume:
         """A volume whose slots hold `payload_bytes`, bound to the channel. Raises PccheckError."""
         await self.look()
-        if self.stopped and not self.volume_lost:
-            await self.reopen()
+        if await self.binding.reopen():
+            await self._mark_again()
         self._room_bytes = payload_bytes
         async with self.lock:
-            owner, port = self._present()
-            incarnation = self.incarnation
-            current = self.volumes.current
-            too_small = current is None or payload_bytes > current.info.payload_capacity
-            if current is None or too_small or self.volumes.is_followed:
-                async with self._beginning:  # no sequence is taken from the old one meanwhile
-                    current = await self.volumes.make(
-                        payload_bytes, incarnation=incarnation,
-                        world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
-                    )  # fmt: skip
-                    await self._move_to(port, current)
-            elif self._registered_in != incarnation:
-                await self._begin_incarnation(current, incarnation, owner.world_size)
-            self._registered_in = incarnation
-            self.volume_lost = False
-            return current
+            owner, _ = self._present()
+            return await self.binding.register(
+                payload_bytes, incarnation=self.incarnation,
+                start=self.group.start_id(self.key.rank, owner), world_size=owner.world_size,
+                last_sequence=lambda: self.ledger.last_sequence,
+            )  # fmt: skip
 
-    def set_refusal(self, why: PccheckError | None) -> None:
-        """Its trainer was refused room, or (None) has got it. What a trainer was refused is known
-        until that trainer or a later one has got it, or has saved what it requested afterwards."""
-        if why is not None and not self._was_refused:
-            fields = {"event": "refused"}
-            LOG.warning(
-                "%s: checkpoints are NOT saved: %s", self.key, why, extra={"fields": fields}
-            )
-        elif why is None and self.refused is not None:
-            LOG.warning("%s: checkpoints are saved again", self.key)
-        self.refused, self._was_refused = why, why is not None
-        self._refused_ns = time.monotonic_ns()
+    async def reopen(self) -> None:
+        """For a save whose volume has stopped, or is lost. Raises PccheckError."""
+        await self.register(self._room_bytes)
 
     def failed_before_request(self, count: int) -> None:
         """Checkpoints of its trainer failed because it was refused room, or without a daemon."""
@@ -414,15 +330,8 @@ class Tenant:
     async def finish(self) -> None:
         """The job is done: only its newest checkpoint is kept."""
         async with self.lock:
-            current = self.volumes.current
             self.finished = True
-            if current is None:
-                return
-            try:
-                await self.engine.call(self.key.uid, current.volume.finish, 1)
-            except (OSError, _core.NativeError) as error:
-                raise translated(error, f"the volume {current.path}") from error
-            await self.volumes.refresh()
+            await self.binding.finish()
 
     # -- saving --------------------------------------------------------------------------------
 
@@ -449,7 +358,7 @@ class Tenant:
                 )  # fmt: skip
             return decision
 
-    def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
+    def begin(self, session: int, body: Begin, *, refused: Why | None = None) -> None:
         """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
         owner = self.owner
         if owner is None or owner.session != session:
@@ -469,9 +378,9 @@ class Tenant:
         if not self.ledger.add(checkpoint):
             return  # requested twice: the first request counts
         self._chronicle.requested(self.key, checkpoint)
-        if not refused and self.volumes.current is None and not self._room_bytes:
-            refused = "no space was registered for it"
-        end = End(State.FAILED, refused) if refused else None
+        if refused is None and self.volumes.current is None and not self._room_bytes:
+            refused = Why(Cause.NO_ROOM)
+        end = End(State.FAILED, refused) if refused is not None else None
         if end is None:
             requested = Requested(
                 body.step, body.base, body.turn, body.descents, body.row, body.division,
@@ -490,11 +399,11 @@ class Tenant:
     async def begin_save(self, checkpoint: Checkpoint) -> int:
         """Begins one in the core, after reopening a volume that has stopped. The sequence; 0 when
         its session has ended. Raises what the core answers."""
-        fresh = self.stopped or self.volume_lost
+        fresh = not self.binding.is_usable
         if fresh:
             await self.reopen()
         try:
-            async with self._beginning:
+            async with self.binding.beginning:
                 port = self._port_of(checkpoint.session)
                 if port is None:
                     return 0
@@ -509,7 +418,7 @@ class Tenant:
         except _core.NativeError as error:
             if error.code_name != "STOPPED" or fresh:
                 raise
-            self.stopped = True
+            self.binding.stop()
             return await self.begin_save(checkpoint)
         self.ledger.passed(sequence)
         return sequence
@@ -521,17 +430,21 @@ class Tenant:
         self.ledger.refuse(checkpoint, end)
         self.group.decide_soon()
         if (port := self._port_of(checkpoint.session)) is not None:
-            port.channel.refuse(checkpoint.snapshot, int(end.to))
+            why = end.why
+            port.channel.refuse(
+                checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
+                error=why.number, argument=int(why.argument),
+            )  # fmt: skip
         self._chronicle.ended(self.key, checkpoint)
 
     def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
         """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
         found, port = self.ledger.find(session, snapshot), self._port_of(session)
         if found is not None:
-            self.refuse(found, End(State.FAILED, why.message, why.hint))
+            self.refuse(found, End(State.FAILED, in_words(why.message, why.hint)))
         elif port is not None:
             self.ledger.lose(session, snapshot)
-            port.channel.refuse(snapshot, int(State.FAILED))
+            self._refuse_lost(port, snapshot)
 
     def refuse_lost(self) -> None:
         """The path of its trainer's requests was interrupted: requested checkpoints that have not
@@ -543,7 +456,11 @@ class Tenant:
         for snapshot in port.channel.requested():
             if self.ledger.lose(owner.session, snapshot):
                 LOG.warning("%s: a request was lost, so its checkpoint failed", self.key)
-                port.channel.refuse(snapshot, int(State.FAILED))
+                self._refuse_lost(port, snapshot)
+
+    @staticmethod
+    def _refuse_lost(port: Port, snapshot: int) -> None:
+        port.channel.refuse(snapshot, int(State.FAILED), cause=int(Cause.REQUEST_LOST))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -558,15 +475,14 @@ class Tenant:
             return
         self._pulling.note(checkpoint, event)
         if event.kind == "durable":
-            if checkpoint.requested_ns > self._refused_ns:  # of the room that it had before
-                self.set_refusal(None)
+            self.seat.saved(checkpoint.requested_ns)
             self._appearing[checkpoint.sequence] = checkpoint.world_size
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
-            self.volume_lost = True
+            self.binding.lose()
             self.spawn(self.look(listing=False))
-        elif event.kind == "failed":
-            self.stopped = self.stopped or event.stage == "publish"
+        elif event.kind == "failed" and event.stage == "publish":
+            self.binding.stop()
         if not checkpoint.live:
             self._chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
@@ -580,7 +496,7 @@ class Tenant:
             self._tell(found, found.state, newest if superseded else 0)
         self.spawn(self._retire())
 
-    def gave_up(self, why_never: Callable[[int], str]) -> None:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         """Writes to the page which of the checkpoints that are durable here never become global."""
         for found in self.ledger.gave_up(why_never):
             self._tell(found, OUTCOME_GIVEN_UP)
@@ -589,11 +505,15 @@ class Tenant:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
         if (port := self._port_of(found.session)) is not None:
-            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
+            why = found.why or Why()
+            port.channel.set_outcome(
+                found.snapshot, int(outcome), found.sequence, newer, cause=int(why.cause),
+                argument=int(why.argument),
+            )  # fmt: skip
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
-        if not self.volume_lost:
+        if self.binding.state is not BindingState.LOST:
             self.volumes.settled()
         self._appearing.pop(checkpoint.sequence, None)
         self.group.decide_soon()
@@ -613,22 +533,9 @@ class Tenant:
         await self.protect_late()
 
     async def _retire(self) -> None:
-        """Drops outgrown volumes once the current one has what recovery needs."""
-        if len(self.volumes.open) < 2:
-            return
-        async with self.lock:
-            volumes = self.volumes.open
-            good = [any(not found.is_damaged for found in item.checkpoints) for item in volumes]
-            follower = max((index for index, has in enumerate(good) if has), default=0)
-            for item in volumes[:follower]:
-                if self._reading or self._needs(item):
-                    continue
-                if self.port is not None and not await self.port.unbind(item.volume, 0):
-                    continue  # tried again when its last save has ended
-                if not self._reading:  # no read began meanwhile
-                    await self.volumes.drop(item)
+        await self.binding.retire(self.needs)
 
-    def _needs(self, item: OpenVolume) -> bool:
+    def needs(self, item: OpenVolume) -> bool:
         """Whether a volume holds a checkpoint that must stay."""
         held = {found.sequence for found in item.checkpoints}
         return bool(item.pinned or held & self.retention.protected) or any(
@@ -646,117 +553,6 @@ class Tenant:
         """The port while that session is attached to it; else None."""
         owner = self.owner
         return self.port if owner is not None and owner.session == session else None
-
-    async def _open_port(self) -> Port:
-        """The channel; its block size is that of the volume that is already there. One with chunks
-        of the previous daemon, which had another --chunk, is replaced when its checkpoints are
-        written."""
-        config, current = self.config, self.volumes.current
-        block = current.info.block_bytes if current else config.block_bytes
-        chunk = -(-config.chunk_bytes // block) * block
-        if self.port is not None and self.port.chunk_bytes != chunk and not self.ledger.live():
-            await self.abandon_port()
-        unbound = self.port is None or self._unbound
-        port = self.port or await self.make_port(chunk, block, config.in_flight)
-        if unbound and current is not None:
-            await self.bind(port, current)
-        self._rests = self._unbound = False
-        return port
-
-    async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
-        """Opens a channel; also for chunks that the previous daemon has left."""
-        config = self.config
-        capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
-        gpus, label = await self.engine.driver.ready(), inherited.label_of(self.key)
-        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
-        self.port = await Port.opened(self.engine, self.key.uid, self.on_event, shape)
-        return self.port
-
-    async def abandon_port(self) -> None:
-        """Closes a channel in which nothing is being written."""
-        port, self.port = self.port, None
-        if port is not None:
-            await port.close()
-
-    async def bind(self, port: Port, item: OpenVolume) -> None:
-        try:
-            await self.engine.call(self.key.uid, port.channel.bind, item.volume)
-        except (OSError, _core.NativeError) as error:
-            raise translated(error, f"the volume {item.path}") from error
-
-    async def _move_to(self, port: Port, made: OpenVolume) -> None:
-        """New saves go to a volume that was just made. Outgrown volumes need no binding to be read;
-        those that hold nothing are dropped."""
-        busy = []
-        try:
-            for item in self.volumes.open[:-1]:
-                if not await port.unbind(item.volume, 0):
-                    busy.append(item)
-                    continue
-                await self.engine.call(self.key.uid, item.read)
-                if not item.checkpoints:
-                    await self.volumes.drop(item)
-            if len(busy) >= BINDINGS_MAX:
-                await port.unbind(busy[0].volume, UNBIND_LIMIT_S)
-            await self.bind(port, made)
-        except BaseException:
-            await self.volumes.drop(made)
-            if self.volumes.current is not None:
-                await self.bind(port, self.volumes.current)
-            raise
-
-    async def _begin_incarnation(self, item: OpenVolume, incarnation: int, world_size: int) -> None:
-        try:
-            await self.engine.call(
-                self.key.uid, item.volume.begin_incarnation, incarnation, world_size
-            )
-        except (OSError, _core.NativeError) as error:
-            self.stopped = True
-            raise translated(error, f"the volume {item.path}") from error
-
-    async def reopen(self) -> None:
-        """Closes a stopped volume and reads it from the media again; makes another one when its
-        file is gone. Raises when that fails."""
-        if self.stopped and not self.volume_lost:
-            await self.look(listing=False)
-        if not self.volume_lost:
-            async with self._reopening:  # a request and a save may both find it stopped
-                if self.stopped:
-                    await self._reopen()
-        if self.volume_lost:
-            await self.register(self._room_bytes)
-            self.stopped = False
-            await self.retention.stage_again()
-
-    async def _reopen(self) -> None:
-        self.must_end_reads = self._reading > 0
-        if not await self.ledger.until(lambda: not self._reading, UNBIND_LIMIT_S):
-            raise RefusedError("the stopped volume is still being read")
-        port, current = self.port, self.volumes.current
-        if port is None or current is None:
-            return
-        # Without the lock: a write in progress may be one that only a detach can end.
-        if not await port.unbind(current.volume, UNBIND_LIMIT_S):
-            raise RefusedError("the stopped volume still has writes in progress")
-        async with self.lock:
-            began = self._reading > 0  # a read, while the writes were waited for
-            if not began and self.port is port and self.volumes.current is current:
-                self._all_open.clear()
-                try:
-                    there = await self.volumes.reopen(current)
-                finally:
-                    self._all_open.set()
-                if not there:
-                    self.volume_lost = True
-                    self._registered_in = -1
-                    return
-                await self.bind(port, current)
-            self.stopped = began
-        if began:
-            await self._reopen()
-            return
-        self.leases.renew()
-        await self.retention.stage_again()
 
 
 def _held(body: Begin, now_ns: int) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def test_a_few_users_cannot_keep_others_out(mine: int, others: int, said: str) -
 async def test_a_peer_that_has_hung_up_does_not_join(place: Place, occupied: bool) -> None:
     if not occupied:
         place.job.left(KEY.rank, b"\1" * 16)
-        place.tenant.owner = None
+        place.leave()
     session = Session(
         number=9, token=bytes(16), role=Role.TRAINER, uid=KEY.uid, pid=1, kernel_pid=1,
         connected_ns=0, process=b"\2" * 16,
@@ -94,7 +94,7 @@ async def test_a_request_that_comes_while_its_session_ends_ends_with_it(place: P
     place.tenant.volumes.open = [cast(OpenVolume, volume)]
     place.session.ending = False
     assert await place.ask(Begin(2, 6, 4096, 0, 64)) is None
-    place.tenant.owner = None  # before it is admitted
+    place.leave()  # before it is admitted
     task = place.tenant.queue._task
     assert task is not None
     await task

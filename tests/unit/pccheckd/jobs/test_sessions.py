@@ -198,8 +198,8 @@ def test_a_session_ends_its_loads_and_what_it_has_exposed() -> None:
     held: Any = SimpleNamespace(held_bytes=1, drop=lambda: dropped.append(True))
     session.exposing = held
     tenant: Any = ranks.tenants[0]
-    session.begin_load(1, tenant, 5)
-    session.begin_load(2, tenant, 5)
+    for load in (1, 2):
+        asyncio.run(session.begin_load(load, tenant, 5))
     assert session.is_busy()
     session.end_load(1)
     session.end_load(1)  # again does nothing
