@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pccheck_native import _core, layout
+from pccheck_native.transfer import PUSH, Case, Decision, offered
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
-from pccheck_wire.transfer import PUSH, Case, Decision, offered
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks

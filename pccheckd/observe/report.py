@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from pccheck_native import _core, catalog
 from pccheck_native.identity import hexadecimal
+from pccheck_native.transfer import Case, offered
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
-from pccheck_wire.transfer import Case, offered
 from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config

@@ -12,6 +12,7 @@ from typing import Any
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_native.identity import UNKNOWN, CheckpointId
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
@@ -172,7 +173,7 @@ class Tenant:
     def became_global(self, newest: int, _sequences: set[int]) -> None:
         self.made_global.append(newest)
 
-    def gave_up(self, why_never: Callable[[int], str]) -> None:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         self.why_never = why_never
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -225,8 +226,8 @@ class Ranks:
         incarnation, sequence, self.ended = self.job.number(rank, requested)
         return incarnation, sequence
 
-    def request_slot(self, rank: int) -> str:
-        async def ask() -> str:
+    def request_slot(self, rank: int) -> list[int]:
+        async def ask() -> list[int]:
             return await self.job.request_slot(rank)
 
         return asyncio.run(ask())
