@@ -42,6 +42,8 @@ WORD_COPYING: int
 WORD_COPIED: int
 WORD_ABANDONED: int
 WORD_REFUSED: int
+CAUSE_REPLACED: int  # of pccheck_wire.ends
+CAUSE_OTHER_RANK: int
 OUTCOME_GIVEN_UP: int  # in LinkState.outcome, beside the numbers of CheckpointState
 #: Results of Link.load_wait, and NativeError.code. The module has all PCC_E_* codes of pcc_base.h.
 E_DAMAGED: int
@@ -332,11 +334,16 @@ class Channel:
         frozen_bytes: int = 0,  # so much of it probably is as it was: may refer to a base
         offered_bytes: int = 0,  # the number that the client gives to Link.submit
     ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
-    def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None: ...
+    # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
+    def refuse(
+        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
+        error: int = 0, argument: int = 0,
+    ) -> None: ...  # fmt: skip
     def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's
     def set_outcome(
-        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0
-    ) -> None: ...
+        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
+        error: int = 0, argument: int = 0,
+    ) -> None: ...  # fmt: skip
     def load(
         self,
         volume: Volume,
@@ -358,6 +365,11 @@ class LinkState(NamedTuple):
     error: int  # why the link itself gave it up: 0 or a negative code
     error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE", "EFAULT" (of memory)
     fault: int  # the address of memory that could not be read; 0: all could
+    # Why the daemon ended it so (pccheck_wire.ends):
+    cause: int
+    stage: str  # "" or begin, copy, base, write, flush, publish
+    code: str  # "" or e.g. "EIO", "ABORTED"
+    argument: int
 
 @final
 class Link:

@@ -116,7 +116,7 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
                                        event->session, event->id, event->sequence, event->slot,
                                        event->error,
                                        event->error ? pcc_error_name(event->error) : "",
-                                       event->stage ? event->stage : "", event->rehomed,
+                                       pcc_stage_name(event->stage), event->rehomed,
                                        event->copied_bytes, event->written_bytes, when));
 }
 

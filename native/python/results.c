@@ -22,7 +22,8 @@ static const struct {
          "bytes free_chunks granted_chunks full_chunks cached_chunks "
          "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings numa_node"},
     [PCC_PY_LINK_STATE] = {"LinkState",
-                           "word outcome sequence newer source_read error error_name fault"},
+                           "word outcome sequence newer source_read error error_name fault "
+                           "cause stage code argument"},
     [PCC_PY_KEPT_STATE] = {"KeptState", "uuid uid job rank chunk_bytes block_bytes lanes copied"},
 };
 

@@ -8,13 +8,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 
 from pccheck_native import subset
+from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import (
-    CheckpointFailedError,
     InternalError,
     NoCheckpointError,
     PccheckError,
@@ -52,7 +52,6 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
-from pccheck_wire.transfer import PULL, Decision, offered
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -62,7 +61,7 @@ from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.ledger import ENDED_BEFORE, Ledger
+from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
 from pccheckd.upkeep import expiry
@@ -71,6 +70,7 @@ from pccheckd.upkeep.scrub import Scrubber
 from . import verification
 
 GOODBYE_LIMIT_S = 60.0
+DESCRIBE_LIMIT_S = 1.0  # the client waits for twice as long
 TRACE_S_MAX = 1e8
 FAILED_MAX = 1 << 40
 
@@ -151,7 +151,7 @@ class Handlers:
             case Chose():
                 session.chose(*exposing.checked(body))
             case Describe():
-                return self._describe(session, body)
+                return await self._describe(session, body)
             case Open():
                 return await recovery.open_checkpoint(session, body, self._registry.engine)
             case Read():
@@ -215,6 +215,7 @@ class Handlers:
             granted_bytes=granted, volume=str(volume.path),
             absent=job.members.absent(),
             incarnation=job.members.registered(session.rank, session.process),
+            start=session.start,
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
@@ -232,30 +233,29 @@ class Handlers:
     def _begin(self, session: Session, body: Begin) -> None:
         tenant = session.tenant
         assert tenant is not None
-        reason = ""
+        why = None
         if self._sessions.draining:
-            reason = "the daemon is stopping"
+            why = Why(Cause.STOPPING)
         elif session.ending:  # its earlier requests were dropped already
-            reason = ENDED_BEFORE
-        elif body.on_busy not in ("wait", "skip"):
-            reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
-        elif body.tree_offset + body.tree_bytes > body.payload_bytes or not body.payload_bytes:
-            reason = "the tree does not lie in the payload"
-        tenant.begin(session.number, body, refused=reason)
+            why = Why(Cause.ENDED_BEFORE)
+        elif (
+            body.on_busy not in ("wait", "skip")
+            or body.tree_offset + body.tree_bytes > body.payload_bytes
+            or not body.payload_bytes
+        ):
+            why = Why(Cause.BAD_REQUEST)
+        tenant.begin(session.number, body, refused=why)
 
-    def _describe(self, session: Session, body: Describe) -> Described:
+    async def _describe(self, session: Session, body: Describe) -> Described:
+        """Waits until the records have what the page shows already: the core writes the page."""
         assert session.tenant is not None
         if body.sequence:
             return _became(session.tenant, body)
         ledger = session.tenant.ledger
         found = ledger.find(session.number, body.snapshot)
-        if (session.number, body.snapshot) in ledger.lost:
-            raise CheckpointFailedError(
-                "its request did not reach pccheckd: the process that receives it had ended",
-                hint="see pccheckd's log",
-            )
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
+        await ledger.until(lambda: not found.live and ledger.knows_newer(found), DESCRIBE_LIMIT_S)
         return _described(found, ledger)
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
@@ -347,17 +347,13 @@ def _require_pull(offer: Decision) -> None:
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:
-    """A superseded checkpoint is reported as being written until the newer one is known: the client
-    then asks again."""
-    described = Described(
+    reason, hint, _ = found.sentence
+    newer = ledger.newer_than(found) if found.state is CheckpointState.SUPERSEDED else None
+    return Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
-        reason=found.reason, hint=found.hint,
+        reason=reason, hint=hint, newer_sequence=newer[0] if newer else 0,
+        newer_step=newer[1] if newer else None,
     )  # fmt: skip
-    if found.state is not CheckpointState.SUPERSEDED:
-        return described
-    if (newer := ledger.newer_than(found)) is None:
-        return replace(described, state=CheckpointState.WRITING)
-    return replace(described, newer_sequence=newer[0], newer_step=newer[1])
 
 
 def _became(tenant: Tenant, body: Describe) -> Described:

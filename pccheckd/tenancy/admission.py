@@ -10,14 +10,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from pccheck_native import _core
-from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import InternalError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
-from .checkpoint import GIVEN_UP, Checkpoint, End
-from .ledger import BAD_HANDLE, DEVICE_LOST, ENDED_BEFORE
+from .checkpoint import Checkpoint, End, failed
 
 if TYPE_CHECKING:
     from .tenant import Tenant
@@ -32,13 +31,8 @@ LAG_LIMIT_S = 2.0
 
 #: Codes of the core that mean: not yet. The checkpoint waits and tries again.
 BUSY = frozenset({"NO_LANE", "NO_SLOT"})
-#: Reason and hint, by the code, of refusals that are not the volume's fault.
-_REFUSED = {
-    "ABORTED": ("the trainer abandoned the checkpoint before it began", ""),
-    "BAD_HANDLE": BAD_HANDLE,
-    "DEVICE_LOST": DEVICE_LOST,
-    "BAD_PEER": ("the trainer violated the protocol", SAME_VERSION_HINT),
-}
+#: Codes of refusals that are not the volume's fault.
+_REFUSED = frozenset({"ABORTED", "BAD_HANDLE", "DEVICE_LOST", "BAD_PEER"})
 
 
 class Admission:
@@ -49,7 +43,8 @@ class Admission:
         self._task: asyncio.Task[None] | None = None
         self._tried: Checkpoint | None = None  # the core may have begun it, and may have copied it
         self._tenant = tenant
-        self._late = ""  # ranks that are waited for although they have requested nothing ...
+        #: Ranks that are waited for although they have requested nothing ...
+        self._late: list[int] = []
         self._late_since_s = 0.0  # ... and since when (time.monotonic)
 
     def __len__(self) -> int:
@@ -58,9 +53,7 @@ class Admission:
     def submit(self, checkpoint: Checkpoint) -> None:
         """Queues a checkpoint, which is admitted, skipped or refused later."""
         if len(self._pending) >= PENDING_MAX:
-            self._tenant.refuse(
-                checkpoint, End(State.FAILED, f"more than {PENDING_MAX} checkpoints wait")
-            )
+            self._tenant.refuse(checkpoint, failed(Cause.QUEUE_FULL, PENDING_MAX))
             return
         self._pending.append(checkpoint)
         if self._task is None or self._task.done():
@@ -73,7 +66,7 @@ class Admission:
             self._pending.remove(checkpoint)
             if checkpoint is self._tried:
                 continue
-            self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+            self._tenant.refuse(checkpoint, failed(Cause.ENDED_BEFORE))
 
     async def close(self) -> None:
         self._pending.clear()
@@ -93,8 +86,7 @@ class Admission:
                 waits = await self._try_first(checkpoint)
             except Exception:  # the edge of this checkpoint: the next ones continue
                 LOG.exception("%s: step %d cannot begin", self._tenant.key, checkpoint.step)
-                end = End(State.FAILED, "an internal error of the daemon", "see the daemon's log")
-                self._end_first(checkpoint, end)
+                self._end_first(checkpoint, failed(Cause.INTERNAL))
                 continue
             if waits:
                 await self.sleep(pause_s)
@@ -109,14 +101,14 @@ class Admission:
             self._tried = None
         if not self._pending or self._pending[0] is not checkpoint:  # dropped meanwhile
             if answer in BUSY:
-                self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+                self._tenant.refuse(checkpoint, failed(Cause.ENDED_BEFORE))
             return False
         if answer not in BUSY:
             self._pending.popleft()
             return False
         end = await self.end_without_slot() if answer == "NO_SLOT" else None
         if end is None and checkpoint.skip_when_busy:
-            end = End(State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
+            end = End(State.SKIPPED, Why(Cause.SLOTS_BUSY))
         if end is not None:
             self._end_first(checkpoint, end)
         return end is None
@@ -131,31 +123,35 @@ class Admission:
         if checkpoint.state is not State.REQUESTED:
             return ""
         if self._tenant.group.gives_up(checkpoint.sequence):
-            reason = self._tenant.group.why_given_up(checkpoint.sequence)
-            self._tenant.refuse(checkpoint, End(State.SKIPPED, reason, error=GIVEN_UP))
+            why = self._tenant.group.why_given_up(checkpoint.sequence)
+            self._tenant.refuse(checkpoint, End(State.SKIPPED, why))
             return ""
         try:
             sequence = await self._tenant.begin_save(checkpoint)
         except Exception as error:  # the edge of this checkpoint: it fails, the others continue
             if checkpoint.state is not State.REQUESTED:
                 return ""  # it was refused meanwhile, which changed its word
-            code = error.code_name if isinstance(error, _core.NativeError) else ""
+            code, number = "", 0
+            if isinstance(error, _core.NativeError):
+                code, number = error.code_name, error.code
             if code == "NO_SLOT" and await self._recycled(checkpoint):
                 return await self.attempt(checkpoint)
             if code in BUSY:
                 return code
-            why = translated(error, f"the volume of {self._tenant.key}")
-            reason, hint = _REFUSED.get(code, (why.message, why.hint))
-            self._tenant.refuse(checkpoint, End(State.FAILED, reason, hint, code or why.code))
-            if code not in _REFUSED and isinstance(why, InternalError):
+            told = translated(error, f"the volume of {self._tenant.key}")
+            why = Why(stage="begin", code=code, number=number)
+            if code not in _REFUSED:
+                why = in_words(told.message, told.hint, code or told.code)
+            self._tenant.refuse(checkpoint, End(State.FAILED, why))
+            if code not in _REFUSED and isinstance(told, InternalError):
                 LOG.warning(
                     "%s: step %d cannot begin", self._tenant.key, checkpoint.step, exc_info=error
                 )
             return ""
         if not sequence:
-            self._tenant.refuse(checkpoint, End(State.FAILED, ENDED_BEFORE))
+            self._tenant.refuse(checkpoint, failed(Cause.ENDED_BEFORE))
             return ""
-        self._late = ""
+        self._late = []
         if checkpoint.state is State.REQUESTED:  # its events may have come first
             checkpoint.advance(State.COPYING, time.monotonic_ns())
         return ""
@@ -163,13 +159,7 @@ class Admission:
     async def end_without_slot(self) -> End | None:
         """How a checkpoint ends for which no slot will become free; None while one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
-            return End(
-                State.SKIPPED,
-                f"every slot is in use; a slot becomes free when rank {self._late} saves the "
-                "checkpoints that this rank has",
-                "call checkpoint() for the same steps on every rank; if only one rank saves, make "
-                "its client with solo=True",
-            )
+            return End(State.SKIPPED, Why(Cause.SLOTS_LATE, self._late[0]))
         if (
             self._tenant.ledger.in_flight or self._tenant.is_read
         ):  # a reader holds the slot it reads
@@ -186,16 +176,8 @@ class Admission:
             return None  # until the other ranks have caught up
         protected = sorted(self._tenant.retention.protected)
         if protected:
-            return End(
-                State.FAILED,
-                f"the remaining slots hold checkpoints of the previous run: {protected}",
-                "call restore() or adopt() first, or start with fresh=True",
-            )
-        return End(
-            State.FAILED,
-            f"no slot of {current.path} is usable: {current.quarantined} had write errors",
-            "check the disk",
-        )
+            return failed(Cause.SLOTS_PROTECTED, protected[-1])
+        return failed(Cause.SLOTS_BROKEN, current.quarantined)
 
     async def _recycled(self, checkpoint: Checkpoint) -> bool:
         """No slot is free: recycles what is no longer kept now, instead of with the next record,

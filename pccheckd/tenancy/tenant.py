@@ -10,11 +10,12 @@ from dataclasses import replace
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire.basics import size_text
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.transfer import PULL, Case, Decision, offered
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
@@ -302,7 +303,8 @@ class Tenant:
         async with self.lock:
             owner, _ = self._present()
             return await self.binding.register(
-                payload_bytes, incarnation=self.incarnation, world_size=owner.world_size,
+                payload_bytes, incarnation=self.incarnation,
+                start=self.group.start_id(self.key.rank, owner), world_size=owner.world_size,
                 last_sequence=lambda: self.ledger.last_sequence,
             )  # fmt: skip
 
@@ -356,7 +358,7 @@ class Tenant:
                 )  # fmt: skip
             return decision
 
-    def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
+    def begin(self, session: int, body: Begin, *, refused: Why | None = None) -> None:
         """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
         owner = self.owner
         if owner is None or owner.session != session:
@@ -376,9 +378,9 @@ class Tenant:
         if not self.ledger.add(checkpoint):
             return  # requested twice: the first request counts
         self._chronicle.requested(self.key, checkpoint)
-        if not refused and self.volumes.current is None and not self._room_bytes:
-            refused = "no space was registered for it"
-        end = End(State.FAILED, refused) if refused else None
+        if refused is None and self.volumes.current is None and not self._room_bytes:
+            refused = Why(Cause.NO_ROOM)
+        end = End(State.FAILED, refused) if refused is not None else None
         if end is None:
             requested = Requested(
                 body.step, body.base, body.turn, body.descents, body.row, body.division,
@@ -428,17 +430,21 @@ class Tenant:
         self.ledger.refuse(checkpoint, end)
         self.group.decide_soon()
         if (port := self._port_of(checkpoint.session)) is not None:
-            port.channel.refuse(checkpoint.snapshot, int(end.to))
+            why = end.why
+            port.channel.refuse(
+                checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
+                error=why.number, argument=int(why.argument),
+            )  # fmt: skip
         self._chronicle.ended(self.key, checkpoint)
 
     def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
         """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
         found, port = self.ledger.find(session, snapshot), self._port_of(session)
         if found is not None:
-            self.refuse(found, End(State.FAILED, why.message, why.hint))
+            self.refuse(found, End(State.FAILED, in_words(why.message, why.hint)))
         elif port is not None:
             self.ledger.lose(session, snapshot)
-            port.channel.refuse(snapshot, int(State.FAILED))
+            self._refuse_lost(port, snapshot)
 
     def refuse_lost(self) -> None:
         """The path of its trainer's requests was interrupted: requested checkpoints that have not
@@ -450,7 +456,11 @@ class Tenant:
         for snapshot in port.channel.requested():
             if self.ledger.lose(owner.session, snapshot):
                 LOG.warning("%s: a request was lost, so its checkpoint failed", self.key)
-                port.channel.refuse(snapshot, int(State.FAILED))
+                self._refuse_lost(port, snapshot)
+
+    @staticmethod
+    def _refuse_lost(port: Port, snapshot: int) -> None:
+        port.channel.refuse(snapshot, int(State.FAILED), cause=int(Cause.REQUEST_LOST))
 
     # -- events --------------------------------------------------------------------------------
 
@@ -486,7 +496,7 @@ class Tenant:
             self._tell(found, found.state, newest if superseded else 0)
         self.spawn(self._retire())
 
-    def gave_up(self, why_never: Callable[[int], str]) -> None:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         """Writes to the page which of the checkpoints that are durable here never become global."""
         for found in self.ledger.gave_up(why_never):
             self._tell(found, OUTCOME_GIVEN_UP)
@@ -495,7 +505,11 @@ class Tenant:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
         if (port := self._port_of(found.session)) is not None:
-            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
+            why = found.why or Why()
+            port.channel.set_outcome(
+                found.snapshot, int(outcome), found.sequence, newer, cause=int(why.cause),
+                argument=int(why.argument),
+            )  # fmt: skip
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()

@@ -137,7 +137,7 @@ static void test_layouts(void)
     atomic_store(&pcc_page_snapshot(&p.f.page, 4)->word, pcc_word(4, PCC_WORD_REQUESTED));
     CHECK(pcc_tenant_begin(p.f.tenant, 4, p.map - 1, &request, &sequence) == -PCC_E_BAD_HANDLE);
     /* Refused: the trainer's streams are let go all the same. */
-    pcc_tenant_refuse(p.f.tenant, 4, PCC_OUTCOME_FAILED, 0);
+    pcc_tenant_refuse(p.f.tenant, 4, &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
     CHECK(word_of(&p, 4) == pcc_word(4, PCC_WORD_REFUSED));
     CHECK(done_of(&p, 4, 0) == 4 && done_of(&p, 4, PCC_DEVICES - 1) == 4);
     const struct pcc_save_request short_one = {.payload_bytes = 4 * CHUNK,

@@ -9,7 +9,7 @@ static void failed_with(struct pull *p, uint64_t snapshot, int error)
 
     CHECK_EQUAL(event.id, snapshot);
     CHECK_EQUAL(event.error, error);
-    CHECK(strcmp(event.stage, "copy") == 0);
+    CHECK(event.stage == PCC_STAGE_COPY);
     CHECK(done_of(p, snapshot, 0) >= snapshot); /* the trainer's stream was let go */
     CHECK(word_of(p, snapshot) != pcc_word(snapshot, PCC_WORD_COPIED) &&
           word_of(p, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING));
@@ -173,7 +173,7 @@ static void test_context_lost(void)
     ready_set(&p, 2, 0);
     failed_with(&p, 2, -PCC_E_DEVICE_LOST);
     CHECK(admit(&p, 3, &sequence) == -PCC_E_DEVICE_LOST);
-    pcc_tenant_refuse(p.f.tenant, 3, PCC_OUTCOME_FAILED, 0);
+    pcc_tenant_refuse(p.f.tenant, 3, &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
     CHECK(expose_as_is(&p, reason) == -PCC_E_DEVICE_LOST);
     CHECK(strstr(reason, "restarted") != NULL);
     CHECK(pcc_gpus_info(p.gpus, &info, 1) == 1 && info.lost);

@@ -63,7 +63,8 @@ static bool try_save(struct fixture *f, uint64_t snapshot, uint64_t count)
     }
     if (error != 0) {
         CHECK(was_refused());
-        pcc_tenant_refuse(f->tenant, snapshot, PCC_OUTCOME_FAILED, 0);
+        pcc_tenant_refuse(f->tenant, snapshot,
+                          &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
         return false;
     }
     seeds[sequence % 64] = snapshot;

@@ -171,12 +171,15 @@ static void test_several_in_flight(void)
     CHECK(begin(&f, 4, count, &sequences[0]) == -PCC_E_NO_LANE);
     uint64_t asked[PCC_SNAPSHOTS];
     CHECK(pcc_tenant_requested(f.tenant, asked) == 1 && asked[0] == 4);
-    pcc_tenant_refuse(f.tenant, 4, PCC_OUTCOME_SKIPPED, 0);
+    const struct pcc_tenant_end end = {.outcome = PCC_OUTCOME_SKIPPED,
+                                       .reason = {.cause = 12, .argument = 3}};
+    pcc_tenant_refuse(f.tenant, 4, &end);
     CHECK(pcc_tenant_requested(f.tenant, asked) == 0);
     CHECK(pcc_client_wait(f.client, 4, PCC_WAIT_DURABLE, soon()) == 0);
     struct pcc_client_state state;
     CHECK(pcc_client_state(f.client, 4, &state) == 0);
     CHECK(state.word == PCC_WORD_REFUSED && state.outcome == PCC_OUTCOME_SKIPPED);
+    CHECK(state.reason.cause == 12 && state.reason.argument == 3);
     for (uint64_t i = 1; i <= 3; i++)
         CHECK(pcc_client_wait(f.client, i, PCC_WAIT_COPIED, soon()) == 0);
     pcc_tenant_usage(f.tenant, &usage);
@@ -187,6 +190,7 @@ static void test_several_in_flight(void)
         CHECK(state.outcome == PCC_OUTCOME_DURABLE || state.outcome == PCC_OUTCOME_SUPERSEDED);
         CHECK(i < 3 || state.outcome == PCC_OUTCOME_DURABLE);
         CHECK((state.newer > state.sequence) == (state.outcome == PCC_OUTCOME_SUPERSEDED));
+        CHECK((state.reason.cause == PCC_CAUSE_REPLACED) == (state.newer > 0));
     }
     load_equals(&f, sequences[2], 1, bytes + 2 * count, count);
     fixture_end(&f);

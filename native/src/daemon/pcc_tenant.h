@@ -46,7 +46,7 @@ struct pcc_event {
     uint32_t rehomed;
     uint64_t copied_bytes;
     uint64_t written_bytes;
-    const char *stage; /* static string or NULL */
+    enum pcc_stage stage;
     struct pcc_save_times times;
 };
 
@@ -165,18 +165,23 @@ PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, co
  * -PCC_E_BAD_HANDLE when the map is not the one exposed last. */
 PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
                                     const struct pcc_save_request *request, uint64_t *sequence_out);
+struct pcc_tenant_end { /* what the page shows of a snapshot */
+    enum pcc_outcome outcome;
+    uint64_t sequence;
+    uint64_t newer; /* of SUPERSEDED: the sequence that is durable or global instead; else 0 */
+    struct pcc_reason reason;
+};
 /* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. A copy in
  * progress is given up; its FAILED event follows. */
-void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                       uint64_t sequence);
+void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+                       const struct pcc_tenant_end *end);
 /* Snapshots of the attached session whose word says REQUESTED, at most PCC_SNAPSHOTS; returns how
  * many. The numbers are the client's: they are good for refuse only. */
 PCC_MUST_CHECK uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
- * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. `newer`: of SUPERSEDED,
- * the sequence that is global instead; else 0. */
-void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence, uint64_t newer);
+ * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_tenant_end *end);
 
 /* Sends payload [offset, +length) of `sequence` to the attached client as DATA messages, from
  * cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it. The

@@ -169,7 +169,7 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return -PCC_E_ABORTED;
     }
-    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, save->sequence, 0);
+    pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
     sources_want(tenant, save);
     pcc_tenant_wake_client(tenant);
     *sequence_out = save->sequence;
@@ -185,8 +185,8 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
     return error;
 }
 
-void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                       uint64_t sequence)
+void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+                       const struct pcc_tenant_end *end)
 {
     pcc_tenant_lock(tenant);
     if (tenant->attached) {
@@ -195,7 +195,7 @@ void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
         if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
             word == pcc_word(snapshot, PCC_WORD_COPYING)) {
             /* The outcome first: a client that sees REFUSED finds the reason. */
-            pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
+            pcc_tenant_outcome(tenant, snapshot, end);
             if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
                 struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
                 if (save != NULL)
@@ -226,11 +226,11 @@ uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots)
     return count;
 }
 
-void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence, uint64_t newer)
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_tenant_end *end)
 {
     pcc_tenant_lock(tenant);
-    pcc_tenant_outcome(tenant, snapshot, outcome, sequence, newer);
+    pcc_tenant_outcome(tenant, snapshot, end);
     pcc_tenant_wake_client(tenant);
     pcc_tenant_unlock(tenant);
 }

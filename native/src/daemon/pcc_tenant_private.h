@@ -79,6 +79,7 @@ struct pcc_tenant_save {
     struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */
+    int abort_error;       /* why */
     bool writing;          /* its first chunk has gone to the disk */
     bool silent;           /* begin itself reported the failure */
     bool immovable;        /* a chunk of it was re-used: it cannot move to another slot */
@@ -273,11 +274,14 @@ extern const struct pcc_save_events pcc_tenant_save_events;
 void *pcc_tenant_drain_run(void *tenant);
 struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
 void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
+void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_tenant_end *end);
+/* COPYING, COPIED or WRITING. */
+void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                              enum pcc_outcome outcome);
 /* Of a save, or (NULL) of none that has begun. */
 void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                                 struct pcc_source sources[PCC_SOURCES]);
-void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence, uint64_t newer);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
 void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
 /* The chunk is filled and handed over. */

@@ -21,7 +21,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 7u
+#define PCC_PAGE_VERSION 8u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -59,6 +59,20 @@ enum pcc_outcome {
     PCC_OUTCOME_GIVEN_UP = 9, /* durable here, and never on all ranks: nothing waits for GLOBAL */
 };
 
+/* Causes that the core itself gives; all of them are in pccheck_wire/ends.py. */
+enum pcc_cause {
+    PCC_CAUSE_CODE = 0,     /* stage and error say why */
+    PCC_CAUSE_REPLACED = 1, /* a newer one became durable first */
+    PCC_CAUSE_OTHER_RANK = 2,
+};
+
+struct pcc_reason {
+    uint16_t cause;    /* enum pcc_cause, or the daemon's */
+    uint16_t stage;    /* enum pcc_stage */
+    int32_t error;     /* negative code; 0: none */
+    uint64_t argument; /* of the cause: a rank, a limit, a sequence */
+};
+
 struct pcc_snapshot {
     _Atomic uint64_t word;
     _Atomic uint64_t outcome;
@@ -66,7 +80,14 @@ struct pcc_snapshot {
     _Atomic uint64_t base;  /* from COPYING on: the base's sequence; 0: nothing is offered */
     _Atomic uint64_t newer; /* of SUPERSEDED: the sequence that is durable instead, so that a client
                                knows it when the daemon has ended; 0: it was damaged since */
-    uint64_t reserved[3];
+    /* Why it ended so. `explained` is the outcome that the reason is of, 0 while that is written:
+     * the daemon stores 0, the reason, `explained`, and then the outcome, so that who sees an
+     * outcome finds its reason. A reader takes the reason between two looks at `explained`, and
+     * only if both show the outcome that it saw; else the daemon is writing the next state, and the
+     * reader looks again. A daemon that is killed in between leaves an outcome without a reason. */
+    _Atomic uint64_t explained;
+    _Atomic uint64_t reason; /* cause << 48 | stage << 32 | error */
+    _Atomic uint64_t argument;
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
 

@@ -15,13 +15,13 @@ import pytest
 from pccheck_native import (
     Channel,
     ChannelUsage,
-    Event,
     GpuInfo,
     Gpus,
     NativeError,
-    SaveTimes,
 )
+from pccheck_native.transfer import PUSHED, DriverState
 from pccheck_wire import codec
+from pccheck_wire.ends import Why, sentence
 from pccheck_wire.messages import (
     Begin,
     Chose,
@@ -35,7 +35,6 @@ from pccheck_wire.messages import (
     Status,
 )
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.transfer import PUSHED, DriverState
 from pccheckctl.output.documents import part, rows
 from pccheckd.config.options import Config
 from pccheckd.control.handlers import Handlers
@@ -44,7 +43,6 @@ from pccheckd.core.port import Owner
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
-from pccheckd.tenancy import ledger
 from pccheckd.tenancy.volumes import Key, OpenVolume
 
 KEY = Key(os.geteuid(), "job", 0)
@@ -76,7 +74,7 @@ class FakeChannel:
             raise self.error
         return len(self.begun)
 
-    def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> None:
+    def refuse(self, snapshot: int, outcome: int, sequence: int = 0, **_why: int) -> None:
         self.refused.append(snapshot)
 
     def usage(self) -> ChannelUsage:
@@ -286,7 +284,7 @@ async def test_a_checkpoint_that_begins_while_the_daemon_stops_is_refused(place:
     assert await place.ask(Begin(1, 10, 4096, 0, 64)) is None
     found = place.tenant.ledger.find(1, 1)
     assert found is not None and found.state is State.FAILED
-    assert found.reason == "the daemon is stopping"
+    assert found.sentence.reason == "the daemon is stopping"
     assert (place.channel.begun, place.channel.refused) == ([], [1])
 
 
@@ -295,7 +293,7 @@ async def test_a_stale_map_fails_the_checkpoint_at_once(place: Place, code_name:
     place.channel.error = native_error(code_name)
     assert await begun(place) is State.FAILED
     found = place.tenant.ledger.find(1, 1)
-    assert found is not None and "GPU" in found.reason and found.hint
+    assert found is not None and "GPU" in found.sentence.reason and found.sentence.hint
     assert len(place.channel.begun) == 1
     assert place.channel.refused == [1]
 
@@ -306,8 +304,6 @@ async def test_a_stale_map_fails_the_checkpoint_at_once(place: Place, code_name:
      ("BAD_HANDLE", "no longer shares"), ("ABORTED", "before its copy was complete")],
 )  # fmt: skip
 def test_failed_copies_say_why(error_name: str, reason: str) -> None:
-    times = SaveTimes(*[0] * len(SaveTimes._fields))
-    event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", 0, 0, 0, times)
-    text, hint = ledger.failure_text(event)
-    assert reason in text
-    assert bool(hint) is (error_name != "ABORTED")
+    made = sentence(Why(stage="copy", code=error_name))
+    assert reason in made.reason
+    assert bool(made.hint) is (error_name != "ABORTED")

@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 
 from pccheck_native import NativeError
+from pccheck_wire.ends import Cause, in_words, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.tenancy.admission import PENDING_MAX, Admission
-from pccheckd.tenancy.checkpoint import Checkpoint, End
+from pccheckd.tenancy.checkpoint import Checkpoint, End, failed
 
 
 def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
@@ -31,7 +32,7 @@ class Desk(Admission):
         self.key = "a rank"
         self.free = free
         self.answer = answer
-        self.reason = ""
+        self.cause = Cause.CODE
         self.begun: list[int] = []
         self.refused: list[tuple[int, State, str]] = []
         self.sleeps = 0
@@ -45,10 +46,10 @@ class Desk(Admission):
         return ""
 
     def refuse(self, item: Checkpoint, end: End) -> None:
-        self.refused.append((item.snapshot, end.to, end.reason))
+        self.refused.append((item.snapshot, end.to, sentence(end.why).reason))
 
     async def end_without_slot(self) -> End | None:
-        return End(State.FAILED, self.reason, "") if self.reason else None
+        return failed(self.cause, 7) if self.cause else None
 
     async def sleep(self, seconds: float) -> None:
         self.sleeps += 1
@@ -92,9 +93,10 @@ def test_skip_does_not_wait() -> None:
 
 def test_a_slot_that_can_never_come_free_fails_at_once() -> None:
     desk = Desk(free=0, answer="NO_SLOT")
-    desk.reason = "call restore() first"
+    desk.cause = Cause.SLOTS_PROTECTED
     desk.work_off(checkpoint(1))
-    assert desk.refused == [(1, State.FAILED, "call restore() first")]
+    (refused,) = desk.refused
+    assert refused[:2] == (1, State.FAILED) and "previous run" in refused[2]
 
 
 def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
@@ -172,11 +174,11 @@ def test_an_error_of_one_that_was_refused_meanwhile_is_no_fault(
 
         async def begin_save(self, item: Checkpoint) -> int:
             if ends:
-                item.end(State.FAILED, 1, "the trainer ended", "")
+                item.end(State.FAILED, 1, in_words("the trainer ended"))
             raise native("BAD_PEER")
 
         def refuse(self, item: Checkpoint, end: End) -> None:
-            refused.append(end.reason)
+            refused.append(sentence(end.why).reason)
 
     LOG.addHandler(caplog.handler)
     try:
@@ -189,5 +191,5 @@ def test_an_error_of_one_that_was_refused_meanwhile_is_no_fault(
 
 def native(code_name: str) -> NativeError:
     error = NativeError(code_name)
-    error.code_name = code_name
+    error.code, error.code_name = -1, code_name
     return error
