@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 
 from pccheck_native import subset
+from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.ends import Cause, Why
@@ -51,7 +52,6 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
-from pccheck_wire.transfer import PULL, Decision, offered
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -215,6 +215,7 @@ class Handlers:
             granted_bytes=granted, volume=str(volume.path),
             absent=job.members.absent(),
             incarnation=job.members.registered(session.rank, session.process),
+            start=session.start,
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 

@@ -77,10 +77,15 @@ class Job:
 
     # -- its processes -------------------------------------------------------------------------
 
-    def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool = False) -> int:
-        """The incarnation of a process that connects; `moved`: its earlier one, `was`, belongs to
-        another storage directory."""
-        begins = self.members.join(rank, owner, launch=launch, was=was, moved=moved)
+    def join(
+        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes = b"",
+        moved: bool = False,
+    ) -> int:  # fmt: skip
+        """The incarnation of a process that connects; `was` and `start_id`: its earlier
+        start; `moved`: that belongs to another storage directory."""
+        begins = self.members.join(
+            rank, owner, launch=launch, was=was, start_id=start_id, moved=moved
+        )
         if begins and not self.members.common():
             # Nothing that the ranks had could be read; the disk may be back, so all is tried again.
             for tenant in self.tenants.values():
@@ -99,7 +104,8 @@ class Job:
             start.bases.restored((rank, process), body.base, body.turn)
         self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
-        return Joined(self.members.incarnation(rank, process))
+        members = self.members
+        return Joined(members.incarnation(rank, process), members.start_id(rank, process))
 
     async def release(self) -> None:
         """Ends the protection of what the run before left, once no rank needs it any longer."""
@@ -142,6 +148,10 @@ class Job:
     def incarnation(self, rank: int, owner: Owner) -> int:
         """The incarnation of the newest start that a process belongs to."""
         return self.members.incarnation(rank, owner.process)
+
+    def start_id(self, rank: int, owner: Owner) -> bytes:
+        """The random id of the same start."""
+        return self.members.start_id(rank, owner.process)
 
     def passed(self, sequence: int) -> None:
         """A volume holds this sequence, or a previous daemon used it."""

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire.basics import size_text
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.transfer import PULL, Case, Decision, offered
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
@@ -303,7 +303,8 @@ class Tenant:
         async with self.lock:
             owner, _ = self._present()
             return await self.binding.register(
-                payload_bytes, incarnation=self.incarnation, world_size=owner.world_size,
+                payload_bytes, incarnation=self.incarnation,
+                start=self.group.start_id(self.key.rank, owner), world_size=owner.world_size,
                 last_sequence=lambda: self.ledger.last_sequence,
             )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_native.identity import UNKNOWN, CheckpointId
 from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
@@ -35,9 +36,9 @@ def kept(
     sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
 ) -> catalog.Checkpoint:
     """A durable checkpoint; the step is ten times the sequence."""
+    stored = CheckpointId(7, "j", rank, sequence, 10 * sequence, run, UNKNOWN, world, b"")
     return catalog.Checkpoint(
-        uid=7, job="j", sequence=sequence, step=10 * sequence, incarnation=run, world_size=world,
-        rank=rank, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
+        stored, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
         tree_offset=90, tree_bytes=10, slot=0, volume_path=Path("v"),
     )  # fmt: skip
 

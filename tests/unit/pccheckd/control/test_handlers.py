@@ -19,6 +19,7 @@ from pccheck_native import (
     Gpus,
     NativeError,
 )
+from pccheck_native.transfer import PUSHED, DriverState
 from pccheck_wire import codec
 from pccheck_wire.ends import Why, sentence
 from pccheck_wire.messages import (
@@ -34,7 +35,6 @@ from pccheck_wire.messages import (
     Status,
 )
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.transfer import PUSHED, DriverState
 from pccheckctl.output.documents import part, rows
 from pccheckd.config.options import Config
 from pccheckd.control.handlers import Handlers
