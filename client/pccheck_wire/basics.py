@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
 DEFAULT_SOCKET = "/run/pccheck/attach.sock"

@@ -14,7 +14,6 @@ from pccheck_native import subset
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
-    CheckpointFailedError,
     InternalError,
     NoCheckpointError,
     PccheckError,
@@ -24,7 +23,6 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import (
-    Begin,
     CheckpointState,
     Chose,
     ConfigShow,
@@ -61,7 +59,7 @@ from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.ledger import ENDED_BEFORE, Ledger
+from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
 from pccheckd.upkeep import expiry
@@ -73,7 +71,7 @@ GOODBYE_LIMIT_S = 60.0
 TRACE_S_MAX = 1e8
 FAILED_MAX = 1 << 40
 
-_TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Pin, Goodbye)
+_TRAINER_ONLY = (Register, Expose, Chose, Describe, Restored, Pin, Goodbye)
 _NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
 _NEEDS_STORAGE = (Open, ListVolumes, Verify, Drop)
 
@@ -129,8 +127,9 @@ class Handlers:
             why = failure(error)
             if number or request is None:
                 return codec.encode(Reply(number, why))
-            _one_way_failed(session, request.body, why)
-            return None
+            who = session.key if session is not None else "unknown session"
+            LOG.info("%s: request %r failed: %s", who, request.body.TAG, why.message)
+            return None  # the peer reads no answer
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
         if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
@@ -140,9 +139,6 @@ class Handlers:
         if isinstance(body, _NEEDS_STORAGE):
             await self._engine.require_storage(session.uid)
         match body:
-            case Begin():
-                self._begin(session, body)
-                return None
             case Register():
                 return await self._register(session, body)
             case Expose():
@@ -232,31 +228,13 @@ class Handlers:
             # An error of the driver, which may pass. A further try costs little.
             raise RefusedError(reason, hint=exposing.PUSHED, retryable=True)
 
-    def _begin(self, session: Session, body: Begin) -> None:
-        tenant = session.tenant
-        assert tenant is not None
-        reason = ""
-        if self._sessions.draining:
-            reason = "the daemon is stopping"
-        elif session.ending:  # its earlier requests were dropped already
-            reason = ENDED_BEFORE
-        elif body.on_busy not in ("wait", "skip"):
-            reason = f"on_busy is {body.on_busy[:20]!r}, neither wait nor skip"
-        elif body.tree_offset + body.tree_bytes > body.payload_bytes or not body.payload_bytes:
-            reason = "the tree does not lie in the payload"
-        tenant.begin(session.number, body, refused=reason)
-
     def _describe(self, session: Session, body: Describe) -> Described:
         assert session.tenant is not None
         if body.sequence:
             return _became(session.tenant, body)
+        self._engine.deliver()  # the page may have shown more already
         ledger = session.tenant.ledger
         found = ledger.find(session.number, body.snapshot)
-        if (session.number, body.snapshot) in ledger.lost:
-            raise CheckpointFailedError(
-                "its request did not reach pccheckd: the process that receives it had ended",
-                hint="see pccheckd's log",
-            )
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
         return _described(found, ledger)
@@ -377,14 +355,6 @@ def _became(tenant: Tenant, body: Describe) -> Described:
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
         return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
-
-
-def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) -> None:
-    """The peer reads no answer: logs the error, and ends a requested checkpoint."""
-    who = session.key if session is not None else "unknown session"
-    LOG.info("%s: request %r failed: %s", who, body.TAG, why.message)
-    if session is not None and session.tenant is not None and isinstance(body, Begin):
-        session.tenant.fail_request(session.number, body.snapshot, why)
 
 
 def _number(plain: object) -> int:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pccheck_native import catalog, group, names
+from pccheck_native import _core, catalog, group, names
 from pccheck_native.group import Agreement, Held, Rank, Refused
 from pccheck_native.names import Name, Numbers
 from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
-from pccheck_wire.messages import Begin, Joined, Restored, Writing
+from pccheck_wire.messages import Joined, Restored, Writing
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
@@ -167,6 +167,7 @@ class Job:
                 tenant.retention.unreadable.clear()
         self._asked[rank] = self.asked(rank), 0  # no rank waited for it if it was here before
         self._catch_up(rank, owner.process)
+        self.instruct()
         return start.incarnation
 
     def incarnation(self, rank: int, owner: Owner) -> int:
@@ -219,12 +220,14 @@ class Job:
         """A session has ended."""
         self.starts.left(rank, process)
         self._catch_up()
+        self.instruct()
         self.decide_soon()
 
     def follow(self, rank: int, process: bytes) -> int:
         """A process restores: it belongs to the newest start from now on. Its incarnation."""
         start = self.starts.follow(rank, process)
         self._catch_up()
+        self.instruct()
         return start.incarnation
 
     def absent(self) -> list[int]:
@@ -234,23 +237,47 @@ class Job:
 
     # -- one checkpoint ------------------------------------------------------------------------
 
-    def number(self, rank: int, checkpoint: Checkpoint, body: Begin) -> End | None:
-        """Sets incarnation and sequence of a requested checkpoint. Returns its end if not every
-        rank can have it. Raises RefusedError."""
+    def alone(self, rank: int, owner: Owner) -> tuple[int, int] | None:
+        """Of a rank that saves alone, in the newest start: its incarnation, and the sequence that
+        those of its next checkpoints are above. None: each of its checkpoints is numbered here."""
+        start = self.starts.of(rank, owner.process)
+        if start is None or start is not self.starts.current or start.world_size != 1:
+            return None
+        return start.incarnation, max(self._numbers.last, self._above(rank))
+
+    def _above(self, rank: int) -> int:
+        """No sequence of the rank's next checkpoint is as low."""
+        return max(self.asked(rank), self.tenants[rank].volumes.last_sequence())
+
+    def instruct(self) -> None:
+        """Which ranks save alone may have changed."""
+        for tenant in self.tenants.values():
+            tenant.queue.instruct()
+
+    def took(self, rank: int, checkpoint: Checkpoint, sequence: int) -> None:
+        """A rank that saves alone has begun a checkpoint with this sequence; 0: gives it one."""
+        self._numbers.passed(sequence)
+        sequence = sequence or self._numbers.give(None, self._above(rank))
+        self._take(rank, checkpoint, sequence)
+
+    def number(self, rank: int, checkpoint: Checkpoint, asked: _core.SaveRequest) -> End | None:
+        """Sets incarnation and, for one of several ranks, the sequence of a requested checkpoint.
+        Returns its end if not every rank can have it. Raises RefusedError."""
         tenant = self.tenants[rank]
         owner = tenant.owner
         assert owner is not None
+        before = self.starts.of(rank, owner.process)
         start = self.starts.may_ask(rank, owner.process)
         if start is None:
             raise RefusedError(_FENCED[0], hint=_FENCED[1])
         self._catch_up()
+        if start is not before:
+            self.instruct()
         checkpoint.incarnation = start.incarnation
-        above = max(self.asked(rank), tenant.volumes.last_sequence())
         if start.world_size == 1:
-            self._take(rank, checkpoint, self._numbers.give(None, above))
-            return None
-        base = start.bases.of((rank, owner.process), body.base, body.turn)
-        name = Name(start.incarnation, base, body.descents, body.step, body.row)
+            return None  # `took` follows
+        base = start.bases.of((rank, owner.process), asked.base, asked.turn)
+        name = Name(start.incarnation, base, asked.descents, asked.step, asked.row)
         sequence = self._numbers.find(name)
         if sequence is not None:
             return self._found(rank, checkpoint, name, sequence)
@@ -258,8 +285,8 @@ class Job:
             self._note_apart(names.why_apart(name, *later))
             start.bases.missed((rank, owner.process), later[1].base)
         self._names[rank] = name
-        self._take(rank, checkpoint, self._numbers.give(name, above))
-        if body.on_busy == "skip":
+        self._take(rank, checkpoint, self._numbers.give(name, self._above(rank)))
+        if asked.skip:
             self._decide_skip(checkpoint.sequence)
         return None
 

@@ -12,7 +12,6 @@ from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError
-from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
 from pccheckd.base.errors import translated
@@ -35,6 +34,7 @@ CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
 BINDINGS_MAX = 4  # PCC_TENANT_VOLUMES
 FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or truncated
+QUEUE_EVENTS = frozenset({"requested", "begun", "waits", "refused"})
 INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 
 
@@ -46,7 +46,6 @@ class Tenant:
         self._looking = asyncio.Lock()  # while the files are compared with their paths
         self._reopening = asyncio.Lock()  # while a stopped volume is read again
         self.lock = asyncio.Lock()  # while volumes and owners come and go
-        self._beginning = asyncio.Lock()  # while a sequence is taken
         self.key = key
         self.config = engine.config
         self.engine = engine
@@ -76,14 +75,14 @@ class Tenant:
         self._unbound = False  # ... or may have none for its present volume
         self._reading = 0  # loads and checks in progress: their volumes stay open
         self._was_refused = False  # the present trainer was refused room
-        self._room_bytes = 0  # the payload bytes that the trainer has registered
+        self.room_bytes = 0  #: the payload bytes that the trainer has registered
         self._away = False  # the storage directory was missing at the last look for volumes
         self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
         self._registered_in = -1  # incarnation whose beginning is on the disk
         self._pulling = Pulling()
         #: Durable and not yet read from the volume: sequence and world size.
         self._appearing: dict[int, int] = {}
-        self._chronicle = chronicle
+        self.chronicle = chronicle
         self._tasks = Tasks(key)
         self.spawn = self._tasks.spawn
 
@@ -116,9 +115,10 @@ class Tenant:
             page_fd = await port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.owner = owner
             self.finished = False
-            self._room_bytes = 0
+            self.room_bytes = 0
             self._was_refused = False
             self.ledger.trainer_came(owner.session)
+            self.queue.instruct()
             await self.protect_late()  # more of the run before may have become durable meanwhile
             return page_fd
 
@@ -165,7 +165,6 @@ class Tenant:
         if self.owner is None or self.owner.session != session:
             return
         self.ledger.trainer_ended()
-        self.queue.drop(session)
         self.leaving = True
         try:
             async with self.lock:
@@ -242,6 +241,7 @@ class Tenant:
     def end_read(self) -> None:
         self._reading -= 1
         self.must_end_reads &= self._reading > 0
+        self.queue.look()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
@@ -293,7 +293,8 @@ class Tenant:
     def pending(self) -> dict[int, int]:
         """Requested sequences that have not ended and that the volume does not list as durable,
         each with the world size of the start that requested it."""
-        return {found.sequence: found.world_size for found in self.ledger.live()} | self._appearing
+        live = (found for found in self.ledger.live() if found.sequence)
+        return {found.sequence: found.world_size for found in live} | self._appearing
 
     def has_room(self) -> bool:
         """A checkpoint that is requested now finds a lane and a slot. Waits for no disk."""
@@ -316,6 +317,7 @@ class Tenant:
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""
         self.volumes.obey(agreement, self.pending())
+        self.queue.obey()
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -327,6 +329,7 @@ class Tenant:
             if lost:
                 self.volume_lost = True
                 self._registered_in = -1
+                self.queue.instruct()
             if not (lost or listing or self._away or self.volumes.gone):
                 return
             async with self.lock:
@@ -356,29 +359,30 @@ class Tenant:
         if self.owner is not None and self.retention.unrestored:
             await self.protect(self.owner)
         self.group.decide_soon()
+        self.queue.instruct()
 
     async def register(self, payload_bytes: int) -> OpenVolume:
         """A volume whose slots hold `payload_bytes`, bound to the channel. Raises PccheckError."""
         await self.look()
         if self.stopped and not self.volume_lost:
             await self.reopen()
-        self._room_bytes = payload_bytes
+        self.room_bytes = payload_bytes
         async with self.lock:
             owner, port = self._present()
             incarnation = self.incarnation
             current = self.volumes.current
             too_small = current is None or payload_bytes > current.info.payload_capacity
             if current is None or too_small or self.volumes.is_followed:
-                async with self._beginning:  # no sequence is taken from the old one meanwhile
-                    current = await self.volumes.make(
-                        payload_bytes, incarnation=incarnation,
-                        world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
-                    )  # fmt: skip
-                    await self._move_to(port, current)
+                current = await self.volumes.make(
+                    payload_bytes, incarnation=incarnation,
+                    world_size=owner.world_size, next_sequence=self.ledger.last_sequence + 1,
+                )  # fmt: skip
+                await self._move_to(port, current)
             elif self._registered_in != incarnation:
                 await self._begin_incarnation(current, incarnation, owner.world_size)
             self._registered_in = incarnation
             self.volume_lost = False
+            self.queue.instruct()
             return current
 
     def set_refusal(self, why: PccheckError | None) -> None:
@@ -398,7 +402,7 @@ class Tenant:
         """Checkpoints of its trainer failed because it was refused room, or without a daemon."""
         self.ledger.failed(count)
         error = self.refused.code if self.refused is not None else "OTHER"
-        self._chronicle.unrequested(self.key, count, error)
+        self.chronicle.unrequested(self.key, count, error)
 
     def wanted_bytes(self, payload_bytes: int) -> int:
         """DRAM for two checkpoints, within this rank's share of the budget."""
@@ -428,7 +432,7 @@ class Tenant:
         """Maps the GPU memory that this session's trainer shares; "" or why it cannot be pulled
         from. Under the lock: the memory must never become the next trainer's."""
         async with self.lock:
-            port = self._port_of(session)
+            port = self.port_of(session)
             if port is None:
                 raise RefusedError("the session has ended")
             refusal = self._pulling.take_refusal(session)
@@ -444,99 +448,21 @@ class Tenant:
                 )  # fmt: skip
             return reason
 
-    def begin(self, session: int, body: Begin, *, refused: str = "") -> None:
-        """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
-        owner = self.owner
-        if owner is None or owner.session != session:
-            return
-        self.interval_steps = body.interval
-        now_ns = time.monotonic_ns()
-        held_at_ns, held_ns = _held(body, now_ns)
-        checkpoint = Checkpoint(
-            session=session, snapshot=body.snapshot, step=body.step,
-            payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
-            tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
-            incarnation=self.incarnation, world_size=owner.world_size,
-            requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
-            frozen_bytes=min(body.frozen_bytes, body.payload_bytes),
-            offered_bytes=body.offered_bytes,
-        )  # fmt: skip
-        if not self.ledger.add(checkpoint):
-            return  # requested twice: the first request counts
-        self._chronicle.requested(self.key, checkpoint)
-        if not refused and self.volumes.current is None and not self._room_bytes:
-            refused = "no space was registered for it"
-        end = End(State.FAILED, refused) if refused else None
-        if end is None:
-            try:
-                end = self.group.number(self.key.rank, checkpoint, body)
-                self.ledger.numbered(checkpoint)
-                self.group.require_alike(self.key.rank, checkpoint.sequence, body.division)
-            except RefusedError as error:
-                end = End(State.FAILED, error.message, error.hint)
-        if end is not None:
-            self.refuse(checkpoint, end)
-        else:
-            self.queue.submit(checkpoint)
-        self.group.decide_soon()
-
-    async def begin_save(self, checkpoint: Checkpoint) -> int:
-        """Begins one in the core, after reopening a volume that has stopped. The sequence; 0 when
-        its session has ended. Raises what the core answers."""
-        fresh = self.stopped or self.volume_lost
-        if fresh:
-            await self.reopen()
-        try:
-            async with self._beginning:
-                port = self._port_of(checkpoint.session)
-                if port is None:
-                    return 0
-                sequence = await self.engine.call(
-                    self.key.uid, port.channel.begin, checkpoint.snapshot, map=checkpoint.map,
-                    sequence=checkpoint.sequence, step=checkpoint.step,
-                    incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
-                    payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
-                    tree_bytes=checkpoint.tree_bytes, frozen_bytes=checkpoint.frozen_bytes,
-                    offered_bytes=checkpoint.offered_bytes,
-                )  # fmt: skip
-        except _core.NativeError as error:
-            if error.code_name != "STOPPED" or fresh:
-                raise
-            self.stopped = True
-            return await self.begin_save(checkpoint)
-        self.ledger.passed(sequence)
-        return sequence
-
     def refuse(self, checkpoint: Checkpoint, end: End) -> None:
-        """Ends a checkpoint that was never admitted, on the page and in the table."""
-        if checkpoint.state is not State.REQUESTED:
-            return
-        self.ledger.refuse(checkpoint, end)
-        self.group.decide_soon()
-        if (port := self._port_of(checkpoint.session)) is not None:
-            port.channel.refuse(checkpoint.snapshot, int(end.to))
-        self._chronicle.ended(self.key, checkpoint)
+        """Ends a checkpoint that is not copied yet. If the core has copied or ended it meanwhile,
+        an event says how it went on."""
+        port = self.port_of(checkpoint.session)
+        if port is not None and port.channel.refuse(
+            checkpoint.snapshot, int(end.to), checkpoint.sequence
+        ):
+            self.ended(checkpoint, end)
 
-    def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
-        """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
-        found, port = self.ledger.find(session, snapshot), self._port_of(session)
-        if found is not None:
-            self.refuse(found, End(State.FAILED, why.message, why.hint))
-        elif port is not None:
-            self.ledger.lose(session, snapshot)
-            port.channel.refuse(snapshot, int(State.FAILED))
-
-    def refuse_lost(self) -> None:
-        """The path of its trainer's requests was interrupted: requested checkpoints that have not
-        arrived fail now, so that the trainer does not wait. A request that is only late is refused
-        when it arrives."""
-        owner, port = self.owner, self.port
-        if owner is None or port is None:
-            return
-        for snapshot in port.channel.requested():
-            if self.ledger.lose(owner.session, snapshot):
-                LOG.warning("%s: a request was lost, so its checkpoint failed", self.key)
-                port.channel.refuse(snapshot, int(State.FAILED))
+    def ended(self, checkpoint: Checkpoint, end: End) -> None:
+        """The core has ended a checkpoint that was not copied yet."""
+        if checkpoint.live:
+            self.ledger.refuse(checkpoint, end)
+            self.group.decide_soon()
+            self.chronicle.ended(self.key, checkpoint)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -546,6 +472,10 @@ class Tenant:
             if self.owner is not None and self.owner.session == event.session:
                 self.owner.on_event(event)
             return
+        if event.kind in QUEUE_EVENTS:
+            self.queue.on_event(event)
+            return
+        self.queue.look()
         checkpoint = self.ledger.apply(event, self.group.why_given_up)
         if checkpoint is None:
             return
@@ -557,11 +487,12 @@ class Tenant:
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
             self.volume_lost = True
+            self.queue.instruct()
             self.spawn(self.look(listing=False))
         elif event.kind == "failed":
             self.stopped = self.stopped or event.stage == "publish"
         if not checkpoint.live:
-            self._chronicle.ended(self.key, checkpoint)
+            self.chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
             self.group.decide_soon()
             self.spawn(self._retire())
@@ -581,7 +512,7 @@ class Tenant:
     def _tell(self, found: Checkpoint, outcome: int, newer: int = 0) -> None:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
-        if (port := self._port_of(found.session)) is not None:
+        if (port := self.port_of(found.session)) is not None:
             port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
@@ -635,7 +566,7 @@ class Tenant:
             raise RefusedError("the session has ended")
         return self.owner, self.port
 
-    def _port_of(self, session: int) -> Port | None:
+    def port_of(self, session: int) -> Port | None:
         """The port while that session is attached to it; else None."""
         owner = self.owner
         return self.port if owner is not None and owner.session == session else None
@@ -707,6 +638,16 @@ class Tenant:
             self.stopped = True
             raise translated(error, f"the volume {item.path}") from error
 
+    async def make_ready(self) -> None:
+        """For a checkpoint that cannot begin: its volume is opened again, made, or bound. Raises
+        why that fails."""
+        if self.stopped or self.volume_lost:
+            await self.reopen()
+            return
+        async with self.lock:
+            if self.port is not None and self.volumes.current is not None:
+                await self.bind(self.port, self.volumes.current)
+
     async def reopen(self) -> None:
         """Closes a stopped volume and reads it from the media again; makes another one when its
         file is gone. Raises when that fails."""
@@ -717,7 +658,7 @@ class Tenant:
                 if self.stopped:
                     await self._reopen()
         if self.volume_lost:
-            await self.register(self._room_bytes)
+            await self.register(self.room_bytes)
             self.stopped = False
             await self.retention.stage_again()
 
@@ -751,9 +692,3 @@ class Tenant:
         self.leases.renew()
         await self.retention.stage_again()
 
-
-def _held(body: Begin, now_ns: int) -> tuple[int, int]:
-    """When and how long the gate held the trainer: reported by the trainer, so implausible values
-    count as none."""
-    fits = 0 < body.held_at_ns <= now_ns and body.held_ns <= now_ns - body.held_at_ns
-    return (body.held_at_ns, body.held_ns) if fits else (0, 0)

@@ -12,7 +12,6 @@ static void try_checkpoint(struct pull *p, uint64_t snapshot)
     const int error = admit(p, snapshot, &sequence);
     if (error != 0) {
         CHECK(was_refused());
-        pcc_tenant_refuse(p->f.tenant, snapshot, PCC_OUTCOME_FAILED, 0);
         return;
     }
     ready_set(p, snapshot, 0);

@@ -1,4 +1,5 @@
-/* Admission: which snapshots become saves; and what the streams of the trainer's GPUs wait for.
+/* Admission: how the first snapshot of the queue becomes a save, and what the streams of the
+ * trainer's GPUs wait for.
  *
  * A pulled copy counts only if its trainer lived after the last read: CUDA does not say what an
  * importer reads once the exporter has ended. Only then `done` is stored, which releases the
@@ -36,16 +37,6 @@ struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t
     return best;
 }
 
-/* 0 when the word of `snapshot` says REQUESTED. */
-static int requested(const struct pcc_tenant *tenant, uint64_t snapshot)
-{
-    const uint64_t word = pcc_page_word(&tenant->view, snapshot);
-
-    if (word == pcc_word(snapshot, PCC_WORD_ABANDONED))
-        return -PCC_E_ABORTED;
-    return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ? 0 : -PCC_E_BAD_PEER;
-}
-
 /* The entry of a save that was just begun. */
 static void save_fill(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint64_t snapshot,
                       const struct pcc_save_request *request, struct pcc_save *saved,
@@ -80,42 +71,77 @@ static void save_fill(struct pcc_tenant *tenant, struct pcc_tenant_save *save, u
     tenant->missing += wanted;
 }
 
-static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
-                 const struct pcc_save_request *request, struct pcc_tenant_part **parts,
-                 uint64_t *sequence_out)
+/* What the volume is asked for. */
+static struct pcc_save_request request_of(struct pcc_tenant *tenant,
+                                          const struct pcc_tenant_wait *wait)
 {
-    struct pcc_save_request tagged = *request;
+    const struct pcc_request *from = &wait->request;
+    struct pcc_save_request made = {.sequence = wait->sequence,
+                                    .step = from->step,
+                                    .incarnation = wait->incarnation,
+                                    .world_size = wait->world_size,
+                                    .payload_bytes = from->payload_bytes,
+                                    .tree_offset_bytes = from->tree_offset_bytes,
+                                    .tree_bytes = from->tree_bytes,
+                                    .frozen_bytes = from->frozen_bytes,
+                                    .offered_bytes = from->offered_bytes};
+
+    if (from->map != 0) /* the daemon fills the beginning by itself */
+        made.offered_bytes = 0;
+    if (wait->sequence == 0 && tenant->policy.numbers) {
+        made.incarnation = tenant->policy.incarnation;
+        made.world_size = tenant->policy.world_size;
+        if (tenant->last_sequence != 0) /* the volume's next one is above it */
+            (void)pcc_volume_take_sequence(tenant->bindings[tenant->bound].volume,
+                                           tenant->last_sequence);
+    }
+    made.unnumbered = wait->sequence == 0 && !tenant->policy.numbers;
+    return made;
+}
+
+/* An entry of the table, and a lane, a slot and mostly a sequence of the volume. */
+static int save_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait,
+                      struct pcc_tenant_save **out)
+{
+    struct pcc_save_request request = request_of(tenant, wait);
+    const struct pcc_tenant_binding *binding = &tenant->bindings[tenant->bound];
     struct pcc_save *saved;
     uint64_t sequence;
 
-    if (!tenant->attached || tenant->broken)
-        return -ENOTCONN;
-    if (tenant->bound == PCC_TENANT_VOLUMES)
-        return -ENODEV;
-    if (request->payload_bytes == 0)
-        return -EINVAL;
-    int error =
-        pcc_tenant_find(tenant, snapshot) != NULL ? -PCC_E_BAD_PEER : requested(tenant, snapshot);
-    if (error == 0 && map != 0)
-        error = pcc_tenant_pull_prepare(tenant, map, request, parts);
-    if (error != 0)
-        return error;
     /* The number is the client's: before any memory is made for that many chunks. */
-    const struct pcc_geometry geometry =
-        pcc_volume_geometry(tenant->bindings[tenant->bound].volume);
-    if (!pcc_geometry_fits(&geometry, request->payload_bytes, false))
+    const struct pcc_geometry geometry = pcc_volume_geometry(binding->volume);
+    if (!pcc_geometry_fits(&geometry, request.payload_bytes, false))
         return -PCC_E_TOO_LARGE;
     struct pcc_tenant_save *save = pcc_tenant_save_take(
-        tenant, (uint32_t)pcc_ceil_div(request->payload_bytes, tenant->spec.chunk_bytes));
+        tenant, (uint32_t)pcc_ceil_div(request.payload_bytes, tenant->spec.chunk_bytes));
     if (save == NULL)
         return -ENOMEM;
-    tagged.tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);
-    if (map != 0) /* the daemon fills the beginning by itself */
-        tagged.offered_bytes = 0;
-    error = pcc_save_begin(tenant->bindings[tenant->bound].saver, &tagged, &saved, &sequence);
+    request.tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);
+    const int error = pcc_save_begin(binding->saver, &request, &saved, &sequence);
     if (error != 0)
         return error;
-    save_fill(tenant, save, snapshot, &tagged, saved, sequence);
+    save_fill(tenant, save, wait->request.snapshot, &request, saved, sequence);
+    if (sequence > tenant->last_sequence)
+        tenant->last_sequence = sequence;
+    *out = save;
+    return 0;
+}
+
+int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait)
+{
+    const uint64_t snapshot = wait->request.snapshot;
+    struct pcc_tenant_part *parts = NULL; /* taken over once the save has begun */
+    struct pcc_tenant_save *save;
+
+    if (tenant->bound == PCC_TENANT_VOLUMES)
+        return -ENODEV;
+    int error = wait->request.map != 0 ? pcc_tenant_pull_prepare(tenant, &wait->request, &parts) : 0;
+    if (error == 0)
+        error = save_begin(tenant, wait, &save);
+    if (error != 0) {
+        pcc_tenant_pull_drop(parts);
+        return error;
+    }
     /* Relaxed: the word's move publishes it. */
     atomic_store_explicit(&pcc_page_snapshot(&tenant->view, snapshot)->base,
                           save->offered_bytes > 0 ? save->base : 0, memory_order_relaxed);
@@ -123,68 +149,60 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
                        PCC_WORD_COPYING)) {
         save->silent = true;
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+        pcc_tenant_pull_drop(parts);
         return -PCC_E_ABORTED;
     }
-    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence, 0);
-    pcc_tenant_pull_start(tenant, save, *parts);
-    *parts = NULL;
+    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, save->sequence, 0);
+    const struct pcc_event event = {.kind = PCC_EVENT_BEGUN,
+                                    .session = tenant->session,
+                                    .id = snapshot,
+                                    .sequence = save->sequence};
+    pcc_tenant_put(tenant, &event);
+    pcc_tenant_pull_start(tenant, save, parts);
     pcc_tenant_hand_out(tenant);
     pcc_tenant_wake_client(tenant);
-    *sequence_out = sequence;
     return 0;
 }
 
-int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
-                     const struct pcc_save_request *request, uint64_t *sequence_out)
+int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence,
+                            uint64_t incarnation, uint32_t world_size)
 {
-    struct pcc_tenant_part *parts = NULL; /* taken over once the save has begun */
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
 
-    pcc_tenant_lock(tenant);
-    const int error = begin(tenant, snapshot, map, request, &parts, sequence_out);
-    pcc_tenant_unlock(tenant);
-    pcc_tenant_pull_drop(parts);
-    return error;
+    if (save == NULL || save->save == NULL || save->aborted || save->copied)
+        return 0;
+    const int error = pcc_save_number(save->save, sequence, incarnation, world_size);
+    if (error != 0)
+        return error == -PCC_E_ABORTED ? 0 : error;
+    save->sequence = sequence;
+    if (sequence > tenant->last_sequence)
+        tenant->last_sequence = sequence;
+    for (uint32_t i = 0; i < tenant->chunk_count; i++)
+        if (tenant->chunks[i].tag == save->tag)
+            tenant->chunks[i].sequence = sequence;
+    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence, 0);
+    if (pcc_tenant_copy_check(tenant, save) != 0)
+        pcc_tenant_break(tenant);
+    return 0;
 }
 
-void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                       uint64_t sequence)
+bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                             enum pcc_outcome outcome, uint64_t sequence)
 {
-    pcc_tenant_lock(tenant);
-    if (tenant->attached) {
-        struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
-        const uint64_t word = pcc_page_word(&tenant->view, snapshot);
-        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
-            word == pcc_word(snapshot, PCC_WORD_COPYING)) {
-            /* The outcome first: a client that sees REFUSED finds the reason. */
-            pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
-            if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
-                struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
-                if (save != NULL)
-                    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
-            } else {
-                (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
-            }
-            if (tenant->gpus != NULL)
-                pcc_tenant_release_streams(tenant, snapshot);
-            pcc_tenant_wake_client(tenant);
-        }
-    }
-    pcc_tenant_unlock(tenant);
-}
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
 
-uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots)
-{
-    uint32_t count = 0;
-
-    pcc_tenant_lock(tenant);
-    for (uint64_t i = 0; tenant->attached && i < PCC_SNAPSHOTS; i++) {
-        const uint64_t word = pcc_page_word(&tenant->view, i);
-        const uint64_t snapshot = word >> 8;
-        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) && snapshot % PCC_SNAPSHOTS == i)
-            snapshots[count++] = snapshot;
-    }
-    pcc_tenant_unlock(tenant);
-    return count;
+    if (save == NULL ||
+        pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING))
+        return false;
+    /* The outcome first: a client that sees REFUSED finds the reason. */
+    pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
+    const bool refused = pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+    if (tenant->gpus != NULL)
+        pcc_tenant_release_streams(tenant, snapshot);
+    pcc_tenant_wake_client(tenant);
+    return refused;
 }
 
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,

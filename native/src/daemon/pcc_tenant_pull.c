@@ -236,13 +236,13 @@ static bool has_lost(const struct pcc_tenant_map *map)
     return false;
 }
 
-int pcc_tenant_pull_prepare(struct pcc_tenant *tenant, uint64_t map_number,
-                            const struct pcc_save_request *request, struct pcc_tenant_part **out)
+int pcc_tenant_pull_prepare(struct pcc_tenant *tenant, const struct pcc_request *request,
+                            struct pcc_tenant_part **out)
 {
     struct pcc_tenant_map *map = tenant->pull.map;
     struct pcc_tenant_part *parts = NULL;
 
-    if (map == NULL || map->number != map_number)
+    if (map == NULL || map->number != request->map)
         return -PCC_E_BAD_HANDLE;
     if (has_lost(map))
         return -PCC_E_DEVICE_LOST;
