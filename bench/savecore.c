@@ -12,8 +12,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "daemon/pcc_pool.h"
 #include "disk/pcc_save.h"
+#include "pool/pcc_pool.h"
 
 enum { CHUNK = 16 << 20, SLOTS = 3, SEGMENTS_MAX = 64 };
 

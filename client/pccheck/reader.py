@@ -10,8 +10,8 @@ from pccheck.options import check_step
 from pccheck.restoring.opened import OpenCheckpoint
 from pccheck_native import catalog
 from pccheck_store.directory import which
-from pccheck_store.jobs import Stored, checkpoints_of, find_store
-from pccheck_store.whole import open_chosen
+from pccheck_store.jobs import Stored, checkpoints_of, find_source
+from pccheck_store.state_reader import open_chosen
 from pccheck_wire.basics import did_you_mean, some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
@@ -42,7 +42,7 @@ class Reader:
                 hint="read them as that user or as root",
             )
         self._uid = uid
-        self._store = find_store(storage, socket)
+        self._source = find_source(storage, socket)
         self._open: list[OpenCheckpoint] = []
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class Reader:
         Raises NoCheckpointError when there is none.
         """
         wanted = None if step is None else check_step(step)
-        opened = open_chosen(self._store, lambda: self._chosen(wanted, sequence), OpenCheckpoint)
+        opened = open_chosen(self._source, lambda: self._chosen(wanted, sequence), OpenCheckpoint)
         self._open.append(opened)
         return opened
 
@@ -91,16 +91,16 @@ class Reader:
         raise self._none(step, sequence, [stored for stored, _ in (fits or found)], bool(fits))
 
     def _found(self) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
-        return checkpoints_of(self._store, self.job, self._uid)
+        return checkpoints_of(self._source, self.job, self._uid)
 
     def _none(
         self, step: int | None, sequence: int | None, near: list[Stored], chosen: bool
     ) -> NoCheckpointError:
         what = f"checkpoint{which(step, sequence)}"
         if not near:
-            jobs = sorted({one.job for one in self._store.scan(uid=self._uid).checkpoints})
+            jobs = sorted({one.job for one in self._source.held(uid=self._uid).checkpoints})
             return NoCheckpointError(
-                f"job {self.job!r} has no checkpoint in {self._store.path}",
+                f"job {self.job!r} has no checkpoint in {self._source.path}",
                 hint=f"{did_you_mean([self.job], jobs)}see: pccheckctl list",
             )
         if not chosen:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -29,7 +29,7 @@ from .ranks import add_stored
 if TYPE_CHECKING:
     from pccheck_native.subset import Subset
 
-    from .readers import FileReader
+    from .files import FilePayloads
 
 _WHY = {
     "NOT_A_VOLUME": "it has no valid commit record",
@@ -44,7 +44,7 @@ DAMAGED_CODES = ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED", "RECORD_LOST")
 
 
 class Storage:
-    """The volumes below one directory."""
+    """See `source.Source`: the volumes below one directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Raises NoStoreError when there is no such directory."""
@@ -64,7 +64,7 @@ class Storage:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def scan(
+    def held(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
     ) -> catalog.Catalog:
         """All matching volumes and checkpoints; `sizes` as for catalog.scan. Raises RefusedError,
@@ -95,29 +95,29 @@ class Storage:
                     raise error_of(item)
         return found
 
-    def reader(self, checkpoint: catalog.Checkpoint) -> FileReader:
-        from .readers import FileReader  # the tree's classes are not needed to list
+    def open(self, parts: Sequence[catalog.Checkpoint]) -> FilePayloads:
+        from .files import FilePayloads  # the tree's classes are not needed to list
 
-        return FileReader(checkpoint)
+        return FilePayloads(parts)
 
     def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
         """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was
         found damaged before, and only after it has read all of the checkpoint itself."""
         if self.served and checkpoint.is_damaged and part is None:
-            from .remote import DaemonStore
+            from .remote import DaemonSource
 
-            return DaemonStore(self.socket, self.path).verify(checkpoint, None)
-        with self.reader(checkpoint) as reader:
-            return reader.verify(part), False
+            return DaemonSource(self.socket, self.path).verify(checkpoint, None)
+        with contextlib.closing(self.open([checkpoint])) as payloads:
+            return payloads.verify(checkpoint.rank, part), False
 
     def listing(self, job: str = "", *, uid: int | None = None) -> Document:
         """What `list --json` prints; the daemon's document has the same keys."""
-        return catalog.document(self.path, self.scan(uid=uid, job=job, sizes=True), reason_of)
+        return catalog.document(self.path, self.held(uid=uid, job=job, sizes=True), reason_of)
 
     def status(self, *, uid: int | None = None) -> Document:
         """What `status --json` prints without a daemon: as much of the daemon's document as the
         volumes hold."""
-        found = self.scan(uid=uid)
+        found = self.held(uid=uid)
         warnings = [f"{item.file.path}: {reason_of(item)}" for item in found.unreadable]
         warnings += [f"{file.path}: {catalog.RECORD_LOST}" for file in found.incomplete]
         warnings += [
@@ -148,7 +148,7 @@ class Storage:
         """What `drop --json` prints. It takes the lock of a daemon, also with `dry_run`, which is
         to find what the drop would; without it those of writers, too: nothing else here changes a
         directory. Raises StoreLockedError, RefusedError."""
-        self.scan(uid=uid, job=job, rank=rank)  # for its errors
+        self.held(uid=uid, job=job, rank=rank)  # for its errors
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(_no_daemon(self.path))

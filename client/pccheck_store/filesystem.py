@@ -15,10 +15,10 @@ from pccheck_native import catalog
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
-from .jobs import Stored, checkpoints_of, find_store
+from .jobs import Stored, checkpoints_of, find_source
 from .part_file import PartFile, parts_of
-from .readers import Store
-from .whole import WholeReader, open_chosen
+from .source import Source
+from .state_reader import StateReader, open_chosen
 
 NEWEST = "newest"  #: in the place of a step
 ENDING = ".safetensors"
@@ -49,8 +49,8 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._uid = uid
 
     @functools.cached_property
-    def _store(self) -> Store:
-        return find_store(*self._place)
+    def _source(self) -> Source:
+        return find_source(*self._place)
 
     def ls(self, path: str, detail: bool = True, **_options: Any) -> list[Any]:
         """Names, or with `detail` dicts: `name`, `type`, `size` in bytes, `mtime` in seconds since
@@ -59,14 +59,14 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if place.name:
             found = [self.info(path)]
         elif place.step:
-            reader, content = self._opened(place)
+            one, reader, content = self._opened(place)
             with reader:
                 parts = parts_of(content)
-                found = [_file(place, one, PartFile(reader, content, one)) for one in parts]
+                found = [_file(place, name, PartFile(one, reader, content, name)) for name in parts]
         elif place.job:
             found = [_step(place.job, stored) for stored, _ in self._checkpoints(place.job)]
         else:
-            jobs = {one.job for one in self._store.scan(uid=self._uid).checkpoints}
+            jobs = {one.job for one in self._source.held(uid=self._uid).checkpoints}
             found = [_directory(job) for job in sorted(jobs)]
         return found if detail else [one["name"] for one in found]
 
@@ -80,9 +80,9 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return _directory(place.job)
         if not place.name:
             return _step(place.job, self._chosen(place)[0]) | {"name": str(place)}
-        reader, content = self._opened(place)
+        one, reader, content = self._opened(place)
         with reader:
-            return _file(place, place.name, PartFile(reader, content, place.name))
+            return _file(place, place.name, PartFile(one, reader, content, place.name))
 
     def _open(
         self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any
@@ -95,9 +95,9 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         place = _Place.of(path)
         if not place.name:
             raise IsADirectoryError(path)
-        reader, content = self._opened(place)
+        one, reader, content = self._opened(place)
         try:
-            file = PartFile(reader, content, place.name)
+            file = PartFile(one, reader, content, place.name)
             options.pop("autocommit", None)
             return _OpenFile(self, path, file, block_size=block_size, **options)
         except BaseException:
@@ -107,11 +107,11 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _checkpoints(self, job: str) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
         """Those that can be restored, newest first; of one step only the newest."""
         by_step: dict[int, tuple[Stored, list[catalog.Checkpoint]]] = {}
-        for stored, parts in checkpoints_of(self._store, job, self._uid):
+        for stored, parts in checkpoints_of(self._source, job, self._uid):
             if stored.complete:
                 by_step.setdefault(stored.step, (stored, parts))
         if not by_step:
-            raise FileNotFoundError(f"job {job!r} has no checkpoint in {self._store.path}")
+            raise FileNotFoundError(f"job {job!r} has no checkpoint in {self._source.path}")
         return list(by_step.values())
 
     def _chosen(self, place: _Place) -> tuple[Stored, list[catalog.Checkpoint]]:
@@ -122,9 +122,11 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         steps = ", ".join(str(stored.step) for stored, _ in found)
         raise FileNotFoundError(f"job {place.job!r} has no step {place.step}; it has {steps}")
 
-    def _opened(self, place: _Place) -> tuple[WholeReader, tree.Tree]:
+    def _opened(self, place: _Place) -> tuple[catalog.Checkpoint, StateReader, tree.Tree]:
         return open_chosen(
-            self._store, lambda: self._chosen(place)[1], lambda reader: (reader, reader.content())
+            self._source,
+            lambda: self._chosen(place)[1],
+            lambda one, reader: (one, reader, reader.content()),
         )
 
 

@@ -12,8 +12,8 @@ from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .directory import Storage, any_of_job
 from .observer import Observer, private_daemon
-from .readers import Store
-from .remote import DaemonStore
+from .remote import DaemonSource
+from .source import Source
 
 
 class StoredRank(NamedTuple):
@@ -37,10 +37,10 @@ class Stored(NamedTuple):
 
 
 def checkpoints_of(
-    store: Store, job: str, uid: int | None
+    source: Source, job: str, uid: int | None
 ) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
     """Every checkpoint of a job, newest first, and the parts that its ranks have, by rank."""
-    scanned = store.scan(uid=uid, job=job)
+    scanned = source.held(uid=uid, job=job)
     ranks = any_of_job(scanned, job)
     common = set(group.common(catalog.ranks_of(ranks)))
     same: dict[tuple[group.Held, int | None], dict[int, catalog.Checkpoint]] = {}
@@ -61,9 +61,9 @@ def checkpoints_of(
     return sorted(found, key=lambda item: -item[0].sequence)
 
 
-def find_store(
+def find_source(
     storage: str | os.PathLike[str] | None, socket: str | os.PathLike[str] | None
-) -> Store:
+) -> Source:
     """The daemon; or the directory `storage`, or PCCHECK_STORAGE when no daemon answers."""
     if storage is not None and socket is not None:
         raise UsageError("storage= and socket= were both given", hint="give only one of them")
@@ -71,7 +71,7 @@ def find_store(
         where = None if socket is None else os.fspath(socket)
         try:
             with Observer(where) as observer:
-                return DaemonStore(where, Path(observer.storage()))
+                return DaemonSource(where, Path(observer.storage()))
         except DaemonUnreachableError as error:
             storage = os.environ.get("PCCHECK_STORAGE")
             if socket is not None or not storage:
@@ -84,4 +84,4 @@ def find_store(
     if private is None:
         return directory
     with private:
-        return DaemonStore(private.path, directory.path)
+        return DaemonSource(private.path, directory.path)

@@ -7,12 +7,13 @@ import bisect
 import ctypes
 import struct
 
+from pccheck_native import catalog
 from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
 from . import selection
 from .safetensors_layout import Piece, header_of, metadata_of, pieces_of, read_strided
-from .whole import WholeReader
+from .state_reader import StateReader
 
 WHOLE = "state"  #: the name of all, when tensors lie beside the parts
 
@@ -37,19 +38,21 @@ def _tensors(node: tree.Node) -> int:
 
 
 class PartFile:
-    """The file. Reads raise as `Reader.read_into` does; every byte is checked."""
+    """The file. Every byte is checked; raises as `source.Payloads` does."""
 
-    def __init__(self, reader: WholeReader, content: tree.Tree, name: str) -> None:
-        """`content` is what `reader` returned, `name` a part as `show` names it, or WHOLE. Raises
-        FileNotFoundError when there is no such part."""
+    def __init__(
+        self, one: catalog.Checkpoint, reader: StateReader, content: tree.Tree, name: str
+    ) -> None:
+        """`reader` is one of the checkpoint, `content` what it returned, `name` a part as `show`
+        names it, or WHOLE. Raises FileNotFoundError when there is no such part."""
         part, only = content, ""
         if name != WHOLE or WHOLE not in parts_of(content):
             try:
-                part, only = selection.only(content, name, reader.checkpoint.job), name
+                part, only = selection.only(content, name, one.job), name
             except UsageError as error:
                 raise FileNotFoundError(error.message) from error
         pieces, _ = pieces_of(part)
-        metadata, _ = metadata_of(reader.checkpoint, part, only)
+        metadata, _ = metadata_of(one, part, only)
         self._reader = reader
         self._header = header_of(metadata, pieces)
         found = (piece for piece in pieces if piece.nbytes)
@@ -58,7 +61,7 @@ class PartFile:
         #: The last tensor that was read as a whole.
         self._kept: tuple[Piece, bytearray] | None = None
         self.size = len(self._header) + sum(piece.nbytes for piece in self._pieces)
-        self.durable_at = reader.checkpoint.wall_ns / 1e9  #: seconds since 1970
+        self.durable_at = one.wall_ns / 1e9  #: seconds since 1970
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes from `start` to `end`, or to the end of the file."""

@@ -1,13 +1,11 @@
-"""Reading checkpoints through the daemon, for users who may not open the volume files. The daemon
-lists them, and sends checked bytes as it does to a trainer."""
+"""The checkpoints of a daemon, for users who may not open the volume files. The daemon lists them,
+and sends checked bytes as it does to a trainer."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import itertools
 import os
-import struct
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pccheck_native import _core, catalog, layout
@@ -15,56 +13,62 @@ from pccheck_native.subset import Subset
 from pccheck_store import VERSION
 from pccheck_wire import attach
 from pccheck_wire.basics import PROTOCOL_VERSION
-from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, WaitTimeoutError
-from pccheck_wire.messages import Hello, Open, Opened, Read, Role
+from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError
+from pccheck_wire.messages import Answer, Hello, Open, Opened, Part, RequestBody, Role
 
 from .documents import Document, rows, text, whole
+from .errors import damaged, lacking, recycled, unreadable
+from .loads import DaemonPayloads
 from .observer import Observer
-from .readers import Reader, invalid, recycled
-
-LOAD_LIMIT_S = 3600.0
 
 
-class DaemonStore:
-    """The checkpoints that the daemon shows to this user; like `directory.Storage`."""
+class DaemonSource:
+    """See `source.Source`: what the daemon shows to this user."""
+
+    served = True
 
     def __init__(self, socket: str | None, path: Path) -> None:
+        """`socket`: None for the default one."""
         self.path = path
-        self.served, self.socket = True, socket
+        self._socket = socket
 
-    def scan(
+    def held(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
     ) -> catalog.Catalog:
         """The list of the daemon, which has all sizes, without the infos of volumes."""
-        with Observer(self.socket) as observer:
+        with Observer(self._socket) as observer:
             document = observer.listing(job)
         found = catalog.Catalog([], {}, [], [])
         for item in rows(document, "checkpoints"):
             if uid in (None, item.get("uid")) and rank in (None, item.get("rank")):
                 found.checkpoints.append(_checkpoint(item))
         for item in rows(document, "unreadable"):
-            unreadable = self._file(item), text(item, "code"), text(item, "reason")
-            found.unreadable.append(catalog.Unreadable(*unreadable))
+            what = self._file(item), text(item, "code"), text(item, "reason")
+            found.unreadable.append(catalog.Unreadable(*what))
         found.incomplete.extend(map(self._file, rows(document, "incomplete")))
         return found
 
-    def reader(self, checkpoint: catalog.Checkpoint) -> DaemonReader:
-        return DaemonReader(checkpoint, _Session(checkpoint, self.socket))
+    def open(self, parts: Sequence[catalog.Checkpoint]) -> LeasedPayloads:
+        """Leases the checkpoint: no rank recycles it, unless a new one has no other slot."""
+        return LeasedPayloads(_Session(parts[0], self._socket), parts)
 
     def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
         one = checkpoint
         try:
-            with Observer(self.socket) as observer:
+            with Observer(self._socket) as observer:
                 document = observer.verify(
                     one.job, rank=one.rank, sequence=one.sequence, uid=one.uid,
                     subset=part.text if part else "", seed=part.seed if part else 0,
                 )  # fmt: skip
         except NoCheckpointError as error:
-            raise recycled(one) from error
+            raise recycled(one.step, one.sequence) from error
         read, cleared = 0, False
         for item in rows(document, "checkpoints"):
             if item.get("valid") is not True:
-                raise invalid(one, text(item, "problem"))
+                problem = text(item, "problem")
+                if problem == "UNREADABLE":
+                    raise unreadable(one.step, one.sequence, one.rank)
+                raise damaged(one.step, one.sequence, one.rank, problem)
             read += whole(item, "read_bytes")
             cleared = cleared or item.get("cleared") is True
         return read, cleared
@@ -93,29 +97,6 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     )  # fmt: skip
 
 
-class DaemonReader(Reader):
-    """One rank's part of a checkpoint, read through a session that leases the checkpoint: no rank
-    recycles it before this reader is closed, unless a new checkpoint has no other slot. Readers of
-    other ranks' parts, made by `beside`, share the session; closing one of them closes all."""
-
-    def __init__(self, checkpoint: catalog.Checkpoint, session: _Session) -> None:
-        """Raises RecycledError when the daemon has used its slot for a newer one."""
-        self.checkpoint = checkpoint
-        self._session = session
-        if checkpoint.rank not in session.places:
-            raise recycled(checkpoint)
-        self.tree_place = session.places[checkpoint.rank]
-
-    def beside(self, other: catalog.Checkpoint) -> Reader:
-        return DaemonReader(other, self._session)
-
-    def read_into(self, ranges: bytes) -> None:
-        self._session.read_into(self.checkpoint, ranges)
-
-    def close(self) -> None:
-        self._session.close()
-
-
 class _Session:
     """A reader's session with the daemon. It opens one checkpoint, with the parts of all ranks."""
 
@@ -125,54 +106,56 @@ class _Session:
             PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=one.job, rank=one.rank,
             world_size=one.rank + 1, solo=True, uid=one.uid,
         )  # fmt: skip
-        self._load = 0
+        self.loads, self.load_broken_off = itertools.count(1), False
+        self._step = one.step
         self._attachment = attach.connect(hello, socket)
         try:
             opened = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
             if not isinstance(opened, Opened) or opened.sequence != one.sequence:
-                raise recycled(one)
-            self._link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
+                raise recycled(one.step, one.sequence)
+            self.link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
         except BaseException as error:
             self._attachment.close()
             if isinstance(error, NoCheckpointError):
-                raise recycled(one) from error
+                raise recycled(one.step, one.sequence) from error
             raise
-        #: Of each rank's tree: offset and bytes.
-        self.places = {part.rank: (part.tree_offset, part.tree_bytes) for part in opened.parts}
-        self.places[one.rank] = opened.tree_offset, opened.tree_bytes
+        self.opened = opened
 
-    def read_into(self, one: catalog.Checkpoint, ranges: bytes) -> None:
-        places = [(offset, length) for _, offset, length in struct.iter_unpack("<QQQ", ranges)]
-        first = places[0][0]
-        nbytes = sum(places[-1]) - first
-        self._load += 1
-        deadline_ns = time.monotonic_ns() + int(LOAD_LIMIT_S * 1e9)
+    def request(self, body: RequestBody, *, timeout_s: float) -> Answer:
         try:
-            self._link.load_start(self._load, ranges)
-            try:
-                self._attachment.request(Read(self._load, one.sequence, first, nbytes, one.rank))
-                result = self._link.load_wait(self._load, deadline_ns)
-            except BaseException:
-                with contextlib.suppress(OSError, ValueError):
-                    self._link.load_wait(self._load, 1)  # what arrives late is written nowhere
-                raise
-        except NoCheckpointError as error:
-            raise recycled(one) from error
-        except WaitTimeoutError:
-            raise
-        except TimeoutError as error:
-            raise WaitTimeoutError(f"the daemon sent no data for {LOAD_LIMIT_S:g} s") from error
-        except (DaemonUnreachableError, OSError) as error:
-            raise DaemonUnreachableError(
-                f"the daemon ended, or ended this reader, while step {one.step} was open: {error}",
-                hint="open the checkpoint again: a restarted daemon has it, unless newer ones "
-                "have replaced it",
-            ) from error
-        if result == -errno.ENOENT:
-            raise recycled(one)
-        if result != 0:
-            raise invalid(one, "UNREADABLE" if result == _core.E_UNREADABLE else f"code {result}")
+            return self._attachment.request(body, timeout_s=timeout_s)
+        except DaemonUnreachableError as error:
+            raise self.gone() from error
+
+    def gone(self) -> DaemonUnreachableError:
+        return DaemonUnreachableError(
+            f"the daemon ended, or ended this reader, while step {self._step} was open",
+            hint="open the checkpoint again: a restarted daemon has it, unless newer ones have "
+            "replaced it",
+        )
 
     def close(self) -> None:
-        self._link.close()
+        self.link.close()
         self._attachment.close()
+
+
+class LeasedPayloads(DaemonPayloads):
+    """A reader's, until it closes them."""
+
+    #: Its reads give way to saves of other users (`pcc_pace.h`).
+    slowest_bytes_per_s = 1 << 20
+
+    def __init__(self, session: _Session, parts: Sequence[catalog.Checkpoint]) -> None:
+        super().__init__(session, session.opened)
+        self._close = session.close
+        self._listed = {part.rank for part in parts}
+
+    def close(self) -> None:
+        self._close()
+
+    def _part(self, rank: int) -> Part:
+        if rank not in self._listed:
+            raise lacking(rank, self.opened.step)
+        if rank not in self._parts:
+            raise recycled(self.opened.step, self.opened.sequence)
+        return super()._part(rank)

@@ -19,8 +19,8 @@ from pccheck_wire import parts, tree
 from pccheck_wire.errors import PccheckError
 
 from .documents import as_json
-from .readers import Reader
 from .selection import as_tensor, contiguous_strides
+from .state_reader import StateReader
 
 INDEX = ".safetensors.index.json"  #: the ending of an index of several files
 HEADER_BYTES_MAX = 100_000_000
@@ -146,7 +146,7 @@ def header_of(metadata: dict[str, str], pieces: Iterable[Piece]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def read_strided(reader: Reader, piece: Piece, into: memoryview) -> None:
+def read_strided(reader: StateReader, piece: Piece, into: memoryview) -> None:
     """Fills `into` with a tensor that is not contiguous in the payload. Takes memory for what lies
     between its first and its last byte."""
     data = bytearray(piece.span_bytes)

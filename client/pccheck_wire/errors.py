@@ -50,6 +50,10 @@ class DaemonUnreachableError(PccheckError):
     default_retryable = True
 
 
+class RequestLostError(DaemonUnreachableError):
+    """The daemon's process with the request has ended: whether it was carried out is unknown."""
+
+
 class ProtocolError(PccheckError):
     """The peer uses another protocol version, or another protocol."""
 

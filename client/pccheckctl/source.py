@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pccheck_store.directory import Storage
     from pccheck_store.observer import Observer
-    from pccheck_store.readers import Store
+    from pccheck_store.source import Source
 
 
 NAMED_MAX = 4
@@ -134,7 +134,7 @@ def _private_daemons() -> str:
     return f"; or ask your private daemon: {named}{', ...' * (len(commands) > NAMED_MAX)}"
 
 
-def files(arguments: argparse.Namespace) -> Store:
+def files(arguments: argparse.Namespace) -> Source:
     """For commands that read checkpoints. The directory itself, also that of a running daemon,
     since that costs the daemon nothing; through the daemon where this user may not read it."""
     from pathlib import Path
@@ -149,9 +149,9 @@ def files(arguments: argparse.Namespace) -> Store:
         storage = Storage(place)
         storage.served, storage.socket = True, arguments.socket
         return storage
-    from pccheck_store.remote import DaemonStore
+    from pccheck_store.remote import DaemonSource
 
-    return DaemonStore(arguments.socket, place)
+    return DaemonSource(arguments.socket, place)
 
 
 def _may_read(place: Path) -> bool:

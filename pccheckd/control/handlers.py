@@ -208,7 +208,8 @@ class Handlers:
         return Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
             granted_bytes=granted, volume=str(volume.path),
-            absent=job.absent(), incarnation=job.registered(session.rank, session.process),
+            absent=job.members.absent(),
+            incarnation=job.members.registered(session.rank, session.process),
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
@@ -244,7 +245,8 @@ class Handlers:
         assert tenant is not None and job is not None
         if session.take_leave():
             _count_failed(tenant, body.failed)
-        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, job.asked(session.rank)):
+        asked = job.members.numbering.asked(session.rank)
+        if not await tenant.ledger.settled(GOODBYE_LIMIT_S, asked):
             raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")
         if body.done:
             await tenant.finish()

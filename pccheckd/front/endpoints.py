@@ -10,7 +10,6 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError

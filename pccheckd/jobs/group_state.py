@@ -31,7 +31,7 @@ class Standing:
     behind: dict[int, int]  # by rank: durable ones of other ranks that it does not have
     absent: list[int]  # ranks without a live process, while some have one
     is_late: bool
-    apart: str = ""  # as Job.apart
+    apart: str = ""  # as Lateness.apart
 
     @property
     def slowest(self) -> int | None:
@@ -59,12 +59,11 @@ class Standing:
 
 def of(job: Job, stall_limit_s: float) -> Standing | None:
     """None for a job of one rank, or one that has saved nothing."""
-    world_size = job.world_size
+    world_size, lateness, common = job.members.world_size, job.lateness, job.decisions.common
     if world_size < 2:
         return None
-    ranks = job.ranks()
-    behind, newest = group.behind(ranks, world_size), job.agreement.newest
-    if not newest and not any(ranks[rank].held or ranks[rank].pending for rank in ranks):
+    ranks, newest = job.decisions.known(), job.newest_common
+    if not newest and not any(known.held or known.pending for known in ranks.values()):
         return None
     walls = [
         found.wall_ns
@@ -77,13 +76,13 @@ def of(job: Job, stall_limit_s: float) -> Standing | None:
         for found in tenant.ledger.checkpoints.values()
         if found.sequence > newest and found.state in (State.SKIPPED, State.FAILED)
     }
-    waits_s = job.waits_s()
+    waits_s = lateness.waits_s()
     live = any(known.asked is not None for known in ranks.values())
-    limit_s = max(stall_limit_s, LATE_FACTOR * job.longest_s)
+    limit_s = max(stall_limit_s, LATE_FACTOR * lateness.longest_s)
     return Standing(
-        world_size=world_size, step=job.common.step if job.common else None, sequence=newest,
-        wall_ns=max(walls, default=None), waits_s=waits_s, lost=len(lost), behind=behind,
-        absent=job.absent() if live else [],
-        is_late=bool(job.apart) or (live and len(lost) >= LOST_MIN and waits_s > limit_s),
-        apart=job.apart,
+        world_size=world_size, step=common.step if common else None, sequence=newest,
+        wall_ns=max(walls, default=None), waits_s=waits_s, lost=len(lost),
+        behind=group.behind(ranks, world_size), absent=job.members.absent() if live else [],
+        is_late=bool(lateness.apart) or (live and len(lost) >= LOST_MIN and waits_s > limit_s),
+        apart=lateness.apart,
     )  # fmt: skip

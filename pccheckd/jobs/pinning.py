@@ -31,7 +31,7 @@ async def pin(session: Session, body: Pin) -> None:
         if not body.pinned:
             await _unpin(tenants, body.step)
             return
-        sequence = _sequence(session, job, own, body.step)
+        sequence = _sequence(session, job, body.step)
         holders = _holders(tenants, own, sequence)
         for tenant in holders:
             _require_room(tenant, sequence, body.step)
@@ -83,20 +83,9 @@ async def _unpin(tenants: list[Tenant], step: int) -> None:
                 await tenant.retention.flag_or_raise(one.sequence, clear=PINNED, now=True)
 
 
-def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
+def _sequence(session: Session, job: Job, step: int) -> int:
     """The sequence of the newest checkpoint of a step that this rank can restore."""
-    alone = session.solo or session.world_size == 1
-    mine = {
-        one.sequence: one.step
-        for one in own.volumes.checkpoints()
-        if own.is_usable(one) and (session.solo or one.world_size == 1)
-    }
-    shared = {
-        one.sequence: one.step
-        for one in job.common_checkpoints()
-        if not session.solo and (one.world_size > 1 or not alone)
-    }
-    known = (mine if alone else {}) | shared
+    known = job.choosing.restorable(session.asker)
     found = max((sequence for sequence, its in known.items() if its == step), default=0)
     if not found:
         steps = some(known[one] for one in sorted(known, reverse=True)) or "none"

@@ -1,23 +1,24 @@
-"""Which checkpoint a session recovers, and sending it."""
+"""Answers `Open` and `Read`: opens the checkpoint that `choosing.py` chooses, and sends it.
+
+Each chunk comes from memory if it is cached there, else from the volume: `send_cached` in
+`pcc_tenant_load.c` decides that when the chunk is sent. `_in_dram` only says, for `Opened.source`,
+whether no chunk would need the volume now."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from pccheck_native import catalog, layout
-from pccheck_native.group import Held
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UsageError
-from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Skipped, Writing
-from pccheckd.base.logs import LOG
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Writing
 from pccheckd.core.engine import Engine
 from pccheckd.tenancy.leases import recycled
 from pccheckd.tenancy.tenant import Tenant
 
+from .choosing import newest_of
 from .job import Job
 from .memory import Memory
 from .sessions import Session
-
-MAX_SEQUENCE = 2**63
 
 
 async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opened | Empty | Writing:
@@ -33,14 +34,12 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     if session.role is Role.TRAINER:
         if body.step is None:  # else it only reads, and does not count as restored
             session.follow()
-        if (writing := await job.settled()) is not None:
+        if (writing := await job.choosing.settled()) is not None:
             return writing
-        skipped = _in_doubt(tenant)
-        chosen = _of_job(session, job, tenant, body, skipped)
+        chosen, skipped = job.choosing.choose(session.asker, body)
     else:
         await tenant.volumes.refresh()
-        skipped = _in_doubt(tenant)
-        chosen = _newest(tenant, body, skipped, tenant.volumes.checkpoints())
+        chosen, skipped = newest_of(tenant, body, tenant.volumes.checkpoints())
         if chosen is not None:
             _lease(session, job, tenant, chosen)
     if chosen is None:
@@ -55,10 +54,6 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
         source="dram" if await _in_dram(session, tenant, chosen) else "volume",
         wall_ns=chosen.wall_ns,
     )  # fmt: skip
-
-
-def _in_doubt(tenant: Tenant) -> list[Skipped]:
-    return [Skipped(0, 0, error.message) for error in tenant.volumes.doubts]
 
 
 def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
@@ -80,83 +75,6 @@ def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) 
         one = tenant.volumes.checkpoint(chosen.sequence)
         if one is not None and one.held() == chosen.held():
             tenant.leases.take(one.sequence, session.number)
-
-
-def _of_job(
-    session: Session, job: Job, tenant: Tenant, body: Open, skipped: list[Skipped]
-) -> catalog.Checkpoint | None:
-    """What this rank of the job recovers."""
-    found = tenant.volumes.checkpoints()
-    if session.solo:
-        return _newest(tenant, body, skipped, found)
-    if session.world_size == 1:
-        alone = [one for one in found if one.world_size == 1]
-        best = (one.sequence for one in alone if _fits(one, body) and tenant.is_usable(one))
-        shared = (o for o in job.common_checkpoints() if o.world_size > 1 and _fits(o, body))
-        newest = max((one.sequence for one in shared), default=0)
-        if alone and newest <= max(best, default=0):
-            return _newest(tenant, body, skipped, alone)
-    return _of_group(session, job, tenant, body)
-
-
-def _fits(one: catalog.Checkpoint | Held, body: Open) -> bool:
-    older = body.before is None or one.sequence < body.before
-    return older and body.step in (None, one.step)
-
-
-def _newest(
-    tenant: Tenant, body: Open, skipped: list[Skipped], found: list[catalog.Checkpoint]
-) -> catalog.Checkpoint | None:
-    """Newest first; damaged ones are skipped, and named in `skipped`."""
-    for item in found:
-        if not _fits(item, body):
-            continue
-        if not item.is_damaged:
-            return item
-        skipped.append(Skipped(item.sequence, item.step, "damaged when it was last read"))
-    if not found and not skipped:
-        return None
-    wanted = "" if body.step is None else f" of step {body.step}"
-    older = "" if body.before is None else f" older than sequence {body.before}"
-    steps = ", ".join(f"{i.step}{' (damaged)' if i.is_damaged else ''}" for i in found) or "none"
-    then = "fresh=True starts without a checkpoint"
-    if body.step is not None and any(not item.is_damaged for item in found):
-        then = "choose one of these steps, or leave step= out for the newest one"
-    raise NoCheckpointError(
-        f"{tenant.key} has no valid checkpoint{wanted}{older}; durable steps: {steps}",
-        hint=f"{then}; see: pccheckctl list",
-    )
-
-
-def _of_group(session: Session, job: Job, tenant: Tenant, body: Open) -> catalog.Checkpoint | None:
-    """This rank's copy of the common checkpoint. Never mixes steps: fails when it is damaged or
-    could not be read."""
-    again = "restart all ranks; they will restore the previous step"
-    job.asks_again(session.rank)
-    if body.before is not None and session.world_size > 1:
-        raise DamagedError(
-            f"{tenant.key}: the checkpoint that all ranks restore is damaged or cannot be read",
-            hint=again,
-        )
-    common = job.choose(
-        session.rank, session.process, session.world_size, body.step,
-        before=body.before or MAX_SEQUENCE, any_world_size=body.any_world_size,
-    )  # fmt: skip
-    if common is None:
-        return None
-    LOG.info("%s recovers step %d (sequence %d)", tenant.key, common.step, common.sequence)
-    # A rank that did not exist when it was saved takes the copy of rank 0, or of the only saver.
-    for holder in (tenant, *(other for _, other in sorted(job.tenants.items()))):
-        item = holder.volumes.checkpoint(common.sequence)
-        if item is not None and holder.is_usable(item):
-            return item
-        if session.rank < common.world_size and not body.any_world_size:
-            break
-    raise DamagedError(
-        f"{tenant.key}: the checkpoint of step {common.step}, which all ranks restore, is damaged, "
-        "cannot be read, or is gone",
-        hint=again,
-    )
 
 
 async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint) -> bool:

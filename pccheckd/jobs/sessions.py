@@ -29,6 +29,7 @@ from pccheckd.front.endpoints import ControlServer
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
+from .choosing import Asker
 from .job import Job
 from .registry import Registry
 
@@ -88,6 +89,11 @@ class Session:
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
+    @property
+    def asker(self) -> Asker:
+        """The process, when it asks for a checkpoint to restore."""
+        return Asker(self.rank, self.process, self.world_size, self.solo)
+
     def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
         """A checkpoint is read: its volumes stay open until `end_load`."""
         self.loads[load] = tenant, sequence
@@ -106,7 +112,7 @@ class Session:
     def follow(self) -> None:
         """It restores: it belongs to the newest start of its job."""
         if self.job is not None:
-            self.incarnation = self.job.follow(self.rank, self.process)
+            self.incarnation = self.job.members.follow(self.rank, self.process)
 
     def take_leave(self) -> bool:
         """Its Goodbye has arrived. False when one had arrived before."""
@@ -302,7 +308,7 @@ class Sessions:
         )  # fmt: skip
         joins = tenant.owner is None  # else attach() refuses
         if joins:
-            job.require_no_other(hello.rank, solo=hello.solo)
+            job.members.require_no_other(hello.rank, solo=hello.solo)
             session.incarnation = job.join(
                 hello.rank, owner, launch=hello.launch, was=hello.incarnation,
                 moved=hello.storage not in ("", session.storage),

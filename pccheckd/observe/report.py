@@ -317,7 +317,9 @@ def troubles(
     """What makes this daemon `degraded`, as far as these tenants, jobs and faults of the start are
     concerned."""
     found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
-    found += [f"job {job.name!r} of uid {job.uid}: {job.late}" for job in jobs if job.late]
+    found += [
+        f"job {job.name!r} of uid {job.uid}: {job.lateness.why}" for job in jobs if job.lateness.why
+    ]
     found += [fault.text for fault in faults]
     found += [
         f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "

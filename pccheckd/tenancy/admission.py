@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from pccheck_native import _core
 from pccheck_wire.basics import SAME_VERSION_HINT
-from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import happened
 from pccheckd.base.errors import translated
@@ -19,6 +18,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.core.port import Port
 
 from .checkpoint import GIVEN_UP, Checkpoint, End
+from .group import Requested
 from .ledger import BAD_HANDLE, DEVICE_LOST, ENDED_BEFORE
 
 if TYPE_CHECKING:
@@ -133,27 +133,23 @@ class Admission:
             tenant.refuse(checkpoint, end)
         tenant.group.decide_soon()
 
-    def _number(
-        self, checkpoint: Checkpoint, asked: _core.SaveRequest, port: Port
-    ) -> End | None:
+    def _number(self, checkpoint: Checkpoint, asked: _core.SaveRequest, port: Port) -> End | None:
         """Gives one of several ranks its number; how it ends if it gets none."""
         tenant = self._tenant
         if self._stops:
             return _STOPS
         if tenant.volumes.current is None and not tenant.room_bytes:
             return _NO_ROOM
-        try:
-            end = tenant.group.number(tenant.key.rank, checkpoint, asked)
-            tenant.ledger.numbered(checkpoint)
-            if end is None and checkpoint.sequence:
-                tenant.group.require_alike(
-                    tenant.key.rank, checkpoint.sequence, asked.division
-                )
-                end = self._given_up(checkpoint)
-        except RefusedError as error:
-            end = End(State.FAILED, error.message, error.hint)
+        requested = Requested(
+            asked.step, asked.base, asked.turn, asked.descents, asked.row, asked.division,
+            asked.skip, checkpoint.requested_ns,
+        )  # fmt: skip
+        checkpoint.incarnation, checkpoint.sequence, end = tenant.group.number(
+            tenant.key.rank, requested
+        )
+        tenant.ledger.numbered(checkpoint)
         if end is None and checkpoint.sequence:
-            end = self._tell_number(checkpoint, port)
+            end = self._given_up(checkpoint) or self._tell_number(checkpoint, port)
         return end
 
     def _tell_number(self, checkpoint: Checkpoint, port: Port) -> End | None:
@@ -171,7 +167,7 @@ class Admission:
         tenant, rank = self._tenant, self._tenant.key.rank
         self._late = ""
         if not checkpoint.sequence:  # of a rank alone
-            tenant.group.took(rank, checkpoint, sequence)
+            checkpoint.sequence = tenant.group.took(rank, sequence)
             tenant.ledger.numbered(checkpoint)
             port = tenant.port_of(checkpoint.session)
             if not sequence and port is not None and self._tell_number(checkpoint, port):

@@ -691,4 +691,3 @@ class Tenant:
             return
         self.leases.renew()
         await self.retention.stage_again()
-

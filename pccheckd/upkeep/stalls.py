@@ -52,7 +52,7 @@ class Progress:
         for job in self._registry.jobs.values():
             found = group_state.of(job, limit_s)
             job.note_absent(now_s)
-            job.note_late(str(found) if found is not None and found.is_late else "")
+            job.lateness.note(str(found) if found is not None and found.is_late else "")
         self._registry.engine.note_stall(limit_s)
 
     def _allowance_s(self) -> float:

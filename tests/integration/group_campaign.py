@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 
 from pccheck_native import catalog
-from pccheck_store.readers import FileReader
+from pccheck_store.files import FilePayloads
 from pccheck_wire.errors import PccheckError
 from tests.support.daemon import Daemon
 from tests.support.members import (
@@ -48,6 +48,7 @@ from tests.support.members import (
     tensor_of,
 )
 from tests.support.rank import payload_of
+from tests.support.reads import read
 from tests.support.trainer import RemoteError
 from tests.support.waiting import PATIENCE, until
 
@@ -477,8 +478,8 @@ class Player:
 
     def _is(self, one: catalog.Checkpoint, number: int) -> bool:
         try:
-            with FileReader(one) as reader:
-                data = reader.read(0, one.payload_bytes)
+            with contextlib.closing(FilePayloads([one])) as payloads:
+                data = read(payloads, one.rank, 0, one.payload_bytes)
         except PccheckError:
             return False
         if self.drawn.kind == "wire":

@@ -3,6 +3,7 @@ restore may fail, and never returns what was not saved."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -64,18 +65,18 @@ def over(backup: Path, storage: Path) -> None:
 
 
 def volume_of(storage: Path, rank: int) -> Path:
-    (volume,) = {c.volume_path for c in Storage(storage).scan().checkpoints if c.rank == rank}
+    (volume,) = {c.volume_path for c in Storage(storage).held().checkpoints if c.rank == rank}
     return volume
 
 
 def runs_of(storage: Path, step: int) -> list[object]:
     """The metadata that each rank's part of a step has."""
     store = Storage(storage)
-    found = [one for one in store.scan().checkpoints if one.step == step]
-    made = []
+    found = [one for one in store.held().checkpoints if one.step == step]
+    made: list[object] = []
     for one in sorted(found, key=lambda one: one.rank):
-        with store.reader(one) as reader:
-            made.append(reader.content().metadata)
+        with contextlib.closing(store.open([one])) as payloads:
+            made.append(payloads.tree(one.rank).metadata)
     return made
 
 

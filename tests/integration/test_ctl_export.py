@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_store.whole import WholeReader
+from pccheck_store.state_reader import StateReader
 from pccheck_wire.errors import StorageFullError
 from pccheckctl.export import command, torch_file
 from pccheckctl.output import files
@@ -132,7 +132,7 @@ def test_only_what_is_asked_for_is_read(
     ctl: Ctl, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[bytes] = []
-    monkeypatch.setattr(WholeReader, "read_into", lambda _, ranges: read.append(ranges))
+    monkeypatch.setattr(StateReader, "read_into", lambda _, ranges: read.append(ranges))
     for name in ("a.pt", "a.safetensors"):
         read.clear()
         assert ctl(storage, "export", "job", "-o", tmp_path / name, "--only", "array").code == 0
@@ -293,12 +293,11 @@ def test_the_bar_is_about_what_is_read(
 ) -> None:
     bars = []
 
-    class Kept(WholeReader):
-        def close(self) -> None:
-            bars.append(self._progress)
-            super().close()
+    class Kept(command.Bar):
+        def __exit__(self, *_: object) -> None:
+            bars.append(self)
 
-    monkeypatch.setattr(command, "WholeReader", Kept)
+    monkeypatch.setattr(command, "Bar", Kept)
     ctl(storage, "export", "job", "-o", tmp_path / "a.pt", "--only", "array")
     (bar,) = bars
     assert bar.total < 4 * WIDE

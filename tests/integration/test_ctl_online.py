@@ -13,7 +13,7 @@ import msgpack
 import pytest
 
 import pccheckctl
-from pccheck_store.remote import DaemonStore
+from pccheck_store.remote import DaemonSource
 from pccheck_wire import basics
 from pccheck_wire.errors import DaemonUnreachableError
 from pccheckctl import cli, source
@@ -330,8 +330,8 @@ def test_a_daemon_that_ended_is_twelve(ctl: Ctl, daemon: Daemon) -> None:
 
 
 def test_a_daemon_that_ends_during_verify_is_no_damage(daemon: Daemon) -> None:
-    store = DaemonStore(str(daemon.socket), daemon.storage)
-    one = store.scan().checkpoints[0]
+    source = DaemonSource(str(daemon.socket), daemon.storage)
+    one = source.held().checkpoints[0]
     daemon.stop()
     with pytest.raises(DaemonUnreachableError):
-        verify.check(store, one, None)
+        verify.check(source, one, None)

@@ -29,7 +29,7 @@ from pccheck.daemon.autostart import PrivateDaemon
 from pccheck.integrations import dcp
 from pccheck_native import layout
 from pccheck_store.directory import Storage
-from pccheck_store.jobs import find_store
+from pccheck_store.jobs import find_source
 from tests.support.daemon import Daemon
 from tests.support.programs import script
 from tests.support.waiting import until
@@ -319,8 +319,8 @@ def test_a_copy_of_a_directory_gets_a_daemon_of_its_own(daemon: Daemon) -> None:
     assert run(first, KILL, runtime) == ["0"]
     shutil.copytree(first, copy)
     assert layout.noted_socket(copy) == layout.noted_socket(first)
-    assert isinstance(find_store(copy, None), Storage)
-    assert not isinstance(find_store(first, None), Storage)
+    assert isinstance(find_source(copy, None), Storage)
+    assert not isinstance(find_source(first, None), Storage)
     assert run(copy, KILL, runtime) == ["1"]
     assert run(copy, "client.close()", runtime) == ["2"]
     assert run(first, "client.close()", runtime) == ["1"]

@@ -3,6 +3,7 @@ report the replacement. It is never reported as damage."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ import pytest
 import torch
 
 from pccheck import NoCheckpointError, PCcheckClient, Reader
-from pccheck.daemon.connection import RequestLostError
-from pccheck.restoring.reading import Payload, read_newest
+from pccheck.restoring.reading import read_newest
 from pccheck.restoring.rebuild import state_of_tree
 from pccheck_store.directory import Storage
+from pccheck_store.errors import RecycledError
 from pccheck_store.filesystem import PCcheckFileSystem
-from pccheck_store.readers import RecycledError
-from pccheck_store.remote import DaemonStore
-from pccheck_store.whole import WholeReader
+from pccheck_store.remote import DaemonSource
+from pccheck_store.state_reader import StateReader, open_state
 from pccheck_wire import parts, tree
-from pccheck_wire.messages import Read, ReplyBody, RequestBody
+from pccheck_wire.errors import RequestLostError
+from pccheck_wire.messages import Opened, Read, ReplyBody, RequestBody
 from pccheckctl.commands import verify
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
@@ -38,11 +39,11 @@ def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:
         connection = client._connection()
         save(client, 1, 2)
 
-        def use(payload: Payload, described: tree.Tree) -> Any:
+        def use(opened: Opened, reader: StateReader, described: tree.Tree) -> Any:
             if not opened_steps:
                 save(client, 3, 4)
-            opened_steps.append(payload.opened.step)
-            return state_of_tree(described, payload.load)
+            opened_steps.append(opened.step)
+            return state_of_tree(described, reader.read_into)
 
         found, _ = read_newest(connection, None, use)
     assert (opened_steps, found.step, found.skipped) == ([2, 4], 4, [])
@@ -70,23 +71,23 @@ def test_a_read_whose_answer_was_lost_is_begun_again(
     assert [read.load for read in lost] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("read", ["read", "read_into"])
+@pytest.mark.parametrize("read", ["tree", "read_into"])
 def test_a_reader_is_told_so(start_daemon: Start, read: str) -> None:
     """The lease of the reader has ended, because a new checkpoint needed the slot."""
     daemon = start_daemon("--slots", "3")
-    store = DaemonStore(str(daemon.socket), daemon.storage)
+    source = DaemonSource(str(daemon.socket), daemon.storage)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         save(client, 1, 2)
-        (one,) = (item for item in store.scan().checkpoints if item.step == 2)
-        with store.reader(one) as reader:
+        (one,) = (item for item in source.held().checkpoints if item.step == 2)
+        with contextlib.closing(source.open([one])) as payloads:
             save(client, 3, 4, 5)
             calls: dict[str, Callable[[], object]] = {
-                "read": lambda: reader.read(*reader.tree_place),
-                "read_into": lambda: reader.read_into(bytes(24)),
+                "tree": lambda: payloads.tree(one.rank),
+                "read_into": lambda: payloads.read_into(one.rank, 0, 0, bytes(24)),
             }
             with pytest.raises(RecycledError, match="replaced by a newer one"):
                 calls[read]()
-        assert verify.check(store, one, None)["result"] == "recycled"
+        assert verify.check(source, one, None)["result"] == "recycled"
 
 
 COUNTS = [40_000, 7, 30_001]
@@ -149,9 +150,9 @@ def test_a_volume_that_is_absent_is_named_as_before(
     daemon = start_daemon()
     job = TwoRanks(start_trainer, daemon)
     job.save()
-    (one,) = (c for c in Storage(daemon.storage).scan().checkpoints if c.rank == 0)
+    (one,) = (c for c in Storage(daemon.storage).held().checkpoints if c.rank == 0)
     with (
-        WholeReader(Storage(daemon.storage), one, [one]) as reader,
+        open_state(Storage(daemon.storage), one, [one]) as reader,
         pytest.raises(NoCheckpointError, match="rank 1 stores a part of step 1, and its volume is"),
     ):
         reader.content()

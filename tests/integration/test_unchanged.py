@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pccheck_native import catalog
-from pccheck_store.remote import DaemonStore
+from pccheck_store.remote import DaemonSource
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState, Opened, Pin, Restored
 from tests.support.ctl import Ctl, written
@@ -43,7 +43,7 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
         assert bases(daemon.storage) == {(0, 5): 1, (0, 4): 1}
         wanted = one.digest()
         listed(ctl(None, "list", "--socket", daemon.socket).out)
-        online = DaemonStore(str(daemon.socket), daemon.storage).scan(job="lora", sizes=True)
+        online = DaemonSource(str(daemon.socket), daemon.storage).held(job="lora", sizes=True)
         offline = catalog.scan(daemon.storage, sizes=True)
         places = [[(c.step, c.base, c.own_bytes) for c in f.checkpoints] for f in (online, offline)]
         assert places[0] == places[1]

@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "daemon/pcc_store.h"
+#include "pool/pcc_store.h"
 
 #define LABEL "pccheck-0123456789abcdef"
 #define STORED_MAX 64u

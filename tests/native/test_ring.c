@@ -8,9 +8,9 @@
 
 #include "base/pcc_hash.h"
 #include "check.h"
-#include "daemon/pcc_pool.h"
 #include "daemon/pcc_tenant.h"
 #include "disk/pcc_format.h"
+#include "pool/pcc_pool.h"
 #include "shared/pcc_ring.h"
 
 static void test_page(void)

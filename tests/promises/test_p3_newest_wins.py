@@ -4,7 +4,7 @@ favour of the previous one, and reported. A read error is not damage, and leaves
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from pccheck_native import _core, catalog
 from pccheck_store.observer import Observer
-from pccheck_store.remote import DaemonStore
+from pccheck_store.remote import DaemonSource
 from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Opened
 from tests.integration.test_refusals import make_checkpoint, overwrite
@@ -21,6 +21,7 @@ from tests.support import waiting
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
+from tests.support.reads import read
 from tests.support.trainer import Connect, RemoteError
 from tests.support.volumes import damage, make
 
@@ -181,9 +182,10 @@ def damaged(start_daemon: Start, tmp_path: Path) -> Daemon:
     storage = make(tmp_path / "storage", 1, 2, 3)
     daemon = start_daemon("--allow-any-filesystem", "--scrub-rate", "0", storage=storage)
     damage(storage, 3, at=128)
-    store = DaemonStore(str(daemon.socket), storage)
-    with store.reader(store.scan().checkpoints[0]) as reader, pytest.raises(DamagedError):
-        reader.read(0, reader.checkpoint.payload_bytes)
+    source = DaemonSource(str(daemon.socket), storage)
+    one = source.held().checkpoints[0]
+    with closing(source.open([one])) as payloads, pytest.raises(DamagedError):
+        read(payloads, one.rank, 0, one.payload_bytes)
     waiting.until(lambda: flagged(storage) == [3])  # after the reader has its error
     return daemon
 

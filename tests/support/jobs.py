@@ -12,11 +12,10 @@ from typing import Any
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_wire.errors import PccheckError
-from pccheck_wire.messages import Begin
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.jobs.job import Job
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.group import Requested
 from pccheckd.tenancy.volumes import Key
 
 CONFIG = Config(Path("/none"), Path("/none/socket"), dram_bytes=1 << 24)
@@ -223,14 +222,9 @@ class Ranks:
         self, rank: int, step: int, *, on_busy: str = "wait", row: int = 0, **name: int
     ) -> tuple[int, int]:
         """Requests a checkpoint; returns its incarnation and sequence, and sets `ended`."""
-        item = Checkpoint(
-            session=1, snapshot=1, step=step, payload_bytes=10, tree_offset=0, tree_bytes=1,
-            skip_when_busy=on_busy == "skip", incarnation=1, world_size=self.world,
-            requested_ns=1,
-        )  # fmt: skip
-        body = Begin(1, step, 10, 0, 1, on_busy, row=row, **name)
-        self.ended = self.job.number(rank, item, body)
-        return item.incarnation, item.sequence
+        requested = Requested(step, row=row, skip_when_busy=on_busy == "skip", at_ns=1, **name)
+        incarnation, sequence, self.ended = self.job.number(rank, requested)
+        return incarnation, sequence
 
     def request_slot(self, rank: int) -> str:
         async def ask() -> str:
@@ -249,4 +243,4 @@ class Ranks:
 
     def settle(self) -> Agreement:
         self.job.settle()
-        return self.job.agreement
+        return self.job.decisions.agreement

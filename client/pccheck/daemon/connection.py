@@ -20,6 +20,7 @@ from pccheck_wire.errors import (
     DaemonUnreachableError,
     PccheckError,
     RefusedError,
+    RequestLostError,
     WaitTimeoutError,
     error_from_wire,
 )
@@ -49,10 +50,6 @@ Callback = Callable[[ReplyBody], None]
 
 #: Asked twice, these do what they do when they are asked once.
 _REPEATABLE = (Describe, Goodbye, ListVolumes, Open, Pin, Restored)
-
-
-class RequestLostError(DaemonUnreachableError):
-    """The daemon's process with the request has ended: whether it was carried out is unknown."""
 
 
 #: One per process, by its id, and never destroyed: a context that is collected together with its

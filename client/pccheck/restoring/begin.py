@@ -16,6 +16,7 @@ from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
+from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     DamagedError,
@@ -27,8 +28,9 @@ from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
 
 from .inplace import Placement
 from .loaders import Iterators, begin_again, has_position
-from .reading import Found, Payload, RestoreResult, ask_open, read_newest
+from .reading import Found, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
+from .stages import MOVES, Move, State
 
 LIST_LIMIT_S = 30.0
 
@@ -49,7 +51,8 @@ class Recovery:
     def __init__(
         self, session: Session, planner: Planner, steps: Steps, warner: Warner, *, replicated: bool
     ) -> None:
-        self.torn = ""  #: why the attached state is a mix, after a restore that did not finish
+        self._state = State.WHOLE
+        self._why_mixed = ""
         #: What a restart got when this run took over: at least as new as what it restored.
         self.newest: Durable | None = None
         #: Which parameters required gradients in what was restored, by the name of the module.
@@ -59,6 +62,11 @@ class Recovery:
         self._steps = steps
         self._warner = warner
         self._replicated = replicated
+
+    @property
+    def torn(self) -> str:
+        """Why the attached state is a mix, after a restore that did not finish; else ""."""
+        return "" if self._state is State.WHOLE else self._why_mixed
 
     def restore(
         self,
@@ -72,31 +80,31 @@ class Recovery:
         payload's size."""
         newest = self._newest(connection) if step is not None else None
 
-        def use(payload: Payload, described: tree.Tree) -> bool:
-            opened = payload.opened
+        def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
             self._require(opened, described)
             attached = self._planner.attached
             left = self._left(opened, described, only)
             self._planner.zero_options.inward()
             placement = Placement(
-                described, attached, left, payload.others,
+                described, attached, left, reader.others,
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
-            placement.compare(payload.load)
-            before = self.torn
-            self.torn = (
-                f"the attached state is a mix of two steps: the restore of step {opened.step} "
-                "did not finish"
-            )
+            placement.compare(reader.read_into)
+            self._move(Move.ALL if only is None else Move.PART)
+            if self._state is not State.CHANGING_PART_OF_MIX:
+                self._why_mixed = (
+                    f"the attached state is a mix of two steps: the restore of step {opened.step} "
+                    "did not finish"
+                )
             iterators = Iterators(
                 {name: attached[name] for name in (attached if only is None else only)}
             )
-            placement.load(payload.load)
+            placement.load(reader.read_into)
             self._planner.zero_options.outward()
             for name in left - {RNG}:
                 begin_again(attached[name])
             iterators.restored(self._outdated)
-            self.torn = "" if only is None else before  # the rest may still be a mix
+            self._move(Move.END)
             return placement.on_gpu
 
         found, source = read_newest(connection, step, use, any_world_size=self._reads_all)
@@ -115,6 +123,9 @@ class Recovery:
         )
         return result, found.state, source[0].payload_bytes
 
+    def _move(self, move: Move) -> None:
+        self._state = MOVES[self._state][move]
+
     def _outdated(self, name: str) -> None:
         self._warner.once(
             f"iterator {name}",
@@ -128,7 +139,7 @@ class Recovery:
         found, source = read_newest(
             connection,
             step,
-            lambda payload, described: state_of_tree(described, payload.load),
+            lambda _, reader, described: state_of_tree(described, reader.read_into),
             any_world_size=self._reads_all,
         )
         if source is not None:

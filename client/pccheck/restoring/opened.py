@@ -12,7 +12,8 @@ import torch
 
 from pccheck.state.extents import pack
 from pccheck.state.shards import is_sharded
-from pccheck_store.whole import WholeReader
+from pccheck_native import catalog
+from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.basics import did_you_mean
 from pccheck_wire.blocks import Block, Blocks, common
@@ -62,8 +63,7 @@ class OpenCheckpoint:
     Every byte is checked. Reads raise DamagedError, UnreadableError, DaemonUnreachableError, and
     RecycledError when newer checkpoints have replaced this one."""
 
-    def __init__(self, reader: WholeReader) -> None:
-        one = reader.checkpoint
+    def __init__(self, one: catalog.Checkpoint, reader: StateReader) -> None:
         self.step = one.step
         self.sequence = one.sequence
         self.world_size = one.world_size

@@ -2,7 +2,8 @@
 
 Expanded tensors, overlapping views, and weights that are tied now and were not when they were saved
 can hold only one of the values. Where that is possible, those values alone are read and compared
-before anything is written.
+before anything is written. A tensor of a dict is refused without that: it was a copy, and an update
+of the other tensor would change it.
 """
 
 from __future__ import annotations
@@ -101,20 +102,21 @@ def require_one_value(pairs: Sequence[Pair], extents: list[tree.Extent], load: L
         _try(start, nbytes, some, memory)
 
 
-def unlike(theirs: Sequence[Pair], ours: Sequence[Pair]) -> tuple[set[int], set[int]]:
-    """The numbers of `ours` in memory of which the checkpoint has something else: of `theirs`, or
-    of a pair of ours before it. Those of the second kind once more."""
-    taken: set[int] = set()
-    contested: set[int] = set()
-    for _, _, numbers in _overlapping([*theirs, *ours]) if ours else ():
-        first = len(theirs)
-        places = {theirs[number].place for number in numbers if number < first}
-        own = sorted(number - first for number in numbers if number >= first)
-        wanted = places or {ours[number].place for number in own[:1]}
-        unlike = {number for number in own if ours[number].place not in wanted}
-        taken |= unlike
-        contested |= set() if places else unlike
-    return taken, contested
+def require_shared(strict: Sequence[Pair], copied: Sequence[Pair], others: Sequence[Pair]) -> None:
+    """Raises StateMismatchError when one of `strict` shares memory with another pair and did not
+    when it was saved; or one of `copied` with memory that keeps its value."""
+    pairs = [*others, *strict, *copied]
+    for _, _, numbers in _overlapping(pairs) if strict or copied else ():
+        keeps = any(pairs[number].node.extent == NO_EXTENT for number in numbers)
+        some = [n for n in numbers if keeps or n < len(others) + len(strict)]
+        one = pairs[max(some, default=0)]
+        other = next((pairs[n].path for n in some if pairs[n].place != one.place), None)
+        if other is not None and max(some) >= len(others):
+            raise StateMismatchError(
+                f"{one.path} shares memory with {other}, and did not when it was saved",
+                hint="give each value of a dict its own memory (clone()), build the model as it "
+                "was, or take what you need from recover()",
+            )
 
 
 def _doubtful(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, list[Pair]]]:

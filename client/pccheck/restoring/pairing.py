@@ -8,7 +8,7 @@ in another order than before.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -121,3 +121,21 @@ def some(names: list[str]) -> str:
     """For a message: the first of them."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def only_hint(names: Collection[str]) -> str:
+    """For a hint: what restores these, and how the run then counts as their continuation."""
+    if not names:
+        return "call adopt() instead of restore()"
+    listed = ", ".join(f'"{name}"' for name in sorted(names))
+    return f"restore(only=[{listed}]), then adopt() if this run continues the job"
+
+
+def mapping(node: tree.Node, path: str) -> dict[Any, tree.Node]:
+    """The items of a dict of the checkpoint. Raises StateMismatchError for anything else."""
+    if not isinstance(node, tree.Mapping):
+        raise StateMismatchError(
+            f"{path}: the checkpoint has no dict here",
+            hint="attach what was attached, or take what you need from recover()",
+        )
+    return {tree.plain(key): value for key, value in node.items}

@@ -1,54 +1,45 @@
 """Attached dicts: their items go back into the same dicts and lists, and into the tensors and
 arrays that have the saved shape and dtype.
 
-These tensors may be in other hands: a module's parameters, or in an optimizer. Some may also share
-memory now and did not when they were saved, or the other way round: `{"best": model.state_dict()}`
-has the parameters themselves until the first copy replaces them.
+These tensors may be in other hands: a module's parameters (`{"weights": model.state_dict()}`), or
+in an optimizer. What shares memory now must have shared it when it was saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from pccheck.state import shards
+from pccheck.state.attaching import Values
 from pccheck.state.flatten import SEQUENCES
 from pccheck.state.gating import storage_of, trained_by
 from pccheck_wire import tree
 from pccheck_wire.errors import StateMismatchError
 
 from . import overlaps
-from .rebuild import Memory, flagged, numpy_dtype, state_of
+from .loaders import is_loader
+from .pairing import mapping
+from .rebuild import Memory, numpy_dtype, state_of
+from .stages import Stage, Stages
+from .targets import Targets
 
 _Maker: TypeAlias = Callable[[Memory], Any]
 _PARTS = (tree.Sequence, tree.Mapping, tree.Tensor, tree.Array, tree.Shard)
 
 
-class _Leaf(NamedTuple):
-    path: str
-    node: tree.Node
-    live: Any
-    target: overlaps.Target
-
-
 class Dicts:
     """The attached dicts of one restore."""
 
-    def __init__(
-        self,
-        target: Callable[[str, tree.Node, object], overlaps.Target],
-        placed: Callable[[overlaps.Target], overlaps.Pair],
-    ) -> None:
-        self._target, self._placed = target, placed
-        self._leaves: list[_Leaf] = []
-        self._kept: dict[int, object] = {}  # tensors and arrays, by the identity of their node
+    def __init__(self, targets: Targets, stages: Stages) -> None:
+        self._targets, self._stages = targets, stages
+        self._placed: dict[str, dict[Any, Any]] = {}
         self._seen: dict[int, tree.Node] = {}  # what goes into a container, by its identity
-        self.placed: set[int] = set()  #: nodes that are loaded into tensors and arrays of the dicts
 
     def claim(self, name: str, node: tree.Node, live: dict[Any, Any]) -> None:
         """To be called for all attached dicts before any is placed: one that is in another one gets
@@ -60,24 +51,50 @@ class Dicts:
                 hint="attach one dict for each name",
             )
 
-    def value(self, path: str, node: tree.Node, live: object) -> _Maker:
+    def place(self, name: str, node: tree.Node, live: dict[Any, Any]) -> None:
+        """Finds a place for its values. Raises StateMismatchError by path."""
+        mapping(node, name)
+        make = self._value(name, node, live)
+        has_tensors = bool(tree.extents_of(node))
+        self._stages.add(Stage.STATES if has_tensors else Stage.OBJECTS, make)
+        self._targets.want(node)
+        self._placed[name] = live
+
+    def settle(
+        self,
+        attached: Mapping[str, Any],
+        restored: Collection[str],
+        saved: Mapping[str, tree.Node],
+    ) -> None:
+        """When all that is restored has its place. Raises StateMismatchError by path when a tensor
+        shares memory with another attached one and did not when it was saved, or is trained and
+        gets no value."""
+        held = [
+            pair for name, thing in (attached.items() if self._placed else ())
+            if name in saved and not (thing is True or is_loader(thing))
+            if not isinstance(thing, Values)
+            for pair in _in_state_of(name, saved[name], thing, name in restored)
+        ]  # fmt: skip
+        self._targets.settle(held)
+        loaded = [*self._targets.lives, *(pair.live for pair in held)]
+        for name, live in self._placed.items():
+            _require_trained(name, live, attached, loaded)
+
+    def _value(self, path: str, node: tree.Node, live: object) -> _Maker:
         """What makes the value of the node, in what has its place now."""
         if isinstance(node, tree.Mapping) and isinstance(live, dict):
             return self._mapping(path, node, live)
         if isinstance(node, tree.Sequence) and isinstance(live, (list, tuple)):
             return self._sequence(path, node, live)
-        target = self._target_of(path, node, live)
-        if target is not None:
-            self._leaves.append(_Leaf(path, node, live, target))
+        if self._fill(path, node, live):
+            return lambda memory: live
         beside = _memory(live)  # a new tensor goes to the GPU of the one in its place
-        return lambda memory: (
-            self._kept[id(node)] if id(node) in self._kept else state_of(memory, node, beside)
-        )
+        return lambda memory: state_of(memory, node, beside)
 
     def _mapping(self, path: str, node: tree.Mapping, live: dict[Any, Any]) -> _Maker:
         fills = self._fills(live, node)
         items = [(tree.plain(key), item) for key, item in node.items]
-        makers = {k: self.value(tree.join(path, k), item, live.get(k)) for k, item in items}
+        makers = {k: self._value(tree.join(path, k), item, live.get(k)) for k, item in items}
 
         def make(memory: Memory) -> object:
             made = {key: one(memory) for key, one in makers.items()}
@@ -94,7 +111,7 @@ class Dicts:
         else:
             now = [*live, *[None] * (len(node.items) - len(live))]
             both = enumerate(zip(node.items, now, strict=False))
-            makers = [self.value(tree.join(path, at), item, old) for at, (item, old) in both]
+            makers = [self._value(tree.join(path, at), item, old) for at, (item, old) in both]
         into = live if isinstance(live, list) and self._fills(live, node) else None
 
         def make(memory: Memory) -> object:
@@ -112,38 +129,21 @@ class Dicts:
         first = self._seen.setdefault(id(live), node)
         return first is node or tree.encode_node(first) == tree.encode_node(node)
 
-    def _target_of(self, path: str, node: tree.Node, live: object) -> overlaps.Target | None:
-        """Raises StateMismatchError for a DTensor that does not fit: it can only be filled."""
+    def _fill(self, path: str, node: tree.Node, live: object) -> bool:
+        """Whether what is there now can take the value. Raises StateMismatchError for a DTensor
+        that does not fit: it can only be filled."""
         for below, shard in tree.walk(node, path):
             if isinstance(shard, tree.Shard) and shard.mesh:  # others were no DTensors
-                return self._target(below, shard, live if shard is node else None)
-        return _pair(path, node, live)
-
-    def settle(self, others: Sequence[overlaps.Pair]) -> list[overlaps.Target]:
-        """Chooses the tensors and arrays that are kept; returns what is to be loaded there. Memory
-        that a module or an optimizer (`others`) has as well belongs to that. Of two places in the
-        dicts it is not known which one others hold: both are returned, and refused unless the
-        checkpoint has the same values for them."""
-        # Arrays with gaps were saved as copies: it is not known what they shared memory with.
-        self._leaves.sort(key=lambda leaf: _has_gaps(leaf.live))
-        ours = [self._placed(leaf.target) for leaf in self._leaves]
-        taken, contested = overlaps.unlike(others, ours)
-        loaded: list[overlaps.Target] = []
-        for number, (path, node, live, target) in enumerate(self._leaves):
-            if number not in taken or number in contested:
-                loaded.append(target)
-            if number not in taken or (number in contested and _has_gaps(live)):
-                self._kept[id(node)] = live
-            elif isinstance(node, tree.Shard):
-                made = flagged(shards.empty_like(live, live.dtype), node.local.flags)
-                self._kept[id(node)] = made
-                loaded.append(self._target(path, node, made))
-            if id(node) in self._kept:
-                self.placed.add(id(node.local if isinstance(node, tree.Shard) else node))
-        return loaded
+                self._targets.shard(below, shard, live if shard is node else None, of_dict=True)
+                return True
+        pair = _pair(path, node, live)
+        if pair is not None:
+            self._targets.of_dict(pair, node, copied=_has_gaps(live))
+        return pair is not None
 
 
 def _has_gaps(live: object) -> bool:
+    """Arrays with gaps are saved as copies."""
     return isinstance(live, np.ndarray) and not live.flags.forc
 
 
@@ -153,7 +153,7 @@ def trained(attached: Mapping[str, Any]) -> set[int]:
     return {storage_of(tensor) for one in optimizers for tensor in trained_by(one)} - {0}
 
 
-def require_trained(
+def _require_trained(
     name: str, values: object, attached: Mapping[str, Any], loaded: Iterable[torch.Tensor]
 ) -> None:
     """Raises StateMismatchError when nothing is loaded into a tensor of the dict that an attached
@@ -181,16 +181,21 @@ def leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def in_state_of(name: str, saved: tree.Node, thing: Any, restored: bool) -> Iterator[overlaps.Pair]:
-    """The tensors and arrays in the state of something attached: those that the checkpoint has.
-    All of them when it is not restored, since then they keep their values."""
-    nodes = dict(tree.walk(saved, name))
+def _in_state_of(
+    name: str, saved: tree.Node, thing: Any, restored: bool
+) -> Iterator[overlaps.Pair]:
+    """The tensors and arrays in the state of something attached, with what the checkpoint has for
+    them; all of them when it is not restored, since then they keep their values."""
+    nodes: dict[str, tree.Node] = {}
+    for path, node in tree.walk(saved, name) if restored else ():
+        nodes.setdefault(path, node)  # a shard comes before its local part
     for path, live in leaves(thing.state_dict(), name):
-        memory = _memory(live) if path in nodes or not restored else None
-        if memory is not None:
-            pair = _pair(path, nodes[path], live) if restored else None
-            unknown = tree.Tensor([], [], "uint8", extent=overlaps.NO_EXTENT)
-            yield pair or overlaps.Pair(path, unknown, memory)
+        memory, saved_as = _memory(live), nodes.get(path)
+        sharded = isinstance(saved_as, tree.Shard) or shards.is_sharded(live)
+        if memory is None or (restored and (path not in nodes or sharded)):  # has its target
+            continue
+        unknown = tree.Tensor([], [], "uint8", extent=overlaps.NO_EXTENT)
+        yield _pair(path, saved_as, live) or overlaps.Pair(path, unknown, memory)
 
 
 def _pair(path: str, node: tree.Node, live: object) -> overlaps.Pair | None:

@@ -84,11 +84,6 @@ def pack_device(ranges: Iterable[Range], device: int) -> bytes:
     return b"".join(struct.pack("<QQQII", *item, device, 0) for item in ranges)
 
 
-def devices_of(device_ranges: bytes) -> list[int]:
-    """The GPUs that packed device ranges are on."""
-    return sorted({item[3] for item in struct.iter_unpack("<QQQII", device_ranges)})
-
-
 @dataclass(slots=True)
 class Section:
     """What lies on one GPU. Staged ranges are first copied on the device, to where the payload's

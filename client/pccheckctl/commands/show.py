@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import time
@@ -26,7 +27,7 @@ RUN_MAX, SHOWN_OF_RUN = 8, 3  # items of a list with a line each; items that sta
 def run(arguments: argparse.Namespace) -> int:
     """0, or 14 when damaged checkpoints were skipped in favour of the one shown."""
     storage = files(arguments)
-    found = storage.scan(uid=arguments.uid, job=arguments.job, sizes=True)
+    found = storage.held(uid=arguments.uid, job=arguments.job, sizes=True)
     by_rank = directory.of_job(found, arguments.job, storage.path)
     rank = min(by_rank) if arguments.rank is None else arguments.rank
     wanted = directory.matching(
@@ -35,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     damaged: list[DamagedError | UnreadableError] = []
     for one in wanted:
         try:
-            with storage.reader(one) as reader:
-                content = reader.content()
+            with contextlib.closing(storage.open([one])) as payloads:
+                content = payloads.tree(rank)
         except (DamagedError, UnreadableError) as error:
             damaged.append(error)
             continue

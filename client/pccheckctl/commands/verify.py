@@ -7,7 +7,8 @@ import secrets
 
 from pccheck_native import catalog, subset
 from pccheck_store import directory
-from pccheck_store.readers import RecycledError, Store
+from pccheck_store.errors import RecycledError, problem_of
+from pccheck_store.source import Source
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, whole
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted: list[catalog.Checkpoint] = []
     unreadable: _Unreadable = []
     for job in arguments.job or [""]:
-        stored = storage.scan(uid=arguments.uid, job=job, rank=arguments.rank)
+        stored = storage.held(uid=arguments.uid, job=job, rank=arguments.rank)
         mine = directory.matching(stored.checkpoints, step=step, sequence=sequence)
         if not mine and not stored.unreadable and not stored.incomplete:
             asked = {"of job": repr(job) if job else None, "of rank": arguments.rank,
@@ -70,7 +71,7 @@ def chosen(arguments: argparse.Namespace) -> _Part:
         raise UsageError(f"--read-data-subset: {error}") from error
 
 
-def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Document:
+def check(storage: Source, one: catalog.Checkpoint, part: _Part) -> Document:
     def result(name: str, reason: str = "", read_bytes: int = 0) -> Document:
         made = {"result": name, "reason": reason, "read_bytes": read_bytes}
         about = catalog.checkpoint_document(one) | made
@@ -84,7 +85,7 @@ def check(storage: Store, one: catalog.Checkpoint, part: _Part) -> Document:
     except UnreadableError as error:
         return result("unreadable", error.message)
     except DamagedError as error:
-        return result("damaged", error.message.rpartition(" is damaged: ")[2])
+        return result("damaged", problem_of(error))
     if not one.is_damaged:
         return result("ok", read_bytes=read_bytes)
     if cleared:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from pccheck_native import catalog
 from pccheck_store import directory, selection
-from pccheck_store.readers import RecycledError, Store
-from pccheck_store.whole import WholeReader
+from pccheck_store.errors import RecycledError
+from pccheck_store.source import Source
+from pccheck_store.state_reader import StateReader, open_state
 from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
@@ -36,7 +37,7 @@ TORCH, SAFETENSORS, HUGGINGFACE = "torch", "safetensors", "huggingface"
 Ranks = dict[int, list[catalog.Checkpoint]]
 Chosen = dict[int, catalog.Checkpoint]
 Skipped = list[tuple[catalog.Checkpoint, str]]  # and why
-_Reading = Callable[..., WholeReader]
+_Reading = Callable[..., StateReader]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     storage = files(arguments)
     skipped: Skipped = []
     for _ in range(ATTEMPTS):
-        found = storage.scan(uid=arguments.uid, job=arguments.job)
+        found = storage.held(uid=arguments.uid, job=arguments.job)
         stored = directory.of_job(found, arguments.job, storage.path)
         ranks = {
             rank: directory.matching(mine, step=arguments.step, sequence=arguments.sequence)
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             chosen = choose(storage, ranks, world_size, arguments, without)
             with _terminable():
                 everything = [one for mine in stored.values() for one in mine]
-                reading = functools.partial(WholeReader, storage, stored=everything)
+                reading = functools.partial(open_state, storage, stored=everything)
                 written = write(reading, chosen, Path(arguments.output), arguments)
         except RecycledError:
             continue
@@ -116,7 +117,7 @@ def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
 
 
 def choose(
-    storage: Store,
+    storage: Source,
     ranks: Ranks,
     world_size: int,
     arguments: argparse.Namespace,
@@ -162,10 +163,10 @@ def choose(
     return {rank: _newest(usable, rank, arguments)}
 
 
-def _sharded(storage: Store, one: catalog.Checkpoint) -> bool:
+def _sharded(storage: Source, one: catalog.Checkpoint) -> bool:
     try:
-        with storage.reader(one) as reader:
-            return reader.content().sharded()
+        with contextlib.closing(storage.open([one])) as payloads:
+            return payloads.tree(one.rank).sharded()
     except (DamagedError, UnreadableError) as error:
         raise _DamageError(one, error.message) from error
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pccheck_native import catalog
-from pccheck_store.readers import Reader
 from pccheck_store.safetensors_layout import (
     INDEX,
     Piece,
@@ -21,6 +20,7 @@ from pccheck_store.safetensors_layout import (
     pieces_of,
     read_strided,
 )
+from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheckctl.output.files import Output, reserve
 
@@ -29,7 +29,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def write(
-    reader: Reader, one: catalog.Checkpoint, content: tree.Tree, output: Output, only: str
+    reader: StateReader, one: catalog.Checkpoint, content: tree.Tree, output: Output, only: str
 ) -> list[str]:
     """Fills the file `output`; every byte is checked on the way. Returns what the format cannot
     hold. Raises DamagedError."""
@@ -40,7 +40,7 @@ def write(
 
 
 def write_directory(
-    reader: Reader,
+    reader: StateReader,
     one: catalog.Checkpoint,
     content: tree.Tree,
     output: Output,
@@ -74,7 +74,7 @@ def write_directory(
 
 
 def _create(
-    reader: Reader, output: Output, name: str, metadata: dict[str, str], pieces: list[Piece]
+    reader: StateReader, output: Output, name: str, metadata: dict[str, str], pieces: list[Piece]
 ) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(output.temporary / name, flags, 0o666)
@@ -85,7 +85,7 @@ def _create(
 
 
 def _fill(
-    reader: Reader, descriptor: int, place: Path, metadata: dict[str, str], pieces: list[Piece]
+    reader: StateReader, descriptor: int, place: Path, metadata: dict[str, str], pieces: list[Piece]
 ) -> None:
     header = header_of(metadata, pieces)
     base = len(header)

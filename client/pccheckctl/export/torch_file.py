@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pccheck_native.cgroups import available
-from pccheck_store.readers import Reader
 from pccheck_store.selection import as_tensor
+from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag
@@ -40,7 +40,7 @@ _UNSAVED = frozenset(
 )
 
 
-def write(reader: Reader, content: tree.Tree, output: Output) -> list[str]:
+def write(reader: StateReader, content: tree.Tree, output: Output) -> list[str]:
     """Fills `output`; every byte is checked on the way. Returns what was changed, by path.
 
     Raises DamagedError, or PccheckError when torch is not installed.

@@ -14,9 +14,6 @@
 #include "daemon/pcc_tenant_private.h"
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
-/* A process that was killed closes its sockets some time before it has ended: its GPU's driver
- * takes the GPU's memory apart in between. */
-#define DEATH_LIMIT_MS 2000
 
 /* Requested, begun, copied, writing and ended for each save, which includes all that wait; that the
  * first one waits, a load's end, a broken peer and the detachment. */
@@ -182,8 +179,7 @@ int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volume *volume)
         error = -EBUSY;
     } else if (index < PCC_TENANT_VOLUMES) {
         struct pcc_tenant_binding *binding = &tenant->bindings[index];
-        const struct pcc_tenant_save *settling = tenant->settling;
-        if (binding->active > 0 || (settling != NULL && settling->binding == index)) {
+        if (binding->active > 0 || pcc_tenant_is_filled(tenant, index)) {
             error = -EBUSY;
         } else {
             saver = binding->saver;
@@ -267,23 +263,10 @@ int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session
     return error;
 }
 
-/* The ring was drained: the client is granted nothing more. True when nothing of it can still write
- * to a chunk: it has closed, or its process is known to have ended. */
-static bool is_quiet(struct pcc_tenant *tenant)
+/* With the lock held, after the ring was drained: only the copied saves of the session continue. */
+static void session_end(struct pcc_tenant *tenant)
 {
-    pcc_tenant_lock(tenant);
-    tenant->broken = true;
-    const bool any = tenant->granted_count > 0;
-    /* Acquire pairs with the client's release. */
-    const bool closed = atomic_load_explicit(&tenant->view.page->quiet, memory_order_acquire) != 0;
-    pcc_tenant_unlock(tenant);
-    return !any || closed || pcc_process_ended(tenant->trainer_fd, DEATH_LIMIT_MS);
-}
-
-/* With the lock held, after the ring was drained: only the copied saves of the session continue.
- * Unless the client is `quiet`, it may still write to the chunks that it had to fill. */
-static void session_end(struct pcc_tenant *tenant, bool quiet)
-{
+    tenant->broken = true; /* the client is granted nothing more */
     pcc_tenant_queue_end(tenant);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         if (tenant->saves[i].session == tenant->session)
@@ -294,9 +277,7 @@ static void session_end(struct pcc_tenant *tenant, bool quiet)
         if (chunk->state == PCC_CHUNK_LENT && chunk->lent_cached) {
             chunk->lent_cached = chunk->lent_unchecked = false;
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
-        } else if (chunk->state == PCC_CHUNK_GRANTED && !quiet) {
-            pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_LEFT);
-        } else if (chunk->state == PCC_CHUNK_LENT || chunk->state == PCC_CHUNK_GRANTED) {
+        } else if (chunk->state == PCC_CHUNK_LENT) {
             pcc_tenant_chunk_free(tenant, i);
         }
     }
@@ -304,13 +285,14 @@ static void session_end(struct pcc_tenant *tenant, bool quiet)
     atomic_store_explicit(&tenant->view.page->ended, 1, memory_order_release);
     pcc_tenant_wake_client(tenant);
     grants_forget(tenant);
-    tenant->granted_count = 0;
     tenant->load.lent = 0;
     tenant->attached = false;
 }
 
 void pcc_tenant_detach(struct pcc_tenant *tenant)
 {
+    static const struct pcc_source_ops *const sources[] = {&pcc_source_push, &pcc_source_pull};
+
     (void)pthread_mutex_lock(&tenant->control);
     if (tenant->attached) {
         /* Release pairs with the drain thread's acquire. */
@@ -318,10 +300,13 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
         (void)pthread_join(tenant->drain, NULL);
         pcc_tenant_load_stop(tenant);
-        const bool quiet = is_quiet(tenant);
+        pcc_tenant_lock(tenant);
+        session_end(tenant);
+        pcc_tenant_unlock(tenant);
+        for (uint32_t i = 0; i < sizeof(sources) / sizeof(*sources); i++)
+            sources[i]->leave(tenant);
 
         pcc_tenant_lock(tenant);
-        session_end(tenant, quiet);
         void *page = tenant->view.page;
         tenant->view.page = NULL;
         pcc_tenant_unlock(tenant);
@@ -331,7 +316,6 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         if (tenant->trainer_fd >= 0)
             (void)close(tenant->trainer_fd);
         tenant->trainer_fd = -1;
-        pcc_tenant_pull_end(tenant);
 
         pcc_tenant_lock(tenant);
         const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = tenant->session};

@@ -10,16 +10,16 @@
  * A LEFT chunk is never used again, and its segment goes back to the kernel.
  *
  * Pull: chunks of a payload's device part are filled by the GPU's copier (pcc_gpus.h) out of memory
- * that the trainer exposed, without passing through the client (pcc_tenant_pull.c).
+ * that the trainer exposed, without passing through the client (pcc_source_pull.c).
  *
  * Events go to the daemon's loop through a bounded ring and an eventfd (pcc_events). */
 #ifndef PCC_TENANT_H
 #define PCC_TENANT_H
 
-#include "daemon/pcc_pool.h"
 #include "disk/pcc_load.h"
 #include "disk/pcc_save.h"
 #include "gpu/pcc_gpus.h"
+#include "pool/pcc_pool.h"
 #include "shared/pcc_shared.h"
 
 enum pcc_event_kind {

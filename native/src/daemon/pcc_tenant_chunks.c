@@ -6,10 +6,6 @@
 #include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
-/* Chunks of a checkpoint that is not durable yet are taken for new data only when the client has
- * fewer than this many left to fill: late, but before it stalls. */
-#define CHUNKS_AHEAD 4u
-
 struct pcc_tenant_save *pcc_tenant_save_of(struct pcc_tenant *tenant, uint64_t tag)
 {
     struct pcc_tenant_save *save = &tenant->saves[(tag & 0xff) % PCC_TENANT_SAVES];
@@ -236,33 +232,8 @@ void pcc_tenant_grant_segments(struct pcc_tenant *tenant)
         pcc_tenant_wake_client(tenant); /* it maps them before it needs them */
 }
 
-void pcc_tenant_hand_out(struct pcc_tenant *tenant)
-{
-    bool sent = false;
-
-    if (!tenant->attached || tenant->broken || tenant->granted_count >= tenant->missing)
-        return;
-    pcc_tenant_grant_segments(tenant);
-    while (tenant->granted_count < tenant->missing) {
-        const int64_t index = pcc_tenant_pick(tenant, 0, tenant->granted_count >= CHUNKS_AHEAD);
-        if (index < 0)
-            break;
-        struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
-        if (!tenant->segments[chunk->segment].granted)
-            break; /* the socket is full: tried again with the next chunk that moves */
-        const struct pcc_message message = {.kind = PCC_MSG_FREE, .chunk = (uint32_t)index};
-        if (pcc_tenant_push(tenant, &message) != 0)
-            break;
-        pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_GRANTED);
-        tenant->granted_count++;
-        sent = true;
-    }
-    if (sent)
-        pcc_tenant_wake_client(tenant);
-}
-
 void pcc_tenant_pass_on(struct pcc_tenant *tenant)
 {
-    pcc_tenant_hand_out(tenant);
+    pcc_push_hand_out(tenant);
     (void)pthread_cond_broadcast(&tenant->chunk_back);
 }

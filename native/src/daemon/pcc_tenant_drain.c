@@ -53,11 +53,6 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_o
     atomic_store_explicit(&entry->outcome, pcc_word(snapshot, outcome), memory_order_release);
 }
 
-static bool of_session(const struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
-{
-    return tenant->attached && save->session == tenant->session;
-}
-
 static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
                        enum pcc_event_kind kind)
 {
@@ -67,15 +62,20 @@ static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *
     pcc_tenant_put(tenant, &event);
 }
 
+void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                                struct pcc_source sources[PCC_SOURCES])
+{
+    for (uint32_t i = 0; i < PCC_SOURCES; i++)
+        if (sources[i].ops != NULL && sources[i].ops->abandon != NULL)
+            sources[i].ops->abandon(tenant, save, &sources[i]);
+}
+
 void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error)
 {
     if (save->save == NULL || save->copied || save->aborted)
         return;
     save->aborted = true;
-    tenant->missing -= save->wanted;
-    save->wanted = 0;
-    if (save->device_bytes > 0 && of_session(tenant, save))
-        pcc_tenant_refuse_copy(tenant, save->snapshot, save->sequence);
+    pcc_tenant_sources_abandon(tenant, save, save->sources);
     pcc_save_abort(save->save, error);
 }
 
@@ -117,7 +117,7 @@ void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save 
     }
 }
 
-static void seen_set(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+void pcc_tenant_seen(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                      uint64_t offset_bytes, bool seen)
 {
     const uint64_t part = offset_bytes / tenant->spec.chunk_bytes;
@@ -131,92 +131,18 @@ static void seen_set(const struct pcc_tenant *tenant, struct pcc_tenant_save *sa
 void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                          uint64_t offset_bytes)
 {
-    seen_set(tenant, save, offset_bytes, true);
+    pcc_tenant_seen(tenant, save, offset_bytes, true);
     save->received++;
 }
 
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
-    const bool complete = save->received == save->chunk_count && save->judged == save->devices &&
-                          save->sequence != 0 && !save->aborted;
+    bool complete =
+        save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
 
+    for (uint32_t i = 0; i < PCC_SOURCES; i++)
+        complete = complete && save->sources[i].judged == save->sources[i].parts;
     return complete ? copy_complete(tenant, save) : 0;
-}
-
-/* Out of the page before they are looked at: there they may change at any time. */
-static void checksums_take(struct pcc_tenant *tenant, const struct pcc_message *message,
-                           const uint64_t *checksums)
-{
-    memcpy(tenant->checksums, checksums,
-           pcc_ceil_div(message->length_bytes, tenant->geometry.block_bytes) * sizeof(uint64_t));
-}
-
-/* The save that a message brings a piece of; NULL when no honest client brings this one. */
-static struct pcc_tenant_save *piece_of(struct pcc_tenant *tenant,
-                                        const struct pcc_message *message)
-{
-    const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
-    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
-
-    if (save == NULL || save->copied)
-        return NULL;
-    const uint64_t offset = message->offset_bytes;
-    if (offset >= save->payload_bytes || offset % chunk_bytes != 0 || offset < save->device_bytes ||
-        message->length_bytes != pcc_piece_bytes(save->payload_bytes, offset, chunk_bytes))
-        return NULL;
-    const uint64_t part = offset / chunk_bytes;
-    return (save->seen[part / 64] >> (part % 64) & 1u) == 0 ? save : NULL;
-}
-
-static int take_full(struct pcc_tenant *tenant, const struct pcc_message *message)
-{
-    if (message->chunk >= tenant->chunk_count ||
-        tenant->chunks[message->chunk].state != PCC_CHUNK_GRANTED)
-        return -PCC_E_BAD_PEER;
-    struct pcc_tenant_save *save = piece_of(tenant, message);
-    if (save == NULL)
-        return -PCC_E_BAD_PEER;
-    const bool goes_on = !save->aborted && save->save != NULL;
-    if (goes_on && save->wanted == 0) /* a piece that is to be offered first */
-        return -PCC_E_BAD_PEER;
-
-    pcc_tenant_received(tenant, save, message->offset_bytes);
-    tenant->granted_count--;
-    if (!goes_on) { /* was under way when it ended */
-        pcc_tenant_chunk_free(tenant, message->chunk);
-        return 0;
-    }
-    save->wanted--;
-    tenant->missing--;
-    checksums_take(tenant, message, pcc_page_checksums(&tenant->view, message->chunk));
-    pcc_tenant_chunk_to_save(tenant, save, message->chunk, message->offset_bytes,
-                             message->length_bytes, tenant->checksums);
-    return pcc_tenant_copy_check(tenant, save);
-}
-
-/* A writer compares, because reading the base's manifest may wait for the disk. */
-static int take_offer(struct pcc_tenant *tenant, const struct pcc_message *message)
-{
-    struct pcc_tenant_save *save = piece_of(tenant, message);
-
-    if (message->chunk >= PCC_OFFERS || save == NULL)
-        return -PCC_E_BAD_PEER;
-    if (save->aborted || save->save == NULL)
-        return 0;
-    if (message->offset_bytes >= save->offered_bytes)
-        return -PCC_E_BAD_PEER;
-    checksums_take(tenant, message, pcc_page_offer(&tenant->view, message->chunk));
-    const struct pcc_chunk piece = {.payload_offset_bytes = message->offset_bytes,
-                                    .length_bytes = message->length_bytes,
-                                    .index = UINT32_MAX,
-                                    .checksums = tenant->checksums};
-    const int error = pcc_save_chunk(save->save, &piece);
-    if (error == -EINVAL) /* for the second time */
-        return -PCC_E_BAD_PEER;
-    if (error != 0)
-        pcc_tenant_abort(tenant, save, error);
-    seen_set(tenant, save, message->offset_bytes, true);
-    return 0;
 }
 
 static int take_back(struct pcc_tenant *tenant, const struct pcc_message *message)
@@ -240,9 +166,9 @@ static int take_back(struct pcc_tenant *tenant, const struct pcc_message *messag
 static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
 {
     if (message->kind == PCC_MSG_FULL)
-        return take_full(tenant, message);
+        return pcc_push_take_full(tenant, message);
     if (message->kind == PCC_MSG_OFFER)
-        return take_offer(tenant, message);
+        return pcc_push_take_offer(tenant, message);
     if (message->kind == PCC_MSG_TAKEN)
         return take_back(tenant, message);
     if (message->kind == PCC_MSG_REQUEST)
@@ -281,7 +207,7 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
             if (result < 0 || take(tenant, &message) != 0)
                 pcc_tenant_break(tenant);
             else
-                pcc_tenant_hand_out(tenant);
+                pcc_push_hand_out(tenant);
         }
         const bool broken = tenant->broken;
         pcc_tenant_unlock(tenant);
@@ -307,6 +233,69 @@ static void abort_abandoned(struct pcc_tenant *tenant)
     pcc_tenant_unlock(tenant);
 }
 
+/* -- judging what was read -- */
+
+/* With the lock held: parts that were read and not judged. */
+static uint32_t unjudged(const struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                         const struct pcc_source *source)
+{
+    const bool goes_on =
+        save->save != NULL && !save->aborted && !save->copied && save->session == tenant->session;
+
+    return goes_on ? source->read & ~source->judged : 0;
+}
+
+/* With the lock held. */
+static struct pcc_source *unjudged_next(struct pcc_tenant *tenant, struct pcc_tenant_save **out)
+{
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        *out = &tenant->saves[i];
+        for (uint32_t k = 0; k < PCC_SOURCES; k++)
+            if (unjudged(tenant, *out, &(*out)->sources[k]) != 0)
+                return &(*out)->sources[k];
+    }
+    return NULL;
+}
+
+/* With the lock held, which is released meanwhile: a pulled copy counts only if its owner lived
+ * after the last read, and before the client sees COPIED. */
+static void source_judge(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                         struct pcc_source *source)
+{
+    const struct pcc_source_ops *ops = source->ops;
+    const uint64_t tag = save->tag;
+    const uint32_t before = unjudged(tenant, save, source);
+
+    pcc_tenant_unlock(tenant);
+    const bool lives = ops->owner_alive(tenant);
+    pcc_tenant_lock(tenant);
+    const uint32_t parts = save->tag == tag ? unjudged(tenant, save, source) & before : 0;
+    if (parts != 0 && lives) {
+        source->judged |= parts;
+        ops->drained(tenant, save, parts);
+        if (pcc_tenant_copy_check(tenant, save) != 0)
+            pcc_tenant_break(tenant);
+    } else if (parts != 0) {
+        pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+    }
+}
+
+/* True when there was something to judge. */
+static bool sources_judge(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *save;
+    struct pcc_source *source;
+    bool any = false;
+
+    pcc_tenant_lock(tenant);
+    while ((source = unjudged_next(tenant, &save)) != NULL) {
+        source_judge(tenant, save, source);
+        any = true;
+    }
+    pcc_tenant_unlock(tenant);
+    return any;
+}
+
 void *pcc_tenant_drain_run(void *argument)
 {
     struct pcc_tenant *tenant = argument;
@@ -322,10 +311,9 @@ void *pcc_tenant_drain_run(void *argument)
         abort_abandoned(tenant);
         if (!stopping)
             pcc_tenant_queue_run(tenant);
-        if (tenant->gpus != NULL) { /* here, not in the copiers: both may take their time */
-            moved = pcc_tenant_judge(tenant) || moved;
-            pcc_tenant_maps_close(tenant);
-        }
+        /* Here, and not in the threads that fill chunks: both may wait. */
+        moved = sources_judge(tenant) || moved;
+        pcc_tenant_maps_close(tenant);
         if (stopping)
             return NULL;
         if (moved) {
@@ -349,7 +337,7 @@ static void on_writing(void *owner, uint64_t tag)
     if (!save->writing) {
         save->writing = true;
         if (save->copied) { /* else reported with COPIED: states come in order */
-            if (of_session(tenant, save))
+            if (pcc_tenant_of_session(tenant, save))
                 pcc_tenant_outcome(tenant, save->snapshot, PCC_OUTCOME_WRITING, save->sequence, 0);
             save_event(tenant, save, PCC_EVENT_WRITING);
         }
@@ -373,12 +361,9 @@ static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
 static void answer(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint64_t offset_bytes,
                    bool in_base)
 {
-    const struct pcc_message message = {.kind = PCC_MSG_ANSWER,
-                                        .id = save->snapshot,
-                                        .offset_bytes = offset_bytes,
-                                        .result = in_base};
+    struct pcc_source *source = pcc_source_at(save, offset_bytes);
 
-    if (pcc_tenant_push(tenant, &message) != 0)
+    if (source->ops->answer(tenant, save, offset_bytes, in_base) != 0)
         return;
     if (in_base) {
         save->received++;
@@ -386,10 +371,9 @@ static void answer(struct pcc_tenant *tenant, struct pcc_tenant_save *save, uint
         if (pcc_tenant_copy_check(tenant, save) != 0)
             pcc_tenant_break(tenant);
     } else { /* it needs a chunk after all */
-        seen_set(tenant, save, offset_bytes, false);
-        save->wanted++;
-        tenant->missing++;
-        pcc_tenant_hand_out(tenant);
+        pcc_tenant_seen(tenant, save, offset_bytes, false);
+        source->ops->want(tenant, save, source, offset_bytes,
+                          offset_bytes + tenant->spec.chunk_bytes);
     }
     pcc_tenant_wake_client(tenant);
 }
@@ -400,7 +384,7 @@ static void on_offered(void *owner, uint64_t tag, uint64_t payload_offset_bytes,
 
     pcc_tenant_lock(tenant);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
-    if (save != NULL && of_session(tenant, save) && !save->aborted && !tenant->broken)
+    if (save != NULL && pcc_tenant_of_session(tenant, save) && !save->aborted && !tenant->broken)
         answer(tenant, save, payload_offset_bytes, in_base);
     pcc_tenant_unlock(tenant);
 }
@@ -420,8 +404,6 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
                        result->newer);
     if (!save->copied) /* false when the client has abandoned it: the word is final either way */
         (void)pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
-    if (!save->copied && save->device_bytes > 0)
-        pcc_tenant_release_streams(tenant, save->snapshot);
     pcc_tenant_wake_client(tenant);
 }
 
@@ -438,12 +420,10 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     pcc_tenant_lock(tenant);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, result->tag);
     save->save = NULL;
-    tenant->missing -= save->wanted;
-    save->wanted = 0;
     pcc_tenant_chunks_forget(tenant, save, result->end == PCC_SAVE_DURABLE);
     tenant->bindings[save->binding].active--;
     if (!save->silent) {
-        if (of_session(tenant, save))
+        if (pcc_tenant_of_session(tenant, save))
             ended_outcome(tenant, save, result);
         const struct pcc_event event = {.kind = kinds[result->end],
                                         .error = result->error,
@@ -458,6 +438,8 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
                                         .times = result->times};
         pcc_tenant_put(tenant, &event);
     }
+    if (!save->copied) /* after the outcome: owners go on when the word is final */
+        pcc_tenant_sources_abandon(tenant, save, save->sources);
     pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
 }

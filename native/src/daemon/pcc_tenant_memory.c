@@ -132,8 +132,8 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
     (void)pthread_mutex_lock(&tenant->control);
     (void)pthread_mutex_lock(&tenant->growing);
     pcc_tenant_lock(tenant);
-    const bool busy = tenant->attached || tenant->load.active || tenant->settling != NULL ||
-                      in_flight(tenant) > 0;
+    const bool busy = tenant->attached || tenant->load.active || in_flight(tenant) > 0 ||
+                      pcc_tenant_is_filled(tenant, PCC_TENANT_VOLUMES);
     if (!busy) {
         count = tenant->segment_count;
         tenant->segment_count = tenant->lasting_count = 0;

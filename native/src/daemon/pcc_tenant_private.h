@@ -11,6 +11,7 @@
 #include <pthread.h>
 
 #include "base/pcc_process.h"
+#include "daemon/pcc_source.h"
 #include "daemon/pcc_tenant.h"
 #include "gpu/pcc_gpu.h"
 #include "shared/pcc_exposure.h"
@@ -71,29 +72,21 @@ struct pcc_tenant_save {
     uint64_t session;
     uint64_t sequence;
     uint64_t payload_bytes;
+    uint64_t base;          /* that it may refer to; 0 = none */
+    uint64_t offered_bytes; /* the payload before this is offered first; 0 = nothing */
     uint32_t binding;
     uint32_t chunk_count;
     uint32_t received;
-    uint32_t referred;      /* of them, those that were not copied */
-    uint32_t wanted;        /* of the client, and not received; part of the tenant's `missing` */
-    uint64_t device_bytes;  /* the payload before this is pulled; 0 = nothing */
-    uint64_t base;          /* that it may refer to; 0 = none */
-    uint64_t offered_bytes; /* the payload before this is offered first; 0 = nothing */
-    uint32_t devices;       /* a bit for each GPU that it is pulled from */
-    uint32_t read;          /* of them, those whose last copy has arrived */
-    uint32_t judged;        /* of them, those whose trainer lived after that */
-    uint32_t pulls;         /* copiers that have a part of it: the entry is not used again */
-    struct pcc_tenant_map *map; /* held for them */
-    struct pcc_save *save;      /* NULL once ended: it is gone when `ended` returns */
-    bool copied;                /* the word says VOUCHING or COPIED */
-    bool aborted;               /* messages that are under way are dropped */
-    bool writing;               /* its first chunk has gone to the disk */
-    bool silent;                /* begin itself reported the failure */
-    bool unsettled;             /* adopted: its chunks are to be checked and handed over */
-    bool immovable;             /* a chunk of it was re-used: it cannot move to another slot */
-    uint32_t kept_place;        /* where the binding's state memfd has it */
-    uint64_t *seen;             /* one bit per chunk; kept and grown when the entry is used again */
+    uint32_t referred;     /* of them, those that were not copied */
+    struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
+    bool copied;           /* the word says VOUCHING or COPIED */
+    bool aborted;          /* messages that are under way are dropped */
+    bool writing;          /* its first chunk has gone to the disk */
+    bool silent;           /* begin itself reported the failure */
+    bool immovable;        /* a chunk of it was re-used: it cannot move to another slot */
+    uint64_t *seen;        /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
+    struct pcc_source sources[PCC_SOURCES]; /* of its payload, in order */
 };
 
 struct pcc_tenant_import { /* an allocation of the trainer's, mapped here; shared by maps */
@@ -115,7 +108,7 @@ struct pcc_tenant_map { /* one exposure, opened */
     struct pcc_tenant_map *next;
 };
 
-struct pcc_tenant_part; /* of a save, on one GPU: pcc_tenant_pull.c */
+struct pcc_tenant_part; /* of a save, on one GPU: pcc_source_pull.c */
 
 struct pcc_tenant_pull {
     pthread_cond_t part_ended;
@@ -204,8 +197,7 @@ struct pcc_tenant {
 
     struct pcc_tenant_save saves[PCC_TENANT_SAVES];
     uint64_t serial;
-    uint64_t missing;                 /* chunks that admitted, incomplete snapshots still need */
-    struct pcc_tenant_save *settling; /* stays, with its saver, when it ends meanwhile; or NULL */
+    uint64_t missing; /* chunks that clients still have to fill */
     struct pcc_tenant_binding bindings[PCC_TENANT_VOLUMES];
     uint32_t bound; /* index; PCC_TENANT_VOLUMES = none */
 
@@ -244,6 +236,23 @@ static inline bool pcc_tenant_retires(const struct pcc_tenant *tenant,
     return chunk->segment >= tenant->lasting_count;
 }
 
+/* With the lock held: its owner is attached, so that it has a page. */
+static inline bool pcc_tenant_of_session(const struct pcc_tenant *tenant,
+                                         const struct pcc_tenant_save *save)
+{
+    return tenant->attached && save->session == tenant->session;
+}
+
+/* The source of the piece at this offset of the payload. */
+static inline struct pcc_source *pcc_source_at(struct pcc_tenant_save *save, uint64_t offset_bytes)
+{
+    uint32_t i = 0;
+
+    while (i + 1 < PCC_SOURCES && offset_bytes >= save->sources[i].to_bytes)
+        i++;
+    return &save->sources[i];
+}
+
 /* -- pcc_tenant_chunks.c; with the lock held -- */
 /* The chunk enters this state, and the list that goes with it. */
 void pcc_tenant_chunk_set(struct pcc_tenant *tenant, struct pcc_tenant_chunk *chunk,
@@ -260,8 +269,6 @@ void pcc_tenant_chunks_retire(struct pcc_tenant *tenant);
 int64_t pcc_tenant_pick(struct pcc_tenant *tenant, uint64_t spare, bool gently);
 /* Sends what segments the client has not been granted yet. */
 void pcc_tenant_grant_segments(struct pcc_tenant *tenant);
-/* FREE messages for what admitted snapshots still need. Never more. */
-void pcc_tenant_hand_out(struct pcc_tenant *tenant);
 /* The same, and loads look again: chunks may have become free. */
 void pcc_tenant_pass_on(struct pcc_tenant *tenant);
 /* Its content is dropped, if it may be. */
@@ -290,6 +297,9 @@ extern const struct pcc_save_events pcc_tenant_save_events;
 void *pcc_tenant_drain_run(void *tenant);
 struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
 void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
+/* Of a save, or (NULL) of none that has begun. */
+void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                                struct pcc_source sources[PCC_SOURCES]);
 void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
                         uint64_t sequence, uint64_t newer);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
@@ -298,10 +308,14 @@ void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
 void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,
                               const uint64_t *checksums);
-/* Counts the part of the payload at offset_bytes, which was not seen before, as received. */
+/* The piece at offset_bytes has come, or is being compared; or (false) it has to come after all. */
+void pcc_tenant_seen(const struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                     uint64_t offset_bytes, bool seen);
+/* Counts the piece at offset_bytes, which was not seen before, as received. */
 void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                          uint64_t offset_bytes);
-/* After each received chunk: the end of the copy, if it was the last one. Codes of take_full. */
+/* After each received piece: the end of the copy, if it was the last one. -PCC_E_BAD_PEER when the
+ * client has overwritten the word. */
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
 /* -- pcc_tenant_queue.c; with the lock held, but for run -- */
@@ -314,7 +328,7 @@ void pcc_tenant_queue_end(struct pcc_tenant *tenant);
 /* A PCC_MSG_REQUEST. Codes of take_full. */
 int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message);
 
-/* -- pcc_tenant_admit.c; with the lock held, a session attached -- */
+/* -- pcc_tenant_admit.c; with the lock held, the first three with a session attached -- */
 /* Takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out chunks
  * (none for what is to be offered), and has the device part of the request's map pulled. BEGUN
  * follows. Codes of pcc_save_begin; -ENODEV without a volume; -PCC_E_ABORTED when the client has
@@ -326,23 +340,20 @@ PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t s
                                            uint32_t world_size);
 bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
                              enum pcc_outcome outcome, uint64_t sequence);
-/* The word of the snapshot is final: the streams of all GPUs may continue. */
-void pcc_tenant_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
-/* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
-void pcc_tenant_refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence);
-
-/* The drain thread, without the lock: whether the trainer lived after what was read by now. True
- * when there was something to judge. */
-bool pcc_tenant_judge(struct pcc_tenant *tenant);
-
 /* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */
 struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t chunk_count);
+/* The entry becomes the save that has begun as `saved` in the volume bound last. */
+void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                           struct pcc_save *saved, const struct pcc_save_request *request,
+                           uint64_t sequence, const struct pcc_source sources[PCC_SOURCES]);
+/* Whether a source is at work on a save of that binding; PCC_TENANT_VOLUMES: on any. */
+bool pcc_tenant_is_filled(const struct pcc_tenant *tenant, uint32_t binding);
 
 /* -- pcc_tenant_memory.c -- */
 /* With growing held. */
 void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh);
 
-/* With the lock held: the client says that it has unmapped a segment. As take_full. */
+/* With the lock held: the client says that it has unmapped a segment. 0 or -PCC_E_BAD_PEER. */
 int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message *message);
 
 /* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
@@ -361,7 +372,7 @@ PCC_MUST_CHECK int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t i
 /* The binding of a volume, PCC_TENANT_VOLUMES when there is none; NULL finds an unused one. */
 uint32_t pcc_tenant_binding_find(const struct pcc_tenant *tenant, const struct pcc_volume *volume);
 
-/* -- pcc_tenant_kept.c; with control held -- */
+/* -- pcc_source_kept.c; with control held -- */
 /* A fresh state memfd for a binding, if the pool keeps any. */
 PCC_MUST_CHECK int pcc_tenant_kept_make(struct pcc_tenant *tenant,
                                         struct pcc_tenant_binding *binding,
@@ -374,18 +385,16 @@ void pcc_tenant_map_put(struct pcc_tenant *tenant, struct pcc_tenant_map *map);
 /* Without locks: closes the maps without a holder. */
 void pcc_tenant_maps_close(struct pcc_tenant *tenant);
 
-/* -- pcc_tenant_pull.c; with the lock held, but for end -- */
-/* The parts of a save through the request's exposure, ready to be started. Codes of
- * pcc_tenant_begin. */
-PCC_MUST_CHECK int pcc_tenant_pull_prepare(struct pcc_tenant *tenant,
-                                           const struct pcc_request *request,
-                                           struct pcc_tenant_part **out);
-void pcc_tenant_pull_drop(struct pcc_tenant_part *parts); /* prepared and not started */
-void pcc_tenant_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                           struct pcc_tenant_part *parts);
-/* Control held: the session's saves were given up. Waits for the copies under way and closes every
- * mapping. */
-void pcc_tenant_pull_end(struct pcc_tenant *tenant);
+/* -- pcc_source_pull.c; with the lock held, a session attached -- */
+/* The word of the snapshot is final: the streams of all GPUs may continue. */
+void pcc_pull_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
+
+/* -- pcc_source_push.c; with the lock held -- */
+/* FREE messages for what clients still have to fill. Never more. */
+void pcc_push_hand_out(struct pcc_tenant *tenant);
+/* The client has filled a chunk; the client offers a piece. 0 or -PCC_E_BAD_PEER. */
+int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *message);
+int pcc_push_take_offer(struct pcc_tenant *tenant, const struct pcc_message *message);
 
 /* -- pcc_tenant_load.c -- */
 /* With the lock held: a chunk that a load has borrowed comes back. */

@@ -109,7 +109,7 @@ static void refuse_word(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_o
         (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
     }
     if (tenant->gpus != NULL)
-        pcc_tenant_release_streams(tenant, snapshot);
+        pcc_pull_release_streams(tenant, snapshot);
     pcc_tenant_wake_client(tenant);
 }
 

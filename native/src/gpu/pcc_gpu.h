@@ -1,5 +1,5 @@
 /* The inside of the GPUs, shared by pcc_gpus.c (which GPUs, what is done on the caller's thread),
- * pcc_gpus_copier.c (the thread) and the tenants' pull (pcc_tenant_expose.c, pcc_tenant_pull.c).
+ * pcc_gpus_copier.c (the thread) and the tenants' pull (pcc_tenant_expose.c, pcc_source_pull.c).
  *
  * Locks, outermost first: a tenant's -> the registry's -> a GPU's own. A GPU's lock is held for
  * microseconds and never over a call of the driver; copiers call jobs without it. */

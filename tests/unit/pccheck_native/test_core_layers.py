@@ -16,7 +16,8 @@ BELOW = {
     "disk": ("base", "io"),
     "gpu": ("base",),
     "shared": ("base",),
-    "daemon": ("base", "io", "disk", "gpu", "shared"),
+    "pool": ("base",),
+    "daemon": ("base", "io", "disk", "gpu", "shared", "pool"),
     "client": ("base", "gpu", "shared"),
 }
 FILES_MAX = 12  # .c files of one folder

@@ -18,10 +18,9 @@ import pytest
 
 from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
-from pccheck_wire.messages import Begin
 from pccheckd.jobs.job import Job
 from pccheckd.jobs.starts import Starts
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.group import Requested
 from tests.support.jobs import CONFIG, Tenant, owner
 
 # -- numbers ------------------------------------------------------------------------------------
@@ -201,26 +200,21 @@ class Player:
     def save(self) -> None:
         """checkpoint() of the present step."""
         self.steps.called(self.state.step)
-        item = Checkpoint(
-            session=1, snapshot=1, step=self.state.step, payload_bytes=1, tree_offset=0,
-            tree_bytes=1, skip_when_busy=False, incarnation=1, world_size=self.world,
-            requested_ns=1,
-        )  # fmt: skip
         steps = self.steps
-        body = Begin(
-            1, self.state.step, 1, 0, 1,
-            base=steps.base, turn=steps.base_turn, descents=steps.descents, row=steps.row,
-        )  # fmt: skip
-        if self.job.number(self.rank, item, body) is None:
-            self.job.tenants[self.rank].on_its_way[item.sequence] = self.world
-            self.got[item.sequence] = self.state
-            self.saved.append(item.sequence)
+        requested = Requested(
+            self.state.step, steps.base, steps.base_turn, steps.descents, steps.row
+        )
+        _, sequence, end = self.job.number(self.rank, requested)
+        if end is None:
+            self.job.tenants[self.rank].on_its_way[sequence] = self.world
+            self.got[sequence] = self.state
+            self.saved.append(sequence)
         else:
             self.saved.append(0)
 
     def restore(self, sequence: int) -> None:
         """restore(): the message to the daemon, and the counts."""
-        start = self.job.starts.of(self.rank, self.owner.process)
+        start = self.job.members.starts.of(self.rank, self.owner.process)
         assert start is not None
         turn = self.steps.next_turn(start.incarnation)
         start.bases.restored((self.rank, self.owner.process), sequence, turn)

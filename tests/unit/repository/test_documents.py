@@ -15,7 +15,7 @@ from pccheck_wire.basics import PROTOCOL_VERSION
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
     path
-    for pattern in ("*.md", "docs/*.md", "native/**/*.md", "client/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "native/**/*.md", "client/**/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 EVERY_DOCUMENT = pytest.mark.parametrize(
@@ -69,15 +69,22 @@ def test_the_script_in_the_readme_is_the_quickstart() -> None:
     assert sum(1 for line in script.splitlines() if line) <= 20
 
 
-def test_the_diffs_in_the_readme_are_in_the_examples() -> None:
-    text = (ROOT / "README.md").read_text()
-    diffs = re.findall(r"\]\((examples/\w+\.py)\)\):\n\n```diff\n(.*?)```", text, re.DOTALL)
+def test_the_diffs_beside_the_examples_are_in_them() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    diffs = re.findall(r"\]\((\w+\.py)\)\):\n\n```diff\n(.*?)```", text, re.DOTALL)
     assert len(diffs) == text.count("```diff") >= 4
     for script, diff in diffs:
         lines = [line.removeprefix("+").strip() for line in diff.splitlines() if line[0] == "+"]
         assert 1 <= len(lines) <= 5
-        code = [line.split("  #")[0].strip() for line in (ROOT / script).read_text().splitlines()]
+        code = [
+            line.split("  #")[0].strip()
+            for line in (ROOT / "examples" / script).read_text().splitlines()
+        ]
         assert [line for line in lines if line not in code] == [], script
+
+
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
 @EVERY_DOCUMENT

@@ -43,7 +43,7 @@ from pccheck.restoring.reading import ask_open
 from pccheck.saving.handle import Checkpoint
 from pccheck.saving.in_flight import InFlight, abandoned_because
 from pccheck.saving.verdict import fail_moved
-from pccheck.state.attaching import checked
+from pccheck.state.attaching import Values, checked
 from pccheck.state.changes import Moved
 from pccheck.state.flatten import Flattener
 from pccheck.state.metadata import metadata_node
@@ -140,6 +140,14 @@ def tied(_: Kit) -> None:
     shared({"embed": torch.ones(2), "head": torch.zeros(2)}, {"embed": weight, "head": weight})
 
 
+def copied_then(_: Kit) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    put(
+        save({"model": model, "best": Values({"weight": torch.ones(1, 1)})}),
+        {"model": model, "best": Values({"weight": model.weight.detach()})},
+    )
+
+
 def closed(kit: Kit) -> None:
     client = kit.connected()
     client.close()
@@ -150,14 +158,6 @@ def forked(kit: Kit) -> None:
     client = kit.client()
     client._pid += 1
     client.steps()
-
-
-def torn(kit: Kit) -> None:
-    client = kit.attached(on_error="raise")
-    client._recovery.torn = (
-        "the attached state is a mix of two steps: the restore of step 5 did not finish"
-    )
-    client.checkpoint(step=7)
 
 
 def backwards(kit: Kit) -> None:
@@ -520,7 +520,6 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "step": lambda _: check_step(1.5),
     "closed": closed,
     "forked": forked,
-    "torn": torn,
     "backwards": backwards,
     "signal handler": interrupted,
     "call in a call": nested,
@@ -574,6 +573,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "other order": reordered,
     "expanded": lambda _: shared({"mask": torch.eye(2)}, {"mask": torch.zeros(2).expand(2, 2)}),
     "tied": tied,
+    "copied then": copied_then,
     "converted state": converted,
     "meta device": lambda _: placed(
         {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2, device="meta")}
@@ -760,10 +760,6 @@ WORDS: dict[str, str] = {
     "forked": (
         "this client belongs to the parent process, and does nothing in a forked one (make a "
         "PCcheckClient in this process)"
-    ),
-    "torn": (
-        "the attached state is a mix of two steps: the restore of step 5 did not finish, so "
-        "this state is not saved (call restore() again, or restart the training)"
     ),
     "backwards": (
         "PCcheck: checkpoint(step=4) follows step 5 without a restore(). Both are saved; "
@@ -971,6 +967,11 @@ WORDS: dict[str, str] = {
         "model.embed shares memory with model.head, as tied weights do, and the checkpoint has "
         "different values for the two (build the model as it was, give each value of a dict its "
         "own memory (clone()), or take what you need from recover())"
+    ),
+    "copied then": (
+        "best.weight shares memory with model.weight, and did not when it was saved (give each "
+        "value of a dict its own memory (clone()), build the model as it was, or take what you "
+        "need from recover())"
     ),
     "converted state": (
         "PCcheck: the load_state_dict() of Copied has converted state.0.m from torch.float32 to "

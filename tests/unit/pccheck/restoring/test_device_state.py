@@ -14,10 +14,11 @@ from pccheck.restoring.inplace import Placement
 from pccheck.restoring.rebuild import Memory
 from pccheck.state import devices
 from pccheck.state.attaching import Values
-from pccheck.state.extents import Shape, devices_of
+from pccheck.state.extents import Shape
 from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck.state.rng import capture_rng
+from pccheck_store.loads import devices_of
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support import payload
@@ -226,7 +227,7 @@ def test_a_tree_from_before_gpus_decodes() -> None:
 def test_a_new_tensor_in_a_dict_goes_to_the_gpu_of_the_one_in_its_place(
     fakes: FakeDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best weights, which are the model's own in the run that resumes."""
+    """Of another shape, so that it is made."""
     beside: list[torch.Tensor | None] = []
     tensor = Memory.tensor
 
@@ -235,9 +236,7 @@ def test_a_new_tensor_in_a_dict_goes_to_the_gpu_of_the_one_in_its_place(
         return tensor(self, node, like)
 
     def kit() -> dict[str, Any]:
-        model = nn.Linear(2, 2, bias=False)
-        fakes.put(model.weight)
-        return {"model": model, "best": Values({"weight": model.weight.detach()})}
+        return {"best": Values({"weight": fakes.put(torch.zeros(2))})}
 
     saved, resumed = kit(), kit()
     saved["best"].values["weight"] = fakes.put(torch.ones(2, 2))

@@ -3,6 +3,7 @@ ones replaced it; and how long it waits for one that is being written."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from pccheck.restoring import reading
-from pccheck.restoring.reading import Payload, ask_open, read_newest
+from pccheck.restoring.reading import ask_open, read_newest
 from pccheck_native import _core
+from pccheck_store import loads, state_reader
+from pccheck_store.errors import RecycledError
+from pccheck_store.loads import DaemonPayloads
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     DamagedError,
@@ -71,18 +75,18 @@ class Daemon:
 @pytest.fixture(autouse=True)
 def _no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes of a tree are test_tree.py's subject."""
-    monkeypatch.setattr(reading.tree, "decode", lambda *_: SimpleNamespace(metadata=None))
-    monkeypatch.setattr(reading, "merge", lambda own, *_: own)
+    monkeypatch.setattr(loads.tree, "decode", lambda *_: SimpleNamespace(metadata=None))
+    monkeypatch.setattr(state_reader.parts, "merge", lambda own, *_: own)
 
 
 def found(daemon: Any, step: int | None = None) -> tuple[int, list[int]]:
     """The sequence that was restored, and those that were skipped."""
-    result, _ = read_newest(daemon, step, lambda payload, _: payload.opened.sequence)
+    result, _ = read_newest(daemon, step, lambda opened, *_: opened.sequence)
     assert result.state == (result.sequence or None)
     return result.sequence, [one.sequence for one in result.skipped]
 
 
-DAMAGED, UNREADABLE, GONE = _core.E_DAMAGED, _core.E_UNREADABLE, reading._GONE
+DAMAGED, UNREADABLE, GONE = _core.E_DAMAGED, _core.E_UNREADABLE, -errno.ENOENT
 
 
 def test_the_newest_is_read_first() -> None:
@@ -102,7 +106,7 @@ def test_after_damage_the_previous_one_is_read_and_the_result_says_so(code: int)
     ("code", "error", "why"),
     [
         (DAMAGED, DamagedError, "the data does not match its checksums"),
-        (UNREADABLE, UnreadableError, "the disk could not read the data"),
+        (UNREADABLE, UnreadableError, "the disk reported an error"),
     ],
 )
 def test_when_none_is_left_the_error_names_all(
@@ -122,7 +126,7 @@ def test_one_that_newer_ones_replaced_is_not_damaged() -> None:
 
 
 def test_it_does_not_chase_newer_ones_for_ever() -> None:
-    with pytest.raises(NoCheckpointError, match="newer checkpoints replaced step 30"):
+    with pytest.raises(RecycledError, match=r"step 30 .* was replaced by a newer one"):
         found(Daemon(3, {3: GONE}))
 
 
@@ -134,7 +138,7 @@ def test_nothing_is_returned_only_when_the_volume_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "error"), [(reading._DEVICE[0], DeviceError), (-9999, DaemonUnreachableError)]
+    ("code", "error"), [(loads.DEVICE_CODES[0], DeviceError), (-9999, DaemonUnreachableError)]
 )
 def test_other_errors_end_the_restore(code: int, error: type[Exception]) -> None:
     """A GPU or a daemon that fails says nothing about the checkpoint."""
@@ -146,16 +150,17 @@ def test_other_errors_end_the_restore(code: int, error: type[Exception]) -> None
 
 def test_the_part_of_a_missing_rank_is_damage() -> None:
     connection: Any = Daemon(1)
-    whole = Payload(connection, opened(1, rank=0, parts=[Part(0, 100, 60, 40)]))
+    payloads = DaemonPayloads(connection, opened(1, rank=0, parts=[Part(0, 100, 60, 40)]))
     with pytest.raises(DamagedError, match="the part of rank 1 is missing"):
-        whole._part(1)
+        payloads.tree(1)
 
 
 @pytest.mark.parametrize(("nbytes", "offset"), [(0, 60), (101, 0), (50, 60)])
 def test_a_tree_outside_of_its_payload_is_damage(nbytes: int, offset: int) -> None:
     connection: Any = Daemon(1)
+    made = opened(1, rank=0, parts=[Part(1, 100, offset, nbytes)])
     with pytest.raises(DamagedError, match="a tree of"):
-        Payload(connection, opened(1))._tree_of(Part(0, 100, offset, nbytes))
+        DaemonPayloads(connection, made).tree(1)
 
 
 # -- what is still being written ---------------------------------------------------------------

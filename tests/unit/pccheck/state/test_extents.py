@@ -15,9 +15,9 @@ from pccheck.state.extents import (
     Range,
     Shape,
     View,
-    devices_of,
     lay_out,
 )
+from pccheck_store.loads import devices_of
 from pccheck_wire import tree
 
 CHUNK = 4096

@@ -81,7 +81,7 @@ async def test_a_peer_that_has_hung_up_does_not_join(place: Place, occupied: boo
     peer = Peer(os.getuid(), os.getgid(), 1, gone=lambda: True)
     with pytest.raises(RefusedError, match="disconnected"):
         await place.sessions._attach_trainer(session, hello, peer)
-    assert place.job.starts.of(KEY.rank, session.process) is None
+    assert place.job.members.starts.of(KEY.rank, session.process) is None
 
 
 async def test_a_request_that_comes_while_its_session_ends_ends_with_it(place: Place) -> None:

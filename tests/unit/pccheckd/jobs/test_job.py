@@ -12,12 +12,12 @@ import pytest
 from pccheck_native import group
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UnreadableError
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.messages import Restored
-from pccheckd.jobs.job import RESTS, Job
+from pccheck_wire.messages import Open, Restored
+from pccheckd.jobs.choosing import Asker
+from pccheckd.jobs.explain import Lateness
+from pccheckd.jobs.schedule import RESTS, Schedule
 from pccheckd.tenancy.checkpoint import GIVEN_UP
-from tests.support.jobs import CONFIG, Ranks, owner
-
-MAX = 2**63
+from tests.support.jobs import Ranks, owner
 
 
 def connected(world: int = 2) -> Ranks:
@@ -63,11 +63,11 @@ def test_a_process_of_an_older_start_is_fenced_once_it_has_saved() -> None:
     ranks.connect(2)
     old, new = owner(0, start=1), owner(0, start=2)
     ranks.tenants[0].owner = old
-    with pytest.raises(RefusedError, match="a newer start of this job is running") as fenced:
-        ranks.ask(0, 6)
-    assert "restore()" in fenced.value.hint
+    assert ranks.ask(0, 6)[1] == 0 and ranks.ended.to is State.FAILED
+    assert "a newer start of this job is running" in ranks.ended.reason
+    assert "restore()" in ranks.ended.hint
     ranks.left(0, new.process)  # its place in the newest start is free again
-    assert ranks.job.follow(0, old.process) == ranks.ask(0, 6)[0]
+    assert ranks.job.members.follow(0, old.process) == ranks.ask(0, 6)[0]
 
 
 @pytest.mark.parametrize("solo", [True, False])
@@ -75,8 +75,8 @@ def test_a_rank_that_saves_alone_is_the_only_one(solo: bool) -> None:
     ranks = Ranks()
     ranks.tenants[0].owner = owner(0, solo=not solo)
     with pytest.raises(RefusedError, match="was started with solo=True"):
-        ranks.job.require_no_other(1, solo=solo)
-    ranks.job.require_no_other(0, solo=True)  # its own rank does not count
+        ranks.job.members.require_no_other(1, solo=solo)
+    ranks.job.members.require_no_other(0, solo=True)  # its own rank does not count
 
 
 # -- what the ranks obey -----------------------------------------------------------------------
@@ -124,8 +124,8 @@ def test_what_was_given_up_and_is_back_is_restored_but_never_reported_as_global(
     ranks.hold(number, ranks=(1,))
     for _ in range(2):
         ranks.settle()
-        assert ranks.job.common is None
-    assert [one.sequence for one in ranks.job.common_checkpoints()] == [number]
+        assert ranks.job.decisions.common is None
+    assert [one.sequence for one in ranks.job.members.common()] == [number]
 
 
 def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
@@ -209,18 +209,17 @@ def test_ranks_that_need_slots_get_one_decision(monkeypatch: pytest.MonkeyPatch)
     assert decided[1][3] == set()  # no rank needs a slot any longer
 
 
-def test_a_job_rests_after_a_decision_in_proportion_to_its_time() -> None:
+async def test_a_rest_follows_a_long_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In proportion to its time."""
     now = iter([0.0, 1.0, 1.0, 1.5])  # a decision takes a second, the next is wanted soon after
-    job = Job(7, "gpt", CONFIG, lambda: next(now))
-
-    async def work() -> float:
-        loop = asyncio.get_running_loop()
-        job.settle()
-        job._decide_next()
-        assert isinstance(job._due, asyncio.TimerHandle)
-        return job._due.when() - loop.time()
-
-    assert RESTS - 1 < asyncio.run(work()) <= RESTS - 0.5
+    rests: list[float] = []
+    monkeypatch.setattr(
+        asyncio.get_running_loop(), "call_later", lambda after_s, _: rests.append(after_s)
+    )
+    schedule = Schedule(lambda _: None, lambda: next(now))
+    schedule.now()
+    schedule.soon()
+    assert rests == [RESTS - 0.5]
 
 
 def test_the_reason_is_found_without_a_walk_through_the_world() -> None:
@@ -229,7 +228,7 @@ def test_the_reason_is_found_without_a_walk_through_the_world() -> None:
         made = owner(rank, world=2**62)
         ranks.job.join(rank, made, launch="", was=0)
         ranks.tenants[rank].ledger.checkpoints[1] = ended("", GIVEN_UP)
-    assert ranks.job.world_size == 2**62
+    assert ranks.job.members.world_size == 2**62
     assert "rank 3 did not ask" in ranks.job.why_given_up(1)
 
 
@@ -280,15 +279,15 @@ async def test_it_decides_once_in_a_turn_of_the_loop() -> None:
 def test_a_late_group_is_logged_when_it_begins_and_when_it_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    job = Job(7, "gpt", CONFIG)
+    lateness = Lateness(7, "gpt")
     for why in ("", "late", "later", ""):  # its ranks end without a common checkpoint
-        job.note_late(why)
+        lateness.note(why)
     assert [record.getMessage() for record in caplog.records] == ["job 'gpt' of uid 7: late"]
     caplog.clear()
-    job.note_late("late")
-    job._note_common([group.Held(3, 30, 1, 2)])
+    lateness.note("late")
+    lateness.decided(group.Held(3, 30, 1, 2))
     for why in ("", ""):
-        job.note_late(why)
+        lateness.note(why)
     assert [record.getMessage() for record in caplog.records] == [
         "job 'gpt' of uid 7: late",
         "job 'gpt' of uid 7: the ranks have a new common checkpoint again",
@@ -298,10 +297,11 @@ def test_a_late_group_is_logged_when_it_begins_and_when_it_ends(
 # -- what a restore gets -----------------------------------------------------------------------
 
 
-def choose(ranks: Ranks, rank: int, *, step: int | None = None, before: int = MAX) -> int | None:
-    made = ranks.tenants[rank].owner
-    assert made is not None
-    found = ranks.job.choose(rank, made.process, ranks.world, step, before=before)
+def choose(ranks: Ranks, rank: int, *, step: int | None = None) -> int | None:
+    process = ranks.tenants[rank].owner
+    assert process is not None
+    asker = Asker(rank, process.process, ranks.world, solo=False)
+    found = ranks.job.choosing.choose(asker, Open(step=step)).checkpoint
     return found.sequence if found is not None else None
 
 
@@ -312,8 +312,6 @@ def test_a_restore_gets_the_newest_that_all_ranks_have() -> None:
     ranks.connect()
     assert [choose(ranks, rank) for rank in (0, 1)] == [2, 2]
     assert choose(ranks, 0, step=10) == 1
-    ranks.job.asks_again(1)
-    assert choose(ranks, 0, before=2) == 1
 
 
 def test_nothing_is_found_only_if_every_volume_was_read() -> None:
@@ -371,12 +369,12 @@ def test_what_is_still_being_written_is_reported_with_its_size() -> None:
     ranks.tenants[0].ledger.ends = False
     usage = SimpleNamespace(full_chunks=3)
     ranks.tenants[0].port = SimpleNamespace(usage=lambda: usage, chunk_bytes=16)
-    writing = asyncio.run(ranks.job.settled())
+    writing = asyncio.run(ranks.job.choosing.settled())
     assert writing is not None
     assert (writing.step, writing.checkpoints) == (5, 1)
     assert (writing.total_bytes, writing.left_bytes) == (64, 48)
     ranks.tenants[0].ledger.ends = True
-    assert asyncio.run(ranks.job.settled()) is None
+    assert asyncio.run(ranks.job.choosing.settled()) is None
     assert [tenant.volumes.refreshed for tenant in ranks.tenants] == [1, 1]
 
 

@@ -76,7 +76,7 @@ def test_only_the_newest_counts_as_restored() -> None:
     """A process that asks for a step by its number only looks."""
     ranks, who = alone()
     followed: list[int] = []
-    ranks.job.follow = lambda rank, _: followed.append(rank) or 1  # type: ignore[func-returns-value]
+    ranks.job.members.follow = lambda rank, _: followed.append(rank) or 1  # type: ignore[func-returns-value]
     opened(who, step=10)
     assert followed == []
     opened(who)
@@ -89,7 +89,7 @@ def test_what_is_being_written_is_waited_for() -> None:
     async def settled() -> Writing:
         return Writing(4, 1, 10, 5)
 
-    ranks.job.settled = settled  # type: ignore[method-assign]
+    ranks.job.choosing.settled = settled  # type: ignore[method-assign]
     assert opened(who) == Writing(4, 1, 10, 5)
     reader = session(ranks, role=Role.READER)
     assert opened(reader).sequence == 3  # a reader does not wait

@@ -24,7 +24,7 @@ from pccheck_native import NativeError, Volume, layout
 from pccheck_wire import codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError, StoreLockedError
-from pccheck_wire.messages import Begin, Drop, Failure, Hello, Reply, Report, Request, Role, Verify
+from pccheck_wire.messages import Drop, Failure, Hello, Reply, Report, Request, Role, Verify
 from pccheckd.config.options import Config
 from pccheckd.control import verification
 from pccheckd.control.handlers import Handlers
@@ -259,13 +259,13 @@ async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     newest = sequences[0]
     job.join(KEY.rank, owner(world_size=2), launch="a", was=0)
     job.settle()
-    assert (job.world_size, job.newest_common) == (2, newest)
+    assert (job.members.world_size, job.newest_common) == (2, newest)
     assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
     assert not job.needs(sequences[-1] - 1)
     assert tenant._needs(tenant.volumes.open[0])
     job.left(KEY.rank, owner(world_size=2).process)
     job.join(KEY.rank, owner(), launch="b", was=0)
-    assert job.world_size == 1 and not any(map(job.needs, sequences))
+    assert job.members.world_size == 1 and not any(map(job.needs, sequences))
     assert not tenant._needs(tenant.volumes.open[0])
     await tenant.close()
 
@@ -628,7 +628,7 @@ async def test_the_next_trainer_waits_for_one_that_ended_before_its_answer(
     await sessions.end(await first)
     session = await second
     assert tenant.owner is not None and tenant.owner.session == session.number
-    assert job.starts.of(KEY.rank, session.process) is not None
+    assert job.members.starts.of(KEY.rank, session.process) is not None
     await sessions.end(session)
 
 
@@ -680,32 +680,6 @@ async def test_a_stopped_volume_is_reopened_once(registry: Registry) -> None:
     await asyncio.gather(tenant.reopen(), tenant.reopen(), tenant.reopen())
     assert not tenant.stopped and before.volume is not old
     assert next(found.step for found in tenant.volumes.checkpoints()) == 3
-    await tenant.close()
-
-
-async def test_the_first_rank_that_asks_decides_whether_all_skip(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A free rank must not write a checkpoint that a busy rank will skip."""
-    job, tenant = await registry.tenant(KEY)
-    trainer = owner(world_size=2)
-    job.join(KEY.rank, trainer, launch="a", was=0)
-    tenant.owner = trainer
-
-    def asks(step: int, on_busy: str) -> int:
-        body = Begin(step, step, 10, 0, 1, on_busy)
-        asked = Checkpoint(1, step, step, 10, 0, 1, on_busy == "skip", 1, 2, requested_ns=1)
-        assert job.number(KEY.rank, asked, body) is None
-        return asked.sequence
-
-    assert not job.gives_up(asks(11, "skip"))
-    monkeypatch.setattr(tenant, "has_room", lambda: False)
-    skipped = asks(12, "skip")
-    assert job.gives_up(skipped) and "rank 0 was busy" in job.why_given_up(skipped)
-    assert not job.gives_up(asks(13, "wait"))
-    monkeypatch.setattr(tenant, "has_room", lambda: True)
-    assert not job.gives_up(asks(14, "skip")) and job.gives_up(skipped)
-    tenant.owner = None
     await tenant.close()
 
 

@@ -61,7 +61,7 @@ def troubles(*tenants: Any, job: Any = None, gpus: Iterable[Any] = (), **of_engi
 
 def late_job() -> Any:
     standing = Standing(4, 40, 9, None, 95.0, 3, {0: 0, 2: 2}, [], is_late=True)
-    return SimpleNamespace(name="gpt", uid=7, late=str(standing))
+    return SimpleNamespace(name="gpt", uid=7, lateness=SimpleNamespace(why=str(standing)))
 
 
 def lost_gpu() -> Any:

@@ -1,4 +1,4 @@
-#include "daemon/pcc_store.h"
+#include "pool/pcc_store.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -1,4 +1,4 @@
-#include "daemon/pcc_pool.h"
+#include "pool/pcc_pool.h"
 
 #include <fcntl.h>
 #include <pthread.h>

@@ -100,65 +100,69 @@ static uint32_t piece_count(const struct pcc_tenant *tenant, uint64_t payload_by
     return (uint32_t)pcc_ceil_div(payload_bytes, tenant->spec.chunk_bytes);
 }
 
-/* With the lock held: pieces in segments that this daemon did not get count as not in DRAM. */
-static void forget_absent(struct pcc_tenant *tenant, const struct pcc_kept *kept, uint32_t place)
+/* Pieces in segments that this daemon did not get count as not in DRAM. `name`: where the state
+ * memfd of the bound volume has the save. */
+static int begin(struct pcc_tenant *tenant, struct pcc_source *source, uint64_t name,
+                 struct pcc_save_request *request)
 {
-    const uint32_t pieces = piece_count(tenant, pcc_kept_save(kept, place)->payload_bytes);
+    const struct pcc_kept *kept = &tenant->bindings[tenant->bound].kept;
+    const uint32_t pieces = piece_count(tenant, request->payload_bytes);
+    const uint32_t place = (uint32_t)name;
 
+    source->to_bytes = request->payload_bytes;
+    source->kept.place = place;
     for (uint32_t i = 0; i < pieces; i++) {
         const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, place, i));
         if (index < 0 || tenant->chunks[index].state != PCC_CHUNK_LEFT)
             pcc_kept_reused(kept, place, i);
     }
+    return 0;
 }
 
-/* With the lock held: the chunks of a save that continues are its own until it has ended. */
-static void chunks_claim(struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
+/* The chunks of a save that continues are its own until it has ended. */
+static void want(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct pcc_source *source,
+                 uint64_t from_bytes, uint64_t to_bytes)
 {
     const struct pcc_kept *kept = &tenant->bindings[save->binding].kept;
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
 
-    for (uint32_t i = 0; i < save->chunk_count; i++) {
-        const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, save->kept_place, i));
+    source->kept.unsettled = true;
+    for (uint64_t at = from_bytes; at < to_bytes; at += chunk_bytes) {
+        const int64_t index = chunk_find(
+            tenant, pcc_kept_piece(kept, source->kept.place, (uint32_t)(at / chunk_bytes)));
         if (index < 0)
             continue; /* in its slot only */
-        const uint64_t at = i * chunk_bytes;
         pcc_tenant_chunk_fill(tenant, save, (uint32_t)index, at,
                               (uint32_t)pcc_piece_bytes(save->payload_bytes, at, chunk_bytes));
     }
 }
 
+const struct pcc_source_ops pcc_source_kept = {.begin = begin, .want = want};
+
 static int save_adopt(struct pcc_tenant *tenant, uint32_t binding, uint32_t place)
 {
     const struct pcc_kept *kept = &tenant->bindings[binding].kept;
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
-    const uint32_t chunks = piece_count(tenant, found->payload_bytes);
+    struct pcc_save_request request = {.payload_bytes = found->payload_bytes};
+    struct pcc_source sources[PCC_SOURCES] = {{.ops = &pcc_source_kept}};
     struct pcc_save *saved;
 
-    struct pcc_tenant_save *save = pcc_tenant_save_take(tenant, chunks);
+    struct pcc_tenant_save *save =
+        pcc_tenant_save_take(tenant, piece_count(tenant, found->payload_bytes));
     if (save == NULL)
         return -ENOMEM;
-    forget_absent(tenant, kept, place);
-    const uint64_t tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);
-    const int error = pcc_save_adopt(tenant->bindings[binding].saver, place, tag, &saved);
+    int error = begin(tenant, &sources[0], place, &request);
     if (error != 0)
         return error;
-    *save = (struct pcc_tenant_save){.tag = tag,
-                                     .snapshot = found->sequence,
-                                     .sequence = found->sequence,
-                                     .payload_bytes = found->payload_bytes,
-                                     .binding = binding,
-                                     .chunk_count = chunks,
-                                     .received = chunks,
-                                     .base = pcc_save_base(saved),
-                                     .save = saved,
-                                     .copied = true,
-                                     .unsettled = true,
-                                     .kept_place = place,
-                                     .seen = save->seen,
-                                     .seen_words = save->seen_words};
-    tenant->bindings[binding].active++;
-    chunks_claim(tenant, save);
+    request.tag = ++tenant->serial << 8 | (uint64_t)(save - tenant->saves);
+    error = pcc_save_adopt(tenant->bindings[binding].saver, place, request.tag, &saved);
+    if (error != 0)
+        return error;
+    pcc_tenant_save_enter(tenant, save, saved, &request, found->sequence, sources);
+    save->snapshot = found->sequence;
+    save->received = save->chunk_count;
+    save->copied = true;
+    want(tenant, save, &save->sources[0], 0, save->payload_bytes);
     return 0;
 }
 
@@ -261,8 +265,8 @@ static struct pcc_tenant_save *unsettled_oldest(struct pcc_tenant *tenant)
 
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i];
-        if (save->unsettled && save->save != NULL &&
-            (oldest == NULL || save->sequence < oldest->sequence))
+        if (save->sources[0].ops == &pcc_source_kept && save->sources[0].kept.unsettled &&
+            save->save != NULL && (oldest == NULL || save->sequence < oldest->sequence))
             oldest = save;
     }
     return oldest;
@@ -275,7 +279,8 @@ static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     const struct pcc_kept *kept = &tenant->bindings[save->binding].kept;
     struct pcc_save *saved = save->save;
     const uint64_t tag = save->tag;
-    const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, save->kept_place, position));
+    const int64_t index =
+        chunk_find(tenant, pcc_kept_piece(kept, save->sources[0].kept.place, position));
     int error = 0;
 
     if (pcc_save_was_referred(saved, position)) { /* compared by a writer */
@@ -307,13 +312,14 @@ static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
 
 static void settle(struct pcc_tenant *tenant, struct pcc_tenant_save *save, void *buffer)
 {
+    struct pcc_source *source = &save->sources[0];
     int error = 0;
 
-    tenant->settling = save;
+    source->users++;
     for (uint32_t i = 0; error == 0 && save->save != NULL && i < save->chunk_count; i++)
         error = settle_chunk(tenant, save, i, buffer);
-    tenant->settling = NULL;
-    save->unsettled = false;
+    source->users--;
+    source->kept.unsettled = false;
     if (save->save == NULL)
         return; /* a write has failed, and its end was reported */
     if (error == 0)

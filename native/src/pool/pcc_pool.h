@@ -11,7 +11,7 @@
 #ifndef PCC_POOL_H
 #define PCC_POOL_H
 
-#include "daemon/pcc_store.h"
+#include "pool/pcc_store.h"
 
 #define PCC_SEGMENT_BYTES_MAX (256ull << 20)
 

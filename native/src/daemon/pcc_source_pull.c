@@ -1,6 +1,9 @@
 /* Pull: the device part of a checkpoint, filled by the GPUs' copiers. A save has one part per GPU;
- * a part waits until the trainer's stream has said `ready`, then fills chunk after chunk. What was
- * read is judged by the drain thread (pcc_tenant_admit.c). */
+ * a part waits until the trainer's stream has said `ready`, then fills chunk after chunk.
+ *
+ * A pulled copy counts only if its trainer lived after the last read: CUDA does not say what an
+ * importer reads once the exporter has ended. Only then `done` is stored, which releases the
+ * trainer's stream; a failed copy stores `done`, too, but after its word has become final (P4). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,13 +15,15 @@
  * way: one is being copied, and the engine continues with the other. */
 #define CHUNKS_AHEAD 2u
 #define ORPHAN_RETRY_NS 10000000u
+#define RAISE_TRIES_MAX 64u /* a hostile client may change the word meanwhile */
 
 struct pcc_tenant_part {
     struct pcc_gpu_job job; /* first member: an orphan is freed through it */
     struct pcc_tenant *tenant;
     struct pcc_tenant_part *next;
     struct pcc_tenant_save *save; /* its entry stays ours until `ended` */
-    struct pcc_tenant_map *map;   /* held by the save */
+    struct pcc_source *source;    /* in that entry */
+    struct pcc_tenant_map *map;   /* held for the save */
     uint32_t device;
     bool ready;
     uint32_t left;      /* chunks that have not arrived */
@@ -150,7 +155,7 @@ static void chunk_arrived(struct pcc_tenant_part *part, uint32_t index)
         return;
     /* The drain thread looks whether the trainer lives: that may wait for the trainer's own locks,
      * and a copier has others to serve. */
-    save->read |= 1u << part->device;
+    part->source->read |= 1u << part->device;
     pcc_bell_ring(&tenant->view.page->daemon_bell);
 }
 
@@ -200,12 +205,12 @@ static void part_unlink(struct pcc_tenant *tenant, const struct pcc_tenant_part 
 }
 
 /* With the lock held: a copier has one part less of the save. */
-static void part_left(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+static void part_left(struct pcc_tenant *tenant, struct pcc_source *source,
+                      struct pcc_tenant_map *map)
 {
-    if (--save->pulls > 0)
+    if (--source->users > 0)
         return;
-    pcc_tenant_map_put(tenant, save->map);
-    save->map = NULL;
+    pcc_tenant_map_put(tenant, map);
     if (tenant->pull.unused != NULL && tenant->attached) /* the drain thread closes it */
         pcc_bell_ring(&tenant->view.page->daemon_bell);
 }
@@ -217,7 +222,7 @@ static void on_ended(struct pcc_gpu_job *job)
 
     pcc_tenant_lock(tenant);
     part_unlink(tenant, part, part->next);
-    part_left(tenant, part->save);
+    part_left(tenant, part->source, part->map);
     (void)pthread_cond_broadcast(&tenant->pull.part_ended);
     pcc_tenant_unlock(tenant);
     free(part);
@@ -226,7 +231,42 @@ static void on_ended(struct pcc_gpu_job *job)
 static const struct pcc_gpu_calls calls = {
     .next = on_next, .done = on_done, .lost = on_lost, .ended = on_ended};
 
-/* -- begin and end -- */
+/* -- the words that GPUs' streams wait for -- */
+
+/* The daemon has read a GPU's part of the snapshot: the stream may continue. */
+static void device_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device)
+{
+    _Atomic uint64_t *word = &pcc_page_words(&tenant->view, snapshot, device)->done;
+    uint64_t now = atomic_load_explicit(word, memory_order_relaxed);
+
+    for (uint32_t i = 0; now < snapshot && i < RAISE_TRIES_MAX; i++)
+        /* Release: the copies, and the word that has become final, come before it. */
+        if (atomic_compare_exchange_strong_explicit(word, &now, snapshot, memory_order_release,
+                                                    memory_order_relaxed))
+            return;
+}
+
+void pcc_pull_release_streams(struct pcc_tenant *tenant, uint64_t snapshot)
+{
+    for (uint32_t device = 0; device < PCC_DEVICES; device++)
+        device_done(tenant, snapshot, device);
+}
+
+/* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
+static void refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+
+    if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING)) {
+        /* The outcome first: a client that sees REFUSED finds the reason. */
+        pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence, 0);
+        (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    }
+    pcc_pull_release_streams(tenant, snapshot);
+    pcc_tenant_wake_client(tenant);
+}
+
+/* -- the verbs -- */
 
 static bool has_lost(const struct pcc_tenant_map *map)
 {
@@ -236,72 +276,101 @@ static bool has_lost(const struct pcc_tenant_map *map)
     return false;
 }
 
-int pcc_tenant_pull_prepare(struct pcc_tenant *tenant, const struct pcc_request *request,
-                            struct pcc_tenant_part **out)
+static void parts_free(struct pcc_source *source)
 {
-    struct pcc_tenant_map *map = tenant->pull.map;
-    struct pcc_tenant_part *parts = NULL;
+    while (source->pulled != NULL) {
+        struct pcc_tenant_part *part = source->pulled;
+        source->pulled = part->next;
+        free(part);
+    }
+}
 
-    if (map == NULL || map->number != request->map)
-        return -PCC_E_BAD_HANDLE;
-    if (has_lost(map))
-        return -PCC_E_DEVICE_LOST;
-    /* What follows the device part is the client's, the tree always. */
-    if (map->view.head.device_bytes > request->tree_offset_bytes ||
-        map->view.head.device_bytes > request->payload_bytes)
-        return -EINVAL;
+static int parts_make(struct pcc_tenant *tenant, struct pcc_source *source,
+                      struct pcc_tenant_map *map)
+{
     for (uint32_t device = 0; device < PCC_DEVICES; device++) {
         if (map->view.chunks[device] == 0)
             continue;
         struct pcc_tenant_part *part = calloc(1, sizeof(*part));
         if (part == NULL) {
-            pcc_tenant_pull_drop(parts);
+            parts_free(source);
             return -ENOMEM;
         }
         *part = (struct pcc_tenant_part){.job = {.calls = &calls},
                                          .tenant = tenant,
-                                         .next = parts,
+                                         .next = source->pulled,
                                          .map = map,
                                          .device = device,
                                          .left = map->view.chunks[device],
                                          .chunk = -1};
-        parts = part;
+        source->pulled = part;
     }
-    *out = parts;
     return 0;
 }
 
-void pcc_tenant_pull_drop(struct pcc_tenant_part *parts)
+/* `name`: the map that the client means; 0: nothing is pulled. */
+static int begin(struct pcc_tenant *tenant, struct pcc_source *source, uint64_t name,
+                 struct pcc_save_request *request)
 {
-    while (parts != NULL) {
-        struct pcc_tenant_part *next = parts->next;
-        free(parts);
-        parts = next;
+    struct pcc_tenant_map *map = tenant->pull.map;
+
+    if (name == 0)
+        return 0;
+    if (map == NULL || map->number != name)
+        return -PCC_E_BAD_HANDLE;
+    if (has_lost(map))
+        return -PCC_E_DEVICE_LOST;
+    /* What follows the device part is the client's, the tree always. */
+    const uint64_t device_bytes = map->view.head.device_bytes;
+    if (device_bytes > request->tree_offset_bytes || device_bytes > request->payload_bytes)
+        return -EINVAL;
+    source->to_bytes = device_bytes;
+    source->parts = map->view.devices;
+    return parts_make(tenant, source, map);
+}
+
+/* The whole stretch: nothing of it is offered. */
+static void want(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct pcc_source *source,
+                 uint64_t from_bytes, uint64_t to_bytes)
+{
+    struct pcc_tenant_map *map = source->pulled->map;
+
+    PCC_ASSERT(from_bytes == source->from_bytes && to_bytes == source->to_bytes);
+    map->holders++;
+    while (source->pulled != NULL) {
+        struct pcc_tenant_part *part = source->pulled;
+        source->pulled = part->next;
+        part->save = save;
+        part->source = source;
+        part->next = tenant->pull.parts;
+        tenant->pull.parts = part;
+        source->users++;
+        pcc_gpu_job_start(map->gpus[part->device], &part->job);
     }
 }
 
-void pcc_tenant_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                           struct pcc_tenant_part *parts)
+static void abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
+                    struct pcc_source *source)
 {
-    if (parts == NULL)
-        return;
-    struct pcc_tenant_map *map = parts->map;
-    map->holders++;
-    save->map = map;
-    save->device_bytes = map->view.head.device_bytes;
-    save->devices = map->view.devices;
-    const uint32_t chunks = (uint32_t)(save->device_bytes / tenant->spec.chunk_bytes);
-    save->wanted -= chunks;
-    tenant->missing -= chunks;
-    while (parts != NULL) {
-        struct pcc_tenant_part *part = parts;
-        parts = part->next;
-        part->save = save;
-        part->next = tenant->pull.parts;
-        tenant->pull.parts = part;
-        save->pulls++;
-        pcc_gpu_job_start(map->gpus[part->device], &part->job);
+    if (source->pulled != NULL) { /* nothing was wanted: no stream waits for this save */
+        parts_free(source);
+        source->parts = 0;
+    } else if (source->parts != 0 && pcc_tenant_of_session(tenant, save)) {
+        refuse_copy(tenant, save->snapshot, save->sequence);
     }
+}
+
+static bool owner_alive(struct pcc_tenant *tenant)
+{
+    return pcc_process_lives(&tenant->pull.trainer);
+}
+
+static void drained(struct pcc_tenant *tenant, const struct pcc_tenant_save *save, uint32_t parts)
+{
+    for (uint32_t device = 0; device < PCC_DEVICES; device++)
+        if ((parts >> device & 1u) != 0)
+            device_done(tenant, save->snapshot, device);
+    pcc_tenant_wake_client(tenant);
 }
 
 /* Maps that a GPU which never answered may still read through, for as long as the process lives. */
@@ -327,7 +396,8 @@ static void map_leave(struct pcc_tenant_map *map)
 static void part_orphan(struct pcc_tenant *tenant, struct pcc_tenant_part *part)
 {
     struct pcc_tenant_map *map = part->map;
-    struct pcc_tenant_save *save = part->save;
+    struct pcc_source *source = part->source;
+    const uint64_t tag = part->save->tag;
     struct pcc_tenant_part *next = part->next; /* read while the part is ours */
     struct pcc_gpu *gpu = map->gpus[part->device];
 
@@ -336,13 +406,13 @@ static void part_orphan(struct pcc_tenant *tenant, struct pcc_tenant_part *part)
         return; /* it is being called just now */
     part_unlink(tenant, part, next);
     for (uint32_t i = 0; i < tenant->chunk_count; i++)
-        if (tenant->chunks[i].state == PCC_CHUNK_PULLED && tenant->chunks[i].tag == save->tag)
+        if (tenant->chunks[i].state == PCC_CHUNK_PULLED && tenant->chunks[i].tag == tag)
             pcc_tenant_chunk_set(tenant, &tenant->chunks[i], PCC_CHUNK_LOST);
     map_leave(map);
-    part_left(tenant, save);
+    part_left(tenant, source, map);
 }
 
-void pcc_tenant_pull_end(struct pcc_tenant *tenant)
+static void leave(struct pcc_tenant *tenant)
 {
     if (tenant->gpus == NULL)
         return;
@@ -363,3 +433,10 @@ void pcc_tenant_pull_end(struct pcc_tenant *tenant)
     pcc_process_close(&tenant->pull.trainer);
     pcc_tenant_maps_close(tenant);
 }
+
+const struct pcc_source_ops pcc_source_pull = {.begin = begin,
+                                               .want = want,
+                                               .abandon = abandon,
+                                               .owner_alive = owner_alive,
+                                               .drained = drained,
+                                               .leave = leave};

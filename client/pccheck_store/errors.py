@@ -1,0 +1,48 @@
+"""Errors of reads: which checkpoint it was, and what is wrong with it."""
+
+from __future__ import annotations
+
+from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, UnreadableError
+
+_DAMAGED, _UNREADABLE = " is damaged: ", " could not be read: "
+
+
+class RecycledError(PccheckError):
+    """Newer checkpoints became durable, and one of them has this one's slot."""
+
+    code = "RECYCLED"
+    default_retryable = True
+
+
+def recycled(step: int, sequence: int) -> RecycledError:
+    return RecycledError(
+        f"the checkpoint of step {step} (sequence {sequence}) was replaced by a newer one",
+        hint="try again",
+    )
+
+
+def damaged(step: int, sequence: int, rank: int, problem: str) -> DamagedError:
+    return DamagedError(
+        f"the checkpoint of step {step} (sequence {sequence}, rank {rank}){_DAMAGED}{problem}",
+        hint="recover takes the previous valid checkpoint; check the disk (dmesg)",
+    )
+
+
+def unreadable(step: int, sequence: int, rank: int) -> UnreadableError:
+    return UnreadableError(
+        f"the checkpoint of step {step} (sequence {sequence}, rank {rank}){_UNREADABLE}the disk "
+        "reported an error",
+        hint="see the log of the kernel (dmesg), then try again",
+    )
+
+
+def problem_of(error: PccheckError) -> str:
+    """What is wrong, for a line that names the checkpoint already."""
+    return error.message.rpartition(_DAMAGED)[2].rpartition(_UNREADABLE)[2]
+
+
+def lacking(rank: int, step: int) -> NoCheckpointError:
+    return NoCheckpointError(
+        f"rank {rank} stores a part of step {step}, and its volume is not in this directory",
+        hint="copy the volumes of all ranks into one storage directory",
+    )

@@ -1,0 +1,99 @@
+"""The payloads of a checkpoint in volume files, read without a daemon or beside one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from pccheck_native import _core, catalog
+from pccheck_native.subset import Subset, verify_part
+from pccheck_wire import tree
+from pccheck_wire.errors import DamagedError
+
+from .errors import damaged, lacking, recycled, unreadable
+
+#: Bytes of a file that are read at a time; a shorter part is read as it is.
+CHUNK_BYTES = 4 << 20
+
+
+class FilePayloads:
+    """See `source.Payloads`. Volumes are opened when they are read, the first one at once."""
+
+    def __init__(self, parts: Sequence[catalog.Checkpoint]) -> None:
+        """Raises RecycledError, DamagedError."""
+        self._parts = {part.rank: part for part in reversed(parts)}
+        self._step = parts[0].step
+        self._volumes: dict[int, _core.Volume] = {}
+        self._volume(parts[0].rank)
+
+    def tree(self, rank: int) -> tree.Tree:
+        one, volume = self._part(rank), self._volume(rank)
+        with _errors(one):
+            packed = volume.read(one.sequence, one.tree_offset, one.tree_bytes)
+        return tree.decode(packed, one.payload_bytes)
+
+    def read_into(
+        self, rank: int, offset: int, length: int, ranges: bytes, device_ranges: bytes = b""
+    ) -> None:
+        assert not device_ranges
+        one, volume = self._part(rank), self._volume(rank)
+        with _errors(one):
+            volume.read_into(one.sequence, ranges, chunk_bytes=min(length, CHUNK_BYTES))
+
+    def verify(self, rank: int, part: Subset | None) -> int:
+        """Reads and checks the payload, or a part of it, and the tree; how many bytes."""
+        self.tree(rank)
+        one, volume = self._part(rank), self._volume(rank)
+        with _errors(one):
+            if part is not None:
+                return verify_part(volume, one, part)
+            volume.verify(one.sequence)
+            return one.payload_bytes
+
+    def close(self) -> None:
+        for volume in self._volumes.values():
+            volume.close()
+
+    def _part(self, rank: int) -> catalog.Checkpoint:
+        if rank not in self._parts:
+            raise lacking(rank, self._step)
+        return self._parts[rank]
+
+    def _volume(self, rank: int) -> _core.Volume:
+        if rank not in self._volumes:
+            one = self._part(rank)
+            try:
+                self._volumes[rank] = _opened(one)
+            except FileNotFoundError as error:
+                raise recycled(one.step, one.sequence) from error
+            except _core.NativeError as error:
+                raise DamagedError(f"{one.volume_path}: {error}") from error
+        return self._volumes[rank]
+
+
+def _opened(one: catalog.Checkpoint) -> _core.Volume:
+    return _core.Volume(one.volume_path, writable=False, allow_buffered=True)
+
+
+@contextlib.contextmanager
+def _errors(one: catalog.Checkpoint) -> Iterator[None]:
+    """Turns errors of the core into ours: RecycledError if a newer checkpoint took the slot."""
+    try:
+        yield
+    except (_core.NativeError, OSError) as error:
+        if not _still_there(one):
+            raise recycled(one.step, one.sequence) from error
+        if not isinstance(error, _core.NativeError) or error.code_name == "UNREADABLE":
+            raise unreadable(one.step, one.sequence, one.rank) from error
+        problem = str(error).removesuffix(": damaged (DAMAGED)")
+        raise damaged(one.step, one.sequence, one.rank, problem) from error
+
+
+def _still_there(one: catalog.Checkpoint) -> bool:
+    try:
+        with contextlib.closing(_opened(one)) as volume:
+            return any(entry.sequence == one.sequence for entry in volume.table())
+    except FileNotFoundError:
+        return False
+    except (OSError, _core.NativeError):
+        return True
