@@ -209,7 +209,7 @@ class Keeper(Background):
                 pause_s = PAUSE_FIRST_S
             LOG.warning(
                 "uid %d: the process that receives its requests ended: %s. Another one starts in "
-                "%g s; requests meanwhile wait or fail, and checkpoints are not affected", self._uid, reason, pause_s,
+                "%g s; checkpoints do not need it", self._uid, reason, pause_s,
             )  # fmt: skip
             self.restarts += 1
             await asyncio.sleep(pause_s)

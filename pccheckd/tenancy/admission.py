@@ -1,6 +1,6 @@
 """What the queue of requests in the core (`pcc_tenant_queue.c`) asks of the loop: the number of a
-checkpoint, and what to do when nothing frees a slot by itself. No trainer waits for the answers: its
-snapshot waits for its turn anyway, or is being copied already."""
+checkpoint, and what to do when nothing frees a slot by itself. No trainer waits for the answers:
+its snapshot waits for its turn anyway, or is being copied already."""
 
 from __future__ import annotations
 
@@ -92,6 +92,15 @@ class Admission:
     # -- events of the queue -------------------------------------------------------------------
 
     def on_event(self, event: _core.Event) -> None:
+        try:
+            self._take(event)
+        except Exception:  # the edge of this checkpoint: no trainer waits for it
+            LOG.exception("%s: a checkpoint cannot be saved", self._tenant.key)
+            found = self._tenant.ledger.find(event.session, event.id)
+            if found is not None:
+                self._tenant.refuse(found, _BROKEN)
+
+    def _take(self, event: _core.Event) -> None:
         if event.kind == "requested":
             self._requested(event)
             return

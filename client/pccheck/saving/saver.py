@@ -453,8 +453,8 @@ def _request(connection: Connection, number: int) -> None:
 def _sources(
     snapshot: Snapshot, handover: Handover | None, *, inline: bool
 ) -> tuple[bytes, bytes, bytes, int, bytes, int, int]:
-    """What Link.submit reads, up to `pulled_devices`. Without `inline` nothing changes before it was
-    read, and volatile ranges need no copy of their own."""
+    """What Link.submit reads, up to `pulled_devices`. Without `inline` nothing changes before it
+    was read, and volatile ranges need no copy of their own."""
     ranges, volatile = snapshot.ranges, snapshot.volatile
     if not inline:
         ranges, volatile = ranges + volatile, b""

@@ -708,7 +708,7 @@ async def test_what_was_requested_before_a_refusal_does_not_end_it(
     before = time.monotonic_ns()
     tenant.set_refusal(RefusedError("no room"))
     for asked_ns, ends in ((before, False), (time.monotonic_ns() + 1, True)):
-        saved = Checkpoint(1, 1, 1, 10, 0, 1, False, 1, 1, requested_ns=asked_ns)
+        saved = Checkpoint(1, 1, 1, 10, False, 1, 1, requested_ns=asked_ns)
         monkeypatch.setattr(tenant.ledger, "apply", lambda *_, saved=saved: saved)
         tenant.on_event(SimpleNamespace(kind="durable", session=1))  # type: ignore[arg-type]
         assert (tenant.refused is None) == ends
