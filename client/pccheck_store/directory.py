@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from pccheck_native import catalog, dropping, group, layout
+from pccheck_native import FORMAT_VERSION, catalog, dropping, group, layout
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -35,7 +35,11 @@ _WHY = {
     "NOT_A_VOLUME": "it has no valid commit record",
     "DAMAGED": "its commit records are damaged",
     "TRUNCATED": "the file is shorter than its records require",
-    "NEWER_FORMAT": "a newer version wrote it: upgrade pccheck",
+    "OLDER_FORMAT": f"its format is 1 or 2, and this pccheck reads {FORMAT_VERSION}: read it "
+    "with the pccheck that wrote it, or move it away",
+    "NEWER_FORMAT": f"its format is above {FORMAT_VERSION}, which this pccheck reads: "
+    "upgrade pccheck",
+    "UNKNOWN_FLAG": "a newer version wrote a flag that must be understood: upgrade pccheck",
     "EACCES": "permission denied",
 }
 _DENIED = ("EACCES", "EPERM")

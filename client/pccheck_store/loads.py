@@ -63,6 +63,7 @@ class DaemonPayloads:
 
     def __init__(self, session: Session, opened: Opened) -> None:
         self.opened = opened
+        self.cached_bytes = self.read_bytes = 0  #: from the daemon's memory; from the volume
         self._session = session
         own = Part(opened.rank or 0, opened.payload_bytes, opened.tree_offset, opened.tree_bytes)
         self.rank = own.rank  #: the one whose state was opened
@@ -72,6 +73,14 @@ class DaemonPayloads:
     def ranks(self) -> list[int]:
         """Those that have stored a part of it."""
         return sorted(self._parts)
+
+    @property
+    def origin(self) -> str:
+        """Where the bytes that were read so far came from, which each chunk has decided when the
+        daemon sent it (`pcc_tenant_load.c`): "dram" (its memory), "volume" or "both"."""
+        if self.cached_bytes and self.read_bytes:
+            return "both"
+        return "dram" if self.cached_bytes else "volume"
 
     def tree(self, rank: int) -> tree.Tree:
         part = self._part(rank)
@@ -153,6 +162,9 @@ class DaemonPayloads:
             session.link.load_start(read.load, ranges, gpu_ranges)
             self._request(read)
             code = int(session.link.load_wait(read.load, deadline_ns))
+            cached_bytes, read_bytes = session.link.loaded
+            self.cached_bytes += cached_bytes
+            self.read_bytes += read_bytes
         except BaseException:
             session.load_broken_off = True
             with contextlib.suppress(OSError, ValueError):

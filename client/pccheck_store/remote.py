@@ -50,7 +50,7 @@ class DaemonSource:
 
     def open(self, parts: Sequence[catalog.Checkpoint]) -> LeasedPayloads:
         """Leases the checkpoint: no rank recycles it, unless a new one has no other slot."""
-        return LeasedPayloads(_Session(parts[0], self._socket), parts)
+        return LeasedPayloads(parts, self._socket)
 
     def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
         one = checkpoint
@@ -97,17 +97,22 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     )  # fmt: skip
 
 
-class _Session:
-    """A reader's session with the daemon. It opens one checkpoint, with the parts of all ranks."""
+class LeasedPayloads(DaemonPayloads):
+    """Those that a reader has open, through a session of its own. The session leases the checkpoint
+    on all ranks."""
 
-    def __init__(self, one: catalog.Checkpoint, socket: str | None) -> None:
-        """Raises RecycledError when the daemon has used its slot for a newer one."""
+    #: Its reads give way to saves of other users (`pcc_pace.h`).
+    slowest_bytes_per_s = 1 << 20
+
+    def __init__(self, parts: Sequence[catalog.Checkpoint], socket: str | None) -> None:
+        """Raises RecycledError when the daemon has used the slot of the first part."""
+        one = parts[0]
         hello = Hello(
             PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=one.job, rank=one.rank,
             world_size=one.rank + 1, solo=True, uid=one.uid,
         )  # fmt: skip
         self.loads, self.load_broken_off = itertools.count(1), False
-        self._step = one.step
+        self._listed = {part.rank for part in parts}
         self._attachment = attach.connect(hello, socket)
         try:
             opened = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
@@ -119,7 +124,7 @@ class _Session:
             if isinstance(error, NoCheckpointError):
                 raise recycled(one.step, one.sequence) from error
             raise
-        self.opened = opened
+        super().__init__(self, opened)
 
     def request(self, body: RequestBody, *, timeout_s: float) -> Answer:
         try:
@@ -129,7 +134,7 @@ class _Session:
 
     def gone(self) -> DaemonUnreachableError:
         return DaemonUnreachableError(
-            f"the daemon ended, or ended this reader, while step {self._step} was open",
+            f"the daemon ended, or ended this reader, while step {self.opened.step} was open",
             hint="open the checkpoint again: a restarted daemon has it, unless newer ones have "
             "replaced it",
         )
@@ -137,21 +142,6 @@ class _Session:
     def close(self) -> None:
         self.link.close()
         self._attachment.close()
-
-
-class LeasedPayloads(DaemonPayloads):
-    """A reader's, until it closes them."""
-
-    #: Its reads give way to saves of other users (`pcc_pace.h`).
-    slowest_bytes_per_s = 1 << 20
-
-    def __init__(self, session: _Session, parts: Sequence[catalog.Checkpoint]) -> None:
-        super().__init__(session, session.opened)
-        self._close = session.close
-        self._listed = {part.rank for part in parts}
-
-    def close(self) -> None:
-        self._close()
 
     def _part(self, rank: int) -> Part:
         if rank not in self._listed:

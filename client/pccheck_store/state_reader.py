@@ -4,6 +4,7 @@ rank has a part, and of sharded tensors a block."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, Self, TypeVar
@@ -94,6 +95,7 @@ class StateReader:
         ]  # fmt: skip
         return dataclasses.replace(merged, extents=extents)
 
+    @functools.cached_property
     def blocks(self) -> Blocks:
         """The blocks of the tensors of all ranks, by path."""
         return Blocks({rank: self.stored(rank) for rank in self.ranks})

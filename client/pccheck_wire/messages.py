@@ -262,7 +262,6 @@ class Opened(Message):
     payload_bytes: int
     tree_offset: int
     tree_bytes: int
-    source: str  # "dram" or "volume"
     skipped: list[Skipped] = field(default_factory=list)
     world_size: int = 1  # of the run that saved it
     rank: int | None = None  # whose payload this is; None: the peer's own

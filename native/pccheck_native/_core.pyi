@@ -28,10 +28,15 @@ GIVEN_UP_MAX: int
 JOB_BYTES_MAX: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
+ENGINES: tuple[tuple[str, str, str], ...]  # name, how it writes, why a volume got pwrite instead
+SLOT_IMAGE: int  # a process image; otherwise tensors
 SLOT_PROTECTED: int
 SLOT_PINNED: int
 SLOT_QUARANTINED: int
 SLOT_DAMAGED: int
+SLOT_OFFERED: int  # other nodes may count on it
+SLOT_HEALTHY: int  # marks of a user or a check
+SLOT_NOT_FINITE: int
 WORD_REQUESTED: int
 WORD_COPYING: int
 WORD_COPIED: int
@@ -58,6 +63,18 @@ class SlotEntry(NamedTuple):
     tree_bytes: int
     wall_ns: int
     base: int  # the sequence of the checkpoint in whose slot its unchanged blocks lie; 0: none
+    start: bytes  # the id of the start that saved it, 16 bytes; zeros: not known
+    digest: bytes  # of its manifest, 16 bytes
+
+class ManifestNotes(NamedTuple):
+    """What a checkpoint's manifest says and its SlotEntry does not."""
+
+    base: int  # with descents and row: its name within its start (names.py)
+    descents: int
+    row: int
+    base_volume: bytes  # the volume of its base, 16 bytes; zeros: its own
+    statistics: tuple[int, int]  # offset and bytes within the payload; (0, 0): none
+    dtypes: tuple[int, int]
 
 class VolumeInfo(NamedTuple):
     uuid: bytes
@@ -81,10 +98,8 @@ class VolumeInfo(NamedTuple):
     repaired_replicas: int
     damaged_records: int
     record_lost: bool  # and perhaps a checkpoint with it, since the newest one
-
-def measure_engine(fd: int, engine: str, length: int, chunk_bytes: int, threads: int) -> float:
-    """Seconds for which the engine overwrites that much of an allocated file and flushes it.
-    Raises NativeError: UNSUPPORTED where the engine cannot be used."""
+    start: bytes  # the id of the newest start, 16 bytes; zeros: not known
+    promise: tuple[int, bytes, bytes]  # number, start, digest of its list; number 0: none
 
 def volume_bytes_for(
     payload_capacity: int, slots: int, block_bytes: int = ..., record_stride: int = ...
@@ -104,6 +119,7 @@ def create_volume(
     block_bytes: int = ...,
     record_stride: int = ...,
     allow_buffered: bool = False,
+    start: bytes = ...,  # the id of `incarnation`
 ) -> None: ...
 def tensor_geometry(api: object, tensors: list[Any]) -> bytes:
     """Addresses, shapes, strides, types and devices, through the library's DLPack exchange capsule
@@ -144,12 +160,17 @@ class Volume:
     def table(self) -> list[SlotEntry]: ...  # one per slot, of the newest durable record
     def flag(self, sequence: int, *, set: int = 0, clear: int = 0, now: bool = False) -> None: ...
     def spare(self, sequence: int, spared: bool) -> None: ...  # until closed; waits for no disk
-    def begin_incarnation(self, incarnation: int, world_size: int) -> None: ...  # durable on return
+    def begin_incarnation(self, incarnation: int, world_size: int, start: bytes = ...) -> None:
+        """Durable on return. `start`: its id, 16 bytes."""
+    def promise(self, number: int, start: bytes, list_digest: bytes) -> None:
+        """What this node promised to a start, durable on return. OSError EINVAL unless the number
+        rises."""
     def finish(self, keep: int, /) -> None: ...  # only the newest stay; durable on return
     def set_group(self, *, oldest: int, newest: int, given_up: Sequence[int]) -> None: ...
     def has_expendable(self) -> bool: ...  # whether a slot may be recycled now
     def recycle(self) -> None: ...  # durably, when no slot is free
     def own_bytes(self, sequence: int, /) -> int: ...  # of its payload, not in its base's slot
+    def notes(self, sequence: int, /) -> ManifestNotes: ...
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
@@ -346,7 +367,6 @@ class Channel:
         load_id: int,
         own: bool = True,  # what this channel has cached of the sequence is of this volume
     ) -> None: ...
-    def cached(self, sequence: int, /) -> bool: ...
     def usage(self) -> ChannelUsage: ...
     def close(self) -> None: ...
 
@@ -370,6 +390,10 @@ class Link:
     def unmapped(self) -> int: ...  # 0, or the errno: it ended, since memory could not be mapped
     @property
     def chunk_bytes(self) -> int: ...
+    @property
+    def loaded(self) -> tuple[int, int]:
+        """Bytes that the newest load took from the daemon's memory, and from the volume."""
+
     def request(self, snapshot: int, /) -> None: ...  # OSError EBUSY when its entry is taken
     def submit(
         self,

@@ -1,4 +1,5 @@
 #include "core.h"
+#include "disk/pcc_format.h"
 #include "io/pcc_io.h"
 
 #include <string.h>
@@ -46,6 +47,16 @@ int pcc_py_u32(PyObject *object, void *out)
         return 0;
     }
     *(uint32_t *)out = (uint32_t)value;
+    return 1;
+}
+
+int pcc_py_id(PyObject *object, void *out)
+{
+    if (!PyBytes_Check(object) || PyBytes_Size(object) != PCC_UUID_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "an id is 16 bytes");
+        return 0;
+    }
+    memcpy(out, PyBytes_AsString(object), PCC_UUID_BYTES);
     return 1;
 }
 

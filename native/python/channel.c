@@ -343,12 +343,6 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
     return reason_new(result, reason);
 }
 
-static PyObject *channel_cached(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(sequence, number);
-    PCC_PY_RETURN_BOOL(struct pcc_tenant, channel, pcc_tenant_cached(channel, sequence));
-}
-
 /* -- its checkpoints --------------------------------------------------------------------------- */
 
 static PyObject *channel_policy(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -472,7 +466,6 @@ static PyMethodDef methods[] = {
     PCC_PY_METHOD("refuse", channel_refuse),
     PCC_PY_METHOD("set_outcome", channel_set_outcome),
     PCC_PY_METHOD("load", channel_load),
-    {"cached", channel_cached, METH_O, NULL},
     {"usage", channel_usage, METH_NOARGS, NULL},
     {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

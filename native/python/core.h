@@ -15,6 +15,7 @@
 enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_SLOT_ENTRY,
                      PCC_PY_VOLUME_INFO,
+                     PCC_PY_MANIFEST_NOTES,
                      PCC_PY_SAVE_TIMES,
                      PCC_PY_EVENT,
                      PCC_PY_SAVE_REQUEST,
@@ -162,6 +163,7 @@ PyObject *pcc_py_result(struct pcc_py_state *state, enum pcc_py_result kind, PyO
 int pcc_py_u32(PyObject *object, void *out);
 int pcc_py_u64(PyObject *object, void *out);
 int pcc_py_seconds(PyObject *object, void *out); /* a float; nanoseconds, a uint64_t */
+int pcc_py_id(PyObject *object, void *out);      /* bytes; PCC_UUID_BYTES of them */
 int pcc_py_engine(PyObject *object, void *out);  /* a name; an enum pcc_io_engine */
 
 /* In a method that takes one number: that number. When it is none, the method returns NULL with the
@@ -214,7 +216,7 @@ extern const struct pcc_py_type pcc_py_link;
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
-PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *pcc_py_engines(void); /* (name, how, refusal) of each */
 
 PyObject *pcc_py_kept_state(PyObject *module, PyObject *args);
 

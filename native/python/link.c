@@ -271,6 +271,13 @@ static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
     return PyLong_FromLong(code);
 }
 
+static PyObject *link_loaded(PyObject *self, void *Py_UNUSED(unused))
+{
+    uint64_t cached_bytes, read_bytes;
+    PCC_PY_WITH(struct pcc_client, link, pcc_client_loaded(link, &cached_bytes, &read_bytes));
+    return Py_BuildValue("KK", (unsigned long long)cached_bytes, (unsigned long long)read_bytes);
+}
+
 /* -- GPUs: a driver call may wait for the driver's own locks, so none is made under the GIL ------
  */
 
@@ -466,6 +473,8 @@ static PyMethodDef methods[] = {
 static PyGetSetDef properties[] = {
     {"unmapped", link_unmapped, NULL, "The errno of a mapping that failed, else 0.", NULL},
     {"chunk_bytes", link_chunk_bytes, NULL, "b", NULL},
+    {"loaded", link_loaded, NULL, "What the newest load took: from memory, and from the volume.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -17,10 +17,14 @@ static int add_constants(PyObject *module)
         {"JOB_BYTES_MAX", PCC_JOB_BYTES_MAX},
         {"DEVICES", PCC_DEVICES},
         {"EXPOSURE_BYTES_MAX", PCC_EXPOSURE_BYTES_MAX},
+        {"SLOT_IMAGE", PCC_SLOT_IMAGE},
         {"SLOT_PROTECTED", PCC_SLOT_PROTECTED},
         {"SLOT_PINNED", PCC_SLOT_PINNED},
         {"SLOT_QUARANTINED", PCC_SLOT_QUARANTINED},
         {"SLOT_DAMAGED", PCC_SLOT_DAMAGED},
+        {"SLOT_OFFERED", PCC_SLOT_OFFERED},
+        {"SLOT_HEALTHY", PCC_SLOT_HEALTHY},
+        {"SLOT_NOT_FINITE", PCC_SLOT_NOT_FINITE},
         {"WORD_REQUESTED", PCC_WORD_REQUESTED},
         {"WORD_COPYING", PCC_WORD_COPYING},
         {"WORD_COPIED", PCC_WORD_COPIED},
@@ -31,6 +35,9 @@ static int add_constants(PyObject *module)
     for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
             return -1;
+    PyObject *engines PCC_PY_OWNED(pcc_py_drop) = pcc_py_engines();
+    if (PyModule_AddObjectRef(module, "ENGINES", engines) < 0)
+        return -1;
 #define FAILS(name, text) PyModule_AddIntConstant(module, "E_" #name, -PCC_E_##name) < 0 ||
     return PCC_CODES(FAILS) false ? -1 : 0;
 #undef FAILS
@@ -101,7 +108,6 @@ static PyMethodDef functions[] = {
     PCC_PY_METHOD("volume_bytes_for", pcc_py_volume_bytes_for),
     PCC_PY_METHOD("create_volume", pcc_py_create_volume),
     {"kept_state", pcc_py_kept_state, METH_VARARGS, NULL},
-    PCC_PY_METHOD("measure_engine", pcc_py_measure_engine),
     {"cuda_missing", pcc_py_cuda_missing, METH_NOARGS, NULL},
     {"cuda_driver", pcc_py_cuda_driver, METH_NOARGS, NULL},
     {"tensor_geometry", pcc_py_tensor_geometry, METH_VARARGS, NULL},

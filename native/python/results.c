@@ -6,12 +6,13 @@ static const struct {
 } shapes[PCC_PY_RESULT_COUNT] = {
     [PCC_PY_SLOT_ENTRY] = {"SlotEntry",
                            "slot flags sequence step incarnation world_size payload_bytes "
-                           "tree_offset tree_bytes wall_ns base"},
+                           "tree_offset tree_bytes wall_ns base start digest"},
     [PCC_PY_VOLUME_INFO] = {"VolumeInfo",
                             "uuid job uid rank world_size slots keep block_bytes slot_bytes "
                             "payload_capacity volume_bytes record_number next_sequence "
                             "incarnation done stopped free_slots valid_replicas "
-                            "repaired_replicas damaged_records record_lost"},
+                            "repaired_replicas damaged_records record_lost start promise"},
+    [PCC_PY_MANIFEST_NOTES] = {"ManifestNotes", "base descents row base_volume statistics dtypes"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times request"},

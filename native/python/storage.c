@@ -1,30 +1,18 @@
-/* Storage before there is a volume: how fast an engine writes a file, a new volume. */
+/* Storage before there is a volume: the engines, a new volume. */
 #include "core.h"
 #include "disk/pcc_volume.h"
 #include "io/pcc_io.h"
 
-#include <fcntl.h>
-
-PyObject *pcc_py_measure_engine(PyObject *module, PyObject *args, PyObject *kwargs)
+PyObject *pcc_py_engines(void)
 {
-    static char *names[] = {"fd", "engine", "length", "chunk_bytes", "threads", NULL};
-    int fd;
-    uint64_t length_bytes, ns = 0;
-    uint32_t chunk_bytes, threads;
-    struct pcc_io_options options = {.strict = true, .allow_buffered = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&O&O&O&:measure_engine", names, &fd,
-                                     pcc_py_engine, &options.engine, pcc_py_u64, &length_bytes,
-                                     pcc_py_u32, &chunk_bytes, pcc_py_u32, &threads))
-        return NULL;
-    const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
-    if (own < 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    int result;
-    PCC_PY_UNLOCKED(result =
-                        pcc_io_measure(own, &options, length_bytes, chunk_bytes, threads, &ns));
-    if (result < 0)
-        return pcc_py_raise(PyModule_GetState(module), result, NULL);
-    return PyFloat_FromDouble((double)ns / 1e9);
+    PyObject *engines PCC_PY_OWNED(pcc_py_drop) = PyTuple_New(PCC_IO_ENGINES);
+    for (int i = 0; engines != NULL && i < PCC_IO_ENGINES; i++) {
+        const struct pcc_io_words *words = pcc_io_words_of((enum pcc_io_engine)i);
+        PyObject *item = Py_BuildValue("(sss)", words->name, words->how, words->refusal);
+        if (item == NULL || PyTuple_SetItem(engines, i, item) < 0)
+            return NULL;
+    }
+    return Py_XNewRef(engines);
 }
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -50,7 +38,7 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
     static char *names[] = {"path",           "uid",         "job",         "rank",
                             "world_size",     "slots",       "keep",        "payload_capacity",
                             "next_sequence",  "incarnation", "block_bytes", "record_stride",
-                            "allow_buffered", NULL};
+                            "allow_buffered", "start",       NULL};
     struct pcc_volume_spec spec = {
         .record_stride_bytes = PCC_RECORD_STRIDE_DEFAULT,
         .block_bytes = PCC_BLOCK_BYTES_DEFAULT,
@@ -59,12 +47,12 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
     PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
     int allow_buffered = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&p:create_volume", names, PyUnicode_FSConverter,
-            &path, pcc_py_u32, &spec.uid, &spec.job, pcc_py_u32, &spec.rank, pcc_py_u32,
-            &spec.world_size, pcc_py_u32, &spec.slot_count, pcc_py_u32, &spec.keep, pcc_py_u64,
-            &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
+            args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&pO&:create_volume", names,
+            PyUnicode_FSConverter, &path, pcc_py_u32, &spec.uid, &spec.job, pcc_py_u32, &spec.rank,
+            pcc_py_u32, &spec.world_size, pcc_py_u32, &spec.slot_count, pcc_py_u32, &spec.keep,
+            pcc_py_u64, &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
             &spec.incarnation, pcc_py_u32, &spec.block_bytes, pcc_py_u64, &spec.record_stride_bytes,
-            &allow_buffered) ||
+            &allow_buffered, pcc_py_id, spec.start_id) ||
         !pcc_py_require(kwargs, &names[1], 7))
         return NULL;
     int result;

@@ -47,6 +47,9 @@ static uint64_t payload_capacity(const struct pcc_geometry *geometry)
     return low;
 }
 
+/* For the format y#. */
+#define ID_BYTES(id) (const char *)(id), (Py_ssize_t)sizeof(id)
+
 static PyObject *info_values(struct pcc_volume *volume)
 {
     struct pcc_record record;
@@ -62,13 +65,15 @@ static PyObject *info_values(struct pcc_volume *volume)
     if (job == NULL)
         return NULL;
     return Py_BuildValue(
-        "(y#NIIIIIIKKKKKKNNIIIIN)", (const char *)record.volume_uuid,
+        "(y#NIIIIIIKKKKKKNNIIIINy#(Ky#y#))", (const char *)record.volume_uuid,
         (Py_ssize_t)sizeof(record.volume_uuid), job, record.uid, record.rank, record.world_size,
         record.slot_count, record.keep, record.block_bytes, geometry.slot_stride_bytes,
         payload_capacity(&geometry), geometry.volume_bytes, record.record_number,
         record.next_sequence, record.incarnation, PyBool_FromLong(record.done != 0),
         PyBool_FromLong(stopped), free_slots, health.valid_replicas, health.repaired_replicas,
-        health.damaged_records, PyBool_FromLong(record.record_lost != 0));
+        health.damaged_records, PyBool_FromLong(record.record_lost != 0), ID_BYTES(record.start_id),
+        record.promise.number, ID_BYTES(record.promise.start_id),
+        ID_BYTES(record.promise.list_digest));
 }
 
 static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -81,11 +86,13 @@ static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
 {
     if (entry->state != PCC_SLOT_DURABLE)
-        return Py_BuildValue("(IIiiiiiiiii)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    return Py_BuildValue("(IIKLKIKKKKK)", slot, entry->flags, entry->sequence, entry->step,
+        return Py_BuildValue("(IIiiiiiiiiiyy)", slot, entry->flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, "",
+                             "");
+    return Py_BuildValue("(IIKLKIKKKKKy#y#)", slot, entry->flags, entry->sequence, entry->step,
                          entry->incarnation, entry->world_size, entry->payload_bytes,
                          entry->tree_offset_bytes, entry->tree_bytes, entry->wall_ns,
-                         entry->base_sequence);
+                         entry->base_sequence, ID_BYTES(entry->start_id),
+                         ID_BYTES(entry->manifest_digest));
 }
 
 static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -110,7 +117,7 @@ static PyObject *volume_require_in_place(PyObject *self, PyObject *Py_UNUSED(unu
 static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
 {
     const char *name;
-    PCC_PY_WITH(struct pcc_volume, volume, name = pcc_volume_io(volume)->ops->name);
+    PCC_PY_WITH(struct pcc_volume, volume, name = pcc_volume_io(volume)->name);
     return PyUnicode_FromString(name);
 }
 
@@ -166,14 +173,26 @@ static PyObject *volume_spare(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"incarnation", "world_size", NULL};
+    static char *names[] = {"incarnation", "world_size", "start", NULL};
     uint64_t incarnation;
     uint32_t world_size;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:begin_incarnation", names, pcc_py_u64,
-                                     &incarnation, pcc_py_u32, &world_size))
+    uint8_t start_id[PCC_UUID_BYTES] = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&:begin_incarnation", names, pcc_py_u64,
+                                     &incarnation, pcc_py_u32, &world_size, pcc_py_id, start_id))
         return NULL;
     PCC_PY_RETURN_DONE(struct pcc_volume, volume,
-                       pcc_volume_begin_incarnation(volume, incarnation, world_size));
+                       pcc_volume_begin_incarnation(volume, incarnation, start_id, world_size));
+}
+
+static PyObject *volume_promise(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"number", "start", "list_digest", NULL};
+    struct pcc_promise promise = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:promise", names, pcc_py_u64,
+                                     &promise.number, pcc_py_id, promise.start_id, pcc_py_id,
+                                     promise.list_digest))
+        return NULL;
+    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_promise(volume, &promise));
 }
 
 static PyObject *volume_finish(PyObject *self, PyObject *number)
@@ -268,6 +287,18 @@ static PyObject *volume_own_bytes(PyObject *self, PyObject *number)
     return PyLong_FromUnsignedLongLong(pcc_load_own_bytes(load));
 }
 
+static PyObject *volume_notes(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(sequence, number);
+    LOAD_OPEN(load, sequence);
+    const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_MANIFEST_NOTES,
+                         Py_BuildValue("(KKKy#(KK)(KK))", notes->name_base, notes->name_descents,
+                                       notes->name_row, ID_BYTES(notes->base_volume),
+                                       notes->statistics.offset_bytes, notes->statistics.bytes,
+                                       notes->dtypes.offset_bytes, notes->dtypes.bytes));
+}
+
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", NULL};
@@ -344,11 +375,13 @@ static PyMethodDef methods[] = {
     PCC_PY_METHOD("flag", volume_flag),
     PCC_PY_METHOD("spare", volume_spare),
     PCC_PY_METHOD("begin_incarnation", volume_begin_incarnation),
+    PCC_PY_METHOD("promise", volume_promise),
     {"finish", volume_finish, METH_O, NULL},
     PCC_PY_METHOD("set_group", volume_set_group),
     {"has_expendable", volume_has_expendable, METH_NOARGS, NULL},
     {"recycle", volume_recycle, METH_NOARGS, NULL},
     {"own_bytes", volume_own_bytes, METH_O, NULL},
+    {"notes", volume_notes, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
     {"verify", volume_verify, METH_O, NULL},

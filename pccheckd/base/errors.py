@@ -47,7 +47,26 @@ _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     ),
     "REMOVED": (CheckpointFailedError, "was removed or moved away while it was open", ""),
     "REPLACED": (CheckpointFailedError, "was replaced by another file while it was open", ""),
-    "NEWER_FORMAT": (RefusedError, "was written by a newer version", "upgrade pccheck"),
+    "OLDER_FORMAT": (
+        RefusedError,
+        f"has volume format 1 or 2, and this version reads {_core.FORMAT_VERSION}",
+        "read it with the pccheck that wrote it, or move the file away",
+    ),
+    "NEWER_FORMAT": (
+        RefusedError,
+        f"has a newer volume format than {_core.FORMAT_VERSION}, which this version reads",
+        "upgrade pccheck",
+    ),
+    "UNKNOWN_FLAG": (
+        RefusedError,
+        "has a checkpoint with a flag that a newer version wrote, and that must be understood",
+        "upgrade pccheck",
+    ),
+    "FOREIGN_BASE": (
+        RefusedError,
+        "has a checkpoint of which a part lies in another volume",
+        "upgrade pccheck",
+    ),
     "LOCKED": (StoreLockedError, "is open in another process", "end that process first"),
     "NO_SLOT": (CheckpointFailedError, "has no free slot", "use more --slots"),
     "TOO_LARGE": (

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
+from pccheck_native import ENGINES
 from pccheck_wire.basics import DEFAULT_SOCKET
 from pccheck_wire.errors import UsageError
 from pccheck_wire.units import GIB, KIB, MIB, TIB, parse_duration, parse_size
@@ -247,10 +248,10 @@ class Config:
         "threads that write each checkpoint", "P", low=1, high=64,
     )
     engine: str = _option(
-        "pwrite", "--engine", TEXT, Group.ROOM,
-        "how volumes are written: pwrite past the page cache, mmap through the page cache, pmem to "
-        "persistent memory (DAX); the daemon uses pwrite where mmap or pmem is not possible",
-        choices=("pwrite", "mmap", "pmem"),
+        ENGINES[0][0], "--engine", TEXT, Group.ROOM,
+        f"how volumes are written: {', '.join(f'{name} {how}' for name, how, _ in ENGINES)}; the "
+        f"daemon uses {ENGINES[0][0]} where another engine is not possible",
+        choices=tuple(name for name, _, _ in ENGINES),
     )
     max_bandwidth_bytes: int = _option(
         0, "--max-bandwidth", SIZE, Group.ROOM,

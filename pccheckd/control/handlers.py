@@ -50,6 +50,7 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from pccheck_wire.transfer import PULL, Decision, offered
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -190,9 +191,9 @@ class Handlers:
             answer = await self._volume_and_dram(session, tenant, body)
         except PccheckError as error:
             if not session.ending:
-                tenant.set_refusal(error)
+                tenant.seat.refuse_room(error, session.number)
             raise
-        tenant.set_refusal(None)
+        tenant.seat.give_room()
         return answer
 
     async def _volume_and_dram(
@@ -218,16 +219,11 @@ class Handlers:
         tenant = session.tenant
         if tenant is None or session.ending:
             raise RefusedError("the session has ended")
-        offer = self._sessions.offer(session)
-        if offer.transfer != "pull":
-            raise RefusedError(offer.reason, hint=exposing.PUSHED, retryable=offer.later)
+        case = self._sessions.case(session)
+        _require_pull(offered(case))
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
-        if whole is None:
-            return
-        reason = await tenant.expose(session.number, body.map, whole)
-        if reason:
-            # An error of the driver, which may pass. A further try costs little.
-            raise RefusedError(reason, hint=exposing.PUSHED, retryable=True)
+        if whole is not None:
+            _require_pull(await tenant.expose(session.number, body.map, whole, case))
 
     def _describe(self, session: Session, body: Describe) -> Described:
         assert session.tenant is not None
@@ -293,29 +289,17 @@ class Handlers:
             part = subset.parse(body.subset, body.seed) if body.subset else None
         except ValueError as error:
             raise UsageError(f"$.body.subset: {error}") from error
-        gone, gave_way = threading.Event(), threading.Event()
+        gone = threading.Event()
 
         async def work() -> report.Document:
             _, tenant = await self._registry.existing(Key(uid, body.job, body.rank))
-            with tenant.read():
-                await tenant.opened()
+            async with tenant.uses.read():
                 volumes = [(item.path, item.volume) for item in tenant.volumes.open]
                 reports = tenant.retention.reports
-
-                def ends() -> bool:
-                    if tenant.must_end_reads:
-                        gave_way.set()
-                    return gone.is_set() or gave_way.is_set()
-
                 document = await self._engine.scan(
-                    session.uid, verification.verify, volumes, body.sequence, part, ends=ends
-                )
-                if gave_way.is_set():
-                    raise RefusedError(
-                        f"verify was interrupted: a volume of {tenant.key} is opened again after "
-                        "an I/O error, which checkpoints wait for",
-                        hint="try again", retryable=True,
-                    )  # fmt: skip
+                    session.uid, verification.verify, volumes, body.sequence, part,
+                    ends=gone.is_set,
+                )  # fmt: skip
                 if part is None:
                     await _judge(tenant, document, reports)
             if body.sequence and not document["checkpoints"]:
@@ -333,6 +317,11 @@ def _count_failed(tenant: Tenant, count: int) -> None:
         raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {count})")
     if count:
         tenant.failed_before_request(count)
+
+
+def _require_pull(offer: Decision) -> None:
+    if offer.transfer != PULL:
+        raise RefusedError(offer.reason, hint=offer.hint, retryable=offer.may_pass)
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:

@@ -19,7 +19,7 @@ def verify(
     ends: Callable[[], bool],
 ) -> Document:
     """Reads and checks one checkpoint (0: every one), or a part of it. Blocks until it is read;
-    starts no further one when `ends`: the caller has gone, or checkpoints wait."""
+    starts no further one when `ends`: the caller has gone."""
     results: list[Document] = []
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):

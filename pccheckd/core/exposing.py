@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pccheck_native import _core
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose
+from pccheck_wire.transfer import PULL, PUSH, PUSHED
 
 #: Incomplete exposures, of all sessions of a user.
 UNFINISHED_BYTES_MAX = 8 * _core.EXPOSURE_BYTES_MAX
 REASON_CHARACTERS_MAX = 200
-PUSHED = "GPU tensors are pushed instead"
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Exposing:
 
 def checked(body: Chose) -> tuple[str, str]:
     """Transfer and reason, for the log and for terminals. Raises UsageError."""
-    if body.transfer not in ("push", "pull"):
+    if body.transfer not in (PUSH, PULL):
         raise UsageError(f"$.body.transfer: {body.transfer[:20]!r} is neither push nor pull")
     if len(body.reason) > REASON_CHARACTERS_MAX or not body.reason.isprintable():
         raise UsageError(

@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 from pccheck_native import _core
 from pccheck_wire.basics import plural
+from pccheck_wire.transfer import DriverState
 from pccheckd.base.background import happened
 from pccheckd.base.logs import LOG
 
@@ -33,16 +33,8 @@ LIBRARY = "libcuda.so.1"
 _TRIED = "from pccheck_native import _core; print(_core.cuda_missing(), end='')"
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """How the daemon can receive GPU tensors, as in `Welcome`."""
-
-    transfer: str  # "pull" or "push"
-    reason: str
-    later: bool = False  # the reason may pass
-
-
-_SILENT = Offer("push", "the CUDA driver does not answer", later=True)
+_LOADING = DriverState(missing="the CUDA driver is still being loaded", may_pass=True)
+_SILENT = DriverState(missing="the CUDA driver does not answer", may_pass=True)
 
 
 class Driver:
@@ -50,7 +42,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.gpus: _core.Gpus | None = None
-        self.offer = Offer("push", "the CUDA driver is still being loaded", later=True)
+        self.state = _LOADING
         self._tried = asyncio.Event()
         self._closed = threading.Event()
         self._until_s = 0.0  # time.monotonic; until then trainers wait for the driver
@@ -69,10 +61,10 @@ class Driver:
         def load() -> None:
             pause_s = RETRY_S
             while True:
-                offer, line = _load(installed)
+                state, line = _load(installed)
                 with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._take, offer, line)
-                if not offer.later or self._closed.wait(pause_s):
+                    loop.call_soon_threadsafe(self._take, state, line)
+                if not state.may_pass or self._closed.wait(pause_s):
                     return
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
 
@@ -84,8 +76,8 @@ class Driver:
         left_s = self._until_s - time.monotonic()
         if not self._tried.is_set() and left_s > 0:
             await happened(self._tried, left_s)
-        if not self._tried.is_set() and self.offer != _SILENT:
-            self.offer = _SILENT
+        if not self._tried.is_set() and self.state != _SILENT:
+            self.state = _SILENT
             LOG.warning("the CUDA driver does not answer: GPU tensors are pushed until it does")
         return self.gpus
 
@@ -99,9 +91,9 @@ class Driver:
         gpus, self.gpus = self.gpus, None
         return gpus
 
-    def _take(self, offer: Offer, line: str) -> None:
-        news = offer != self.offer
-        self.offer = offer
+    def _take(self, state: DriverState, line: str) -> None:
+        news = state != self.state
+        self.state = state
         self._tried.set()
         if news and not self._closed.is_set():
             LOG.info("%s", line)
@@ -115,11 +107,11 @@ def _installed() -> bool:
     return True
 
 
-def _load(installed: bool) -> tuple[Offer, str]:
-    """Blocks. The offer for trainers, and the line for the log."""
+def _load(installed: bool) -> tuple[DriverState, str]:
+    """Blocks. The driver, and the line for the log."""
     try:
         if installed and (missing := _missing_elsewhere()):
-            return _without(missing, later=True)
+            return _without(missing, may_pass=True)
         if missing := _core.cuda_missing():
             return _without(missing)
         number, count = _core.cuda_driver()
@@ -127,7 +119,7 @@ def _load(installed: bool) -> tuple[Offer, str]:
         return _without(str(error))
     driver = f"driver {number // 1000}.{number % 1000 // 10}"
     line = f"CUDA {driver}, {plural(count, 'GPU')}: GPU tensors are pulled"
-    return Offer("pull", f"CUDA IPC, {driver}"), line
+    return DriverState(driver), line
 
 
 def _missing_elsewhere() -> str:
@@ -141,7 +133,8 @@ def _missing_elsewhere() -> str:
     return tried.stdout.decode(errors="replace")
 
 
-def _without(reason: str, *, later: bool = False) -> tuple[Offer, str]:
+def _without(reason: str, *, may_pass: bool = False) -> tuple[DriverState, str]:
     short = f"no CUDA driver here: {reason}"[:REASON_CHARACTERS_MAX]
     line = f"no CUDA driver ({reason}): CPU tensors only, GPU tensors are pushed"
-    return Offer("push", short, later), line + (" until it works" if later else "")
+    state = DriverState(missing=short, may_pass=may_pass)
+    return state, line + (" until it works" if may_pass else "")

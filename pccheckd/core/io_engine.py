@@ -1,18 +1,14 @@
-"""Which storage engine volumes are opened with: the one that --engine names, or `pwrite` where the
-kernel or the file system refuses that one."""
+"""Which storage engine volumes are opened with: the one that --engine names, or the first of
+`ENGINES` where the kernel or the file system refuses that one."""
 
 from __future__ import annotations
 
+from pccheck_native import ENGINES
 from pccheckd.base.logs import LOG
 from pccheckd.config.options import Config
 
-PWRITE, MMAP, PMEM = "pwrite", "mmap", "pmem"
-
-#: Why the core took pwrite although another engine was wanted.
-_REFUSED = {
-    MMAP: "the volume cannot be mapped",
-    PMEM: "no persistent memory with a DAX file system here",
-}
+EVERYWHERE = ENGINES[0][0]
+_REFUSED = {name: refusal for name, _, refusal in ENGINES}
 
 
 class IoEngine:

@@ -12,12 +12,12 @@ from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
 from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError
+from pccheck_wire.transfer import PUSHED
 from pccheckd.base.background import happened
 from pccheckd.base.errors import CHECK_DISK, translated
 from pccheckd.base.logs import LOG
 
 from .engine import Engine, Shape
-from .exposing import PUSHED
 
 #: A detach drains what is in the ring; the disk is not waited for.
 DETACH_LIMIT_S = 60.0

@@ -1,1 +1,1 @@
-"""All ranks: who is connected, what the ranks of a job decide together, who has how much DRAM."""
+"""All jobs: who is connected, what a rank restores, who has how much DRAM."""

@@ -1,27 +1,25 @@
-"""Who has how much of the DRAM budget.
+"""Who has how much of the DRAM budget (--dram).
 
-A session that copies or loads claims the bytes that it needs. `shares.fair` turns the claims into
-shares, and this module moves memory until each session has its share, by these rules:
+A session claims the bytes that it needs, and `shares.fair` divides the budget among the claims: the
+`share` of each. Once a second, and after each change, these steps move memory in this order:
 
-1. While the budget holds what all sessions claim, nothing is taken back.
-2. A session needs at least two chunks. When there are not two for each session, they are assigned
-   in rounds, to one session of each user per round. A session that has memory and is assigned none
-   ends. Of one user's sessions the newest ends first; one that saves or loads ends after those that
-   do not. A session that reconnects is refused, with the numbers, until there is room.
-3. Else tenants without a trainer give memory back, in the order in which their trainers ended:
-   their memory is a cache. A trainer that ended less than LEFT_ALONE_S ago may return and recover
-   from the cache, so the cache stays, unless a session that never had its share needs room.
-4. Then live sessions give back what exceeds their share, the largest excess first.
-5. Free memory goes to sessions below their share, first to those with less than two chunks.
+  step    when                         what moves
+  end     two chunks for each session  A session without a share ends, if it has memory. A newer
+          exceed the budget            session of a user ends before an older one, and one that
+                                       neither saves nor loads before one that does.
+  caches  sessions are below their     Tenants without a trainer give memory back, first that of the
+          shares, too little is free   trainer that ended first. A cache younger than LEFT_ALONE_S
+                                       is for a trainer that returns, and goes only to a session
+                                       that never had its share.
+  excess  caches were not enough       Live sessions give back what exceeds their shares, the
+                                       largest excess first.
+  grow    memory is free               Sessions below their shares get more, first those with less
+                                       than two chunks.
 
-The limit of a user (--max-dram-per-user) is a budget of its own, and all rules apply to it. That
-user's caches count, too; rule 3 takes them without waiting.
-
-So the sessions of one user, however many, leave a session of another user two chunks, as long as
-there are two chunks for each user. Users share the rest as `fair` computes.
-
-Shares change only when a session begins, ends or claims more. Rules 3 to 5 take no session below
-its share and bring none above it, so no memory moves while the sessions stay the same."""
+The limit of a user (--max-dram-per-user) is a budget of its own for all steps; there young caches
+go, too. While the sessions stay the same, shares stay the same, and no step takes a session below
+its share or brings one above it: so memory comes to rest. However many sessions a user has, each
+other user gets two chunks, as long as the budget has two chunks for each user."""
 
 from __future__ import annotations
 
@@ -61,7 +59,17 @@ class Claim:
     who: Key
     wanted_bytes: int
     share_bytes: int = 0
-    settled: bool = False  # it has had its share
+    had_share: bool = False  # all of what it claims now
+    ends: bool = False  # so that others get two chunks
+
+    @property
+    def turn(self) -> int:
+        """Of one user's sessions those with a lower turn get their two chunks first."""
+        if self.ends:
+            return 3  # a session ends only once
+        if not self.port.granted_bytes:
+            return 2  # a new session ends no other session of its user
+        return 0 if self.by.is_busy() else 1
 
     @property
     def lacks_bytes(self) -> int:
@@ -85,7 +93,6 @@ class Memory(Background):
         self._tenants = tenants
         self._claims: dict[int, Claim] = {}  # by session
         self._releasing: dict[Port, asyncio.Task[None]] = {}
-        self._ending: set[Port] = set()  # of sessions that end so that others get two chunks
         self._changed = asyncio.Event()
         self._stale = True  # something has changed since the last balance
         self._balanced_s = 0.0
@@ -98,7 +105,7 @@ class Memory(Background):
         numbers."""
         claim = self.enter(by, wanted_bytes)
         port = claim.port
-        claim.settled = claim.settled and wanted_bytes <= claim.wanted_bytes
+        claim.had_share &= wanted_bytes <= claim.wanted_bytes
         claim.wanted_bytes = max(wanted_bytes, port.least_bytes)
         self._stale = True
         deadline = time.monotonic() + CLAIM_LIMIT_S
@@ -130,9 +137,7 @@ class Memory(Background):
 
     def gone(self, session: int) -> None:
         """The session has ended: its memory is a cache now, or was given back."""
-        claim = self._claims.pop(session, None)
-        if claim is not None:
-            self._ending.discard(claim.port)
+        self._claims.pop(session, None)
 
     def share_bytes(self, session: int) -> int:
         claim = self._claims.get(session)
@@ -165,37 +170,25 @@ class Memory(Background):
         self._stale, self._balanced_s = False, time.monotonic()
         if self._claims:
             self._divide()
-            self._end_surplus()
-            self._renew()
+            self._end()
             self._make_room()
-            self._hand_out()
+            self._grow()
 
     def _divide(self) -> None:
+        """Sets the shares."""
         claims = list(self._claims.values())
         shares = fair(
             max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
-            [Demand(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, self._turn(c))
+            [Demand(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, c.turn)
              for c in claims],
             self._config.max_dram_per_user_bytes,
         )  # fmt: skip
         for claim, share in zip(claims, shares, strict=True):
             claim.share_bytes = share
 
-    def _turn(self, claim: Claim) -> int:
-        """Of one user's sessions the lower turns get their two chunks first: a new session ends no
-        other session of its user, and a session is not ended twice."""
-        if claim.port in self._ending:
-            return 3
-        if not claim.port.granted_bytes:
-            return 2
-        return 0 if claim.by.is_busy() else 1
-
-    def _end_surplus(self) -> None:
-        """Rule 2. Without a new session of another user, or a lower limit, this ends none: what the
-        sessions have fits into the budget."""
+    def _end(self) -> None:
         for claim in self._claims.values():
-            port = claim.port
-            if claim.share_bytes or not port.granted_bytes or port in self._ending:
+            if claim.ends or claim.share_bytes or not claim.port.granted_bytes:
                 continue
             LOG.warning(
                 "%s: session ended: the DRAM is too small for two chunks for each of %d sessions. "
@@ -203,41 +196,40 @@ class Memory(Background):
                 "reconnects when memory is free; raise --dram or lower --chunk",
                 claim.who, len(self._claims),
             )  # fmt: skip
-            self._ending.add(port)
+            claim.ends = True
             claim.by.give_way()
 
-    def _renew(self) -> None:
-        """Replaces memory that a process of an earlier session may still write to."""
-        for claim in self._claims.values():
-            if claim.port.left and claim.port not in self._ending:
-                self._resize(claim, claim.port.aim_bytes)
-
     def _make_room(self) -> None:
-        """Rules 1, 3 and 4, for each user's own limit and then for the budget."""
-        claims = [claim for claim in self._claims.values() if claim.port not in self._ending]
+        """Takes what is missing from caches, then from excess: within each user's limit, then
+        within the budget."""
+        claims = [claim for claim in self._claims.values() if not claim.ends]
         limit = self._config.max_dram_per_user_bytes
         for uid in {claim.by.uid for claim in claims} if limit else ():
             mine = [claim for claim in claims if claim.by.uid == uid]
             will = sum(self._will_bytes(port) for owner, port in self._ports() if owner == uid)
-            self._take(mine, will + sum(c.lacks_bytes for c in mine) - limit, uid)
+            short = will + sum(c.lacks_bytes for c in mine) - limit
+            self._take_excess(mine, self._take_caches(short, uid, young=True))
         budget, used = self._engine.pool.usage()
         will = used + sum(self._will_bytes(p) - p.granted_bytes for _, p in self._ports())
-        self._take(claims, will + sum(claim.lacks_bytes for claim in claims) - budget, None)
+        short = will + sum(claim.lacks_bytes for claim in claims) - budget
+        young = any(claim.lacks_bytes and not claim.had_share for claim in claims)
+        self._take_excess(claims, self._take_caches(short, None, young=young))
 
-    def _take(self, claims: list[Claim], short: int, uid: int | None) -> None:
-        """Makes tenants and sessions give back `short` bytes: those of one user, or of all."""
+    def _take_caches(self, short: int, uid: int | None, *, young: bool) -> int:
+        """From tenants of one user, or of all. Returns how much is still missing."""
         now_ns = time.monotonic_ns()
-        urgent = uid is not None or any(c.lacks_bytes and not c.settled for c in claims)
-        for tenant in sorted(self._without_trainer(uid), key=lambda t: t.last_used_ns):
-            port = tenant.port
-            if short <= 0 or port is None:
+        for tenant, port in self._caches(uid):
+            if short <= 0:
                 break
             if not tenant.quiet:  # as its checkpoints are written
                 short -= port.aim_bytes - _least(tenant, port)
                 port.resize(_least(tenant, port), self._moved, stuck=lambda: None)  # no trainer
-            elif urgent or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
+            elif young or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
                 short -= port.granted_bytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
+        return short
+
+    def _take_excess(self, claims: list[Claim], short: int) -> None:
         for claim in sorted(claims, key=lambda claim: -claim.excess_bytes):
             back = min(claim.excess_bytes, short)
             if back <= 0:
@@ -246,26 +238,23 @@ class Memory(Background):
             self._resize(claim, claim.port.aim_bytes - back)
             short -= back
 
-    def _hand_out(self) -> None:
-        """Rule 5. Memory of sessions that are growing has been promised already."""
+    def _grow(self) -> None:
+        """Memory of sessions that are growing has been promised already."""
         budget, used = self._engine.pool.usage()
-        limit = self._config.max_dram_per_user_bytes
-        promised: Counter[int] = Counter()
+        limit = self._config.max_dram_per_user_bytes or budget
+        user: Counter[int] = Counter()  # what each user has, and is promised
         for uid, port in self._ports():
-            promised[uid] += max(0, port.aim_bytes - port.granted_bytes)
-        has = self.used_bytes()
-        free = budget - used - promised.total()
+            user[uid] += max(port.aim_bytes, port.granted_bytes)
+        free = budget - used - (user.total() - sum(self.used_bytes().values()))
         for claim in sorted(self._claims.values(), key=lambda claim: not claim.lacks_least):
-            uid, more = claim.by.uid, min(claim.lacks_bytes, free)
-            if limit:
-                more = min(more, limit - has[uid] - promised[uid])
+            more = max(0, min(claim.lacks_bytes, free, limit - user[claim.by.uid]))
             more -= more % claim.port.chunk_bytes
-            if more > 0:
+            # A process of an earlier session may still write to what is left: that is replaced.
+            if more or (claim.port.left and not claim.ends):
                 self._resize(claim, claim.port.aim_bytes + more)
                 free -= more
-                promised[uid] += more
-            enough = 0 < claim.share_bytes <= claim.port.granted_bytes
-            claim.settled = claim.settled or enough
+                user[claim.by.uid] += more
+            claim.had_share |= 0 < claim.share_bytes <= claim.port.granted_bytes
 
     def _resize(self, claim: Claim, aim_bytes: int) -> None:
         claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
@@ -274,29 +263,31 @@ class Memory(Background):
 
     def _will_bytes(self, port: Port) -> int:
         """What a port has when the present resizes have ended."""
-        return 0 if port in self._releasing or port in self._ending else port.aim_bytes
+        ends = any(claim.ends and claim.port is port for claim in self._claims.values())
+        return 0 if ends or port in self._releasing else port.aim_bytes
 
-    def _without_trainer(self, uid: int | None) -> list[Tenant]:
-        """Tenants, of one user or of all, that can return memory: caches, written checkpoints."""
+    def _unclaimed(self) -> Iterator[tuple[Tenant, Port]]:
         claimed = {claim.port for claim in self._claims.values()}
-        found = []
         for tenant in self._tenants():
-            port = tenant.port
-            if port is None or port in claimed or port in self._releasing or tenant.lock.locked():
-                continue
-            has_more = port.aim_bytes > _least(tenant, port)
-            if tenant.owner is None and has_more and uid in (None, tenant.key.uid):
-                found.append(tenant)
-        return found
+            if tenant.port is not None and tenant.port not in claimed:
+                yield tenant, tenant.port
+
+    def _caches(self, uid: int | None) -> list[tuple[Tenant, Port]]:
+        """What tenants without a trainer, of one user or of all, can return, in this order."""
+        found = [
+            (tenant, port) for tenant, port in self._unclaimed()
+            if tenant.owner is None and uid in (None, tenant.key.uid)
+            if port not in self._releasing and not tenant.lock.locked()
+            if port.aim_bytes > _least(tenant, port)
+        ]  # fmt: skip
+        return sorted(found, key=lambda item: item[0].last_used_ns)
 
     def _bound_bytes(self) -> int:
         """Memory that is in use until a disk has ended its writes."""
-        claimed = {claim.port for claim in self._claims.values()}
         return sum(
-            max(tenant.port.least_bytes, tenant.port.floor_bytes)
-            for tenant in self._tenants()
-            if tenant.port is not None and tenant.port not in claimed and tenant.ledger.live()
-        )
+            max(port.least_bytes, port.floor_bytes)
+            for tenant, port in self._unclaimed() if tenant.ledger.live()
+        )  # fmt: skip
 
     async def _release(self, tenant: Tenant, port: Port) -> None:
         """Makes a tenant without a trainer give back all its memory."""
@@ -314,66 +305,63 @@ class Memory(Background):
         self._stale = True
         self._changed.set()
 
-    def _ports(self) -> Iterator[tuple[int, Port]]:
+    def _ports(self) -> list[tuple[int, Port]]:
         """Every port with memory, and its user."""
-        seen = set()
-        for claim in self._claims.values():
-            seen.add(claim.port)
-            yield claim.by.uid, claim.port
-        for tenant in self._tenants():
-            if tenant.port is not None and tenant.port not in seen:
-                yield tenant.key.uid, tenant.port
+        claimed = [(claim.by.uid, claim.port) for claim in self._claims.values()]
+        return claimed + [(tenant.key.uid, port) for tenant, port in self._unclaimed()]
 
     def _require_room(self, claim: Claim) -> None:
         """Raises RefusedError when there are no two chunks for it: waiting does not help."""
-        by, least = claim.by, claim.port.least_bytes
-        limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
-        mine = [one for one in self._claims.values() if one.by.uid == by.uid]
-        needs = f"{claim.who} needs at least two chunks ({size_text(least)}) of DRAM"
-        refusal = None
-        if limit and sum(one.port.least_bytes for one in mine) > limit:
-            used = [
-                f"{one.who} has {size_text(one.port.granted_bytes)}"
-                for one in mine
-                if one is not claim
-            ]
-            refusal = RefusedError(
-                f"{needs}, and the limit of uid {by.uid} is {size_text(limit)} "
-                f"(--max-dram-per-user): {some(used) or 'nothing is used'}",
-                hint="end one of these jobs (pccheckctl drop frees the cache of an ended one), or "
-                "raise --max-dram-per-user", retryable=True,
-            )  # fmt: skip
-        elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
-            refusal = RefusedError(
-                f"{needs}, and {size_text(budget)} (--dram) are less than two chunks for each of "
-                f"{len(self._claims)} sessions, {len(mine)} of them of uid {by.uid}",
-                hint="end some of these sessions, raise --dram, or lower --chunk",
-                retryable=True,
-            )  # fmt: skip
+        uid, least = claim.by.uid, claim.port.least_bytes
         # Without a claim, memory under way could not be taken back.
-        if refusal is not None and claim.share_bytes < least and not claim.port.resizes:
-            self.gone(by.number)
-            raise refusal
+        if claim.share_bytes >= least or claim.port.resizes:
+            return
+        limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
+        mine = [one for one in self._claims.values() if one.by.uid == uid]
+        if limit and sum(one.port.least_bytes for one in mine) > limit:
+            used = [f"{one.who} has {size_text(one.port.granted_bytes)}"
+                    for one in mine if one is not claim]  # fmt: skip
+            why = (
+                f"the limit of uid {uid} is {size_text(limit)} (--max-dram-per-user): "
+                f"{some(used) or 'nothing is used'}"
+            )
+            hint = (
+                "end one of these jobs (pccheckctl drop frees the cache of an ended one), or raise "
+                "--max-dram-per-user"
+            )
+        elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
+            why = (
+                f"{size_text(budget)} (--dram) are less than two chunks for each of "
+                f"{len(self._claims)} sessions, {len(mine)} of them of uid {uid}"
+            )
+            hint = "end some of these sessions, raise --dram, or lower --chunk"
+        else:
+            return
+        self.gone(claim.by.number)
+        raise RefusedError(f"{_needs(claim)}, and {why}", hint=hint, retryable=True)
 
     def _too_late(self, claim: Claim) -> RefusedError:
         budget, used = self._engine.pool.usage()
         back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
-        least = claim.port.least_bytes
-        needs = (
-            f"{claim.who} needs at least two chunks ({size_text(least)}) of DRAM: "
-            f"{size_text(used)} of {size_text(budget)} (--dram) are used"
-        )
-        if used + least <= budget:
-            return RefusedError(
-                f"{needs}, but the system refuses the rest: memory limit reached",
-                hint=f"lower --dram of pccheckd, or {SHORTAGE_HINT}", retryable=True,
-            )  # fmt: skip
-        return RefusedError(
-            f"{needs}; {size_text(back)} of them are being returned, which took longer than "
-            f"{CLAIM_LIMIT_S:g} s",
-            hint="try again; if it fails again, check for a slow disk or a stopped trainer: "
-            "pccheckctl status", retryable=True,
-        )  # fmt: skip
+        why = f"{size_text(used)} of {size_text(budget)} (--dram) are used"
+        if used + claim.port.least_bytes <= budget:
+            why += ", but the system refuses the rest: memory limit reached"
+            hint = f"lower --dram of pccheckd, or {SHORTAGE_HINT}"
+        else:
+            why += (
+                f"; {size_text(back)} of them are being returned, which took longer than "
+                f"{CLAIM_LIMIT_S:g} s"
+            )
+            hint = (
+                "try again; if it fails again, check for a slow disk or a stopped trainer: "
+                "pccheckctl status"
+            )
+        return RefusedError(f"{_needs(claim)}: {why}", hint=hint, retryable=True)
+
+
+def _needs(claim: Claim) -> str:
+    least = size_text(claim.port.least_bytes)
+    return f"{claim.who} needs at least two chunks ({least}) of DRAM"
 
 
 def _least(tenant: Tenant, port: Port) -> int:

@@ -6,10 +6,11 @@ from pccheck_native import catalog
 from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import Pin
+from pccheckd.group.job import Job
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PINNED
 
-from .job import Job
+from . import choosing
 from .sessions import Session
 
 #: Beside pinned checkpoints a volume needs slots for the newest one, for one that is protected for
@@ -31,7 +32,7 @@ async def pin(session: Session, body: Pin) -> None:
         if not body.pinned:
             await _unpin(tenants, body.step)
             return
-        sequence = _sequence(session, job, body.step)
+        sequence = _sequence(session, job, own, body.step)
         holders = _holders(tenants, own, sequence)
         for tenant in holders:
             _require_room(tenant, sequence, body.step)
@@ -83,9 +84,9 @@ async def _unpin(tenants: list[Tenant], step: int) -> None:
                 await tenant.retention.flag_or_raise(one.sequence, clear=PINNED, now=True)
 
 
-def _sequence(session: Session, job: Job, step: int) -> int:
+def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
     """The sequence of the newest checkpoint of a step that this rank can restore."""
-    known = job.choosing.restorable(session.asker)
+    known = choosing.restorable(session, job, own)
     found = max((sequence for sequence, its in known.items() if its == step), default=0)
     if not found:
         steps = some(known[one] for one in sorted(known, reverse=True)) or "none"

@@ -1,22 +1,20 @@
-"""Answers `Open` and `Read`: opens the checkpoint that `choosing.py` chooses, and sends it.
-
-Each chunk comes from memory if it is cached there, else from the volume: `send_cached` in
-`pcc_tenant_load.c` decides that when the chunk is sent. `_in_dram` only says, for `Opened.source`,
-whether no chunk would need the volume now."""
+"""Answers `Open` and `Read`: opens the checkpoint that `choosing.py` chooses, and sends it. Each
+chunk comes from memory if it is cached there, else from the volume: `send_cached` in
+`pcc_tenant_load.c` decides that when the chunk is sent."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from pccheck_native import catalog, layout
-from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, UsageError
+from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Writing
 from pccheckd.core.engine import Engine
-from pccheckd.tenancy.leases import recycled
+from pccheckd.group.job import Job
+from pccheckd.tenancy.retention import recycled
 from pccheckd.tenancy.tenant import Tenant
 
-from .choosing import newest_of
-from .job import Job
+from . import choosing
 from .memory import Memory
 from .sessions import Session
 
@@ -34,14 +32,13 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     if session.role is Role.TRAINER:
         if body.step is None:  # else it only reads, and does not count as restored
             session.follow()
-        if (writing := await job.choosing.settled()) is not None:
+        if (writing := await choosing.settled(job)) is not None:
             return writing
-        chosen, skipped = job.choosing.choose(session.asker, body)
     else:
         await tenant.volumes.refresh()
-        chosen, skipped = newest_of(tenant, body, tenant.volumes.checkpoints())
-        if chosen is not None:
-            _lease(session, job, tenant, chosen)
+    chosen, skipped = choosing.choose(session, job, tenant, body)
+    if chosen is not None and session.role is not Role.TRAINER:
+        _lease(session, job, tenant, chosen)
     if chosen is None:
         if engine.directory is not None and engine.directory.is_private:
             await engine.call(session.uid, _require_no_other, engine.directory.directory, session)
@@ -50,9 +47,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
         tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
-        rank=chosen.rank, parts=_parts(job, chosen),
-        source="dram" if await _in_dram(session, tenant, chosen) else "volume",
-        wall_ns=chosen.wall_ns,
+        rank=chosen.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,
     )  # fmt: skip
 
 
@@ -77,32 +72,23 @@ def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) 
             tenant.leases.take(one.sequence, session.number)
 
 
-async def _in_dram(session: Session, tenant: Tenant, chosen: catalog.Checkpoint) -> bool:
-    port = tenant.port
-    if session.role is not Role.TRAINER or port is None or chosen.rank != tenant.key.rank:
-        return False
-    return await tenant.engine.call(tenant.key.uid, port.channel.cached, chosen.sequence)
-
-
 async def read(session: Session, memory: Memory, body: Read) -> None:
     """Starts to send payload through the page; its END carries the result."""
     job, own = _place(session)
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
     if tenant is None:
         raise NoCheckpointError(f"job {job.name!r} has no rank {body.rank}")
-    port, volume = session.port, tenant.volumes.find(body.sequence)
+    port = session.port
     if port is None:
         raise RefusedError("the session has ended")
-    if volume is None:
-        raise recycled(tenant.key, body.sequence)
-    if body.load in session.loads:
-        raise UsageError(f"load {body.load} is in progress")
-    session.begin_load(body.load, tenant, body.sequence)
+    await session.begin_load(body.load, tenant, body.sequence)
     try:
+        volume = tenant.volumes.find(body.sequence)
+        if volume is None:
+            raise recycled(tenant.key, body.sequence)
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
             await memory.claim(session, own.wanted_bytes(payload.payload_bytes))
-        await tenant.opened()
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )

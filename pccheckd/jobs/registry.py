@@ -12,12 +12,12 @@ from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
+from pccheckd.group.job import Job
 from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
-from .job import Job
 from .memory import Memory
 from .survey import Fault, Survey
 
@@ -86,8 +86,8 @@ class Registry:
         if not files:
             raise NoCheckpointError(f"{key} has no volume", hint="see: pccheckctl list")
         job, tenant = await self.tenant(key)
-        if tenant.volumes.unreadable:  # it may be readable now
-            with tenant.coming():
+        if tenant.volumes.unreadable or not tenant.volumes.open:  # it may be readable now
+            with tenant.uses.come():
                 await tenant.look()
         tenant.volumes.require_readable(fresh=False)
         if not tenant.volumes.open:
@@ -199,7 +199,7 @@ def _users(job: Job) -> str:
     for rank, tenant in sorted(job.tenants.items()):
         if tenant.owner is not None:
             found.append(f"rank {rank} is pid {tenant.owner.pid}")
-        if tenant.readers or tenant.is_read:
+        if tenant.uses.readers or tenant.is_read:
             found.append(f"rank {rank} is being read")
         if tenant.ledger.live():
             found.append(f"checkpoints of rank {rank} are in flight")

@@ -17,20 +17,19 @@ from pccheck_native import _core, layout
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
+from pccheck_wire.transfer import PUSH, Case, Decision, offered
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Shape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
-from pccheckd.core.gpus import Offer
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
+from pccheckd.group.job import Job
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
-from .choosing import Asker
-from .job import Job
 from .registry import Registry
 
 READER_CHUNKS = 8
@@ -89,21 +88,19 @@ class Session:
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
 
-    @property
-    def asker(self) -> Asker:
-        """The process, when it asks for a checkpoint to restore."""
-        return Asker(self.rank, self.process, self.world_size, self.solo)
-
-    def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
-        """A checkpoint is read: its volumes stay open until `end_load`."""
+    async def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
+        """A checkpoint is read: its volumes stay open until `end_load`. Raises UsageError."""
+        await tenant.uses.begin_read()
+        if load in self.loads:
+            tenant.uses.end_read()
+            raise UsageError(f"load {load} is in progress")
         self.loads[load] = tenant, sequence
-        tenant.begin_read()
 
     def end_load(self, load: int) -> None:
         """Does nothing for a load that has ended."""
         tenant, _ = self.loads.pop(load, (None, 0))
         if tenant is not None:
-            tenant.end_read()
+            tenant.uses.end_read()
 
     def chose(self, transfer: str, reason: str) -> None:
         """How its tensors are transferred, and why."""
@@ -157,18 +154,11 @@ class Sessions:
         others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
         return UNFINISHED_BYTES_MAX - sum(other.exposing.held_bytes for other in others)
 
-    def offer(self, session: Session) -> Offer:
-        """What the daemon can do for a session's GPU tensors."""
-        port, offer = session.port, self.engine.driver.offer
-        if session.role is not Role.TRAINER or port is None:
-            return Offer(session.transfer, session.transfer_reason)
-        if offer.transfer == "pull" and session.uid != os.geteuid():
-            # The driver's own check does not stop root, and a handle is only a number: one user
-            # could read another's memory through the daemon.
-            return Offer("push", f"the daemon runs as uid {os.geteuid()}, not as the trainer's uid")
-        if offer.transfer == "pull" and not session.kernel_pid:
-            return Offer("push", "the daemon cannot see this process: another PID namespace")
-        return offer
+    def case(self, session: Session) -> Case:
+        """A trainer, as the choice between pull and push needs it."""
+        return Case(
+            self.engine.driver.state, os.geteuid(), session.uid, visible=bool(session.kernel_pid)
+        )
 
     def drain(self) -> None:
         """The daemon stops: what is copied becomes durable."""
@@ -231,7 +221,7 @@ class Sessions:
         finally:
             self.registry.memory.gone(session.number)
             if session.tenant is not None and session.role is Role.READER:
-                session.tenant.add_reader(-1)
+                session.tenant.uses.add_reader(-1)
                 for tenant in session.job.tenants.values() if session.job is not None else ():
                     tenant.leases.give_back(session.number)
             for load in list(session.loads):
@@ -254,20 +244,25 @@ class Sessions:
 
     def _welcome(self, session: Session) -> Welcome:
         newest = session.tenant.ledger.newest if session.tenant else None
-        offer = self.offer(session)
+        trains = session.role is Role.TRAINER
+        offer = (
+            offered(self.case(session))
+            if trains
+            else Decision(session.transfer, session.transfer_reason)
+        )
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
             token=session.token, endpoint=session.endpoint, pid=os.getpid(),
             incarnation=session.incarnation, storage=session.storage,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
-            transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.later,
+            transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.may_pass,
             newest_step=newest[1] if newest else None,
             protected_step=session.tenant.protected_step() if session.tenant else None,
         )  # fmt: skip
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
-        with tenant.coming():
+        with tenant.uses.come():
             return await self._take_place(session, hello, peer, job, tenant)
 
     async def _take_place(
@@ -286,7 +281,7 @@ class Sessions:
                 if late or not self._predecessor_ends(tenant):
                     descriptors = await self._join(session, hello, job, tenant)
         session.port = tenant.port
-        session.chose("push", "CPU tensors")
+        session.chose(PUSH, "CPU tensors")
         if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
             self.registry.memory.enter(session, tenant.port.granted_bytes)
         LOG.info(
@@ -347,7 +342,7 @@ class Sessions:
         key = Key(uid, hello.job, hello.rank)
         session.job, tenant = await self.registry.existing(key)
         session.tenant = tenant
-        tenant.add_reader()  # before any await: the job stays loaded
+        tenant.uses.add_reader()  # before any await: the job stays loaded
         await tenant.look()
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no volume any more", hint="see: pccheckctl list")
@@ -357,7 +352,7 @@ class Sessions:
         session.port = await Port.opened(
             self.engine, session.uid, lambda event: self._on_event(session, event), shape
         )
-        session.chose("push", "a reader")
+        session.chose(PUSH, "a reader")
         with _descriptors() as (ours, given):
             given.insert(0, await session.port.attach(ours.fileno(), session.number))
             await self.registry.memory.claim(session, READER_CHUNKS * chunk)
@@ -386,7 +381,7 @@ class Sessions:
                 with contextlib.suppress(ValueError):  # it has ended
                     await session.port.unbind(item.volume, 0)  # otherwise it could not be reopened
         finally:
-            tenant.end_read()
+            tenant.uses.end_read()
         if problem == "DAMAGED":
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":

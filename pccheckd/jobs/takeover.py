@@ -61,7 +61,7 @@ async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
     async with tenant.lock:
         like = left.states[-1].says  # chunks as they are, with the lanes that they were in
-        port = await tenant.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
+        port = await tenant.binding.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant)
@@ -130,11 +130,11 @@ async def _continue(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
 async def _settle(tenant: Tenant, port: Port) -> None:
     """Copied checkpoints are checked and written from now on; new ones go to the current volume."""
     if not tenant.ledger.live():
-        await tenant.abandon_port()
+        await tenant.binding.abandon_port()
         return
     tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
     if tenant.volumes.current is not None:
-        await tenant.bind(port, tenant.volumes.current)
+        await tenant.binding.bind(tenant.volumes.current)
 
 
 def _report(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:

@@ -11,8 +11,7 @@ from pccheck_native import _core
 from pccheckd import VERSION
 from pccheckd.base import logs
 from pccheckd.front.endpoints import ControlServer
-from pccheckd.jobs import group_state
-from pccheckd.jobs.job import Job
+from pccheckd.group.job import Job
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.tenancy.tenant import Tenant
@@ -46,7 +45,7 @@ def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]
         *_gpus(engine.driver.info()),
         _sessions(sessions.all()),
         *_fronts(sessions.control),
-        *_groups(registry.jobs.values(), registry.config.stall_limit_s),
+        *_groups(registry.jobs.values()),
         *_ranks(ranks),
         *_scrub(scrubber),
     ]
@@ -103,13 +102,9 @@ def _fronts(control: ControlServer) -> Iterator[Family]:
     yield _one("front_restarts", text, control.restarts, counts=True)
 
 
-def _groups(jobs: Iterable[Job], stall_limit_s: float) -> Iterator[Family]:
+def _groups(jobs: Iterable[Job]) -> Iterator[Family]:
     """What all ranks of a job have, for jobs with several ranks."""
-    found = [
-        ((str(job.uid), job.name), one)
-        for job in jobs
-        if (one := group_state.of(job, stall_limit_s)) is not None
-    ]
+    found = [((str(job.uid), job.name), one) for job in jobs if (one := job.standing()) is not None]
 
     def family(name: str, text: str, samples: Iterable[Sample], *more: str) -> Family:
         return Family(f"group_{name}", text, list(samples), (*RANK[:2], *more))

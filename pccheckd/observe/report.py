@@ -15,19 +15,20 @@ from pccheck_native import _core, catalog
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
+from pccheck_wire.transfer import Case, offered
 from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
-from pccheckd.jobs import group_state
-from pccheckd.jobs.group_state import Standing
-from pccheckd.jobs.job import Job
+from pccheckd.group.explain import Standing
+from pccheckd.group.job import Job
 from pccheckd.jobs.memory import Memory
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
 from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
+from pccheckd.tenancy.binding import BindingState
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.tenant import Tenant
@@ -78,11 +79,7 @@ async def status(
         ],
         "scrub": scrub,
         "sessions": rows,
-        "groups": [
-            _group(job, found)
-            for job in jobs
-            if (found := group_state.of(job, config.stall_limit_s)) is not None
-        ],
+        "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -94,6 +91,7 @@ async def status(
 
 def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) -> Document:
     names = ("slots", "keep", "in_flight", "writers", "chunk_bytes")
+    offer = offered(Case(engine.driver.state))  # to trainers of its own uid
     return {
         "version": VERSION,
         "pid": os.getpid(),
@@ -102,8 +100,8 @@ def _daemon(config: Config, engine: Engine, started_ns: int, *, degraded: bool) 
         "socket": str(config.socket),
         **engine.io.document(),
         **{name: getattr(config, name) for name in names},
-        "transfer": engine.driver.offer.transfer,
-        "transfer_reason": engine.driver.offer.reason,
+        "transfer": offer.transfer,
+        "transfer_reason": offer.reason,
     }
 
 
@@ -338,10 +336,10 @@ def _warnings(tenant: Tenant) -> list[str]:
         found.append(tenant.volumes.loss)  # of an ended job they were removed on purpose
     if tenant.stalled:
         found.append(tenant.stalled)
-    if tenant.stopped:
+    if tenant.binding.state is BindingState.STOPPED:
         found.append(
             "a commit record could not be written, so its checkpoint failed; the next checkpoint "
-            f"reopens the volume; {_CHECK}"
+            f"opens the volume again once no process reads from it; {_CHECK}"
         )
     unreadable = tenant.retention.unreadable
     return found + [text for item in tenant.volumes.open for text in _faults(item, unreadable)]

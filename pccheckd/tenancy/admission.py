@@ -74,7 +74,7 @@ class Admission:
         incarnation, above = alone or (0, 0)
         with contextlib.suppress(ValueError):  # closed
             tenant.port.channel.policy(
-                held=self._stops or tenant.volume_lost, numbers=alone is not None,
+                held=self._stops or not tenant.binding.is_usable, numbers=alone is not None,
                 incarnation=incarnation, above=above,
             )  # fmt: skip
 
@@ -252,10 +252,11 @@ class Admission:
         elif self._why == "STOPPED" and self._reopened is first:
             return self._failed(_error_of("STOPPED"))
         else:
-            tenant.stopped = tenant.stopped or self._why == "STOPPED"
+            if self._why == "STOPPED":
+                tenant.binding.stop()
             self._reopened = first
             try:
-                await tenant.make_ready()
+                await tenant.reopen()
             except Exception as error:
                 return self._failed(error)
         port = tenant.port_of(first.session)

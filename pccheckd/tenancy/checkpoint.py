@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pccheck_native import _core
 from pccheck_wire.messages import CheckpointState as State
+from pccheckd.base.moves import UnlistedMoveError, moved
 
 from .volumes import Key
 
@@ -38,10 +39,6 @@ _PARTS = {
     "published": ("flushed", "durable"),  # the commit record
     "durable": ("requested", "durable"),
 }
-
-
-class UnlistedMoveError(RuntimeError):
-    """An internal error: a state was followed by one that cannot follow it."""
 
 
 class End(NamedTuple):
@@ -151,12 +148,8 @@ class Checkpoint:
 
     def move(self, to: State, now_ns: int) -> None:
         """One listed move. Raises UnlistedMoveError."""
-        if to not in MOVES[self.state]:
-            raise UnlistedMoveError(
-                f"checkpoint {self.snapshot} of session {self.session}: "
-                f"{self.state.name} cannot become {to.name}"
-            )
-        self.state = to
+        who = f"checkpoint {self.snapshot} of session {self.session}"
+        self.state = moved(MOVES, self.state, to, who)
         self.at_ns[to] = now_ns
 
     def advance(self, to: State, now_ns: int) -> bool:

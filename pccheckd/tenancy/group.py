@@ -1,4 +1,4 @@
-"""What a rank asks of its job: `Job` in jobs/job.py says what each answer means."""
+"""What a rank asks of its job: `Job` in group/job.py says what each answer means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a tenant's GPU memory may still be pulled, from how its latest copies ended."""
+"""How the latest pulled copies of a rank ended."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from pccheck_native import _core
 
 from .checkpoint import Checkpoint
 
-#: Copies of one session in a row that fail at the driver before it has to push.
-FAILURES_MAX = 3
 _AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE"})
 
 
 @dataclass(slots=True)
 class Pulling:
-    """How the latest copies out of a trainer's GPU memory ended. A disk that fails under a copy, or
-    a trainer that abandons it, says nothing about the next one."""
+    """Counts copies that failed at the driver. A disk that fails under a copy, or a trainer that
+    abandons it, says nothing about the next one."""
 
     _session: int = 0
     _failures: int = 0
@@ -33,10 +31,10 @@ class Pulling:
             self._failures = self._failures + 1 if checkpoint.session == self._session else 1
             self._session = checkpoint.session
 
-    def take_refusal(self, session: int) -> str:
-        """Why this session's next exposure is refused, or "". Resets the count: the exposure after
-        that is tried again."""
-        if session != self._session or self._failures < FAILURES_MAX:
-            return ""
-        failures, self._failures = self._failures, 0
-        return f"the GPU driver failed {failures} pulled copies in a row"
+    def failed(self, session: int) -> int:
+        """Copies of this session that failed in a row."""
+        return self._failures if session == self._session else 0
+
+    def refused(self) -> None:
+        """An exposure was refused for this: the one after it is tried again."""
+        self._failures = 0

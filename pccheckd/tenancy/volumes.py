@@ -23,7 +23,7 @@ from pccheck_wire.errors import DamagedError, PccheckError, RefusedError, Storag
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
-from pccheckd.core.io_engine import PWRITE
+from pccheckd.core.io_engine import EVERYWHERE
 from pccheckd.storage.space import Reservation
 
 PROTECTED, PINNED = _core.SLOT_PROTECTED, _core.SLOT_PINNED  # for the next run; by the user
@@ -63,6 +63,7 @@ class OpenVolume:
     #: As last read, newest first.
     checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
     quarantined: int = 0
+    begun: int = -1  # the incarnation whose beginning this daemon has written to it
 
     @property
     def limit_bytes(self) -> int | None:
@@ -118,7 +119,6 @@ class VolumeSet:
         self._agreement = Agreement(0, 0, frozenset())  # of the job's ranks
         #: Files that could not be opened, and why.
         self.unreadable: dict[Path, PccheckError] = {}
-        self._tried: dict[Path, tuple[int, ...]] = {}  # marks of files whose content is wrong
         #: Opened, but no longer at their path: closed as soon as they are unused.
         self.gone: list[OpenVolume] = []
         self.loss = ""  # what happened to a file while it was open, until one is durable elsewhere
@@ -189,20 +189,15 @@ class VolumeSet:
 
     async def load(self) -> None:
         """Opens the files on the disk that are not open yet. Those that cannot be opened go to
-        `unreadable`. A file with wrong content is tried again when it has changed. Any other file
-        is tried each time: a lock, an error of the disk or a lack of descriptors may pass."""
+        `unreadable`, and are tried again the next time."""
         files = await self._engine.call(
             self.key.uid, layout.list_volumes, self._config.storage, **self.key._asdict()
         )
         held = {item.path for item in (*self.open, *self.gone)}
-        marks = await self._engine.call(
-            self.key.uid, lambda: {file.path: layout.mark(file.path) for file in files}
-        )
-        for path in self.unreadable.keys() - marks.keys():
+        for path in self.unreadable.keys() - {file.path for file in files}:
             del self.unreadable[path]
         for file in files:
-            known = file.path in self.unreadable and self._tried.get(file.path) == marks[file.path]
-            if file.path in held or known:
+            if file.path in held:
                 continue
             try:
                 self.open.append(await self._opened(file.path, file.generation))
@@ -211,8 +206,6 @@ class VolumeSet:
                 if str(why) != str(self.unreadable.get(file.path)):
                     LOG.warning("%s", why)
                 self.unreadable[file.path] = why
-                if isinstance(why, DamagedError | RefusedError):  # what is in the file says so
-                    self._tried[file.path] = marks[file.path]
             else:  # not before: meanwhile a rank that restores must not find nothing
                 self.unreadable.pop(file.path, None)
         self.open.sort(key=lambda item: item.generation)
@@ -407,7 +400,7 @@ class VolumeSet:
 
     async def _opened(self, path: Path, generation: int, *, writable: bool = True) -> OpenVolume:
         config = self._config
-        engine = self._engine.io.wanted if writable else PWRITE
+        engine = self._engine.io.wanted if writable else EVERYWHERE
 
         def open_it() -> OpenVolume:
             volume = _core.Volume(

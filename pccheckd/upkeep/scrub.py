@@ -322,7 +322,7 @@ class Scrubber(Background):
             if tenant is not None and all(one.volume is not volume for one in tenant.volumes.open):
                 tenant = None  # it has opened the file by itself
             try:
-                with tenant.read() if tenant is not None else contextlib.nullcontext():
+                async with tenant.uses.read() if tenant is not None else contextlib.nullcontext():
                     await self._read(self._pieces.check, volume, found.sequence, offset, length)
             except (ValueError, OSError, _core.NativeError) as error:
                 return _result_of(error), offset

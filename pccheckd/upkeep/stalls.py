@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.jobs import group_state
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
@@ -50,7 +49,7 @@ class Progress:
         for key in self._seen.keys() - present:
             del self._seen[key]
         for job in self._registry.jobs.values():
-            found = group_state.of(job, limit_s)
+            found = job.standing()
             job.note_absent(now_s)
             job.lateness.note(str(found) if found is not None and found.is_late else "")
         self._registry.engine.note_stall(limit_s)

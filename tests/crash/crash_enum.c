@@ -37,6 +37,7 @@ struct enumeration {
     uint64_t deaths, adopted; /* of daemons; saves that went on in another one */
     uint64_t based;           /* became durable with a base */
     uint64_t referred;        /* chunks that nobody copied, because the base has them */
+    uint64_t open;            /* were sealed with a length that was not known before */
     uint64_t violations;
     uint64_t seed;
     const char *program;
@@ -276,6 +277,7 @@ static void run_history(struct enumeration *e, uint64_t history, enum sim_mutant
     e->adopted += w->count.adopted;
     e->based += w->count.based;
     e->referred += w->count.referred;
+    e->open += w->count.open;
     workload_close(w);
     workload_free(w);
     media_free(e->media);
@@ -330,15 +332,15 @@ int main(int argc, char **argv)
     printf("crash_enum (%s): %llu states, %llu distinct images, %llu judged, %llu repaired, %llu "
            "epochs (%llu exhaustive), %llu positions, %llu sessions of %llu histories, %llu deaths "
            "of the daemon (%llu saves went on), %llu saves with a base, %llu chunks that were not "
-           "copied, %llu violations, seed %llu\n",
+           "copied, %llu saves of open length, %llu violations, seed %llu\n",
            sim_model_names[e.model], (unsigned long long)e.states,
            (unsigned long long)e.images.count, (unsigned long long)e.judged.count,
            (unsigned long long)e.repaired.count, (unsigned long long)e.epochs,
            (unsigned long long)e.exhaustive_epochs, (unsigned long long)e.positions,
            (unsigned long long)e.sessions, (unsigned long long)e.histories,
            (unsigned long long)e.deaths, (unsigned long long)e.adopted, (unsigned long long)e.based,
-           (unsigned long long)e.referred, (unsigned long long)e.violations,
-           (unsigned long long)e.seed);
+           (unsigned long long)e.referred, (unsigned long long)e.open,
+           (unsigned long long)e.violations, (unsigned long long)e.seed);
     hash_set_close(&e.judged);
     hash_set_close(&e.images);
     hash_set_close(&e.repaired);

@@ -45,6 +45,12 @@ void oracle_payload(const struct oracle *oracle, uint64_t sequence, int64_t step
     memset(bytes + length, 0, padded - length);
 }
 
+void oracle_start_id(uint64_t incarnation, uint8_t out[PCC_UUID_BYTES])
+{
+    memset(out, 0xa5, PCC_UUID_BYTES);
+    memcpy(out, &incarnation, sizeof incarnation);
+}
+
 struct oracle_save *oracle_begin(struct oracle *oracle, const struct pcc_save_request *request,
                                  uint64_t sequence)
 {
@@ -94,7 +100,11 @@ static const struct oracle_save *find(const struct oracle *oracle,
 static bool is_same(const struct oracle_save *save, const struct pcc_slot_entry *entry)
 {
     const struct pcc_save_request *request = &save->request;
-    return entry->incarnation == request->incarnation &&
+    uint8_t start_id[PCC_UUID_BYTES];
+    oracle_start_id(request->incarnation, start_id);
+    return memcmp(entry->start_id, start_id, sizeof start_id) == 0 &&
+           (entry->flags & PCC_SLOT_MARKS) == request->flags &&
+           entry->incarnation == request->incarnation &&
            entry->payload_bytes == request->payload_bytes &&
            entry->world_size == request->world_size &&
            entry->tree_offset_bytes == request->tree_offset_bytes &&
@@ -121,6 +131,8 @@ static enum verdict verify(const struct oracle *oracle, struct pcc_volume *volum
         if (pcc_load_chunk(load, read_buffer, at, length) != 0)
             verdict = VERDICT_BROKEN_ENTRY;
         else if (!save || !is_same(save, loaded) ||
+                 memcmp(&pcc_load_manifest(load)->notes, &save->request.notes,
+                        sizeof save->request.notes) != 0 ||
                  memcmp(read_buffer, save->bytes + at, length) != 0)
             verdict = VERDICT_WRONG_BYTES;
     }

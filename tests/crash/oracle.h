@@ -36,6 +36,8 @@ void oracle_free(struct oracle *oracle);
 void oracle_payload(const struct oracle *oracle, uint64_t sequence, int64_t step, uint8_t *bytes,
                     uint64_t length);
 /* Books a save that begins; its payload is made here. */
+/* Of the start with this number. */
+void oracle_start_id(uint64_t incarnation, uint8_t out[PCC_UUID_BYTES]);
 struct oracle_save *oracle_begin(struct oracle *oracle, const struct pcc_save_request *request,
                                  uint64_t sequence);
 /* A crash at `position` kept what was before it: the log starts afresh from there. */

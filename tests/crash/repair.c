@@ -55,7 +55,6 @@ static void overlay_close(struct pcc_io *io)
 }
 
 static const struct pcc_io_ops overlay_ops = {
-    .name = "overlay",
     .write = overlay_write,
     .read = overlay_read,
     .write_durable = overlay_write_durable,

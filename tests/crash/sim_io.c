@@ -332,7 +332,6 @@ static void sim_close(struct pcc_io *io)
 }
 
 static const struct pcc_io_ops sim_ops = {
-    .name = "sim",
     .write = sim_write,
     .read = sim_read,
     .write_durable = sim_write_durable,

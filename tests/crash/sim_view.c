@@ -31,7 +31,6 @@ static void view_close(struct pcc_io *io)
 }
 
 static const struct pcc_io_ops view_ops = {
-    .name = "view",
     .write = view_write,
     .read = view_read,
     .write_durable = view_write,

@@ -56,6 +56,7 @@ def test_crash_states(model: str) -> None:
     assert count("repaired", output) >= 10_000
     assert count("saves with a base", output) >= 20
     assert count("chunks that were not copied", output) >= 10
+    assert count("saves of open length", output) >= 200
     assert count("violations", output) == 0
 
 

@@ -147,6 +147,7 @@ int workload_format(struct workload *workload)
         .next_sequence = 1,
         .incarnation = workload->incarnation,
     };
+    oracle_start_id(spec.incarnation, spec.start_id);
     workload->sim->purpose = PURPOSE_OPEN;
     int result = pcc_volume_format(&workload->sim->io, &spec);
     workload->sim->purpose = PURPOSE_POLICY;
@@ -203,6 +204,36 @@ int workload_open_again(struct workload *workload)
     return result;
 }
 
+/* Every third save has no length before its seal. */
+static bool is_open(const struct pcc_save_request *request)
+{
+    return request->tag % 3 == 2;
+}
+
+/* What is known of it when it begins: that it fits. */
+static struct pcc_save_request open_of(const struct workload *workload,
+                                       const struct pcc_save_request *request)
+{
+    struct pcc_save_request begun = *request;
+    begun.is_open = true;
+    begun.payload_bytes = (uint64_t)workload->spec.payload_pages_max * PCC_IO_ALIGN;
+    begun.tree_offset_bytes = begun.tree_bytes = 0;
+    begun.notes.statistics = (struct pcc_section){0, 0};
+    return begun;
+}
+
+static void set_length(struct workload *workload, struct live *live)
+{
+    const struct pcc_save_request *request = &workload->oracle->saves[live->tag].request;
+    const struct pcc_save_length length = {.payload_bytes = request->payload_bytes,
+                                           .tree_offset_bytes = request->tree_offset_bytes,
+                                           .tree_bytes = request->tree_bytes,
+                                           .statistics = request->notes.statistics};
+    if (pcc_save_set_length(live->save, &length) != 0 && !workload->faulty)
+        sim_breach(workload->sim, "the length of a complete save was refused");
+    workload->count.open++;
+}
+
 int workload_begin(struct workload *workload, uint32_t pages)
 {
     struct oracle *oracle = workload->oracle;
@@ -229,9 +260,14 @@ int workload_begin(struct workload *workload, uint32_t pages)
         if (!rng_chance(&workload->rng, 6))
             request.frozen_bytes = oracle->frozen_bytes < bytes ? oracle->frozen_bytes : bytes;
     }
+    request.notes = (struct pcc_manifest_notes){.name_base = request.tag / 8,
+                                                .name_row = request.tag % 8,
+                                                .statistics = {0, bytes / 3 + 1}};
+    request.flags = request.tag % 5 == 0 ? PCC_SLOT_OFFERED | PCC_SLOT_HEALTHY : 0;
     uint64_t sequence = 0;
     struct pcc_save *save = NULL;
-    int result = pcc_save_begin(workload->saver, &request, &save, &sequence);
+    const struct pcc_save_request begun = is_open(&request) ? open_of(workload, &request) : request;
+    int result = pcc_save_begin(workload->saver, &begun, &save, &sequence);
     if (result != 0)
         return result;
     if (sequence <= workload->newest_begun)
@@ -286,6 +322,8 @@ static void hand_over(struct workload *workload, struct live *live, uint32_t ind
 
 static void seal(struct workload *workload, struct live *live)
 {
+    if (is_open(&workload->oracle->saves[live->tag].request))
+        set_length(workload, live);
     workload->oracle->saves[live->tag].sealed_at = workload->sim->log_count;
     live->sealed = true;
     int result = pcc_save_seal(live->save);

@@ -58,7 +58,7 @@ struct workload {
     bool faulty;              /* a fault was armed: saves may fail */
     struct {
         uint64_t begun, durable, superseded, failed, aborted, rehomed, reopened, reads, deaths,
-            adopted, based, referred;
+            adopted, based, referred, open;
     } count;
 };
 

@@ -148,10 +148,13 @@ static void reopen(struct workload *workload)
 
 static void change_policy(struct workload *workload)
 {
+    uint8_t start_id[PCC_UUID_BYTES];
     int result = 0;
     switch (rng_below(&workload->rng, 8)) {
     case 0:
-        result = pcc_volume_begin_incarnation(workload->volume, workload->incarnation + 1, 1);
+        oracle_start_id(workload->incarnation + 1, start_id);
+        result =
+            pcc_volume_begin_incarnation(workload->volume, workload->incarnation + 1, start_id, 1);
         workload->incarnation += result == 0;
         break;
     case 1:

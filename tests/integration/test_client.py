@@ -539,3 +539,19 @@ def test_restore_names_the_disk_when_what_is_being_written_stands_still(
         connect(daemon).recover()
     assert "nothing was written" in caught.value.message and "disk" in caught.value.hint
     daemon.kill()
+
+
+def test_a_restore_says_where_its_bytes_came_from(start_daemon: Start) -> None:
+    daemon = start_daemon("--dram", "8MiB", "--chunk", "1MiB", "--writers", "1")
+    sources = []
+    for elements in (1 << 18, 1 << 21, None):
+        with PCcheckClient(job=f"job-{elements or 1 << 21}", socket=daemon.socket) as client:
+            if elements is not None:
+                client.checkpoint({"at": torch.arange(elements)}, step=1).wait_durable(60)
+            else:
+                assert daemon.stop() == 0
+                daemon.start()
+            found = client.recover()
+            sources.append(found.source)
+            assert torch.equal(found.state["at"], torch.arange(elements or 1 << 21))
+    assert sources == ["dram", "both", "volume"]

@@ -40,8 +40,6 @@ static inline struct pcc_io_options options_of(enum pcc_io_engine engine)
         .engine = engine, .strict = true, .allow_buffered = true, .pmem_anywhere = true};
 }
 
-static const char *const engine_names[PCC_IO_ENGINES] = {"pwrite", "mmap", "pmem"};
-
 /* NULL where the engine is not available. */
 static inline struct pcc_io *opened_engine(enum pcc_io_engine engine)
 {
@@ -50,11 +48,11 @@ static inline struct pcc_io *opened_engine(enum pcc_io_engine engine)
     const int result = pcc_io_open(fresh_file(), &options, &io);
 
     if (result == -PCC_E_UNSUPPORTED) {
-        printf("  %s is not to be had here\n", engine_names[engine]);
+        printf("  %s is not to be had here\n", pcc_io_words_of(engine)->name);
         return NULL;
     }
     CHECK_EQUAL(result, 0);
-    CHECK_EQUAL(strcmp(io->ops->name, engine_names[engine]), 0);
+    CHECK_EQUAL(strcmp(io->name, pcc_io_words_of(engine)->name), 0);
     CHECK_EQUAL(io->size_bytes, FILE_BYTES);
     return io;
 }

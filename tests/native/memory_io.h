@@ -144,7 +144,6 @@ static inline void memory_close(struct pcc_io *io)
 }
 
 static const struct pcc_io_ops memory_ops = {
-    .name = "memory",
     .write = memory_write,
     .read = memory_read,
     .write_durable = memory_write_durable,

@@ -373,6 +373,15 @@ static inline int load(struct fixture *f, uint64_t sequence, uint64_t load_id,
     return result;
 }
 
+/* Which share of the last load was still in the daemon's memory, from 0 to 1. */
+static inline double loaded_from_memory(const struct fixture *f)
+{
+    uint64_t cached_bytes, read_bytes;
+
+    pcc_client_loaded(f->client, &cached_bytes, &read_bytes);
+    return (double)cached_bytes / (double)(cached_bytes + read_bytes);
+}
+
 /* Loads the whole payload and compares it. */
 static inline void load_equals(struct fixture *f, uint64_t sequence, uint64_t load_id,
                                const uint8_t *expected, uint64_t count)

@@ -55,6 +55,8 @@ static void looked(void)
         const struct pcc_kept_save *save = pcc_kept_save(&kept, 1);
         CHECK(save->sequence == truth.sequence && save->payload_bytes == PIECES * BYTES_CHUNK - 7);
         CHECK(save->step == (int64_t)truth.sequence * 10 && save->world_size == 3);
+        CHECK(save->flags == PCC_SLOT_HEALTHY && save->start_id[0] == (uint8_t)truth.sequence);
+        CHECK(save->notes.name_row == truth.sequence);
         for (uint32_t i = 0; i < PIECES; i++) {
             const struct pcc_kept_piece *piece = pcc_kept_piece(&kept, 1, i);
             const uint64_t *sums =
@@ -93,7 +95,9 @@ static struct pcc_slot_entry entry_of(uint64_t sequence)
                                    .payload_bytes = PIECES * BYTES_CHUNK - 7,
                                    .tree_offset_bytes = 100,
                                    .tree_bytes = 50,
-                                   .world_size = 3};
+                                   .world_size = 3,
+                                   .flags = PCC_SLOT_HEALTHY,
+                                   .start_id = {(uint8_t)sequence}};
 }
 
 /* Some begin without a number. */
@@ -107,9 +111,10 @@ static void begin_one(uint64_t sequence, uint32_t slot)
     struct pcc_slot_entry entry = entry_of(sequence);
 
     if (is_numbered_later(sequence))
-        entry.sequence = entry.world_size = 0;
+        entry.sequence = entry.world_size = entry.start_id[0] = 0;
     truth.may_be_copied = truth.must_be_copied = false;
-    pcc_kept_begin(&truth.kept, 1, &entry, slot, PIECES, 0);
+    pcc_kept_begin(&truth.kept, 1, &entry, &(struct pcc_manifest_notes){.name_row = sequence}, slot,
+                   PIECES, 0);
     truth.sequence = sequence;
     truth.slot = slot;
 }

@@ -75,7 +75,7 @@ static uint64_t session(uint64_t before, bool must, uint64_t first_tag)
             const int read = read_back(owner->volume, pcc_volume_superseding(owner->volume), 2);
             CHECK(read == 0 || (!must && read == -ENOMEM));
         }
-        const int flagged = pcc_volume_begin_incarnation(owner->volume, first_tag, 1);
+        const int flagged = pcc_volume_begin_incarnation(owner->volume, first_tag, NO_ID, 1);
         CHECK(flagged == 0 || (!must && was_refused()));
         pcc_saver_close(owner->saver);
         pcc_volume_close(owner->volume);

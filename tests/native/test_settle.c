@@ -83,8 +83,7 @@ static void sick_close(struct pcc_io *io)
 
 static struct pcc_io *sick_open(const char *path, struct sick_io *self)
 {
-    static const struct pcc_io_ops ops = {.name = "sick",
-                                          .write = sick_write,
+    static const struct pcc_io_ops ops = {.write = sick_write,
                                           .read = sick_read,
                                           .write_durable = sick_durable,
                                           .flush = sick_flush,

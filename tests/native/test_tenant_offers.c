@@ -66,7 +66,7 @@ static void test_what_is_in_the_base_needs_no_chunk(void)
         content(++snapshot);
         CHECK_EQUAL(copied(&f, snapshot), WHOLE - FROZEN);
         load_equals(&f, snapshot, snapshot, bytes, WHOLE);
-        CHECK(pcc_tenant_cached(f.tenant, snapshot)); /* what was not copied is there of the base */
+        CHECK(loaded_from_memory(&f) == 1); /* what was not copied is there of the base */
     }
     bytes[3 * CHUNK + 5] ^= 1; /* nothing has counted this */
     CHECK_EQUAL(copied(&f, ++snapshot), WHOLE - FROZEN + CHUNK);
@@ -74,8 +74,8 @@ static void test_what_is_in_the_base_needs_no_chunk(void)
     detach(&f);
     link_open(&f); /* a client that knows nothing of the base */
     rot(&f);       /* neither is read: it is all in DRAM */
-    CHECK(pcc_tenant_cached(f.tenant, snapshot));
     load_equals(&f, snapshot, 1, bytes, WHOLE);
+    CHECK(loaded_from_memory(&f) == 1);
     content(1);
     CHECK_EQUAL(copied(&f, 1), WHOLE - FROZEN);
     detach(&f);
@@ -126,8 +126,10 @@ static void test_a_part_of_a_chunk(void)
             f.tenant->chunks[i].offset_bytes = 2 * WHOLE;
     CHECK(load(&f, sequence, 1, &range, 1, 3 * CHUNK, sizeof got) == 0);
     CHECK(memcmp(got, bytes + 3 * CHUNK, sizeof got) == 0);
-    CHECK(!f.tenant->load.careful);                   /* the client found nothing damaged */
-    CHECK(pcc_tenant_cached(f.tenant, sequence - 1)); /* and the base is as cached as it was */
+    CHECK(!f.tenant->load.careful); /* the client found nothing damaged */
+    content(1);
+    load_equals(&f, sequence - 1, 2, bytes, WHOLE);
+    CHECK(loaded_from_memory(&f) == 1); /* the base is as cached as it was */
     fixture_end(&f);
 }
 

@@ -1,6 +1,7 @@
 /* Records, slots, holds and policy, on a disk in memory. */
 #include <string.h>
 
+#include "disk/pcc_load.h"
 #include "volume_fixture.h"
 
 static void test_a_new_volume_is_empty_and_free(void)
@@ -157,6 +158,92 @@ static void test_what_is_no_volume_says_so(void)
     memory_free(media);
 }
 
+/* A reader that does not know the flag must not take the record before for the newest one. */
+static void test_an_unknown_flag_of_the_newest_record_refuses_the_volume(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    struct pcc_record record;
+    uint64_t sequence = 0;
+
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    pcc_volume_record(volume, &record);
+    pcc_volume_close(volume);
+    for (uint32_t slot = 0; slot < record.slot_count; slot++)
+        if (record.slots[slot].state == PCC_SLOT_DURABLE)
+            record.slots[slot].flags = 1u << 15;
+    for (uint32_t replica = 0; replica < 2; replica++) {
+        pcc_record_seal(&record, record.generation, replica);
+        memcpy(media->bytes + record.offset_bytes, &record, sizeof record);
+    }
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, false, &volume), -PCC_E_UNKNOWN_FLAG);
+    CHECK_EQUAL(pcc_volume_open_io(&media->io, true, &volume), -PCC_E_UNKNOWN_FLAG);
+    memory_free(media);
+}
+
+static void test_a_base_in_another_volume_is_listed_and_not_read(void)
+{
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    const struct pcc_geometry geometry = pcc_volume_geometry(volume);
+    const struct pcc_manifest_notes notes = {.base_volume = {7}};
+    _Alignas(PCC_IO_ALIGN) uint8_t manifest[PCC_IO_ALIGN] = {0};
+    const uint64_t checksums[1] = {0};
+    struct pcc_record record;
+    struct pcc_base base;
+    struct pcc_load *load;
+    enum pcc_published published;
+    uint32_t slot;
+
+    pcc_volume_record(volume, &record);
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    struct pcc_slot_entry entry = entry_of(pcc_volume_take_sequence(volume, 5));
+    entry.flags = PCC_SLOT_FOREIGN | PCC_SLOT_OFFERED | PCC_SLOT_NOT_FINITE;
+    entry.base_sequence = 9;
+    pcc_manifest_seal(manifest, &record, slot, &notes, checksums, &entry);
+    memcpy(media->bytes + pcc_geometry_slot_offset(&geometry, slot) + 4096, manifest, 4096);
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &published, NULL, NULL), 0);
+    CHECK_EQUAL(published, PCC_PUBLISHED);
+    CHECK(has(volume, 5));
+    CHECK_EQUAL(pcc_load_open(volume, 5, &load), -PCC_E_FOREIGN_BASE);
+    CHECK(!pcc_volume_take_base(volume, &base)); /* the next save shares nothing with it */
+    pcc_volume_close(volume);
+    volume = opened(media);
+    pcc_volume_record(volume, &record);
+    CHECK_EQUAL(record.slots[slot].flags, entry.flags);
+    CHECK_EQUAL(pcc_load_open(volume, 5, &load), -PCC_E_FOREIGN_BASE);
+    done_with(volume, media);
+}
+
+static void test_a_start_and_a_promise_are_kept(void)
+{
+    static const uint8_t start[PCC_UUID_BYTES] = {1, 2, 3};
+    struct memory_io *media = formatted(4, 2);
+    struct pcc_volume *volume = opened(media);
+    struct pcc_promise promise = {.number = 8, .start_id = {9}, .list_digest = {10}};
+    struct pcc_record record;
+    uint8_t found[PCC_UUID_BYTES];
+    uint64_t sequence = 0;
+
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 4, start, 1), 0);
+    CHECK_EQUAL(pcc_volume_promise(volume, &promise), 0);
+    CHECK_EQUAL(pcc_volume_promise(volume, &promise), -EINVAL);
+    promise.number = 7;
+    CHECK_EQUAL(pcc_volume_promise(volume, &promise), -EINVAL);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    pcc_volume_close(volume);
+    volume = opened(media);
+    pcc_volume_record(volume, &record);
+    CHECK(memcmp(record.start_id, start, sizeof start) == 0);
+    CHECK(record.promise.number == 8 && record.promise.start_id[0] == 9 &&
+          record.promise.list_digest[0] == 10);
+    pcc_volume_start_id(volume, 4, found);
+    CHECK(memcmp(found, start, sizeof start) == 0);
+    pcc_volume_start_id(volume, 3, found); /* only its checkpoints know */
+    CHECK(memcmp(found, NO_ID, sizeof found) == 0);
+    done_with(volume, media);
+}
+
 static void test_an_unreadable_newest_record_is_not_written_over(void)
 {
     struct memory_io *media = formatted(4, 2);
@@ -282,7 +369,7 @@ static struct pcc_volume *grouped(struct memory_io *media)
 {
     struct pcc_volume *volume = opened(media);
 
-    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 1, 2), 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 1, NO_ID, 2), 0);
     return volume;
 }
 
@@ -320,7 +407,7 @@ static void test_a_group_keeps_what_the_others_may_still_need(void)
     CHECK_EQUAL(pcc_volume_set_group(volume, &(struct pcc_volume_group){.oldest = 2, .newest = 1}),
                 -EINVAL);
     /* The next run is a single process: its newest `keep` count. */
-    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, 1), 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, NO_ID, 1), 0);
     CHECK_EQUAL(publish_next(volume, &one), 0);
     CHECK_EQUAL(table_size(volume), 1);
     done_with(volume, media);
@@ -376,7 +463,7 @@ static void test_one_rank_after_several_obeys_the_group_until_it_has_its_own(voi
 
     CHECK_EQUAL(publish_of(volume, 1, 2), PCC_PUBLISHED);
     agree(volume, 1, 1, 0);
-    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, 1), 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 2, NO_ID, 1), 0);
     CHECK_EQUAL(publish_of(volume, 2, 2), PCC_PUBLISHED); /* in flight: the others lack it yet */
     CHECK(has(volume, 1) && has(volume, 2));
     agree(volume, 1, 1, 2); /* and never get it */
@@ -667,7 +754,7 @@ static void test_incarnation_and_done(void)
 
     for (int i = 0; i < 3; i++)
         CHECK_EQUAL(publish_next(volume, &sequence), 0);
-    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 5, 1), 0);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 5, NO_ID, 1), 0);
     CHECK_EQUAL(pcc_volume_finish(volume, 0), -EINVAL);
     CHECK_EQUAL(pcc_volume_finish(volume, 1), 0);
     CHECK_EQUAL(table_size(volume), 1);
@@ -687,6 +774,9 @@ static void test_incarnation_and_done(void)
 int main(void)
 {
     RUN(test_a_new_volume_is_empty_and_free);
+    RUN(test_an_unknown_flag_of_the_newest_record_refuses_the_volume);
+    RUN(test_a_base_in_another_volume_is_listed_and_not_read);
+    RUN(test_a_start_and_a_promise_are_kept);
     RUN(test_every_stride_is_found_without_the_first_record);
     RUN(test_a_lost_record_is_told_until_the_next_checkpoint);
     RUN(test_a_first_opening_that_was_cut_off_lost_nothing);

@@ -140,7 +140,7 @@ static void test_a_record_that_was_written_into_a_removed_file_counts_for_nothin
 
     open_named(&f);
     CHECK_EQUAL(unlink(f.path), 0);
-    CHECK_EQUAL(pcc_volume_begin_incarnation(f.volume, 2, 1), -PCC_E_REMOVED);
+    CHECK_EQUAL(pcc_volume_begin_incarnation(f.volume, 2, NO_ID, 1), -PCC_E_REMOVED);
     CHECK(pcc_volume_stopped(f.volume));
     close_named(&f);
 }

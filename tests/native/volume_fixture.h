@@ -8,6 +8,8 @@
 #define BLOCK 4096u
 #define CAPACITY (256u << 10)
 
+static const uint8_t NO_ID[PCC_UUID_BYTES]; /* of a start */
+
 static inline struct pcc_volume_spec spec_of(uint32_t slots, uint32_t keep)
 {
     return (struct pcc_volume_spec){
@@ -62,7 +64,7 @@ static inline struct pcc_slot_entry entry_of(uint64_t sequence)
         .sequence = sequence,
         .step = (int64_t)sequence * 10,
         .payload_bytes = 4096,
-        .manifest_bytes = 104,
+        .manifest_bytes = 264,
     };
 }
 

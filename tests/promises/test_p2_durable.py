@@ -328,9 +328,7 @@ def test_a_disk_that_is_mounted_over_the_storage_directory_gets_no_checkpoint(
     finally:
         subprocess.run(["umount", "-l", str(daemon.storage)], check=True)
     until(daemon, is_there)
-    found = until(daemon, lambda document: document["ranks"][0]["newest"] is not None)
-    assert found["ranks"][0]["newest"]["step"] == 1
-    assert saved(trainer)[0] == "durable"
+    assert saved(trainer)[0] == "durable"  # in the volume that is there again
     assert {1, trainer.step(0)} <= steps_on_disk(daemon)
 
 

@@ -14,7 +14,7 @@ from pccheck_native.group import Agreement
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
-from pccheckd.jobs.job import Job
+from pccheckd.group.job import Job
 from pccheckd.tenancy.group import Requested
 from pccheckd.tenancy.volumes import Key
 
@@ -130,6 +130,7 @@ class Tenant:
         self.leases: Any = SimpleNamespace(take=self._lease)
         self.queue: Any = SimpleNamespace(instruct=self._instruct, look=lambda: None)
         self.instructed = 0
+        self.uses: Any = SimpleNamespace(begin_read=self._begin_read, end_read=self._end_read)
         self.retention: Any = SimpleNamespace(
             unreadable=set(), inherited=set(), flagged=set(), protected=set(), unrestored=False,
             release=self._release, restored_to=self._restored_to, damaged=self._damaged,
@@ -151,13 +152,10 @@ class Tenant:
     async def _damaged(self, sequence: int) -> None:
         self.calls.append(f"damaged {sequence}")
 
-    def begin_read(self) -> None:
+    async def _begin_read(self) -> None:
         self.calls.append("read")
 
-    async def opened(self) -> None:
-        """Does nothing: no volume is being opened."""
-
-    def end_read(self) -> None:
+    def _end_read(self) -> None:
         self.calls.append("read ended")
 
     def wanted_bytes(self, payload_bytes: int) -> int:
@@ -231,7 +229,8 @@ class Ranks:
         incarnation, sequence, self.ended = self.job.number(rank, requested)
         if self.world == 1 and self.ended is None:  # the core takes the next one
             alone = self.tenants[rank].owner
-            assert alone is not None and (free := self.job.alone(rank, alone)) is not None
+            free = self.job.alone(rank, alone) if alone is not None else None
+            assert free is not None
             sequence = self.job.took(rank, free[1] + 1)
         return incarnation, sequence
 

@@ -60,9 +60,6 @@ class Placement:
         self._optimizers = Optimizers(self._targets, self._stages, both, strict=strict_optimizer)
         self._dicts = Dicts(self._targets, self._stages)
         for name, node, thing in named:
-            if isinstance(thing, Values):
-                self._dicts.claim(name, node, thing.values)
-        for name, node, thing in named:
             if name in self._restored:
                 self._place(name, node, thing, both)
         self._dicts.settle(attached, self._restored, dict(mapping(described.root, "")))

@@ -16,7 +16,7 @@ from pccheck_native import catalog
 from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.basics import did_you_mean
-from pccheck_wire.blocks import Block, Blocks, common
+from pccheck_wire.blocks import Block, common
 from pccheck_wire.errors import UsageError
 from pccheck_wire.tree import Node
 
@@ -76,7 +76,6 @@ class OpenCheckpoint:
         self._lock = threading.RLock()
         self._trees: dict[int, tree.Tree] = {}
         self._nodes: dict[int, dict[str, Node]] = {}
-        self._made_blocks: Blocks | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +175,7 @@ class OpenCheckpoint:
         path, dest, rank, _ = wanted
         home, node = self._find(path, rank)
         if isinstance(node, tree.Shard) and rank is None:
-            return self._blocks().ranges(path, _block_in(wanted, node.shape, node.dtype))
+            return self._reader.blocks.ranges(path, _block_in(wanted, node.shape, node.dtype))
         local = node.local if isinstance(node, tree.Shard) else node
         if not isinstance(local, tree.Tensor):
             raise UsageError(f"{path} is no tensor", hint="get it with read()")
@@ -201,7 +200,7 @@ class OpenCheckpoint:
                 dtype = getattr(torch, shard.dtype)
                 made[place] = flagged(torch.empty(shard.shape, dtype=dtype), local.flags)
                 wanted = _block_in(Wanted(where, made[place].detach()), shard.shape, shard.dtype)
-                ranges.append(self._blocks().ranges(where, wanted))
+                ranges.append(self._reader.blocks.ranges(where, wanted))
             memory.shards[id(shard)] = made[place]
         return ranges
 
@@ -256,11 +255,6 @@ class OpenCheckpoint:
                 for path, node in tree.walk(self._tree(rank).root):
                     nodes.setdefault(path, node)  # a shard's memory has its path, too
             return self._nodes[rank]
-
-    def _blocks(self) -> Blocks:
-        if self._made_blocks is None:
-            self._made_blocks = self._reader.blocks()
-        return self._made_blocks
 
 
 class _Infos:

@@ -1,9 +1,9 @@
 """Attached tensors with elements that share memory, where the checkpoint's may differ.
 
-Expanded tensors, overlapping views, and weights that are tied now and were not when they were saved
-can hold only one of the values. Where that is possible, those values alone are read and compared
-before anything is written. A tensor of a dict is refused without that: it was a copy, and an update
-of the other tensor would change it.
+What shares memory now must have shared it when it was saved. One exception: weights that are tied
+now and were not then, as in a checkpoint of other software, may have the same value; these values
+alone are read and compared before anything is written. A tensor of a dict is refused without that:
+it was a copy, and an update of the other tensor would change it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from pccheck.state.flatten import DTYPE_NAMES
 from pccheck_wire import tree
 from pccheck_wire.blocks import Block
 from pccheck_wire.errors import StateMismatchError
-from pccheck_wire.tree import ITEM_BYTES
 
 from .rebuild import Loader, Memory
 
 DEVICES = frozenset(("cpu", "cuda"))
 NO_EXTENT = 1 << 62  # of values that are not the checkpoint's, or not as they were
+_OWN_MEMORY = (
+    "give each value of a dict its own memory (clone()), build the model as it was, or take what "
+    "you need from recover()"
+)
 
 
 class Pair(NamedTuple):
@@ -94,59 +97,68 @@ def write(live: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def require_one_value(pairs: Sequence[Pair], extents: list[tree.Extent], load: Loader) -> None:
-    """Raises StateMismatchError by path when the checkpoint has different values for one place in
-    memory. Calls `load` only where that is possible."""
-    for start, nbytes, some in _doubtful(pairs):
-        memory = Memory(extents, {pair.node.extent for pair in some})
-        load(pack(memory.ranges))
-        _try(start, nbytes, some, memory)
-
-
-def require_shared(strict: Sequence[Pair], copied: Sequence[Pair], others: Sequence[Pair]) -> None:
-    """Raises StateMismatchError when one of `strict` shares memory with another pair and did not
-    when it was saved; or one of `copied` with memory that keeps its value."""
-    pairs = [*others, *strict, *copied]
-    for _, _, numbers in _overlapping(pairs) if strict or copied else ():
-        keeps = any(pairs[number].node.extent == NO_EXTENT for number in numbers)
-        some = [n for n in numbers if keeps or n < len(others) + len(strict)]
-        one = pairs[max(some, default=0)]
-        other = next((pairs[n].path for n in some if pairs[n].place != one.place), None)
-        if other is not None and max(some) >= len(others):
+    """Raises StateMismatchError by path when the checkpoint has, or may have, different values for
+    one place in memory. Calls `load` only for tied tensors that were not tied."""
+    for numbers in _overlapping(pairs):
+        first, *rest = [pairs[number] for number in numbers]
+        if first.lies_otherwise and overlaps_itself(first.live):
             raise StateMismatchError(
-                f"{one.path} shares memory with {other}, and did not when it was saved",
-                hint="give each value of a dict its own memory (clone()), build the model as it "
-                "was, or take what you need from recover()",
+                f"{first.path}: elements of the attached tensor share memory, as after expand(), "
+                "and did not when it was saved",
+                hint="attach a tensor with memory of its own (clone()), or take what you need from "
+                "recover()",
             )
-
-
-def _doubtful(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, list[Pair]]]:
-    """Tensors whose memory overlaps, with their first address and the bytes from there on. Not
-    those that were saved with the same layout: their values are the same."""
-    for start, nbytes, numbers in _overlapping(pairs):
-        if len(numbers) == 1 and not pairs[numbers[0]].lies_otherwise:
+        other = next((pair for pair in rest if pair.place != first.place), None)
+        if other is None:
             continue
-        some = [pairs[number] for number in numbers]
-        places = {pair.place for pair in some}
-        if len(places) > 1 or any(p.lies_otherwise and overlaps_itself(p.live) for p in some):
-            yield start, nbytes, some
+        if any(_layout(pair.live) != _layout(first.live) for pair in rest):
+            raise _shares(other.path, first.path)
+        memory = Memory(extents, {pair.node.extent for pair in (first, *rest)})
+        load(pack(memory.ranges))
+        value = _bytes(memory.tensor(first.node))
+        for pair in rest:
+            if not torch.equal(_bytes(memory.tensor(pair.node)), value):
+                raise StateMismatchError(
+                    f"{first.path} shares memory with {pair.path}, as tied weights do, and the "
+                    "checkpoint has different values for the two",
+                    hint=_OWN_MEMORY,
+                )
 
 
-def _overlapping(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, list[int]]]:
-    """The numbers of tensors whose memory overlaps, or of one alone, with their first address and
-    the bytes from there on."""
+def require_shared(strict: Sequence[Pair], others: Sequence[Pair]) -> None:
+    """Raises StateMismatchError when one of `strict` shares memory with another pair and did not
+    when it was saved."""
+    pairs = [*others, *strict]
+    for numbers in _overlapping(pairs) if strict else ():
+        one = pairs[max(numbers)]
+        other = next((pairs[n].path for n in numbers if pairs[n].place != one.place), None)
+        if other is not None and max(numbers) >= len(others):
+            raise _shares(one.path, other)
+
+
+def _shares(path: str, other: str) -> StateMismatchError:
+    return StateMismatchError(
+        f"{path} shares memory with {other}, and did not when it was saved", hint=_OWN_MEMORY
+    )
+
+
+def _overlapping(pairs: Sequence[Pair]) -> Iterator[list[int]]:
+    """The numbers of tensors whose memory overlaps, or of one alone."""
     spans = sorted(
         (devices.device_of(live), live.data_ptr(), _end(live), index)
         for index, (_, node, live) in enumerate(pairs)
         if node.extent >= 0
     )
-    first, end, before = 0, 0, -2  # of those that overlap, and their device
-    for at, (device, address, end_here, _) in enumerate([*spans, (-2, 0, 0, 0)]):
-        if at and device == before and address < end:
-            end = max(end, end_here)
-            continue
-        if at > first:
-            yield spans[first][1], end - spans[first][1], [span[3] for span in spans[first:at]]
-        first, end, before = at, end_here, device
+    group: list[int] = []
+    before, end = -2, 0  # of the group
+    for device, address, end_here, index in spans:
+        if group and (device != before or address >= end):
+            yield group
+            group, end = [], 0
+        group.append(index)
+        before, end = device, max(end, end_here)
+    if group:
+        yield group
 
 
 def overlaps_itself(live: torch.Tensor) -> bool:
@@ -168,57 +180,10 @@ def _end(live: torch.Tensor) -> int:
     return live.data_ptr() + span
 
 
-def _try(start: int, nbytes: int, some: list[Pair], memory: Memory) -> None:
-    """Writes all into memory that overlaps alike, and looks at what is there afterwards."""
-    there = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-    tried: list[tuple[Pair, torch.Tensor, torch.Tensor]] = []
-    for pair in some:
-        item = ITEM_BYTES[pair.node.dtype]
-        strides = [stride * item for stride in pair.live.stride()]
-        place = there.as_strided(
-            (*pair.live.shape, item), (*strides, 1), pair.live.data_ptr() - start
-        )
-        value = _bytes(pair, memory, item)
-        write(place, value)
-        if not torch.equal(place, value):
-            raise StateMismatchError(
-                f"{pair.path}: elements of the attached tensor share memory, as after expand(), "
-                "and the checkpoint has different values for them",
-                hint="attach a tensor with memory of its own (clone()), or take what you need from "
-                "recover()",
-            )
-        tried.append((pair, place, value))
-    for pair, place, value in tried:
-        if not torch.equal(place, value):
-            raise StateMismatchError(
-                f"{pair.path} shares memory with {_other(pair, place, value, tried)}, as tied "
-                "weights do, and the checkpoint has different values for the two",
-                hint="build the model as it was, give each value of a dict its own memory "
-                "(clone()), or take what you need from recover()",
-            )
+def _layout(live: torch.Tensor) -> tuple[object, ...]:
+    flags = live.is_conj(), live.is_neg()
+    return live.data_ptr(), live.shape, live.stride(), live.dtype, *flags
 
 
-def _other(
-    pair: Pair,
-    place: torch.Tensor,
-    value: torch.Tensor,
-    tried: list[tuple[Pair, torch.Tensor, torch.Tensor]],
-) -> str:
-    """For a message: the path of a tensor with which it cannot be together."""
-    for other, place_there, value_there in tried:
-        write(place, value)
-        write(place_there, value_there)
-        if other is not pair and not torch.equal(place, value):
-            return other.path
-    raise AssertionError(pair.path)
-
-
-def _bytes(pair: Pair, memory: Memory, item: int) -> torch.Tensor:
-    """The value as it would lie in the attached tensor: one more dimension, of bytes."""
-    value = memory.tensor(pair.node).detach()
-    if pair.live.is_conj():
-        value = value.conj()
-    if pair.live.is_neg():
-        value = value.neg()
-    plain = value.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).view(*plain.shape, item)
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -38,7 +38,7 @@ class RestoreResult:
 
     step: int = 0
     sequence: int = 0
-    source: str = ""  # "dram" or "volume"
+    source: str = ""  # "dram" (the daemon's memory), "volume" or "both"
     #: Damaged ones, and those that the disk could not read: step and reason.
     skipped: list[Skipped] = field(default_factory=list)
     metadata: Any = None
@@ -118,7 +118,7 @@ def read_newest(
             before, failed = opened.sequence, error
             continue
         return Found(
-            opened.step, opened.sequence, opened.source,
+            opened.step, opened.sequence, payloads.origin,
             sorted(skipped.values(), key=lambda item: -item.sequence),
             tree.plain(described.metadata), used,
         ), (opened, described)  # fmt: skip

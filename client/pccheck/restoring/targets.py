@@ -31,7 +31,6 @@ class Targets:
         self._pairs: list[overlaps.Pair] = []
         self._cut: list[overlaps.Cut] = []  # tensors of which this rank has another block now
         self._of_dicts: list[overlaps.Target] = []
-        self._copied: list[overlaps.Pair] = []  # of dicts: it is not known what they shared
         self._shards: dict[int, Any] = {}  # DTensors that hold them, by the identity of the node
         self._filled: set[int] = set()  # identities of nodes that need no memory of their own
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
@@ -51,11 +50,10 @@ class Targets:
         else:
             self._add(target)
 
-    def of_dict(self, pair: overlaps.Pair, node: tree.Node, *, copied: bool) -> None:
-        """A tensor or array of an attached dict. `copied`: what it shared memory with when it was
-        saved is not known, so values decide."""
+    def of_dict(self, pair: overlaps.Pair, node: tree.Node) -> None:
+        """A tensor or array of an attached dict."""
         self._filled.add(id(node))
-        (self._copied if copied else self._of_dicts).append(pair)
+        self._of_dicts.append(pair)
 
     def want(self, node: tree.Node) -> bool:
         """Asks for the tensors and arrays in it that no attached memory takes; whether there are
@@ -76,8 +74,8 @@ class Targets:
         compared. Attached objects have `held`, and fill it themselves or leave it as it is."""
         places: dict[tuple[int, ...], int] = {}
         strict = [self._placed(target, places) for target in (*self._of_dicts, *self._cut)]
-        overlaps.require_shared(strict, self._copied, [*self._pairs, *held])
-        for target in (*self._of_dicts, *self._copied):
+        overlaps.require_shared(strict, [*self._pairs, *held])
+        for target in self._of_dicts:
             self._add(target)
         self._pieces = b"".join(self._blocks.ranges(one.path, one.block) for one in self._cut)
 

@@ -7,7 +7,6 @@ in an optimizer. What shares memory now must have shared it when it was saved.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -39,17 +38,7 @@ class Dicts:
     def __init__(self, targets: Targets, stages: Stages) -> None:
         self._targets, self._stages = targets, stages
         self._placed: dict[str, dict[Any, Any]] = {}
-        self._seen: dict[int, tree.Node] = {}  # what goes into a container, by its identity
-
-    def claim(self, name: str, node: tree.Node, live: dict[Any, Any]) -> None:
-        """To be called for all attached dicts before any is placed: one that is in another one gets
-        the values of its own name. Raises StateMismatchError."""
-        if not self._fills(live, node):
-            raise StateMismatchError(
-                f"{name} is attached under another name, too, and the checkpoint has other values "
-                "under that name",
-                hint="attach one dict for each name",
-            )
+        self._seen: dict[int, tuple[str, tree.Node]] = {}  # what goes into a list or dict
 
     def place(self, name: str, node: tree.Node, live: dict[Any, Any]) -> None:
         """Finds a place for its values. Raises StateMismatchError by path."""
@@ -92,16 +81,15 @@ class Dicts:
         return lambda memory: state_of(memory, node, beside)
 
     def _mapping(self, path: str, node: tree.Mapping, live: dict[Any, Any]) -> _Maker:
-        fills = self._fills(live, node)
+        self._require_one(path, live, node)
         items = [(tree.plain(key), item) for key, item in node.items]
         makers = {k: self._value(tree.join(path, k), item, live.get(k)) for k, item in items}
 
         def make(memory: Memory) -> object:
             made = {key: one(memory) for key, one in makers.items()}
-            into = live if fills else state_of(memory, dataclasses.replace(node, items=[]))
-            into.clear()
-            into.update(made)
-            return into
+            live.clear()
+            live.update(made)
+            return live
 
         return make
 
@@ -112,22 +100,30 @@ class Dicts:
             now = [*live, *[None] * (len(node.items) - len(live))]
             both = enumerate(zip(node.items, now, strict=False))
             makers = [self._value(tree.join(path, at), item, old) for at, (item, old) in both]
-        into = live if isinstance(live, list) and self._fills(live, node) else None
+        if isinstance(live, list):
+            self._require_one(path, live, node)
 
         def make(memory: Memory) -> object:
             items = [one(memory) for one in makers]
             made = SEQUENCES[node.tag](items) if makers else state_of(memory, node)
-            if into is None or not isinstance(made, list):
+            if not (isinstance(live, list) and isinstance(made, list)):
                 return made
-            into[:] = made
-            return into
+            live[:] = made
+            return live
 
         return make
 
-    def _fills(self, live: object, node: tree.Node) -> bool:
-        """False for a container that has two places, of which the checkpoint has other values."""
-        first = self._seen.setdefault(id(live), node)
-        return first is node or tree.encode_node(first) == tree.encode_node(node)
+    def _require_one(self, path: str, live: object, node: tree.Node) -> None:
+        """Raises StateMismatchError for a list or dict that is there twice, of which the checkpoint
+        has different values."""
+        first_path, first = self._seen.setdefault(id(live), (path, node))
+        if first is not node and tree.encode_node(first) != tree.encode_node(node):
+            raise StateMismatchError(
+                f"{path} and {first_path} are one {type(live).__name__}, and the checkpoint has "
+                "different values for the two",
+                hint="give each name its own list or dict (copy.copy()), or take what you need "
+                "from recover()",
+            )
 
     def _fill(self, path: str, node: tree.Node, live: object) -> bool:
         """Whether what is there now can take the value. Raises StateMismatchError for a DTensor
@@ -138,13 +134,8 @@ class Dicts:
                 return True
         pair = _pair(path, node, live)
         if pair is not None:
-            self._targets.of_dict(pair, node, copied=_has_gaps(live))
+            self._targets.of_dict(pair, node)
         return pair is not None
-
-
-def _has_gaps(live: object) -> bool:
-    """Arrays with gaps are saved as copies."""
-    return isinstance(live, np.ndarray) and not live.flags.forc
 
 
 def trained(attached: Mapping[str, Any]) -> set[int]:

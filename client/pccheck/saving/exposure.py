@@ -1,4 +1,5 @@
-"""How GPU tensors reach the daemon: it pulls them out of exposed memory, or the link pushes them.
+"""Readies GPU tensors for the way that `pccheck_wire.transfer` chooses: the daemon pulls them out
+of exposed memory, or the link pushes them.
 
 Pull is tried first. Memory is exposed again when addresses, or the memory behind them, changed, and
 after a pulled copy failed. (A daemon whose driver fails again and again refuses.) After a
@@ -24,6 +25,7 @@ from pccheck_native import Link, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DaemonUnreachableError, DeviceError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose
+from pccheck_wire.transfer import PULL, PUSH, Decision, chosen
 
 #: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
 STAGING_BYTES_MAX = 512 << 20
@@ -86,24 +88,22 @@ class Handover:
 
 
 class Exposure:
-    """Decides between pull and push for one connection, and keeps what is exposed up to date.
-    Training thread only."""
+    """Keeps what one connection exposes up to date, while it pulls. Training thread only."""
 
     def __init__(self, connection: Connection, transfer: str, stall_limit_s: float) -> None:
         self.connection = connection
         self._transfer = transfer
         self._stall_limit_s = stall_limit_s
-        self._refused = self._known_obstacle()  # why it pushes; "" while it pulls
-        # No later try on this connection will end in another way.
-        self._for_good = transfer == "push" or not connection.welcome.transfer_later
+        self._offer = _first_offer(connection)  # the daemon's latest
+        self._lacks = ""  # what a GPU lacks for pull
         self._retry = Retry()
-        if self._refused:
+        if self._offer.transfer != PULL:
             self._retry.refused()
         self._opened: set[int] = set()
         self._map = 0
         self._ranges = b""  # what is exposed; b"" when nothing is, or that is not certain
         self._kept: list[object] = []  # the memory that is exposed
-        self._announced: tuple[str, str] | None = None
+        self._announced: Decision | None = None
         self._staging: dict[int, int] = {}
         self._outgrown = False  # there is staging memory that nothing new uses
 
@@ -116,17 +116,17 @@ class Exposure:
         answer.
         """
         connection = self.connection
-        if self._refused and not (self._for_good or queued) and self._retry.due():
-            self._refused = ""
+        if self._chosen().may_pass and not queued and self._retry.due():
+            self._offer = Decision(PULL)
         try:
             self._open(part)
             staging = _staging(connection.link, part)
             ranges = part.ranges(staging)
-            fits = not self._refused and ranges == self._ranges and connection.link.exposure_holds()
-            if not (self._refused or fits or queued):
-                self._expose(part, ranges)
-                fits = True
-            if self._refused and self._kept and not queued:
+            pulls = self._chosen().transfer == PULL
+            fits = pulls and ranges == self._ranges and connection.link.exposure_holds()
+            if pulls and not (fits or queued):
+                fits = self._expose(part, ranges)
+            if not (fits or queued) and self._kept:
                 self._withdraw()
         except NativeError as error:
             raise DeviceError(f"cannot copy the GPU tensors: {error}") from error
@@ -134,17 +134,13 @@ class Exposure:
             if isinstance(error, PccheckError) or connection.alive():
                 raise
             raise connection.gone() from error
-        self._announce()
+        self._announce(self._chosen())
         if staging != self._staging:
             self._outgrown = self._outgrown or bool(self._staging)
             self._staging = staging
-        if not (self._refused or fits) and self._transfer == "pull":
-            raise DeviceError(
-                'transfer="pull" is not available: tensors were replaced while an earlier '
-                "checkpoint waits for a slot",
-                hint='use transfer="auto", or start pccheckd with more --slots',
-            )
-        return Handover(part, ranges, 0 if self._refused or not fits else self._map)
+        choice = self._chosen(stale=not fits)
+        self._require_demanded(choice)
+        return Handover(part, ranges, self._map if choice.transfer == PULL else 0)
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is recorded on a stream that trains."""
@@ -168,13 +164,8 @@ class Exposure:
             with contextlib.suppress(ValueError, OSError):
                 self.connection.link.staging_trim()
 
-    def _known_obstacle(self) -> str:
-        if self._transfer == "push":
-            return 'the client has transfer="push"'
-        welcome = self.connection.welcome
-        if welcome.transfer != "pull":
-            return welcome.transfer_reason or "this daemon cannot pull"
-        return ""
+    def _chosen(self, *, stale: bool = False) -> Decision:
+        return chosen(self._transfer, self._offer, lacks=self._lacks, stale=stale)
 
     def _open(self, part: DevicePart) -> None:
         for device in part.devices:
@@ -182,10 +173,11 @@ class Exposure:
                 continue
             reason = self.connection.link.device_open(device)
             self._opened.add(device)
-            if reason:
-                self._refused, self._for_good = self._refused or f"GPU {device}: {reason}", True
+            if reason and not self._lacks:
+                self._lacks = f"GPU {device}: {reason}"
 
-    def _expose(self, part: DevicePart, ranges: bytes) -> None:
+    def _expose(self, part: DevicePart, ranges: bytes) -> bool:
+        """False when it was refused, here or by the daemon."""
         connection = self.connection
         self._ranges = b""
         before, self._kept = self._kept, [self._kept, part.owners]
@@ -194,18 +186,17 @@ class Exposure:
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             code = error.code_name if isinstance(error, NativeError) else ""
             native = isinstance(error, NativeError)
-            self._refuse(_OBSTACLES.get(code, str(error)), for_good=native)
             self._kept = before  # the earlier exposure stays
-            return
+            return self._refused(_OBSTACLES.get(code, str(error)), may_pass=not native)
         try:
             _with_room(lambda: self._send(data), part)
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
-            self._refuse(error.message, for_good=not error.retryable)
             self._kept = []
-        else:
-            self._ranges, self._kept = ranges, part.owners
+            return self._refused(error.message, may_pass=error.retryable)
+        self._ranges, self._kept = ranges, part.owners
+        return True
 
     def _send(self, data: bytes) -> None:
         self._map += 1
@@ -226,27 +217,36 @@ class Exposure:
             pass
         self._kept = []
 
-    def _announce(self) -> None:
-        """Reports a new choice. Raises DeviceError when it is push and the client has
-        transfer="pull"."""
-        choice = ("push", self._refused) if self._refused else ("pull", "")
-        if choice != self._announced:
-            self._announced = choice
-            line = "".join(c if c.isprintable() else " " for c in choice[1])
-            self.connection.post(Chose(choice[0], line[:REASON_LENGTH_MAX]))
-            LOG.info("GPU tensors go by %s%s", choice[0], f": {choice[1]}" if choice[1] else "")
-        if self._refused and self._transfer == "pull":
-            reason = self._refused  # tried again with the next checkpoint
-            self._refused = self._known_obstacle()
-            self._opened.clear()  # finds again what a GPU lacks
-            raise DeviceError(
-                f'transfer="pull" is not available: {reason}',
-                hint='use transfer="auto", which pushes instead',
-            )
+    def _announce(self, choice: Decision) -> None:
+        """Reports a new choice that lasts for more than one checkpoint."""
+        if choice == self._announced:
+            return
+        self._announced = choice
+        line = "".join(c if c.isprintable() else " " for c in choice.reason)
+        self.connection.post(Chose(choice.transfer, line[:REASON_LENGTH_MAX]))
+        LOG.info(
+            "GPU tensors go by %s%s", choice.transfer, f": {choice.reason}" if choice.reason else ""
+        )
 
-    def _refuse(self, reason: str, *, for_good: bool) -> None:
-        self._refused, self._for_good = reason, for_good
+    def _require_demanded(self, choice: Decision) -> None:
+        """Raises DeviceError when the choice is push and the client has transfer="pull"."""
+        if choice.transfer == PULL or self._transfer != PULL:
+            return
+        if self._chosen().transfer == PUSH:  # tried again with the next checkpoint
+            self._offer = _first_offer(self.connection)
+            self._lacks = ""
+            self._opened.clear()  # finds again what a GPU lacks
+        raise DeviceError(f'transfer="pull" is not available: {choice.reason}', hint=choice.hint)
+
+    def _refused(self, reason: str, *, may_pass: bool) -> bool:
+        self._offer = Decision(PUSH, reason, may_pass=may_pass)
         self._retry.refused()
+        return False
+
+
+def _first_offer(connection: Connection) -> Decision:
+    welcome = connection.welcome
+    return Decision(welcome.transfer, welcome.transfer_reason, may_pass=welcome.transfer_later)
 
 
 def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:

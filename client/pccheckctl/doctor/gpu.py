@@ -46,8 +46,8 @@ def cuda(status: Document, daemon_uid: int | None) -> Iterator[Finding]:
     elif daemon_uid not in (None, 0, user):
         yield warning(
             "cuda", f"pccheckd runs as uid {daemon_uid}, this user is uid {user}",
-            effect=f"the driver may refuse to open another user's GPU memory; then {_PUSHED}",
-            fix="run pccheckd as the training user, or as root (the unit's CUDA drop-in)",
+            effect=f"the daemon pulls nothing out of another user's GPU memory: {_PUSHED}",
+            fix="run pccheckd as the training user",
         )  # fmt: skip
     else:
         yield ok("cuda", f"pccheckd pulls: {reason}")

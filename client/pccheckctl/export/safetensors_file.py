@@ -8,7 +8,6 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 
 from pccheck_native import catalog
@@ -96,13 +95,13 @@ def _fill(
         anchor = ctypes.c_char.from_buffer(mapping)
         try:
             start = ctypes.addressof(anchor) + base
-            for batch in _disjoint(piece for piece in pieces if piece.nbytes and piece.contiguous):
-                reader.read_into(
-                    b"".join(
-                        struct.pack("<QQQ", start + piece.target, piece.source, piece.nbytes)
-                        for piece in batch
-                    )
+            contiguous = (piece for piece in pieces if piece.nbytes and piece.contiguous)
+            reader.read_into(
+                b"".join(
+                    struct.pack("<QQQ", start + piece.target, piece.source, piece.nbytes)
+                    for piece in sorted(contiguous, key=lambda piece: piece.source)
                 )
+            )
         finally:
             del anchor  # or the mapping could not be closed
         for piece in pieces:
@@ -138,17 +137,3 @@ def _shards(pieces: list[Piece], at_most: int) -> list[list[Piece]]:
         shards[-1].append(piece)
         room -= piece.nbytes
     return shards
-
-
-def _disjoint(pieces: Iterable[Piece]) -> list[list[Piece]]:
-    """What ascends in the payload without overlap is read at once; tied tensors come after it."""
-    batch: list[Piece] = []
-    tied: list[list[Piece]] = []
-    end = 0
-    for piece in sorted(pieces, key=lambda piece: (piece.source, piece.nbytes)):
-        if piece.source >= end:
-            batch.append(piece)
-            end = piece.source + piece.nbytes
-        else:
-            tied.append([piece])
-    return [batch, *tied] if batch else []

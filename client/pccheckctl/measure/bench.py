@@ -10,7 +10,6 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from pccheck_native import NativeError, measure_engine
 from pccheck_wire.errors import StorageFullError, UsageError
 from pccheck_wire.units import GIB, MIB
 from pccheckctl.output import render
@@ -27,8 +26,6 @@ PROBE_BYTES = 64 * MIB  # written first, to see how much the passes can write in
 WRITERS = (1, 2, 4)
 #: Limits of the passes, together below half a minute.
 FIRST_LIMIT_S, PASS_LIMIT_S, READ_LIMIT_S, FLUSH_LIMIT_S = 8.0, 3.5, 3.5, 2.0
-#: The storage engines of pccheckd, in turn: rounds, and how long one of them should take.
-ENGINES, ENGINE_ROUNDS, ENGINE_S, ENGINE_WRITERS = ("pwrite", "mmap", "pmem"), 3, 0.7, 2
 FLUSHES = 64
 LEFT_FREE = 0.1  # of the file system: other users of a full one would fail
 GOOD_ENOUGH = 0.95
@@ -47,7 +44,6 @@ class Figures(NamedTuple):
     read_bytes_per_s: float
     flush_s: float
     slowest_flush_s: float
-    engine_bytes_per_s: dict[str, float]  # flush included; only engines that work here
 
     @property
     def best_bytes_per_s(self) -> float:
@@ -91,14 +87,14 @@ def measure(
         raise UsageError(f"--chunk must be a multiple of 4KiB (got {chunk} bytes)")
     with (
         disk.scratch(place) as (fd, direct),
-        Bar("bench", len(writers) + 5, show=not quiet, unit="part") as bar,
+        Bar("bench", len(writers) + 4, show=not quiet, unit="part") as bar,
     ):
         size = _fitting(place, size, chunk)
         reserve(fd, size, place)
 
         def writes(threads: int, nbytes: int) -> float:
             bar.advance(1)
-            return nbytes / measure_engine(fd, "pwrite", nbytes, chunk, threads)
+            return disk.writes(fd, size=nbytes, chunk=chunk, threads=threads)
 
         def within(rate: float, limit_s: float, most: int) -> int:
             """Bytes, in whole chunks, that take about `limit_s`."""
@@ -115,26 +111,10 @@ def measure(
         bar.advance(1)
         flushes = disk.flushes(fd, count=FLUSHES, limit_s=FLUSH_LIMIT_S)
         bar.advance(1)
-        engines = _engines(fd, within(max(rates.values()), ENGINE_S, written), chunk)
         return Figures(
             str(place), size, chunk, direct, first, rates, read,
-            statistics.median(flushes), flushes[-1], engines,
+            statistics.median(flushes), flushes[-1],
         )  # fmt: skip
-
-
-def _engines(fd: int, size: int, chunk: int) -> dict[str, float]:
-    """Bytes per second of each engine that works here: medians of rounds in turn."""
-    seconds: dict[str, list[float]] = {}
-    possible = list(ENGINES)
-    for _ in range(ENGINE_ROUNDS):
-        for engine in tuple(possible):
-            try:
-                took = measure_engine(fd, engine, size, chunk, ENGINE_WRITERS)
-            except NativeError:
-                possible.remove(engine)
-            else:
-                seconds.setdefault(engine, []).append(took)
-    return {engine: size / statistics.median(took) for engine, took in seconds.items()}
 
 
 def _fitting(place: Path, wanted: int | None, chunk: int) -> int:
@@ -165,7 +145,6 @@ def document(figures: Figures) -> Document:
         "read_bytes_per_s": round(figures.read_bytes_per_s),
         "flush_s": round(figures.flush_s, 7),
         "slowest_flush_s": round(figures.slowest_flush_s, 7),
-        "engine_bytes_per_s": {e: round(r) for e, r in figures.engine_bytes_per_s.items()},
         "writers": figures.writers,
         "checkpoint_s": {str(m): round(figures.checkpoint_s(m), 4) for m in EXAMPLES},
         "recover_s": {str(m): round(figures.recover_s(m), 4) for m in EXAMPLES},
@@ -183,10 +162,6 @@ def as_text(figures: Figures) -> str:
         ("read, 2 threads", render.rate(figures.read_bytes_per_s)),
         ("flush of 4 KiB, median", brief(figures.flush_s)),
         ("flush of 4 KiB, slowest", brief(figures.slowest_flush_s)),
-        *(
-            (f"--engine {engine}, {ENGINE_WRITERS} writers and a flush", render.rate(rate))
-            for engine, rate in figures.engine_bytes_per_s.items()
-        ),
     ]
     times = [
         (render.size(m), brief(figures.checkpoint_s(m)), brief(figures.recover_s(m)))

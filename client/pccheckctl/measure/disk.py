@@ -1,16 +1,18 @@
-"""A file on a disk that is removed afterwards, and how fast it is read and flushed, for `bench`,
-`tune` and `doctor`. The daemon's own engines measure writes: `pccheck_native.measure_engine`."""
+"""A file on a disk that is removed afterwards, and how fast it is written, read and flushed, for
+`bench`, `tune` and `doctor`."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import math
 import mmap
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,26 +66,49 @@ def noise(size: int) -> mmap.mmap:
     return made
 
 
+def writes(fd: int, *, size: int, chunk: int, threads: int) -> float:
+    """Bytes per second of a pass over the file, flush included; `size` in whole chunks."""
+    block = noise(chunk)
+    return _pass(size, chunk, threads, lambda offset: _write(fd, block, offset), fd=fd)
+
+
 def reads(fd: int, *, size: int, chunk: int, threads: int, limit_s: float) -> float:
-    """Bytes per second of a pass over the file, as far as the time allows. The threads take chunks
-    in turn."""
+    """Bytes per second of a pass over the file, as far as the time allows."""
+    buffers = threading.local()
+
+    def read(offset: int) -> None:
+        if not hasattr(buffers, "own"):
+            buffers.own = mmap.mmap(-1, chunk)
+        _read(fd, buffers.own, offset)
+
+    return _pass(size, chunk, threads, read, limit_s)
+
+
+def _pass(
+    size: int, chunk: int, threads: int, move: Callable[[int], None], limit_s: float = math.inf,
+    *, fd: int | None = None,
+) -> float:  # fmt: skip
+    """The threads take chunks in turn; then `fd` is flushed."""
     began = time.monotonic()
 
     def work(first: int) -> int:
-        moved, buffer = 0, mmap.mmap(-1, chunk)
+        moved = 0
         for offset in range(first * chunk, size, threads * chunk):
             if moved and time.monotonic() - began > limit_s:
                 break
-            moved += _read(fd, buffer, offset)
+            move(offset)
+            moved += chunk
         return moved
 
     with ThreadPoolExecutor(threads) as team:
         moved = sum(team.map(work, range(threads)))
+    if fd is not None:
+        os.fdatasync(fd)
     return moved / (time.monotonic() - began)
 
 
-def _read(fd: int, buffer: mmap.mmap, offset: int) -> int:
-    """Fills the buffer; its size."""
+def _read(fd: int, buffer: mmap.mmap, offset: int) -> None:
+    """Fills the buffer."""
     done = 0
     with memoryview(buffer) as view:
         while done < len(view):
@@ -91,7 +116,14 @@ def _read(fd: int, buffer: mmap.mmap, offset: int) -> int:
             if count == 0:
                 raise OSError(errno.EIO, "the file ends early")
             done += count
-    return done
+
+
+def _write(fd: int, buffer: mmap.mmap, offset: int) -> None:
+    """Writes all of the buffer."""
+    done = 0
+    with memoryview(buffer) as view:
+        while done < len(view):
+            done += os.pwrite(fd, view[done:], offset + done)
 
 
 def flushes(fd: int, *, count: int, limit_s: float) -> list[float]:
@@ -110,10 +142,7 @@ def flushes(fd: int, *, count: int, limit_s: float) -> list[float]:
 def reads_back(fd: int, size: int) -> bool:
     """Whether the file returns what was written to it and flushed."""
     wanted, found = noise(size), mmap.mmap(-1, size)
-    done = 0
-    with memoryview(wanted) as view:
-        while done < size:
-            done += os.pwrite(fd, view[done:], done)
+    _write(fd, wanted, 0)
     os.fdatasync(fd)
     _read(fd, found, 0)
     return bytes(found) == bytes(wanted)

@@ -26,7 +26,10 @@ _Noreturn void pcc_assert_failed(const char *condition, const char *file, int li
 #define PCC_CODES(X)                                                                               \
     X(NOT_A_VOLUME, "no valid commit record: not a volume")                                        \
     X(DAMAGED, "a checksum does not fit: damaged") /* or a binding, or a digest */                 \
-    X(NEWER_FORMAT, "written by a later version of the volume format")                             \
+    X(OLDER_FORMAT, "its volume format is 1 or 2, which no release wrote; this version reads 3")   \
+    X(NEWER_FORMAT, "its volume format is above 3, the latest that this version reads")            \
+    X(UNKNOWN_FLAG, "a checkpoint has a flag that this version must understand, and does not")     \
+    X(FOREIGN_BASE, "a part of it lies in another volume, which this version does not read")       \
     X(TRUNCATED, "the file is shorter than its records say")                                       \
     X(LOCKED, "another process has the volume open for writing")                                   \
     X(NO_SLOT, "no free slot") /* now */                                                           \

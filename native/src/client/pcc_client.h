@@ -183,5 +183,8 @@ PCC_MUST_CHECK int pcc_client_load_start(struct pcc_client *client, uint64_t loa
                                          uint64_t device_range_count);
 PCC_MUST_CHECK int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id,
                                         uint64_t deadline_ns);
+/* How many bytes the newest load has taken from chunks in the daemon's memory, and how many from
+ * the volume; whole chunks, of which the ranges may take a part. */
+void pcc_client_loaded(struct pcc_client *client, uint64_t *cached_bytes, uint64_t *read_bytes);
 
 #endif

@@ -152,6 +152,14 @@ int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t d
     return result;
 }
 
+void pcc_client_loaded(struct pcc_client *client, uint64_t *cached_bytes, uint64_t *read_bytes)
+{
+    (void)pthread_mutex_lock(&client->lock);
+    *cached_bytes = client->load.cached_bytes;
+    *read_bytes = client->load.read_bytes;
+    (void)pthread_mutex_unlock(&client->lock);
+}
+
 /* -- where loaded chunks go -- */
 
 static uint64_t target_from(const struct pcc_client_load *load, uint64_t offset_bytes)
@@ -206,7 +214,7 @@ static bool block_intact(const struct scattering *scattering, uint64_t block, ui
     const struct pcc_message *message = scattering->message;
     const uint8_t *bytes = client->chunk_at[message->chunk];
 
-    return message->result == PCC_DATA_CHECKED ||
+    return (message->result & PCC_DATA_CHECKED) != 0 ||
            pcc_hash_bytes(bytes + block * client->view.geometry.block_bytes, length_bytes) ==
                pcc_page_checksums(&client->view, message->chunk)[block];
 }
@@ -446,6 +454,10 @@ bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *m
     *result_out = intact ? 0 : -PCC_E_DAMAGED;
     (void)pthread_mutex_lock(&client->lock);
     load->busy = false;
+    if (intact && (message->result & PCC_DATA_CACHED) != 0)
+        load->cached_bytes += message->length_bytes;
+    else if (intact)
+        load->read_bytes += message->length_bytes;
     load_note(client, error);
     (void)pthread_mutex_unlock(&client->lock);
     return !client->flights[message->chunk].loading;

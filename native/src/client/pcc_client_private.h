@@ -92,6 +92,7 @@ struct pcc_client_load {
     bool busy;       /* the thread writes to the targets now */
     uint32_t flying; /* chunks that GPUs read from; they write to the targets */
     uint64_t id;
+    uint64_t cached_bytes, read_bytes; /* taken: from the daemon's memory, and from the volume */
     int result;
     struct pcc_source *targets;
     uint64_t target_count;

@@ -209,9 +209,6 @@ void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum p
 PCC_MUST_CHECK int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool own,
                                    uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
                                    uint64_t load_id);
-/* True when every chunk of `sequence` is cached, and of its base those that were not copied again:
- * it can be recovered from DRAM. */
-bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence);
 
 struct pcc_tenant_usage {
     uint64_t bytes, free_chunks, granted_chunks, full_chunks, cached_chunks, lent_chunks;

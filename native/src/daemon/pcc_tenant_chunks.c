@@ -144,8 +144,6 @@ void pcc_tenant_chunk_fill(struct pcc_tenant *tenant, const struct pcc_tenant_sa
     chunk->sequence = save->sequence;
     chunk->offset_bytes = offset_bytes;
     chunk->length_bytes = length_bytes;
-    chunk->payload_chunks = save->chunk_count;
-    chunk->base = 0;
 }
 
 int pcc_tenant_hand_over(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
@@ -175,8 +173,6 @@ void pcc_tenant_chunks_forget(struct pcc_tenant *tenant, const struct pcc_tenant
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
         if (chunk->tag != save->tag)
             continue;
-        chunk->payload_chunks = save->chunk_count - save->referred;
-        chunk->base = save->referred > 0 ? save->base : 0;
         if (chunk->state == PCC_CHUNK_CACHED && keep_cached)
             pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED); /* among the ended ones */
         else if (chunk->state == PCC_CHUNK_FULL || chunk->state == PCC_CHUNK_CACHED)

@@ -1,6 +1,7 @@
 /* Loads: payload on its way back to the client. Reader threads take pieces of one chunk's length in
  * order; a piece whose chunk is still cached is lent as it is, any other is read from the volume
- * into a chunk that is taken for it.
+ * into a chunk that is taken for it. This is the only place where that is decided, and it is
+ * decided for each chunk: what a load will find in memory is not known before.
  *
  * The client checks the bytes while it copies them. If they do not match, the load goes back to
  * that piece and becomes careful: from there on everything is checked here first. */
@@ -119,7 +120,9 @@ static void send(struct pcc_tenant *tenant, uint32_t index, const struct piece *
                                         .id = tenant->load.id,
                                         .offset_bytes = piece->offset_bytes,
                                         .length_bytes = (uint32_t)piece->length_bytes,
-                                        .result = checked ? PCC_DATA_CHECKED : PCC_DATA_UNCHECKED};
+                                        .result =
+                                            (checked ? PCC_DATA_CHECKED : PCC_DATA_UNCHECKED) |
+                                            (chunk->lent_cached ? PCC_DATA_CACHED : 0)};
 
     chunk->offset_bytes = piece->offset_bytes;
     chunk->lent_unchecked = !checked;

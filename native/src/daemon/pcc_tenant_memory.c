@@ -152,43 +152,6 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
     return busy ? -EBUSY : 0;
 }
 
-static bool holds_content(const struct pcc_tenant_chunk *chunk)
-{
-    return chunk->state == PCC_CHUNK_CACHED ||
-           ((chunk->state == PCC_CHUNK_READING || chunk->state == PCC_CHUNK_LENT) &&
-            chunk->lent_cached);
-}
-
-/* With the lock held: whether all that was copied of it is there; what was not lies in *base_out.
- */
-static bool is_cached(const struct pcc_tenant *tenant, uint64_t sequence, uint64_t *base_out)
-{
-    uint32_t held = 0, of = 0;
-
-    *base_out = 0;
-    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
-        const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
-        if (chunk->sequence != sequence || !holds_content(chunk) ||
-            pcc_tenant_retires(tenant, chunk))
-            continue;
-        held++;
-        of = chunk->payload_chunks;
-        *base_out = chunk->base;
-    }
-    return sequence != 0 && held > 0 && held == of;
-}
-
-bool pcc_tenant_cached(struct pcc_tenant *tenant, uint64_t sequence)
-{
-    uint64_t base, none;
-
-    pcc_tenant_lock(tenant);
-    const bool cached =
-        is_cached(tenant, sequence, &base) && (base == 0 || is_cached(tenant, base, &none));
-    pcc_tenant_unlock(tenant);
-    return cached;
-}
-
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
 {
     uint32_t count[PCC_CHUNK_LEFT + 1] = {0}; /* by state; that is the last one */

@@ -46,8 +46,6 @@ struct pcc_tenant_chunk {
     uint64_t sequence;     /* of cached content; 0 = none */
     uint64_t offset_bytes; /* of cached or lent content within its payload */
     uint32_t length_bytes;
-    uint32_t payload_chunks; /* chunks of that payload that were copied */
-    uint64_t base;           /* the sequence whose chunks hold the others; 0 = all were copied */
 };
 
 /* What may be filled again, in this order. Chunks of retiring segments are in no list. */

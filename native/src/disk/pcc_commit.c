@@ -165,21 +165,12 @@ static int write_replica(struct pcc_volume *volume, uint32_t replica)
     return result;
 }
 
-static uint32_t version_of(const struct pcc_record *record)
-{
-    for (uint32_t slot = 0; slot < record->slot_count; slot++)
-        if (record->slots[slot].base_sequence != 0)
-            return PCC_FORMAT_VERSION;
-    return PCC_FORMAT_VERSION_WHOLE;
-}
-
 static void prepare(struct pcc_volume *volume)
 {
     struct pcc_record *next = volume->buffer;
 
     (void)pthread_mutex_lock(&volume->lock);
     *next = volume->staged;
-    next->format_version = version_of(next);
     next->record_number = volume->durable.record_number + 1;
     next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);
     /* Sequences that were given out but never published are passed over as well. */
@@ -260,7 +251,7 @@ struct search {
     struct pcc_commit_found *found;
     bool any;        /* found->record holds an acceptable one */
     bool looks_like; /* something with our magic was there */
-    bool newer;      /* an intact record of a later format */
+    int refused;     /* why an intact record is not for this version; 0: none is */
     int read_error;
     bool valid[PCC_GENERATIONS];
     bool have_other; /* the acceptable record of the other generation, for the chain */
@@ -280,7 +271,9 @@ static bool read_position(struct search *search, uint64_t offset)
     }
     result = pcc_record_accept(search->buffer, offset);
     search->looks_like |= result != -PCC_E_NOT_A_VOLUME;
-    search->newer |= result == -PCC_E_NEWER_FORMAT;
+    if (result == -PCC_E_OLDER_FORMAT || result == -PCC_E_NEWER_FORMAT ||
+        result == -PCC_E_UNKNOWN_FLAG)
+        search->refused = result;
     return result == 0;
 }
 
@@ -368,8 +361,8 @@ static int find_newest(struct search *search)
     struct pcc_geometry geometry;
 
     if (!find_geometry(search, &geometry)) {
-        if (search->newer)
-            return -PCC_E_NEWER_FORMAT;
+        if (search->refused != 0)
+            return search->refused;
         if (search->looks_like)
             return -PCC_E_DAMAGED;
         return search->read_error != 0 ? search->read_error : -PCC_E_NOT_A_VOLUME;
@@ -382,8 +375,8 @@ static int find_newest(struct search *search)
     for (uint32_t generation = 0; generation < PCC_GENERATIONS; generation++)
         for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++)
             take_position(search, &geometry, generation, replica);
-    if (search->newer)
-        return -PCC_E_NEWER_FORMAT;
+    if (search->refused != 0)
+        return search->refused;
     if (!search->any) /* it was there a moment ago */
         return found->read_error != 0 ? found->read_error : -PCC_E_DAMAGED;
     if (chain_is_broken(search))

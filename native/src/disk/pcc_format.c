@@ -8,7 +8,10 @@
 #define BLOCK_BYTES_MAX (1u << 26)
 #define RECORD_STRIDE_MAX (1u << 20)
 #define RECORD_AREAS (PCC_GENERATIONS * PCC_REPLICAS)
-#define SLOT_FLAGS (PCC_SLOT_RESERVED | PCC_SLOT_LASTING | PCC_SLOT_QUARANTINED | PCC_SLOT_DAMAGED)
+/* Those that this version understands, of those that a reader must. */
+#define MUST_KNOWN                                                                                 \
+    (PCC_SLOT_IMAGE | PCC_SLOT_LASTING | PCC_SLOT_QUARANTINED | PCC_SLOT_DAMAGED |                 \
+     PCC_SLOT_FOREIGN | PCC_SLOT_OFFERED)
 
 static bool is_power_of_two(uint64_t value)
 {
@@ -102,7 +105,7 @@ bool pcc_geometry_fits(const struct pcc_geometry *geometry, uint64_t payload_byt
 uint64_t pcc_manifest_bytes(uint64_t payload_bytes, uint32_t block_bytes, bool has_base)
 {
     const uint64_t blocks = pcc_ceil_div(payload_bytes, block_bytes);
-    const uint64_t words = blocks + (has_base ? 1 + pcc_ceil_div(blocks, 64) : 0);
+    const uint64_t words = blocks + (has_base ? pcc_ceil_div(blocks, 64) : 0);
 
     return sizeof(struct pcc_manifest_header) + words * sizeof(uint64_t);
 }
@@ -112,7 +115,7 @@ uint64_t *pcc_manifest_bitmap(void *manifest, uint64_t payload_bytes, uint32_t b
     uint64_t *words =
         (uint64_t *)(void *)((uint8_t *)manifest + sizeof(struct pcc_manifest_header));
 
-    return words + pcc_ceil_div(payload_bytes, block_bytes) + 1;
+    return words + pcc_ceil_div(payload_bytes, block_bytes);
 }
 
 uint64_t pcc_bitmap_run(const uint64_t *bitmap, uint32_t block_bytes, uint64_t at_bytes,
@@ -143,7 +146,7 @@ uint32_t pcc_record_bases(const struct pcc_record *record, uint32_t mask)
 
     for (uint32_t slot = 0; slot < record->slot_count; slot++) {
         const struct pcc_slot_entry *entry = &record->slots[slot];
-        if ((mask >> slot & 1u) == 0 || entry->base_sequence == 0)
+        if ((mask >> slot & 1u) == 0 || !pcc_entry_has_base(entry))
             continue;
         const uint32_t base = pcc_record_find(record, entry->base_sequence);
         if (base < PCC_SLOTS_MAX)
@@ -176,10 +179,11 @@ void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t re
 /* A base stays in the table as long as the entries that refer to it, and has no base itself. */
 static bool base_is_sound(const struct pcc_record *record, const struct pcc_slot_entry *entry)
 {
+    if ((entry->flags & PCC_SLOT_FOREIGN) != 0)
+        return entry->base_sequence != 0;
     if (entry->base_sequence == 0)
         return true;
-    if (record->format_version == PCC_FORMAT_VERSION_WHOLE ||
-        entry->base_sequence >= entry->sequence)
+    if (entry->base_sequence >= entry->sequence)
         return false;
     const uint32_t base = pcc_record_find(record, entry->base_sequence);
     return base < PCC_SLOTS_MAX && record->slots[base].base_sequence == 0;
@@ -190,8 +194,6 @@ static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geo
 {
     const struct pcc_slot_entry *entry = &record->slots[slot];
 
-    if ((entry->flags & ~SLOT_FLAGS) != 0)
-        return false;
     if (entry->state == PCC_SLOT_FREE) {
         struct pcc_slot_entry rest = *entry;
         rest.flags &= ~PCC_SLOT_QUARANTINED;
@@ -213,16 +215,33 @@ static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geo
            entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes;
 }
 
+static bool knows_its_flags(const struct pcc_record *record)
+{
+    for (uint32_t slot = 0; slot < record->slot_count; slot++)
+        if ((record->slots[slot].flags & PCC_SLOT_MUST & ~MUST_KNOWN) != 0)
+            return false;
+    return true;
+}
+
+/* Without a promise there is no start and no list. */
+static bool promise_is_sound(const struct pcc_promise *promise)
+{
+    return promise->number != 0 || is_zero(promise, sizeof *promise);
+}
+
 int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes)
 {
     if (record->magic != PCC_RECORD_MAGIC)
         return -PCC_E_NOT_A_VOLUME;
     if (record->crc32c != pcc_crc32c(0, record, offsetof(struct pcc_record, crc32c)))
         return -PCC_E_DAMAGED;
-    if (record->format_version > PCC_FORMAT_VERSION)
-        return -PCC_E_NEWER_FORMAT;
+    if (record->format_version == 0)
+        return -PCC_E_DAMAGED;
+    if (record->format_version != PCC_FORMAT_VERSION)
+        return record->format_version < PCC_FORMAT_VERSION ? -PCC_E_OLDER_FORMAT
+                                                           : -PCC_E_NEWER_FORMAT;
     const struct pcc_geometry geometry = pcc_record_geometry(record);
-    if (record->format_version == 0 || record->record_bytes != PCC_RECORD_BYTES ||
+    if (record->record_bytes != PCC_RECORD_BYTES ||
         record->checksum_algorithm != PCC_CHECKSUM_XXH3_64 || !geometry_is_sound(&geometry))
         return -PCC_E_DAMAGED;
     if (record->record_number == 0 || record->replica >= PCC_REPLICAS ||
@@ -232,8 +251,11 @@ int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes)
         return -PCC_E_DAMAGED;
     if (record->keep == 0 || record->keep >= record->slot_count || record->next_sequence == 0 ||
         record->job_bytes > PCC_JOB_BYTES_MAX ||
-        !is_zero(record->job + record->job_bytes, PCC_JOB_BYTES_MAX - record->job_bytes))
+        !is_zero(record->job + record->job_bytes, PCC_JOB_BYTES_MAX - record->job_bytes) ||
+        !promise_is_sound(&record->promise))
         return -PCC_E_DAMAGED;
+    if (!knows_its_flags(record))
+        return -PCC_E_UNKNOWN_FLAG;
     for (uint32_t slot = 0; slot < record->slot_count; slot++)
         if (!entry_is_sound(record, &geometry, slot))
             return -PCC_E_DAMAGED;
@@ -253,12 +275,27 @@ static void manifest_digest(const void *manifest, uint64_t manifest_bytes,
     memcpy(digest_out, canonical.digest, PCC_DIGEST_BYTES);
 }
 
+static bool section_is_sound(const struct pcc_section *section, uint64_t payload_bytes)
+{
+    if (section->bytes == 0)
+        return section->offset_bytes == 0;
+    return section->offset_bytes <= payload_bytes &&
+           section->bytes <= payload_bytes - section->offset_bytes;
+}
+
+bool pcc_notes_are_sound(const struct pcc_manifest_notes *notes, uint64_t payload_bytes)
+{
+    return section_is_sound(&notes->statistics, payload_bytes) &&
+           section_is_sound(&notes->dtypes, payload_bytes);
+}
+
 static struct pcc_manifest_header manifest_header(const struct pcc_record *volume, uint32_t slot,
+                                                  const struct pcc_manifest_notes *notes,
                                                   const struct pcc_slot_entry *entry)
 {
     struct pcc_manifest_header header = {
         .magic = PCC_MANIFEST_MAGIC,
-        .format_version = entry->base_sequence != 0 ? PCC_FORMAT_VERSION : PCC_FORMAT_VERSION_WHOLE,
+        .format_version = PCC_FORMAT_VERSION,
         .header_bytes = sizeof header,
         .slot = slot,
         .block_bytes = volume->block_bytes,
@@ -269,28 +306,31 @@ static struct pcc_manifest_header manifest_header(const struct pcc_record *volum
         .tree_offset_bytes = entry->tree_offset_bytes,
         .tree_bytes = entry->tree_bytes,
         .checksum_algorithm = PCC_CHECKSUM_XXH3_64,
+        .kind = (entry->flags & PCC_SLOT_IMAGE) != 0,
+        .incarnation = entry->incarnation,
+        .world_size = entry->world_size,
+        .base_sequence = entry->base_sequence,
+        .notes = *notes,
     };
 
     memcpy(header.volume_uuid, volume->volume_uuid, PCC_UUID_BYTES);
+    memcpy(header.start_id, entry->start_id, PCC_UUID_BYTES);
     return header;
 }
 
 void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t slot,
-                       const uint64_t *block_checksums, struct pcc_slot_entry *entry)
+                       const struct pcc_manifest_notes *notes, const uint64_t *block_checksums,
+                       struct pcc_slot_entry *entry)
 {
-    const struct pcc_manifest_header header = manifest_header(volume, slot, entry);
+    const struct pcc_manifest_header header = manifest_header(volume, slot, notes, entry);
     uint8_t *const list = (uint8_t *)manifest + sizeof header;
-    const bool has_base = entry->base_sequence != 0;
     const uint64_t manifest_bytes =
-        pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes, has_base);
+        pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes, entry->base_sequence != 0);
 
-    PCC_ASSERT(manifest_bytes <= UINT32_MAX);
+    PCC_ASSERT(manifest_bytes <= UINT32_MAX && pcc_notes_are_sound(notes, entry->payload_bytes));
     memcpy(manifest, &header, sizeof header);
     if ((const void *)block_checksums != (const void *)list)
         memmove(list, block_checksums, header.block_count * sizeof *block_checksums);
-    if (has_base)
-        memcpy(list + header.block_count * sizeof *block_checksums, &entry->base_sequence,
-               sizeof entry->base_sequence);
     entry->manifest_bytes = (uint32_t)manifest_bytes;
     manifest_digest(manifest, manifest_bytes, entry->manifest_digest);
 }
@@ -315,29 +355,38 @@ static bool bitmap_is_sound(const uint64_t *bitmap, const struct pcc_slot_entry 
     return blocks % 64 == 0 || bitmap[blocks / 64] >> blocks % 64 == 0;
 }
 
+/* What the header says beyond the entry. */
+static int accept_notes(const struct pcc_manifest_notes *notes, const struct pcc_slot_entry *entry)
+{
+    const bool is_foreign = (entry->flags & PCC_SLOT_FOREIGN) != 0;
+
+    if (!pcc_notes_are_sound(notes, entry->payload_bytes) ||
+        is_foreign == is_zero(notes->base_volume, PCC_UUID_BYTES))
+        return -PCC_E_DAMAGED;
+    return is_foreign ? -PCC_E_FOREIGN_BASE : 0;
+}
+
 int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, uint32_t slot,
                         const struct pcc_slot_entry *entry, const struct pcc_slot_entry *base)
 {
-    const bool has_base = entry->base_sequence != 0;
-    const struct pcc_manifest_header expected = manifest_header(volume, slot, entry);
+    const struct pcc_manifest_header *found = manifest;
     uint8_t digest[PCC_DIGEST_BYTES];
 
-    if (entry->manifest_bytes !=
-            pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes, has_base) ||
-        has_base != (base != NULL))
+    if (entry->manifest_bytes != pcc_manifest_bytes(entry->payload_bytes, volume->block_bytes,
+                                                    entry->base_sequence != 0) ||
+        pcc_entry_has_base(entry) != (base != NULL))
         return -PCC_E_DAMAGED;
     manifest_digest(manifest, entry->manifest_bytes, digest);
+    const struct pcc_manifest_header expected = manifest_header(volume, slot, &found->notes, entry);
     if (memcmp(digest, entry->manifest_digest, sizeof digest) != 0 ||
-        memcmp(manifest, &expected, sizeof expected) != 0)
+        memcmp(manifest, &expected, offsetof(struct pcc_manifest_header, reserved)) != 0)
         return -PCC_E_DAMAGED;
-    if (base == NULL)
-        return 0;
+    const int result = accept_notes(&found->notes, entry);
+    if (result != 0 || base == NULL)
+        return result;
     const uint64_t *bitmap =
         pcc_manifest_bitmap((void *)(uintptr_t)manifest, entry->payload_bytes, volume->block_bytes);
-    return bitmap[-1] == entry->base_sequence &&
-                   bitmap_is_sound(bitmap, entry, base, volume->block_bytes)
-               ? 0
-               : -PCC_E_DAMAGED;
+    return bitmap_is_sound(bitmap, entry, base, volume->block_bytes) ? 0 : -PCC_E_DAMAGED;
 }
 
 void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,

@@ -11,8 +11,7 @@
 
 #include "base/pcc_hash.h"
 
-#define PCC_FORMAT_VERSION 2u       /* the latest */
-#define PCC_FORMAT_VERSION_WHOLE 1u /* of what refers to no base */
+#define PCC_FORMAT_VERSION 3u /* the only one: 1 and 2 were never released */
 #define PCC_RECORD_BYTES 4096u
 #define PCC_SLOTS_MAX 32u
 #define PCC_GENERATIONS 2u
@@ -33,13 +32,21 @@ enum pcc_slot_state_on_disk { /* stored as uint32_t */
                               PCC_SLOT_DURABLE = 1,
 };
 
-/* Slot flags, stored as uint32_t. */
-#define PCC_SLOT_RESERVED 1u    /* early volumes may have it; nothing sets or reads it */
+/* Slot flags, stored as uint32_t. The lower half must be understood: a reader refuses a volume with
+ * an unknown one. */
+#define PCC_SLOT_IMAGE 1u       /* a process image; otherwise tensors */
 #define PCC_SLOT_PROTECTED 2u   /* newest of an incarnation, and not restored yet (P7) */
 #define PCC_SLOT_QUARANTINED 4u /* a write or flush failed here: used last */
 #define PCC_SLOT_DAMAGED 8u     /* a reader found it damaged: recovery skips it */
 #define PCC_SLOT_PINNED 16u     /* the user pinned it */
+#define PCC_SLOT_FOREIGN 32u    /* its base lies in another volume */
+#define PCC_SLOT_OFFERED 64u    /* other nodes may count on it */
+#define PCC_SLOT_MUST 0xffffu
+/* The upper half may be ignored, and is carried along. */
+#define PCC_SLOT_HEALTHY (1u << 16)    /* the user or a check approved of it */
+#define PCC_SLOT_NOT_FINITE (1u << 17) /* it has NaN or infinity in it */
 #define PCC_SLOT_LASTING (PCC_SLOT_PROTECTED | PCC_SLOT_PINNED) /* either: not recycled */
+#define PCC_SLOT_MARKS (PCC_SLOT_OFFERED | PCC_SLOT_HEALTHY | PCC_SLOT_NOT_FINITE)
 
 struct pcc_slot_entry {
     uint32_t state;
@@ -55,8 +62,17 @@ struct pcc_slot_entry {
     uint64_t tree_bytes;
     uint64_t wall_ns;       /* when it was published; for display */
     uint64_t base_sequence; /* the checkpoint in whose slot its unchanged blocks lie; 0: none */
+    uint8_t start_id[PCC_UUID_BYTES]; /* of the start that saved it; zero: not known */
 };
-_Static_assert(sizeof(struct pcc_slot_entry) == 96, "slot entry");
+_Static_assert(sizeof(struct pcc_slot_entry) == 112, "slot entry");
+
+/* What a node has promised to a start of its job, among several nodes. Zero: nothing. */
+struct pcc_promise {
+    uint64_t number; /* orders starts; only grows */
+    uint8_t start_id[PCC_UUID_BYTES];
+    uint8_t list_digest[PCC_DIGEST_BYTES]; /* XXH3-128 over the file of the start's list */
+};
+_Static_assert(sizeof(struct pcc_promise) == 40, "promise");
 
 struct pcc_record {
     uint64_t magic;
@@ -84,11 +100,13 @@ struct pcc_record {
     uint32_t job_bytes;
     char job[PCC_JOB_BYTES_MAX];
     uint64_t created_wall_ns;
-    uint64_t next_sequence; /* no sequence at or above this one was ever published here */
-    uint64_t incarnation;   /* the newest incarnation that opened this volume */
-    uint32_t done;          /* the job said close(done=True) */
-    uint32_t record_lost;   /* since the newest checkpoint: see struct pcc_commit_found */
-    uint8_t reserved[728];
+    uint64_t next_sequence;           /* no sequence at or above this one was ever published here */
+    uint64_t incarnation;             /* the newest incarnation that opened this volume */
+    uint32_t done;                    /* the job said close(done=True) */
+    uint32_t record_lost;             /* since the newest checkpoint: see struct pcc_commit_found */
+    uint8_t start_id[PCC_UUID_BYTES]; /* of `incarnation`; zero: not known */
+    struct pcc_promise promise;
+    uint8_t reserved[160];
     struct pcc_slot_entry slots[PCC_SLOTS_MAX];
     uint32_t reserved1;
     uint32_t crc32c; /* over all bytes before this field */
@@ -96,9 +114,27 @@ struct pcc_record {
 _Static_assert(sizeof(struct pcc_record) == PCC_RECORD_BYTES, "commit record");
 _Static_assert(offsetof(struct pcc_record, crc32c) == PCC_RECORD_BYTES - 4, "crc is last");
 
+struct pcc_section { /* of the payload */
+    uint64_t offset_bytes;
+    uint64_t bytes; /* 0: there is none, and the offset is 0 */
+};
+
+/* What a checkpoint's manifest says and its slot entry does not. */
+struct pcc_manifest_notes {
+    /* The checkpoint's name within its start: how often the start had restored, how often the step
+     * had gone down since, and how often the step was repeated directly. */
+    uint64_t name_base;
+    uint64_t name_descents;
+    uint64_t name_row;
+    uint8_t base_volume[PCC_UUID_BYTES]; /* with PCC_SLOT_FOREIGN; otherwise zero: this one */
+    struct pcc_section statistics;
+    struct pcc_section dtypes; /* a table of data types by range */
+};
+_Static_assert(sizeof(struct pcc_manifest_notes) == 72, "manifest notes");
+
 /* Followed by block_count uint64_t checksums. Binds the payload to one volume, slot and sequence.
- * With a base (format_version 2) base_sequence and a bitmap of 64-bit words follow: bit i is set
- * for each block that lies in the base's slot. */
+ * With a base a bitmap of 64-bit words follows: bit i is set for each block that lies in the base's
+ * slot. */
 struct pcc_manifest_header {
     uint64_t magic;
     uint32_t format_version;
@@ -113,9 +149,16 @@ struct pcc_manifest_header {
     uint64_t tree_offset_bytes;
     uint64_t tree_bytes;
     uint32_t checksum_algorithm;
+    uint32_t kind; /* 0 tensors, 1 a process image: PCC_SLOT_IMAGE of the entry */
+    uint8_t start_id[PCC_UUID_BYTES];
+    uint64_t incarnation;
+    uint32_t world_size;
     uint32_t reserved0;
+    uint64_t base_sequence;
+    struct pcc_manifest_notes notes;
+    uint8_t reserved[48];
 };
-_Static_assert(sizeof(struct pcc_manifest_header) == 96, "manifest header");
+_Static_assert(sizeof(struct pcc_manifest_header) == 256, "manifest header");
 
 struct pcc_geometry {
     uint64_t volume_bytes;
@@ -154,25 +197,31 @@ uint64_t pcc_bitmap_run(const uint64_t *bitmap, uint32_t block_bytes, uint64_t a
                         uint64_t end_bytes, bool *in_base_out);
 /* The slot of a durable checkpoint; PCC_SLOTS_MAX when there is none. */
 uint32_t pcc_record_find(const struct pcc_record *record, uint64_t sequence);
+/* Whether it has a base in its own volume. */
+static inline bool pcc_entry_has_base(const struct pcc_slot_entry *entry)
+{
+    return entry->base_sequence != 0 && (entry->flags & PCC_SLOT_FOREIGN) == 0;
+}
 /* Of each slot of `mask`, the slot of the checkpoint that it refers to. */
 uint32_t pcc_record_bases(const struct pcc_record *record, uint32_t mask);
 
 /* Fills in position and CRC. The only way a record becomes valid. */
 void pcc_record_seal(struct pcc_record *record, uint32_t generation, uint32_t replica);
 /* The same checks that the seal guarantees, plus every bound that later arithmetic relies on.
- * 0, -PCC_E_DAMAGED, -PCC_E_NOT_A_VOLUME (no magic) or -PCC_E_NEWER_FORMAT. offset_bytes is where
- * it was read. */
+ * 0, -PCC_E_DAMAGED, -PCC_E_NOT_A_VOLUME (no magic), -PCC_E_OLDER_FORMAT, -PCC_E_NEWER_FORMAT or
+ * -PCC_E_UNKNOWN_FLAG. offset_bytes is where it was read. */
 PCC_MUST_CHECK int pcc_record_accept(const struct pcc_record *record, uint64_t offset_bytes);
 struct pcc_geometry pcc_record_geometry(const struct pcc_record *record);
 
-/* Writes header, checksums and base_sequence into `manifest` (room for pcc_manifest_bytes(), zero
- * padded to PCC_IO_ALIGN by the caller, who fills the bitmap) and the 128-bit digest into the
- * entry.
- */
+/* Whether all that the notes name lies in the payload, in the one form that is written. */
+bool pcc_notes_are_sound(const struct pcc_manifest_notes *notes, uint64_t payload_bytes);
+/* Writes header and checksums into `manifest` (room for pcc_manifest_bytes(), zero padded to
+ * PCC_IO_ALIGN by the caller, who fills the bitmap) and the 128-bit digest into the entry. */
 void pcc_manifest_seal(void *manifest, const struct pcc_record *volume, uint32_t slot,
-                       const uint64_t *block_checksums, struct pcc_slot_entry *entry);
-/* 0 or -PCC_E_DAMAGED: digest, binding and every length are checked against the entry, and the
- * bitmap against the base (NULL without one). */
+                       const struct pcc_manifest_notes *notes, const uint64_t *block_checksums,
+                       struct pcc_slot_entry *entry);
+/* 0, -PCC_E_DAMAGED or -PCC_E_FOREIGN_BASE: digest, binding and every length are checked against
+ * the entry, and the bitmap against the base (NULL without one). */
 PCC_MUST_CHECK int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume,
                                        uint32_t slot, const struct pcc_slot_entry *entry,
                                        const struct pcc_slot_entry *base);

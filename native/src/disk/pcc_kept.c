@@ -128,13 +128,16 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place)
 
     return commit != 0 && commit == save->sequence && save->payload_bytes > 0 &&
            save->payload_bytes <= room && save->tree_offset_bytes <= save->payload_bytes &&
-           save->tree_bytes <= save->payload_bytes - save->tree_offset_bytes;
+           save->tree_bytes <= save->payload_bytes - save->tree_offset_bytes &&
+           (save->flags & ~(PCC_SLOT_IMAGE | PCC_SLOT_MARKS)) == 0 &&
+           pcc_notes_are_sound(&save->notes, save->payload_bytes);
 }
 
 /* -- the writer -- */
 
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
-                    uint32_t slot, uint32_t piece_count, uint64_t base_sequence)
+                    const struct pcc_manifest_notes *notes, uint32_t slot, uint32_t piece_count,
+                    uint64_t base_sequence)
 {
     if (kept == NULL)
         return;
@@ -146,12 +149,24 @@ void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pc
     save->sequence = entry->sequence;
     save->step = entry->step;
     save->incarnation = entry->incarnation;
+    save->world_size = entry->world_size;
+    save->flags = entry->flags;
+    memcpy(save->start_id, entry->start_id, PCC_UUID_BYTES);
+    pcc_kept_length(kept, place, entry, notes);
+    store64(&save->base_sequence, base_sequence);
+    store32(&save->slot, slot);
+}
+
+void pcc_kept_length(const struct pcc_kept *kept, uint32_t place,
+                     const struct pcc_slot_entry *entry, const struct pcc_manifest_notes *notes)
+{
+    if (kept == NULL)
+        return;
+    struct pcc_kept_save *save = pcc_kept_save(kept, place);
     save->payload_bytes = entry->payload_bytes;
     save->tree_offset_bytes = entry->tree_offset_bytes;
     save->tree_bytes = entry->tree_bytes;
-    save->world_size = entry->world_size;
-    store64(&save->base_sequence, base_sequence);
-    store32(&save->slot, slot);
+    save->notes = *notes;
 }
 
 void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
@@ -163,6 +178,7 @@ void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
     save->sequence = entry->sequence;
     save->incarnation = entry->incarnation;
     save->world_size = entry->world_size;
+    memcpy(save->start_id, entry->start_id, PCC_UUID_BYTES);
 }
 
 void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence)

@@ -12,6 +12,7 @@
  *
  *   begin    commit = 0, pieces cleared, then the request      commit 0: the place holds nothing
  *   number   sequence, incarnation, world size, if the save began without them
+ *   length   of an open save: its bitmap moved, then the length, before `copied`
  *   chunk    checksums, flags, chunk number, then segment      segment 0: not in DRAM
  *   hashed   checksums, then PCC_KEPT_HASHED                   without it: no checksum yet; such a
  *            chunk was pulled by the daemon, its writer had not got to it, and it is hashed again
@@ -38,7 +39,7 @@
 #include "disk/pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */
-#define PCC_KEPT_VERSION 4u
+#define PCC_KEPT_VERSION 5u
 #define PCC_KEPT_HASHED 1u
 #define PCC_KEPT_WRITTEN 2u
 #define PCC_KEPT_REFERRED 4u
@@ -70,8 +71,12 @@ struct pcc_kept_save {
     uint32_t world_size;
     _Atomic uint32_t slot;
     _Atomic uint64_t base_sequence; /* of the checkpoint that it may refer to; 0: none */
+    uint32_t flags;                 /* of its slot entry */
+    uint32_t reserved;
+    uint8_t start_id[PCC_UUID_BYTES];
+    struct pcc_manifest_notes notes;
 };
-_Static_assert(sizeof(struct pcc_kept_save) == 72, "kept save");
+_Static_assert(sizeof(struct pcc_kept_save) == 168, "kept save");
 
 struct pcc_kept_piece {
     _Atomic uint64_t segment; /* its id in the pool; 0 = not in DRAM */
@@ -118,7 +123,10 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place);
 
 /* -- the writer; accept kept = NULL, and then do nothing -- */
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
-                    uint32_t slot, uint32_t piece_count, uint64_t base_sequence);
+                    const struct pcc_manifest_notes *notes, uint32_t slot, uint32_t piece_count,
+                    uint64_t base_sequence);
+void pcc_kept_length(const struct pcc_kept *kept, uint32_t place,
+                     const struct pcc_slot_entry *entry, const struct pcc_manifest_notes *notes);
 /* Sequence, incarnation and world size of a save that began without them; before `copied`. */
 void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
                      const struct pcc_slot_entry *entry);

@@ -34,7 +34,7 @@ static int read_manifest(struct pcc_load *load)
 {
     struct pcc_record record;
     const struct pcc_slot_entry *entry = &load->held.entry;
-    const bool has_base = entry->base_sequence != 0;
+    const bool has_base = pcc_entry_has_base(entry);
     const uint64_t room = pcc_align_up(entry->manifest_bytes, PCC_IO_ALIGN);
     const uint64_t offset =
         load->slot_offset_bytes + pcc_align_up(entry->payload_bytes, PCC_IO_ALIGN);
@@ -71,7 +71,7 @@ int pcc_load_open(struct pcc_volume *volume, uint64_t sequence, struct pcc_load 
         return result;
     }
     load->slot_offset_bytes = pcc_geometry_slot_offset(&load->geometry, load->held.slot);
-    if (load->held.entry.base_sequence != 0)
+    if (pcc_entry_has_base(&load->held.entry))
         load->base_offset_bytes = pcc_geometry_slot_offset(&load->geometry, load->held.base.slot);
     result = read_manifest(load);
     if (result != 0) {
@@ -94,6 +94,11 @@ void pcc_load_close(struct pcc_load *load)
 const struct pcc_slot_entry *pcc_load_entry(const struct pcc_load *load)
 {
     return &load->held.entry;
+}
+
+const struct pcc_manifest_header *pcc_load_manifest(const struct pcc_load *load)
+{
+    return (const struct pcc_manifest_header *)(const void *)load->manifest;
 }
 
 uint32_t pcc_load_block_bytes(const struct pcc_load *load)

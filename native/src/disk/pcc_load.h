@@ -10,12 +10,14 @@
 
 struct pcc_load;
 
-/* -ENOENT (no such durable sequence), -PCC_E_DAMAGED, -PCC_E_UNREADABLE (its manifest), -errno.
+/* -ENOENT (no such durable sequence), -PCC_E_DAMAGED, -PCC_E_UNREADABLE (its manifest),
+ * -PCC_E_FOREIGN_BASE, -errno.
  * Borrows volume. */
 PCC_MUST_CHECK int pcc_load_open(struct pcc_volume *volume, uint64_t sequence,
                                  struct pcc_load **out);
 void pcc_load_close(struct pcc_load *load); /* accepts NULL */
 const struct pcc_slot_entry *pcc_load_entry(const struct pcc_load *load);
+const struct pcc_manifest_header *pcc_load_manifest(const struct pcc_load *load);
 uint32_t pcc_load_block_bytes(const struct pcc_load *load);
 /* How much of the payload lies in its own slot, and not in its base's. */
 uint64_t pcc_load_own_bytes(const struct pcc_load *load);

@@ -37,6 +37,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
         atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
     save->entry = (struct pcc_slot_entry){
         .state = PCC_SLOT_DURABLE,
+        .flags = request->flags,
         .sequence = sequence,
         .step = request->step,
         .incarnation = request->incarnation,
@@ -45,9 +46,18 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
         .tree_offset_bytes = request->tree_offset_bytes,
         .tree_bytes = request->tree_bytes,
     };
+    pcc_volume_start_id(saver->volume, request->incarnation, save->entry.start_id);
     save->times = (struct pcc_save_times){.begin = pcc_now_ns()};
     save->active = true;
     pcc_save_unlock(save);
+}
+
+static bool is_possible(const struct pcc_save_request *request)
+{
+    return request->payload_bytes > 0 && request->tree_offset_bytes <= request->payload_bytes &&
+           request->tree_bytes <= request->payload_bytes - request->tree_offset_bytes &&
+           (request->flags & ~(PCC_SLOT_IMAGE | PCC_SLOT_MARKS)) == 0 &&
+           pcc_notes_are_sound(&request->notes, request->payload_bytes);
 }
 
 /* What the save may refer to, with nothing referred to yet. Reads nothing: its caller has locks. */
@@ -73,8 +83,7 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     struct pcc_base base;
     uint32_t slot;
 
-    if (request->payload_bytes == 0 || request->tree_offset_bytes > request->payload_bytes ||
-        request->tree_bytes > request->payload_bytes - request->tree_offset_bytes)
+    if (!is_possible(request))
         return -EINVAL;
     if (!pcc_geometry_fits(&saver->geometry, request->payload_bytes, false))
         return -PCC_E_TOO_LARGE;
@@ -99,8 +108,8 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     }
     const bool has_base = begin_base(save, request, &base);
     pcc_save_reset(save, request, sequence, slot, has_base ? &base : NULL);
-    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, slot, save->piece_count,
-                   has_base ? base.entry.sequence : 0);
+    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, &request->notes, slot,
+                   save->piece_count, has_base ? base.entry.sequence : 0);
     *out = save;
     *sequence_out = sequence;
     return 0;
@@ -120,6 +129,7 @@ int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnati
         save->sequence = save->entry.sequence = sequence;
         save->entry.incarnation = incarnation;
         save->entry.world_size = world_size;
+        pcc_volume_start_id(saver->volume, incarnation, save->entry.start_id);
         pcc_kept_number(saver->spec.kept, save->kept_place, &save->entry);
         result = 0;
     }
@@ -160,27 +170,94 @@ static void piece_take(struct pcc_save *save, uint32_t position, const struct pc
         pcc_save_queue_piece(save, position);
 }
 
+/* With the lane's lock held. */
+static bool fits_payload(const struct pcc_save *save, const struct pcc_chunk *chunk)
+{
+    const uint64_t chunk_bytes = save->lane->saver->spec.chunk_bytes;
+    const uint64_t payload_bytes = save->request.payload_bytes;
+    const uint64_t offset = chunk->payload_offset_bytes;
+
+    if (offset % chunk_bytes != 0 || offset >= payload_bytes)
+        return false;
+    const uint64_t room = pcc_piece_bytes(payload_bytes, offset, chunk_bytes);
+    return save->request.is_open ? chunk->length_bytes > 0 && chunk->length_bytes <= room
+                                 : chunk->length_bytes == room;
+}
+
 int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
 {
     const struct pcc_saver *saver = save->lane->saver;
-    const uint64_t chunk_bytes = saver->spec.chunk_bytes;
-    const uint64_t payload_bytes = save->request.payload_bytes;
-    const uint64_t offset = chunk->payload_offset_bytes;
+    const uint32_t position = (uint32_t)(chunk->payload_offset_bytes / saver->spec.chunk_bytes);
     int result = -EINVAL;
 
     PCC_ASSERT((uintptr_t)chunk->bytes % PCC_IO_ALIGN == 0);
-    if (offset % chunk_bytes != 0 || offset >= payload_bytes ||
-        chunk->length_bytes != pcc_piece_bytes(payload_bytes, offset, chunk_bytes))
-        return -EINVAL;
-    const uint32_t position = (uint32_t)(offset / chunk_bytes);
     pcc_save_lock(save);
-    const struct pcc_save_piece *piece = &save->pieces[position];
-    const bool fits =
-        chunk->bytes != NULL || (save->has_base && chunk->checksums != NULL && !piece->asked);
     if (!save->active) {
         result = -PCC_E_ABORTED;
-    } else if (piece->state == PCC_SAVE_CHUNK_ABSENT && !save->sealed && fits) {
-        piece_take(save, position, chunk);
+    } else if (fits_payload(save, chunk) && !save->sealed) {
+        const struct pcc_save_piece *piece = &save->pieces[position];
+        const bool fits =
+            chunk->bytes != NULL || (save->has_base && chunk->checksums != NULL && !piece->asked);
+        if (piece->state == PCC_SAVE_CHUNK_ABSENT && fits) {
+            piece_take(save, position, chunk);
+            result = 0;
+        }
+    }
+    pcc_save_unlock(save);
+    return result;
+}
+
+/* With the lane's lock held: every piece lies in a payload of this length, as long as it is there.
+ */
+static bool pieces_fit(const struct pcc_save *save, uint64_t payload_bytes)
+{
+    const uint64_t chunk_bytes = save->lane->saver->spec.chunk_bytes;
+
+    for (uint32_t i = 0; i < save->piece_count; i++)
+        if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT &&
+            (i * chunk_bytes >= payload_bytes ||
+             save->pieces[i].length_bytes !=
+                 pcc_piece_bytes(payload_bytes, i * chunk_bytes, chunk_bytes)))
+            return false;
+    return true;
+}
+
+/* With the lane's lock held: the bitmap comes to lie behind the checksums that there are. */
+static void take_length(struct pcc_save *save, const struct pcc_save_request *request)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+    const uint32_t block_bytes = saver->geometry.block_bytes;
+    const uint64_t blocks = pcc_ceil_div(request->payload_bytes, block_bytes);
+
+    if (save->has_base)
+        memmove(pcc_manifest_bitmap(save->manifest, request->payload_bytes, block_bytes),
+                pcc_manifest_bitmap(save->manifest, save->request.payload_bytes, block_bytes),
+                pcc_ceil_div(blocks, 64) * sizeof(uint64_t));
+    save->request = *request;
+    save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
+    save->entry.payload_bytes = request->payload_bytes;
+    save->entry.tree_offset_bytes = request->tree_offset_bytes;
+    save->entry.tree_bytes = request->tree_bytes;
+    pcc_kept_length(saver->spec.kept, save->kept_place, &save->entry, &request->notes);
+}
+
+int pcc_save_set_length(struct pcc_save *save, const struct pcc_save_length *length)
+{
+    int result = -EINVAL;
+
+    pcc_save_lock(save);
+    struct pcc_save_request request = save->request;
+    request.is_open = false;
+    request.payload_bytes = length->payload_bytes;
+    request.tree_offset_bytes = length->tree_offset_bytes;
+    request.tree_bytes = length->tree_bytes;
+    request.notes.statistics = length->statistics;
+    request.notes.dtypes = length->dtypes;
+    if (!save->active) {
+        result = -PCC_E_ABORTED;
+    } else if (save->request.is_open && request.payload_bytes <= save->request.payload_bytes &&
+               is_possible(&request) && pieces_fit(save, request.payload_bytes)) {
+        take_length(save, &request);
         result = 0;
     }
     pcc_save_unlock(save);
@@ -194,7 +271,8 @@ int pcc_save_seal(struct pcc_save *save)
     pcc_save_lock(save);
     if (!save->active) {
         result = -PCC_E_ABORTED;
-    } else if (save->sealed || save->handed_over < save->piece_count || save->sequence == 0) {
+    } else if (save->sealed || save->request.is_open || save->sequence == 0 ||
+               save->handed_over < save->piece_count) {
         result = -EINVAL;
     } else {
         pcc_kept_copied(save->lane->saver->spec.kept, save->kept_place);

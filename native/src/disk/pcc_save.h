@@ -93,9 +93,14 @@ struct pcc_save_request {
     int64_t step;
     uint64_t incarnation;
     uint32_t world_size;
+    uint32_t flags; /* PCC_SLOT_IMAGE, PCC_SLOT_MARKS */
+    /* The length is not known yet: payload_bytes is its bound, for which slot and manifest have
+     * room, and pcc_save_set_length() follows before the seal. */
+    bool is_open;
     uint64_t payload_bytes;
     uint64_t tree_offset_bytes;
     uint64_t tree_bytes;
+    struct pcc_manifest_notes notes;
     /* The length of a prefix of the payload that most probably has not changed since the checkpoint
      * before: worth a base, which takes a slot for as long as it is referred to. 0: written whole.
      */
@@ -147,10 +152,22 @@ PCC_MUST_CHECK int pcc_save_number(struct pcc_save *save, uint64_t sequence, uin
 /* The sequence of the base, which is kept until the save ends; 0: there is none. */
 uint64_t pcc_save_base(const struct pcc_save *save);
 /* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged
- * until chunk_written. -EINVAL when it does not fit the payload or came before; also when it is
- * offered to a save without a base, or for the second time. */
+ * until chunk_written. Of an open save any one may be the short last one. -EINVAL when it does not
+ * fit the payload or came before; also when it is offered to a save without a base, or for the
+ * second time. */
 PCC_MUST_CHECK int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk);
-/* The copy is complete (every chunk was handed over, and the save has its number): from here it is
+struct pcc_save_length {
+    uint64_t payload_bytes; /* at most the bound */
+    uint64_t tree_offset_bytes;
+    uint64_t tree_bytes;
+    struct pcc_section statistics;
+    struct pcc_section dtypes;
+};
+/* The length of an open save, before its seal. The chunks that were handed over must be whole, but
+ * for the one that ends the payload. -EINVAL when they do not fit, the save is not open or numbers
+ * are impossible; -PCC_E_ABORTED. */
+PCC_MUST_CHECK int pcc_save_set_length(struct pcc_save *save, const struct pcc_save_length *length);
+/* The copy is complete (every chunk was handed over, length and number are known): from here it is
  * `copied`. -EINVAL if not. */
 PCC_MUST_CHECK int pcc_save_seal(struct pcc_save *save);
 /* Gives up before the seal; ends FAILED with `error` at stage "copy" once its writes are done. */

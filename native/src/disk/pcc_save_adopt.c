@@ -73,11 +73,14 @@ static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, u
                                              .step = kept->step,
                                              .incarnation = kept->incarnation,
                                              .world_size = kept->world_size,
+                                             .flags = kept->flags,
                                              .payload_bytes = kept->payload_bytes,
                                              .tree_offset_bytes = kept->tree_offset_bytes,
-                                             .tree_bytes = kept->tree_bytes};
+                                             .tree_bytes = kept->tree_bytes,
+                                             .notes = kept->notes};
 
     pcc_save_reset(save, &request, kept->sequence, slot, base);
+    memcpy(save->entry.start_id, kept->start_id, PCC_UUID_BYTES);
 }
 
 /* Whether the volume has the checkpoint, even if it is damaged by now, or a newer one. */
@@ -128,7 +131,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     save_fill(save, found, tag, slot, has_base ? &base : NULL);
     /* From the first record on. Otherwise a run that follows and has not read it could recycle it
      * (P7). */
-    save->entry.flags = PCC_SLOT_PROTECTED;
+    save->entry.flags |= PCC_SLOT_PROTECTED;
     save->adopted = true;
     *out = save;
     return 0;

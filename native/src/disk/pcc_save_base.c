@@ -85,7 +85,8 @@ void pcc_saver_forget_known(struct pcc_saver *saver)
 
 /* -- which blocks of a save are -- */
 
-/* All blocks of the save between two offsets, whose checksums are in its manifest. */
+/* All blocks of the save between two offsets, whose checksums are in its manifest. The end is that
+ * of a block, or of the payload. */
 static bool is_known(const struct pcc_save *save, const struct pcc_known *known, uint64_t at_bytes,
                      uint64_t end_bytes)
 {
@@ -96,7 +97,7 @@ static bool is_known(const struct pcc_save *save, const struct pcc_known *known,
         const uint64_t at = block * block_bytes;
         if (at >= known->payload_bytes || checksums[block] != known->checksums[block] ||
             pcc_piece_bytes(known->payload_bytes, at, block_bytes) !=
-                pcc_piece_bytes(save->request.payload_bytes, at, block_bytes))
+                pcc_piece_bytes(end_bytes, at, block_bytes))
             return false;
     }
     return true;

@@ -72,8 +72,8 @@ struct pcc_save {
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
 
     /* Guarded by the lane's lock, like all that follows. */
-    bool active; /* from begin to the moment its end is decided */
-    struct pcc_save_request request;
+    bool active;                     /* from begin to the moment its end is decided */
+    struct pcc_save_request request; /* once the length is known, as if it had not been open */
     uint64_t sequence;
     uint32_t slot;
     bool has_slot;

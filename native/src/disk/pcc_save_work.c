@@ -331,8 +331,8 @@ static void write_manifest(struct pcc_save *save)
         return;
     /* A base of which nothing is used need not be kept. */
     save->entry.base_sequence = pcc_save_referred_bytes(save) > 0 ? save->base.entry.sequence : 0;
-    pcc_manifest_seal(save->manifest, &saver->identity, save->slot, pcc_save_checksums(save, 0),
-                      &save->entry);
+    pcc_manifest_seal(save->manifest, &saver->identity, save->slot, &save->request.notes,
+                      pcc_save_checksums(save, 0), &save->entry);
     const uint64_t room = pcc_align_up(save->entry.manifest_bytes, PCC_IO_ALIGN);
     memset(save->manifest + save->entry.manifest_bytes, 0, room - save->entry.manifest_bytes);
     const int result =

@@ -190,7 +190,7 @@ int pcc_volume_publish_staged(struct pcc_volume *volume)
 int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, uint32_t clear,
                     bool now)
 {
-    const uint32_t allowed = PCC_SLOT_LASTING | PCC_SLOT_DAMAGED;
+    const uint32_t allowed = PCC_SLOT_LASTING | PCC_SLOT_DAMAGED | PCC_SLOT_MARKS;
     uint32_t slot;
 
     if (!volume->writable)
@@ -223,16 +223,45 @@ int pcc_volume_spare(struct pcc_volume *volume, uint64_t sequence, bool spared)
 }
 
 int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
-                                 uint32_t world_size)
+                                 const uint8_t start_id[PCC_UUID_BYTES], uint32_t world_size)
 {
     if (!volume->writable)
         return -EROFS;
     (void)pthread_mutex_lock(&volume->lock);
+    if (volume->staged.incarnation != incarnation) {
+        volume->start_before.incarnation = volume->staged.incarnation;
+        memcpy(volume->start_before.id, volume->staged.start_id, PCC_UUID_BYTES);
+    }
     volume->staged.incarnation = incarnation;
+    memcpy(volume->staged.start_id, start_id, PCC_UUID_BYTES);
     volume->staged.world_size = world_size;
     volume->staged.done = 0;
     (void)pthread_mutex_unlock(&volume->lock);
     return pcc_volume_publish_staged(volume);
+}
+
+void pcc_volume_start_id(struct pcc_volume *volume, uint64_t incarnation,
+                         uint8_t out[PCC_UUID_BYTES])
+{
+    memset(out, 0, PCC_UUID_BYTES);
+    (void)pthread_mutex_lock(&volume->lock);
+    if (volume->staged.incarnation == incarnation)
+        memcpy(out, volume->staged.start_id, PCC_UUID_BYTES);
+    else if (volume->start_before.incarnation == incarnation)
+        memcpy(out, volume->start_before.id, PCC_UUID_BYTES);
+    (void)pthread_mutex_unlock(&volume->lock);
+}
+
+int pcc_volume_promise(struct pcc_volume *volume, const struct pcc_promise *promise)
+{
+    if (!volume->writable)
+        return -EROFS;
+    (void)pthread_mutex_lock(&volume->lock);
+    const bool rises = promise->number > volume->staged.promise.number;
+    if (rises)
+        volume->staged.promise = *promise;
+    (void)pthread_mutex_unlock(&volume->lock);
+    return rises ? pcc_volume_publish_staged(volume) : -EINVAL;
 }
 
 /* -- one of several ranks -- */
@@ -434,7 +463,8 @@ static bool is_sound_base(const struct pcc_volume *volume, uint64_t sequence)
         return false;
     for (uint32_t slot = 0; slot < staged->slot_count; slot++)
         if ((staged->slots[slot].flags & PCC_SLOT_DAMAGED) != 0 &&
-            (slot == base || staged->slots[slot].base_sequence == sequence))
+            (slot == base || (pcc_entry_has_base(&staged->slots[slot]) &&
+                              staged->slots[slot].base_sequence == sequence)))
             return false;
     return true;
 }
@@ -450,7 +480,9 @@ static uint64_t base_to_take(const struct pcc_volume *volume)
             entry->sequence <= newest || pcc_commit_gives_up(&volume->group, entry->sequence))
             continue;
         newest = entry->sequence;
-        base = entry->base_sequence != 0 ? entry->base_sequence : newest;
+        base = entry->base_sequence == 0   ? newest
+               : pcc_entry_has_base(entry) ? entry->base_sequence
+                                           : 0;
     }
     return base;
 }
@@ -570,7 +602,7 @@ static enum pcc_published published_as(const struct pcc_volume *volume,
     const uint64_t newest = is_grouped ? volume->group.newest : pcc_commit_newest(&volume->staged);
     if (sequence < newest)
         return PCC_PUBLISH_SUPERSEDED;
-    if (entry->base_sequence != 0 && !is_sound_base(volume, entry->base_sequence))
+    if (pcc_entry_has_base(entry) && !is_sound_base(volume, entry->base_sequence))
         return PCC_PUBLISH_BASE_LOST;
     return PCC_PUBLISHED;
 }
@@ -636,7 +668,7 @@ int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, struct pcc_hel
     const int result = find_sequence(&volume->durable, sequence, &out->slot);
     if (result == 0) {
         hold(volume, out->slot, &out->entry);
-        if (out->entry.base_sequence != 0) {
+        if (pcc_entry_has_base(&out->entry)) {
             /* The record was accepted: it is there. */
             out->base.slot = pcc_record_find(&volume->durable, out->entry.base_sequence);
             hold(volume, out->base.slot, &out->base.entry);
@@ -662,7 +694,7 @@ void pcc_volume_release(struct pcc_volume *volume, const struct pcc_held *held)
 {
     (void)pthread_mutex_lock(&volume->lock);
     release(volume, held->slot);
-    if (held->entry.base_sequence != 0)
+    if (pcc_entry_has_base(&held->entry))
         release(volume, held->base.slot);
     (void)pthread_mutex_unlock(&volume->lock);
 }

@@ -26,6 +26,7 @@ struct pcc_volume_spec { /* what a new volume is made from */
     const char *job;
     uint64_t next_sequence; /* a grown volume continues the numbers of the old one */
     uint64_t incarnation;
+    uint8_t start_id[PCC_UUID_BYTES];
 };
 
 /* Writes the first records (number 1, empty table) through io, durably. io spans the volume. */
@@ -76,7 +77,15 @@ PCC_MUST_CHECK int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence,
 PCC_MUST_CHECK int pcc_volume_spare(struct pcc_volume *volume, uint64_t sequence, bool spared);
 /* Identity that moves with time. Published at once. */
 PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint64_t incarnation,
+                                                const uint8_t start_id[PCC_UUID_BYTES],
                                                 uint32_t world_size);
+/* The id of the newest start or of the one before it, whichever has this number; else zero: not
+ * known. */
+void pcc_volume_start_id(struct pcc_volume *volume, uint64_t incarnation,
+                         uint8_t out[PCC_UUID_BYTES]);
+/* What this node promised to a start among several nodes. Published at once. -EINVAL unless its
+ * number is above that of the promise before. */
+PCC_MUST_CHECK int pcc_volume_promise(struct pcc_volume *volume, const struct pcc_promise *promise);
 /* close(done=True): keep only the newest `keep` checkpoints, say done. Published at once. */
 PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);
 /* Drops what `keep` and the flags no longer hold, as a publish does: without a free slot there is
@@ -159,7 +168,7 @@ void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *bas
 struct pcc_held {
     uint32_t slot;
     struct pcc_slot_entry entry;
-    struct pcc_base base; /* counts when entry.base_sequence is not 0 */
+    struct pcc_base base; /* counts when pcc_entry_has_base() */
 };
 PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence,
                                    struct pcc_held *out);

@@ -231,7 +231,7 @@ static int first_record(struct pcc_record *record, const struct pcc_volume_spec 
         return result;
     memset(record, 0, sizeof *record);
     record->magic = PCC_RECORD_MAGIC;
-    record->format_version = PCC_FORMAT_VERSION_WHOLE;
+    record->format_version = PCC_FORMAT_VERSION;
     record->record_bytes = PCC_RECORD_BYTES;
     record->record_number = 1;
     record->volume_bytes = geometry.volume_bytes;
@@ -249,6 +249,7 @@ static int first_record(struct pcc_record *record, const struct pcc_volume_spec 
     record->created_wall_ns = pcc_wall_ns();
     record->next_sequence = spec->next_sequence;
     record->incarnation = spec->incarnation;
+    memcpy(record->start_id, spec->start_id, PCC_UUID_BYTES);
     if (getrandom(record->volume_uuid, sizeof record->volume_uuid, 0) !=
         (ssize_t)sizeof record->volume_uuid)
         return -EIO;

@@ -25,8 +25,8 @@ struct pcc_volume {
 
     pthread_mutex_t lock;
     struct pcc_record durable; /* sealed as replica A */
-    struct pcc_record staged;  /* slots, incarnation, world_size, done and record_lost count; the
-                                * rest is stale */
+    struct pcc_record staged;  /* slots, incarnation, start_id, world_size, done, record_lost and
+                                * promise count; the rest is stale */
     uint32_t free_slots;       /* bits */
     uint32_t last_slot;        /* that was taken: the next one is the first free one behind it */
     uint32_t spared;           /* bits: see pcc_volume_spare() */
@@ -40,6 +40,10 @@ struct pcc_volume {
         uint32_t patience;     /* how often its size may be wasted */
         uint32_t rest;         /* saves that begin without one */
     } base;
+    struct { /* a save of this start may begin while the record of the newest one is written */
+        uint64_t incarnation;
+        uint8_t id[PCC_UUID_BYTES];
+    } start_before;
     uint32_t holds[PCC_SLOTS_MAX];
     bool free_on_release[PCC_SLOTS_MAX];
     struct pcc_volume_health health;

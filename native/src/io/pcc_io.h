@@ -11,7 +11,6 @@
 struct pcc_io;
 
 struct pcc_io_ops {
-    const char *name;
     /* Bytes moved (may be short) or -errno. Not durable before flush(). */
     int64_t (*write)(struct pcc_io *io, const void *bytes, uint64_t length, uint64_t offset);
     int64_t (*read)(struct pcc_io *io, void *bytes, uint64_t length, uint64_t offset);
@@ -28,6 +27,7 @@ struct pcc_io_ops {
 struct pcc_io { /* engines embed this as their first member */
     const struct pcc_io_ops *ops;
     uint64_t size_bytes;
+    const char *name; /* of the engine; NULL unless pcc_io_open opened it */
 };
 
 /* Whole transfers: resume short ones and EINTR; 0 or -errno; -EIO when the end of the file is met.
@@ -50,8 +50,14 @@ enum pcc_io_engine {
     PCC_IO_ENGINES,
 };
 
-/* "pwrite", "mmap", "pmem"; an open engine's ops->name is the same. -EINVAL. */
-PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out);
+/* One of the engines, in words for users. */
+struct pcc_io_words {
+    const char *name;
+    const char *how;     /* what `name` does: "writes past the page cache" */
+    const char *refusal; /* why a file got pwrite instead */
+};
+const struct pcc_io_words *pcc_io_words_of(enum pcc_io_engine engine);
+PCC_MUST_CHECK int pcc_io_engine_named(const char *name, enum pcc_io_engine *out); /* -EINVAL */
 
 struct pcc_io_options { /* zeroed: pwrite on a file system that is fit for volumes */
     enum pcc_io_engine engine;
@@ -61,7 +67,7 @@ struct pcc_io_options { /* zeroed: pwrite on a file system that is fit for volum
 };
 
 /* The wanted engine or, where the kernel, the container or the file system refuses it, pwrite:
- * (*out)->ops->name says which. Without a limit until pcc_io_limit sets one. Takes fd, on failure
+ * (*out)->name says which. Without a limit until pcc_io_limit sets one. Takes fd, on failure
  * too. */
 PCC_MUST_CHECK int pcc_io_open(int fd, const struct pcc_io_options *options, struct pcc_io **out);
 
@@ -73,12 +79,5 @@ PCC_MUST_CHECK int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per
  * pcc_io_throttle_open gave. Does not wait. */
 void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second);
 uint64_t pcc_io_limit_of(struct pcc_io *io);
-
-/* Overwrites the first length_bytes of the file, which must be allocated, with chunks that
- * `threads` threads write, then flushes; *ns_out is how long both took. Takes fd, on failure too.
- */
-PCC_MUST_CHECK int pcc_io_measure(int fd, const struct pcc_io_options *options,
-                                  uint64_t length_bytes, uint64_t chunk_bytes, uint32_t threads,
-                                  uint64_t *ns_out);
 
 #endif

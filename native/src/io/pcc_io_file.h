@@ -12,14 +12,12 @@ int64_t pcc_io_file_read(int fd, void *bytes, uint64_t length, uint64_t offset);
 
 /* Engines on a prepared file. They own fd from success on; on failure it stays the caller's.
  * -PCC_E_UNSUPPORTED: not possible here. */
-PCC_MUST_CHECK int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_io **out);
-PCC_MUST_CHECK int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io **out);
-PCC_MUST_CHECK int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere,
-                                     struct pcc_io **out);
+typedef int pcc_io_start(int fd, uint64_t size_bytes, const struct pcc_io_options *options,
+                         struct pcc_io **out);
+pcc_io_start pcc_io_pwrite_start, pcc_io_mmap_start, pcc_io_pmem_start;
 
 /* What differs between the engines on a shared mapping of the file. */
 struct pcc_mapping {
-    const char *name;
     void (*copy)(void *to, const void *from, uint64_t length);
     int flags;     /* of mmap */
     bool persists; /* what `copy` has stored is durable when it returns */

@@ -27,7 +27,6 @@
 
 struct mapped_io {
     struct pcc_io io; /* first member */
-    struct pcc_io_ops ops;
     struct pcc_mapping how;
     int fd;
     uint8_t *bytes;
@@ -128,9 +127,8 @@ int pcc_mapped_start(int fd, uint64_t size_bytes, const struct pcc_mapping *how,
     self = malloc(sizeof *self);
     if (!self)
         return -ENOMEM;
-    *self = (struct mapped_io){.ops = mapped_ops, .how = *how, .fd = fd};
-    self->ops.name = how->name;
-    self->io = (struct pcc_io){.ops = &self->ops, .size_bytes = size_bytes};
+    *self = (struct mapped_io){
+        .io = {.ops = &mapped_ops, .size_bytes = size_bytes}, .how = *how, .fd = fd};
     /* Not possible: read-only descriptors (EACCES), files without mappings (ENODEV), no MAP_SYNC
      * (EOPNOTSUPP, EINVAL), no address space left (ENOMEM). */
     self->bytes = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, how->flags, fd, 0);
@@ -148,9 +146,11 @@ static void copy_plainly(void *to, const void *from, uint64_t length)
     memcpy(to, from, length);
 }
 
-int pcc_io_mmap_start(int fd, uint64_t size_bytes, struct pcc_io **out)
+int pcc_io_mmap_start(int fd, uint64_t size_bytes, const struct pcc_io_options *options,
+                      struct pcc_io **out)
 {
-    const struct pcc_mapping how = {.name = "mmap", .copy = copy_plainly, .flags = MAP_SHARED};
+    const struct pcc_mapping how = {.copy = copy_plainly, .flags = MAP_SHARED};
 
+    (void)options;
     return pcc_mapped_start(fd, size_bytes, &how, out);
 }

@@ -89,17 +89,16 @@ static void copy_durably(void *to, const void *from, uint64_t length)
 }
 #endif
 
-int pcc_io_pmem_start(int fd, uint64_t size_bytes, bool anywhere, struct pcc_io **out)
+int pcc_io_pmem_start(int fd, uint64_t size_bytes, const struct pcc_io_options *options,
+                      struct pcc_io **out)
 {
-    struct pcc_mapping how = {.name = "pmem",
-                              .copy = copy_durably,
-                              .flags = MAP_SHARED_VALIDATE | MAP_SYNC,
-                              .persists = can_persist()};
+    struct pcc_mapping how = {
+        .copy = copy_durably, .flags = MAP_SHARED_VALIDATE | MAP_SYNC, .persists = can_persist()};
     int result = -PCC_E_UNSUPPORTED;
 
     if (how.persists)
         result = pcc_mapped_start(fd, size_bytes, &how, out);
-    if (result != -PCC_E_UNSUPPORTED || !anywhere)
+    if (result != -PCC_E_UNSUPPORTED || !options->pmem_anywhere)
         return result;
     how.persists = false;
     how.flags = MAP_SHARED;

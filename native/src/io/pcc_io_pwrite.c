@@ -75,7 +75,6 @@ static void pwrite_close(struct pcc_io *io)
 }
 
 static const struct pcc_io_ops pwrite_ops = {
-    .name = "pwrite",
     .write = pwrite_write,
     .read = pwrite_read,
     .write_durable = pwrite_write_durable,
@@ -153,10 +152,12 @@ int pcc_io_file_prepare(int fd, bool allow_buffered, uint64_t *size_bytes_out)
     return result;
 }
 
-int pcc_io_pwrite_start(int fd, uint64_t size_bytes, struct pcc_io **out)
+int pcc_io_pwrite_start(int fd, uint64_t size_bytes, const struct pcc_io_options *options,
+                        struct pcc_io **out)
 {
     struct pwrite_io *self = calloc(1, sizeof *self);
 
+    (void)options;
     if (!self)
         return -ENOMEM;
     self->io.ops = &pwrite_ops;

@@ -14,7 +14,6 @@
 
 struct throttle_io {
     struct pcc_io io; /* first member */
-    struct pcc_io_ops ops;
     struct pcc_io *inner;
     _Atomic uint64_t bytes_per_second; /* written under the lock; 0: no limit */
 
@@ -124,9 +123,7 @@ int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per_second, struct
         pcc_io_close(inner);
         return -ENOMEM;
     }
-    self->ops = throttle_ops;
-    self->ops.name = inner->ops->name; /* the engine's: what people ask for */
-    self->io.ops = &self->ops;
+    self->io.ops = &throttle_ops;
     self->io.size_bytes = inner->size_bytes;
     self->inner = inner;
     self->since_ns = pcc_now_ns();

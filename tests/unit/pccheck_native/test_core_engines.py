@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_native import NativeError, Volume, measure_engine
+from pccheck_native import ENGINES, NativeError, Volume
 from tests.support.coreloop import Loop, make_volume
 
 
@@ -15,7 +15,7 @@ def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-@pytest.mark.parametrize("engine", ["pwrite", "mmap", "pmem"])
+@pytest.mark.parametrize("engine", [name for name, _, _ in ENGINES])
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_engines_leave_nothing_open(tmp_path: Path, engine: str, limit: int) -> None:
     """Neither what an engine opens beside the volume, nor what an engine has opened before another
@@ -25,7 +25,7 @@ def test_engines_leave_nothing_open(tmp_path: Path, engine: str, limit: int) -> 
     files = open_files()
     for writable in (True, False):
         volume = Volume(path, writable=writable, engine=engine)
-        assert volume.engine in (engine, "pwrite")
+        assert volume.engine in (engine, ENGINES[0][0])
         assert volume.bytes_per_second == 0
         volume.limit(limit)
         assert volume.bytes_per_second == limit
@@ -52,18 +52,3 @@ def test_an_engine_is_named_or_refused(tmp_path: Path) -> None:
     for name in ("auto", "", "PWRITE", "pwrite\0", None):
         with pytest.raises(ValueError, match="there is no engine"):
             Volume(path, writable=False, engine=name)  # type: ignore[arg-type]
-
-
-def test_an_engine_is_measured(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 20))
-    with path.open("r+b") as file:
-        for engine in ("pwrite", "mmap"):
-            assert measure_engine(file.fileno(), engine, 1 << 20, 1 << 16, 2) > 0
-            assert path.read_bytes() != bytes(1 << 20)
-        with pytest.raises(NativeError, match="UNSUPPORTED"):
-            measure_engine(file.fileno(), "pmem", 1 << 20, 1 << 16, 2)
-        with pytest.raises(ValueError, match="there is no engine"):
-            measure_engine(file.fileno(), "auto", 1 << 20, 1 << 16, 2)
-        with pytest.raises(OSError, match=r"EINVAL|Invalid"):
-            measure_engine(file.fileno(), "pwrite", 2 << 20, 1 << 16, 2)

@@ -15,6 +15,10 @@ import pytest
 from pccheck_native import (
     FORMAT_VERSION,
     SLOT_DAMAGED,
+    SLOT_HEALTHY,
+    SLOT_IMAGE,
+    SLOT_NOT_FINITE,
+    SLOT_OFFERED,
     SLOT_PROTECTED,
     NativeError,
     Volume,
@@ -24,6 +28,7 @@ from pccheck_native import (
 from tests.support.coreloop import STRIDE_BYTES, Loop, address, make_volume, pack, plan
 
 VERSION_OFFSET = 8
+FLAGS_OFFSET = 504 + 4
 CRC_OFFSET = 4092
 
 
@@ -191,7 +196,7 @@ def test_incarnation_flags_and_finish_are_on_the_media(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError):
             loop.volume.flag(12345, set=SLOT_PROTECTED)
         with pytest.raises(OSError) as caught:
-            loop.volume.flag(first, set=1)  # of early volumes; nothing sets it any more
+            loop.volume.flag(first, set=SLOT_IMAGE)  # a checkpoint's kind never changes
         assert caught.value.errno == errno.EINVAL
         loop.volume.flag(second, clear=SLOT_DAMAGED, now=True)
     volume = Volume(path, writable=True)
@@ -247,18 +252,58 @@ def test_all_records_bad_is_damage_not_emptiness(tmp_path: Path) -> None:
         assert caught.value.code_name in ("DAMAGED", "NOT_A_VOLUME")
 
 
-def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    path = make_volume(tmp_path / "v")
-    for offset in record_offsets(path):
-        record = bytearray(read_at(path, offset, 4096))
+def with_number(path: Path, offset: int, number: int) -> None:
+    """Puts 4 bytes into each record, and makes its checksum fit."""
+    for at in record_offsets(path):
+        record = bytearray(read_at(path, at, 4096))
         if record[:8] == b"PCCPREC1":
-            struct.pack_into("<I", record, VERSION_OFFSET, FORMAT_VERSION + 1)
+            struct.pack_into("<I", record, offset, number)
             struct.pack_into("<I", record, CRC_OFFSET, crc32c(bytes(record[:CRC_OFFSET])))
-            scribble(path, offset, bytes(record))
+            scribble(path, at, bytes(record))
+
+
+@pytest.mark.parametrize(
+    ("offset", "number", "name"),
+    [
+        (VERSION_OFFSET, FORMAT_VERSION + 1, "NEWER_FORMAT"),
+        (VERSION_OFFSET, 2, "OLDER_FORMAT"),
+        (VERSION_OFFSET, 1, "OLDER_FORMAT"),
+        (FLAGS_OFFSET, 1 << 15, "UNKNOWN_FLAG"),
+    ],
+)
+def test_another_format_is_refused_by_name(
+    offset: int, number: int, name: str, tmp_path: Path
+) -> None:
+    path = make_volume(tmp_path / "v")
+    with_number(path, offset, number)
     before = path.read_bytes()
     for writable in (False, True):
-        refused("NEWER_FORMAT", lambda w=writable: Volume(path, writable=w))  # type: ignore[misc]
+        refused(name, lambda w=writable: Volume(path, writable=w))  # type: ignore[misc]
     assert path.read_bytes() == before
+
+
+def test_start_marks_digest_and_notes_are_on_the_media(tmp_path: Path) -> None:
+    path, start, other = tmp_path / "v", bytes(range(16)), b"\1" * 16
+    with Loop(path) as loop:
+        before = loop.save(1, [bytearray(b"x" * 5000)], step=1)
+        loop.volume.begin_incarnation(1, 1, start)
+        after = loop.save(2, [bytearray(b"y" * 5000)], step=2)
+        loop.volume.promise(7, start, other)
+        loop.volume.flag(after, set=SLOT_HEALTHY | SLOT_NOT_FINITE | SLOT_OFFERED)
+        loop.volume.flag(after, clear=SLOT_NOT_FINITE, now=True)
+        with pytest.raises(OSError, match="Invalid"):
+            loop.volume.promise(7, other, other)
+    volume = Volume(path, writable=False)
+    table = {entry.sequence: entry for entry in volume.table() if entry.sequence}
+    assert {key: entry.start for key, entry in table.items()} == {before: bytes(16), after: start}
+    assert table[after].flags == SLOT_HEALTHY | SLOT_OFFERED
+    assert len({entry.digest for entry in table.values()}) == 2
+    assert volume.info().start == start
+    assert volume.info().promise == (7, start, other)
+    assert volume.notes(after) == (0, 0, 0, bytes(16), (0, 0), (0, 0))
+    with pytest.raises(ValueError, match="16 bytes"):
+        volume.begin_incarnation(2, 1, b"short")
+    volume.close()
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
-from pccheckd.jobs.job import Job
-from pccheckd.jobs.starts import Starts
+from pccheckd.group.job import Job
+from pccheckd.group.starts import Starts
 from pccheckd.tenancy.group import Requested
 from tests.support.jobs import CONFIG, Tenant, owner
 

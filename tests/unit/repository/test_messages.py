@@ -959,14 +959,14 @@ WORDS: dict[str, str] = {
         "named_parameters() before it is saved, it takes them in any order)"
     ),
     "expanded": (
-        "model.mask: elements of the attached tensor share memory, as after expand(), and the "
-        "checkpoint has different values for them (attach a tensor with memory of its own "
-        "(clone()), or take what you need from recover())"
+        "model.mask: elements of the attached tensor share memory, as after expand(), and did not "
+        "when it was saved (attach a tensor with memory of its own (clone()), or take what you "
+        "need from recover())"
     ),
     "tied": (
         "model.embed shares memory with model.head, as tied weights do, and the checkpoint has "
-        "different values for the two (build the model as it was, give each value of a dict its "
-        "own memory (clone()), or take what you need from recover())"
+        "different values for the two (give each value of a dict its own memory (clone()), build "
+        "the model as it was, or take what you need from recover())"
     ),
     "copied then": (
         "best.weight shares memory with model.weight, and did not when it was saved (give each "

@@ -348,42 +348,34 @@ def overlapping(values: torch.Tensor) -> torch.Tensor:
     return values.as_strided((3, 4), (1, 1))
 
 
-ROWS, COLUMNS = torch.arange(4.0).expand(3, 4), torch.arange(3.0)[:, None].expand(3, 4)
+ROWS = torch.arange(4.0).expand(3, 4)
 
 
 @pytest.mark.parametrize(
     ("saved", "live"),
     [
         (ROWS, torch.zeros(4).expand(3, 4)),
-        (ROWS.contiguous(), torch.zeros(4).expand(3, 4)),
-        (COLUMNS.contiguous(), torch.zeros(3, 1).expand(3, 4)),
         (ROWS, torch.zeros(3, 4)),
-        (torch.full((3, 4), float("nan")), torch.zeros(1, 1).expand(3, 4)),
-        (torch.tensor(2j).expand(3, 4).contiguous(), torch.tensor(0j).expand(3, 4).conj()),
         (overlapping(torch.arange(6.0)), overlapping(torch.zeros(6))),
-        (overlapping(torch.arange(6.0)).contiguous(), overlapping(torch.zeros(6))),
         (torch.arange(8).view(2, 2, 2), torch.zeros(2, 2, 2, dtype=torch.int64).transpose(0, 2)),
     ],
 )
-def test_elements_that_share_memory_get_their_common_value(
+def test_elements_that_share_memory_as_at_the_save_are_filled(
     saved: torch.Tensor, live: torch.Tensor
 ) -> None:
     put(save({"model": Buffers(b=saved)}), {"model": Buffers(b=live)})
-    assert torch.equal(live.contiguous().nan_to_num(), saved.contiguous().nan_to_num())
+    assert torch.equal(live, saved)
 
 
 @pytest.mark.parametrize(
     "live",
     [torch.zeros(4).expand(3, 4), torch.zeros(3, 1).expand(3, 4), overlapping(torch.zeros(6))],
 )
-def test_elements_that_share_memory_get_no_different_values(live: torch.Tensor) -> None:
+def test_elements_that_share_memory_since_the_save_are_refused(live: torch.Tensor) -> None:
     after = Buffers(a=torch.zeros(5), b=live)
     text = r"model\.b: elements of the attached tensor share memory"
     with pytest.raises(StateMismatchError, match=text):
-        put(
-            save({"model": Buffers(a=torch.ones(5), b=torch.arange(12.0).view(3, 4))}),
-            {"model": after},
-        )
+        put(save({"model": Buffers(a=torch.ones(5), b=torch.ones(3, 4))}), {"model": after})
     assert not after.a.any() and not after.b.any()
 
 
@@ -402,33 +394,28 @@ def interleaved() -> Buffers:
     return Buffers(a=whole[:, 0], b=whole[:, 1])
 
 
-@pytest.mark.parametrize("make_live", [tied, overlapped])
-def test_tied_now_untied_then(make_live: Any) -> None:
-    made = save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))})
-    after = make_live()
+def test_weights_tied_since_the_save_get_one_value_or_are_refused() -> None:
+    after = tied()
     with pytest.raises(
         StateMismatchError, match=r"model\.\w shares memory with model\.\w, as tied"
     ):
-        put(made, {"model": after})
+        put(save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))}), {"model": after})
+    assert not after.a.any()
+    value = torch.tensor([1.0, 2.0, float("nan"), -0.0])
+    put(save({"model": Buffers(a=value, b=value.clone())}), {"model": after})
+    assert same(after.a, value)
+
+
+@pytest.mark.parametrize("make_live", [overlapped, interleaved])
+def test_views_that_share_memory_since_the_save_are_refused(make_live: Any) -> None:
+    after = make_live()
+    ones = torch.ones(4)
+    with pytest.raises(
+        StateMismatchError, match=r"model\.\w shares memory with model\.\w, and did"
+    ):
+        put(save({"model": Buffers(a=ones, b=ones.clone())}), {"model": after})
     assert not after.a.any() and not after.b.any()
-    same_values = save({"model": Buffers(a=torch.ones(4), b=torch.ones(4))})
-    put(same_values, {"model": after})
-    assert bool(after.a.all() and after.b.all())
-
-
-def test_views_that_lie_between_each_other_are_told_apart() -> None:
-    after = interleaved()
-    put(save({"model": Buffers(a=torch.ones(4), b=torch.arange(4.0))}), {"model": after})
-    assert bool(after.a.all()) and torch.equal(after.b, torch.arange(4.0))
-
-
-def test_a_tensor_and_its_conjugate_come_back_into_the_same_memory() -> None:
-    one, memory = torch.tensor([1 + 2j, 3j]), torch.zeros(2, dtype=torch.complex64)
-    before = {"model": Buffers(a=one, b=one.conj().resolve_conj())}
-    after = {"model": Buffers(a=memory, b=memory.conj())}
-    put(save(before), after)
-    assert torch.equal(after["model"].a, before["model"].a)
-    assert torch.equal(after["model"].b, before["model"].b)
+    put(save({"model": make_live()}), {"model": after})
 
 
 def test_what_was_saved_tied_is_not_read_twice() -> None:
@@ -442,8 +429,7 @@ def test_what_was_saved_tied_is_not_read_twice() -> None:
     assert torch.equal(whole[1], whole[0])
 
 
-@pytest.mark.parametrize("make_live", [lambda: torch.zeros(3, 4), lambda: torch.zeros(4, 3).t(),
-                                       lambda: torch.zeros(4).expand(3, 4)])  # fmt: skip
+@pytest.mark.parametrize("make_live", [lambda: torch.zeros(3, 4), lambda: torch.zeros(4, 3).t()])
 def test_tensors_of_inference_mode_are_filled(make_live: Any) -> None:
     with torch.inference_mode():
         live = make_live()

@@ -33,7 +33,7 @@ MIB = 1 << 20
 def opened(sequence: int, **about: Any) -> Opened:
     return Opened(
         sequence=sequence, step=10 * sequence, incarnation=1, payload_bytes=100, tree_offset=60,
-        tree_bytes=40, source="volume", skipped=about.pop("skipped", []), **about,
+        tree_bytes=40, skipped=about.pop("skipped", []), **about,
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class Daemon:
         self.reads: list[int] = []
         self.loads = itertools.count(1)
         self.link: Any = SimpleNamespace(
-            load_start=lambda *_: None, load_wait=self._wait, device_open=lambda _: ""
+            load_start=lambda *_: None, load_wait=self._wait, loaded=(0, 100)
         )
 
     def request(self, body: Any, *, timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""Pull or push: decided once per connection, sent to the daemon, exposed again when necessary."""
+"""Exposures: sent to the daemon, made again when necessary, and what follows from a refusal."""
 
 from __future__ import annotations
 

@@ -31,12 +31,11 @@ from pccheck_wire.messages import (
     Role,
     Status,
 )
+from pccheck_wire.transfer import PUSHED, DriverState
 from pccheckctl.output.documents import part, rows
 from pccheckd.config.options import Config
 from pccheckd.control.handlers import Handlers
 from pccheckd.core.engine import Engine
-from pccheckd.core.exposing import PUSHED
-from pccheckd.core.gpus import Offer
 from pccheckd.core.port import Owner
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
@@ -86,10 +85,10 @@ class Place:
 
     async def open(self) -> None:
         self.job, self.tenant = await self.registry.tenant(KEY)
-        await self.tenant._open_port()
+        await self.tenant.prepare()
         assert self.tenant.port is not None
         self.tenant.port.channel = cast(Channel, self.channel)
-        self.engine.driver.offer = Offer("pull", "CUDA IPC")
+        self.engine.driver.state = DriverState("driver 12.8")
         self.session = self.join(1)
 
     def join(self, number: int, role: Role = Role.TRAINER) -> Session:
@@ -100,13 +99,21 @@ class Place:
         )  # fmt: skip
         if role is Role.TRAINER:
             process = bytes([number]) * 16
-            self.tenant.owner = Owner(
+            if self.tenant.owner is not None:
+                self.leave()
+            owner = Owner(
                 session=number, pid=1, world_size=1, local_world_size=1, fresh=False,
                 process=process, solo=False, restored=None, on_event=lambda event: None,
             )  # fmt: skip
-            self.job.join(KEY.rank, self.tenant.owner, launch="", was=0)
+            self.tenant.seat.take(owner)
+            self.job.join(KEY.rank, owner, launch="", was=0)
         self.sessions._sessions[number] = made
         return made
+
+    def leave(self) -> None:
+        """The trainer ends."""
+        self.tenant.seat.leave()
+        self.tenant.seat.free()
 
     async def ask(
         self, body: Expose | Chose | Status, session: Session | None = None
@@ -160,21 +167,19 @@ async def test_the_channels_reason_is_told(place: Place) -> None:
 
 
 async def test_without_a_driver_nothing_is_collected(place: Place) -> None:
-    place.engine.driver.offer = Offer("push", "no CUDA driver here")
+    place.engine.driver.state = DriverState(missing="no CUDA driver here")
     refused(await place.ask(Expose(1, [b"x"], more=True)), "no CUDA driver")
     assert place.session.exposing.held_bytes == 0
 
 
 async def test_a_trainer_that_the_kernel_does_not_name_pushes(place: Place) -> None:
     place.session.kernel_pid = 0  # what it says itself would prove nothing
-    assert place.sessions.offer(place.session).transfer == "push"
     refused(await place.ask(Expose(1, [b"x"])), "PID namespace")
     assert not place.channel.exposed
 
 
 async def test_another_users_trainer_pushes(place: Place) -> None:
     place.session.uid = KEY.uid + 1  # root could open whatever handle it is given
-    assert "runs as uid" in place.sessions.offer(place.session).reason
     refused(await place.ask(Expose(1, [b"x"])), "runs as uid")
     assert not place.channel.exposed
 

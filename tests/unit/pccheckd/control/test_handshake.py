@@ -69,7 +69,7 @@ def test_a_few_users_cannot_keep_others_out(mine: int, others: int, said: str) -
 async def test_a_peer_that_has_hung_up_does_not_join(place: Place, occupied: bool) -> None:
     if not occupied:
         place.job.left(KEY.rank, b"\1" * 16)
-        place.tenant.owner = None
+        place.leave()
     session = Session(
         number=9, token=bytes(16), role=Role.TRAINER, uid=KEY.uid, pid=1, kernel_pid=1,
         connected_ns=0, process=b"\2" * 16,

@@ -13,10 +13,11 @@ from pccheck_native import EXPOSURE_BYTES_MAX, Event, SaveTimes
 from pccheck_wire import codec, packing
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
+from pccheck_wire.transfer import DriverState
 from pccheckd.core import gpus
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.pulling import FAILURES_MAX, Pulling
+from pccheckd.tenancy.pulling import Pulling
 
 ROOM = UNFINISHED_BYTES_MAX
 
@@ -99,14 +100,14 @@ def ended(
     pulling.note(checkpoint, event)
 
 
-def test_a_driver_that_fails_again_and_again_is_refused_once() -> None:
+def test_failed_copies_of_a_session_are_counted() -> None:
     pulling = Pulling()
-    for error in ("DEVICE", "BAD_HANDLE", "DEVICE"):
-        assert not pulling.take_refusal(1)
+    for count, error in enumerate(("DEVICE", "BAD_HANDLE", "DEVICE_LOST")):
+        assert pulling.failed(1) == count
         ended(pulling, "failed", error)
-    assert not pulling.take_refusal(2)
-    assert "3 pulled copies" in pulling.take_refusal(1)
-    assert not pulling.take_refusal(1)
+    assert (pulling.failed(1), pulling.failed(2)) == (3, 0)
+    pulling.refused()
+    assert pulling.failed(1) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,21 +116,20 @@ def test_a_driver_that_fails_again_and_again_is_refused_once() -> None:
 )
 def test_what_is_no_fault_of_the_driver_does_not_count(stage: str, error: str, number: int) -> None:
     pulling = Pulling()
-    for _ in range(FAILURES_MAX):
-        ended(pulling, "failed", error, stage=stage, number=number)
-    assert not pulling.take_refusal(1)
+    ended(pulling, "failed", error, stage=stage, number=number)
+    assert pulling.failed(1) == 0
 
 
 def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
     pulling = Pulling()
-    for _ in range(FAILURES_MAX - 1):
+    for _ in range(2):
         ended(pulling, "failed", "DEVICE")
     ended(pulling, "copied")
     ended(pulling, "failed", "DEVICE")
-    assert not pulling.take_refusal(1)
-    for _ in range(FAILURES_MAX - 1):
+    assert pulling.failed(1) == 1
+    for _ in range(2):
         ended(pulling, "failed", "DEVICE", session=2)
-    assert not pulling.take_refusal(2)
+    assert (pulling.failed(1), pulling.failed(2)) == (0, 2)
 
 
 # -- the driver --------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ async def test_a_driver_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     native = Native()
     driven(monkeypatch, native)
     async with loading() as driver:
-        assert driver.offer == gpus.Offer("pull", "CUDA IPC, driver 12.8")
+        assert driver.state == DriverState("driver 12.8")
         assert driver.take_away() is native  # type: ignore[comparison-overlap]
         assert driver.take_away() is None
 
@@ -200,8 +200,7 @@ async def test_without_a_driver_tensors_are_pushed_for_good(
     driven(monkeypatch, Native("libcuda.so.1 is not there"), installed=False)
     async with loading() as driver:
         assert driver.gpus is None and driver.info() == []
-        assert (driver.offer.transfer, driver.offer.later) == ("push", False)
-        assert "libcuda.so.1 is not there" in driver.offer.reason
+        assert "libcuda.so.1 is not there" in driver.state.missing and not driver.state.may_pass
 
 
 async def test_a_driver_that_fails_is_tried_again_in_other_processes(
@@ -211,8 +210,8 @@ async def test_a_driver_that_fails_is_tried_again_in_other_processes(
     driven(monkeypatch, native)
     monkeypatch.setattr(gpus, "RETRY_S", 0.001)
     async with loading() as driver:
-        while driver.offer.transfer != "pull":
-            assert driver.offer.later
+        while driver.state.missing:
+            assert driver.state.may_pass
             await asyncio.sleep(0.001)
     assert native.loads == 1  # this process has seen no failure
 
@@ -226,6 +225,6 @@ async def test_nobody_waits_long_for_a_driver_that_hangs(monkeypatch: pytest.Mon
     try:
         async with loading() as driver:
             assert driver.gpus is native  # type: ignore[comparison-overlap]
-            assert (driver.offer.transfer, driver.offer.later) == ("push", True)
+            assert driver.state.missing and driver.state.may_pass
     finally:
         gate.set()

@@ -55,6 +55,9 @@ class Tenant:
             raise self.why
         return False
 
+    def is_usable(self, _: object) -> bool:
+        return True
+
 
 @pytest.mark.parametrize(
     ("why", "kind", "words"),
@@ -67,11 +70,9 @@ def test_a_checkpoint_that_is_replaced_or_cannot_be_written_while_it_is_pinned(
     """With keep=1 the next checkpoint may take its slot at any moment, which is no failure of the
     disk. No rank keeps its half of the pin."""
     tenant = Tenant(why)
-    choosing = SimpleNamespace(restorable=lambda _: {7: 3})
-    job = SimpleNamespace(
-        name="job", joining=asyncio.Lock(), tenants={0: tenant}, choosing=choosing
-    )
-    session: Any = SimpleNamespace(job=job, tenant=tenant, solo=False, asker=None)
+    members = SimpleNamespace(common=list)
+    job = SimpleNamespace(name="job", joining=asyncio.Lock(), tenants={0: tenant}, members=members)
+    session: Any = SimpleNamespace(job=job, tenant=tenant, solo=False, world_size=1)
     with pytest.raises(kind, match=words):
         asyncio.run(pin(session, Pin(3)))
     assert tenant.cleared == [7]

@@ -12,8 +12,8 @@ import pytest
 
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role
+from pccheck_wire.transfer import DriverState, offered
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX
-from pccheckd.core.gpus import Offer
 from pccheckd.jobs.sessions import Peer, Session, Sessions
 from tests.support.jobs import CONFIG, Ranks
 
@@ -43,11 +43,13 @@ class Control:
 class Kit:
     """Sessions whose attaches do nothing, or raise `error`."""
 
-    def __init__(self, offer: Offer | None = None) -> None:
+    def __init__(self, driver: DriverState | None = None) -> None:
         self.error: Exception | None = None
         self.memory, self.control, self.trims = Memory(), Control(), 0
-        driver = SimpleNamespace(offer=offer or Offer("push", "no driver"))
-        engine: Any = SimpleNamespace(driver=driver, require_storage=self._nothing)
+        state = driver or DriverState(missing="no driver")
+        engine: Any = SimpleNamespace(
+            driver=SimpleNamespace(state=state), require_storage=self._nothing
+        )
         registry: Any = SimpleNamespace(
             memory=self.memory, trim=self._trim, engine=engine, config=CONFIG
         )
@@ -173,10 +175,9 @@ def test_a_solo_rank_may_be_one_of_a_job_on_several_nodes() -> None:
 def test_pull_is_for_trainers_of_the_daemons_own_uid(
     uid: int, kernel_pid: int, transfer: str, why: str
 ) -> None:
-    kit = Kit(Offer("pull", "CUDA IPC"))
-    port: Any = object()
-    session = Session(1, b"", Role.TRAINER, uid, 9, kernel_pid, 0, port=port)
-    offer = kit.sessions.offer(session)
+    kit = Kit(DriverState("driver 12.8"))
+    session = Session(1, b"", Role.TRAINER, uid, 9, kernel_pid, 0)
+    offer = offered(kit.sessions.case(session))
     assert offer.transfer == transfer and why in offer.reason
 
 
@@ -197,8 +198,8 @@ def test_a_session_ends_its_loads_and_what_it_has_exposed() -> None:
     held: Any = SimpleNamespace(held_bytes=1, drop=lambda: dropped.append(True))
     session.exposing = held
     tenant: Any = ranks.tenants[0]
-    session.begin_load(1, tenant, 5)
-    session.begin_load(2, tenant, 5)
+    for load in (1, 2):
+        asyncio.run(session.begin_load(load, tenant, 5))
     assert session.is_busy()
     session.end_load(1)
     session.end_load(1)  # again does nothing

@@ -19,8 +19,9 @@ from pccheckctl.doctor import daemon, gpu, machine, storage
 from pccheckctl.doctor.finding import Finding
 from pccheckctl.measure import disk
 from pccheckctl.output.documents import Document
-from pccheckd.jobs.group_state import Standing
+from pccheckd.group.explain import Standing
 from pccheckd.observe import report
+from pccheckd.tenancy.binding import BindingState
 from tests.unit.repository.test_messages import PRIVATE
 
 # -- warnings of a daemon: `pccheckctl status`, systemd's STATUS line, doctor -------------------
@@ -44,11 +45,11 @@ def tenant(**changed: Any) -> Any:
         failing=changed.pop("failing", 0), last_failure="write: EIO",
         newest=changed.pop("newest", (9, 90)),
     )  # fmt: skip
-    values = {"refused": None, "stalled": "", "stopped": False, "owner": object(), "key": "gpt",
-              "quiet": True}  # fmt: skip
+    binding = SimpleNamespace(state=changed.pop("state", BindingState.BOUND))
+    values = {"refused": None, "stalled": "", "owner": object(), "key": "gpt", "quiet": True}
     retention = SimpleNamespace(unreadable=changed.pop("unreadable", set()))
     return SimpleNamespace(
-        volumes=volumes, ledger=ledger, retention=retention, **(values | changed)
+        volumes=volumes, ledger=ledger, retention=retention, binding=binding, **(values | changed)
     )
 
 
@@ -102,9 +103,9 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "ended, still written": (lambda: troubles(tenant(failing=1, owner=None, quiet=False)), ""),
     "record": (
-        lambda: troubles(tenant(stopped=True)),
+        lambda: troubles(tenant(state=BindingState.STOPPED)),
         "gpt: a commit record could not be written, so its checkpoint failed; the next checkpoint "
-        "reopens the volume; check the disk (dmesg)",
+        "opens the volume again once no process reads from it; check the disk (dmesg)",
     ),
     "quarantine": (
         lambda: troubles(tenant(volume=volume(quarantined=1))),

@@ -98,7 +98,8 @@ class Desk:
         self.port: Any = SimpleNamespace(channel=self.core)
         self.chronicle: Any = SimpleNamespace(requested=lambda *_: None)
         self.interval_steps, self.room_bytes, self.incarnation = 0, 100, 5
-        self.stopped = self.volume_lost = self.is_read = False
+        self.is_read, self.stops = False, 0
+        self.binding: Any = SimpleNamespace(is_usable=True, stop=self._stop)
         self.is_grouped = grouped
         self.recycles: list[bool] = []
         full = SimpleNamespace(
@@ -109,7 +110,7 @@ class Desk:
             recycle=self._recycle, refresh=self._refresh, current=full
         )
         self.retention: Any = SimpleNamespace(protected=set())
-        self.unready: Exception | None = None  # what make_ready() raises
+        self.unready: Exception | None = None  # what reopen() raises
         self.readied = 0
         self.queue = Admission(cast(Any, self))
 
@@ -123,10 +124,13 @@ class Desk:
     def ended(self, checkpoint: Checkpoint, end: End) -> None:
         self.ledger.refuse(checkpoint, end)
 
+    def _stop(self) -> None:
+        self.stops += 1
+
     def end_lease(self, *, waits: bool) -> bool:
         return False
 
-    async def make_ready(self) -> None:
+    async def reopen(self) -> None:
         self.readied += 1
         if self.unready is not None:
             raise self.unready
@@ -283,7 +287,7 @@ async def test_a_stopped_volume_is_opened_again_once() -> None:
     desk = Desk()
     found = desk.request()
     await desk.waits("STOPPED")
-    assert (desk.stopped, desk.readied, desk.core.calls[-1]) == (True, 1, ("retry",))
+    assert (desk.stops, desk.readied, desk.core.calls[-1]) == (1, 1, ("retry",))
     await desk.waits("STOPPED")
     assert desk.readied == 1 and found.state is State.FAILED
     assert "could not write a commit record" in found.reason

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pccheck_wire.errors import NoCheckpointError
-from pccheckd.tenancy.leases import Leases
+from pccheckd.tenancy.retention import Leases
 from pccheckd.tenancy.volumes import Key
 
 

@@ -110,9 +110,9 @@ async def test_a_job_in_use_or_written_to_begins_anew(place: Place, tmp_path: Pa
     await place.finish("read", "written")
     assert await place.look() == []
     tenant = place.registry.jobs[UID, "read"].tenants[0]
-    tenant.add_reader()
+    tenant.uses.add_reader()
     assert await place.look(after_s=AGE_S) == []
-    tenant.add_reader(-1)
+    tenant.uses.add_reader(-1)
     (written,) = layout.list_volumes(tmp_path, job="written")
     os.utime(written.path)
     for _ in range(2):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pccheckd.tenancy.binding import BindingState
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
@@ -44,8 +45,9 @@ def tenant(port: Port) -> Any:
         SimpleNamespace(volume=name, path=name, info=SimpleNamespace(block_bytes=4096))
         for name in ("old", "new")
     )
-    made.volumes = SimpleNamespace(open=[old, new], current=new)
-    made.port = port
+    made.binding.volumes = SimpleNamespace(open=[old, new], current=new)
+    made.binding.port = port
+    made.binding.state = BindingState.BOUND
     return made
 
 
@@ -56,7 +58,7 @@ async def test_a_trainer_after_a_rest_has_a_volume(busy: str) -> None:
     rests = tenant(port)
     await rests.rest()
     assert port.bound == ({"new"} if busy == "new" else set())
-    await rests._open_port()
+    await rests.binding.open_port(in_use=False)
     assert port.bound == {"new"}
 
 

@@ -93,7 +93,7 @@ class Decisions:
     def _became_common(self, shared: list[Held]) -> None:
         before, self._shared = self._shared, shared
         newest = shared[0].sequence if shared else 0
-        is_new = self._lateness.decided(self.common)
+        is_new = self._lateness.decided(shared[0] if shared else None)
         common = {held.sequence for held in shared}
         tenants = self._members.tenants.values()
         for tenant in tenants:
@@ -174,11 +174,6 @@ class Decisions:
         return group.lagging(self._known, self._members.world_size, rank, self.agreement)
 
     # -- what stays ----------------------------------------------------------------------------
-
-    @property
-    def common(self) -> Held | None:
-        """The newest checkpoint that all ranks had at the last decision."""
-        return self._shared[0] if self._shared else None
 
     def needs(self, sequence: int) -> bool:
         """Whether a durable checkpoint must not go with its volume."""

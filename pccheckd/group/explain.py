@@ -1,13 +1,16 @@
-"""Why the ranks of a job have no checkpoint in common: why one was given up, and why there has been
-no new one for long."""
+"""Why the ranks of a job have no checkpoint in common: why one was given up, and who holds the next
+one back. For handles, status, metrics, warnings and the log."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from pccheck_native.group import Held
+from pccheck_native import group
+from pccheck_native.group import Held, Rank
 from pccheck_native.names import APART_HINT
+from pccheck_wire.basics import some
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
 from pccheckd.tenancy.checkpoint import GIVEN_UP, End
@@ -15,6 +18,10 @@ from pccheckd.tenancy.checkpoint import GIVEN_UP, End
 from .membership import Membership
 
 REQUESTS_MAX = 512  # whose time is remembered until they are common
+#: A group is late when it has lost this many checkpoints in a row, and has waited this many times
+#: as long as its slowest checkpoint took. One checkpoint skipped before a pause is no alarm.
+LOST_MIN = 3
+LATE_FACTOR = 3
 #: Of a checkpoint that a late rank requests after the others needed the slot.
 GONE = "another rank no longer has this checkpoint, so no rank keeps it"
 #: Of a request by a process of an older start.
@@ -75,7 +82,7 @@ class Lateness:
         self._uid = uid
         self._job_name = job_name
         self._asked_ns: dict[int, int] = {}  # by sequence above the common one: since when
-        self._common: Held | None = None  # the newest that all ranks have
+        self.common: Held | None = None  #: the newest that all ranks had at the last decision
         self._late_since: Held | None = None  # the same, when the ranks began to be late
         self.why = ""  #: why the ranks are late; "": they are not
         self.apart = ""  #: why two ranks can have no checkpoint after the newest common one
@@ -93,7 +100,7 @@ class Lateness:
 
     def decided(self, common: Held | None) -> bool:
         """The newest common checkpoint at a decision. Returns whether it is a new one."""
-        before, self._common = self._common, common
+        before, self.common = self.common, common
         if common is None or common == before:
             return False
         if self.apart:
@@ -114,9 +121,9 @@ class Lateness:
     def note(self, why: str) -> None:
         """Why the ranks have had no common checkpoint for long, or "": logged when it changes.
         Ranks that end without one are no longer late, and still have none."""
-        again = not why and self._common != self._late_since
+        again = not why and self.common != self._late_since
         if why and not self.why:
-            self._late_since = self._common
+            self._late_since = self.common
         if bool(why) != bool(self.why) and (why or again):
             LOG.warning(
                 "job %r of uid %d: %s", self._job_name, self._uid,
@@ -127,3 +134,72 @@ class Lateness:
                 }},
             )  # fmt: skip
         self.why = why
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a job with several ranks stands."""
+
+    world_size: int
+    step: int | None  # of the newest common checkpoint
+    sequence: int
+    wall_ns: int | None  # when the last rank had it durable, for display
+    waits_s: float  # since a newer one was asked for that is not common yet; 0: there is none
+    lost: int  # newer ones that were skipped, failed or given up
+    behind: dict[int, int]  # by rank: durable ones of other ranks that it does not have
+    absent: list[int]  # ranks without a live process, while some have one
+    is_late: bool
+    apart: str = ""  # as Lateness.apart
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that holds the next common checkpoint back; None when none does."""
+        if self.absent:
+            return self.absent[0]
+        worst = max(self.behind, key=lambda rank: (self.behind[rank], -rank), default=None)
+        return worst if worst is not None and self.behind[worst] else None
+
+    def __str__(self) -> str:
+        if self.apart:
+            return f"{self.apart}: {APART_HINT}"
+        last = "none so far" if self.step is None else f"the last is step {self.step}"
+        who = ""
+        if self.absent:
+            who = f"; not connected: rank {some(self.absent)}"
+        elif self.slowest is not None:
+            who = f"; rank {self.slowest} is behind by {self.behind[self.slowest]}"
+        return (
+            f"no new checkpoint was saved by all {self.world_size} ranks for {self.waits_s:.0f} s "
+            f"({last}{who}), and {self.lost} were lost; after a crash the job restarts from the "
+            "last one that all ranks have"
+        )
+
+
+def standing(
+    members: Membership, ranks: Mapping[int, Rank], lateness: Lateness, stall_limit_s: float
+) -> Standing | None:
+    """None for a job of one rank, or one that has saved nothing. `ranks`: what is known of each."""
+    world_size, common = members.world_size, lateness.common
+    if world_size < 2:
+        return None
+    if common is None and not any(known.held or known.pending for known in ranks.values()):
+        return None
+    newest, tenants = common.sequence if common else 0, members.tenants.values()
+    found = (tenant.volumes.checkpoint(newest) for tenant in tenants)
+    lost = {
+        found.sequence
+        for tenant in tenants
+        for found in tenant.ledger.checkpoints.values()
+        if found.sequence > newest and found.state in (State.SKIPPED, State.FAILED)
+    }
+    waits_s = lateness.waits_s()
+    live = any(known.asked is not None for known in ranks.values())
+    limit_s = max(stall_limit_s, LATE_FACTOR * lateness.longest_s)
+    return Standing(
+        world_size=world_size, step=common.step if common else None, sequence=newest,
+        wall_ns=max((one.wall_ns for one in found if one), default=None), waits_s=waits_s,
+        lost=len(lost), behind=group.behind(ranks, world_size),
+        absent=members.absent() if live else [],
+        is_late=bool(lateness.apart) or (live and len(lost) >= LOST_MIN and waits_s > limit_s),
+        apart=lateness.apart,
+    )  # fmt: skip

@@ -1,6 +1,6 @@
 """A job: the ranks of one user's training run, and the one way to its parts. `membership.py` knows
 the ranks, `numbering.py` gives their requests sequences, `decisions.py` applies what `group.py`
-decides, `explain.py` says why, and `choosing.py` says what a rank restores."""
+decides, and `explain.py` says why."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from pccheckd.tenancy.group import Numbered, Requested
 from pccheckd.tenancy.tenant import Tenant
 
 from . import explain
-from .choosing import Choosing
 from .decisions import Decisions
-from .explain import Lateness
+from .explain import Lateness, Standing
 from .membership import Membership
 from .numbering import Given
 from .schedule import Schedule
@@ -34,13 +33,13 @@ class Job:
     ) -> None:
         self.uid = uid
         self.name = name
+        self._config = config
         self.joining = asyncio.Lock()  # held while a rank becomes a member
         self.members = Membership(name)
         self.tenants = self.members.tenants
         self.lateness = Lateness(uid, name)
         self.decisions = Decisions(self.members, self.lateness, config)
         self._schedule = Schedule(self.decisions.decide, clock)
-        self.choosing = Choosing(name, self.members, self.settle)
 
     # -- as the registry sees it ---------------------------------------------------------------
 
@@ -123,6 +122,11 @@ class Job:
         """Gives up the checkpoints that a rank lacks whose process has been away for long."""
         if self.decisions.note_absent(now_s):
             self.settle()
+
+    def standing(self) -> Standing | None:
+        """How its ranks stand together; None for a job of one rank, or one that saved nothing."""
+        known, limit_s = self.decisions.known(), self._config.stall_limit_s
+        return explain.standing(self.members, known, self.lateness, limit_s)
 
     # -- what a rank asks (tenancy/group.py) ---------------------------------------------------
 

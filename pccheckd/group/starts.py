@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
+from pccheck_native.group import Held
 from pccheck_native.names import Bases
 
 STARTS_KEPT = 16
@@ -39,6 +40,7 @@ class Member:
     begun: bool = False  # has asked for a checkpoint
     #: The newest incarnation that the volumes of its rank named when it came; None: not known.
     found: int | None = None
+    restores: Held | None = None  # the checkpoint that was chosen for it last
 
 
 @dataclass(slots=True)
@@ -196,9 +198,9 @@ class Starts:
         taken = current.members.get(rank)
         if taken and taken.live:
             return start
-        del start.members[rank]
+        restores = start.members.pop(rank).restores
         begun = taken is not None and taken.begun  # what that process saved is a past of this one
-        current.members[rank] = Member(process, begun=begun)
+        current.members[rank] = Member(process, begun=begun, restores=restores)
         current.bases.came((rank, process))
         current.closed = current.closed or len(current.members) == current.world_size
         return current

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pccheckd.jobs.starts import STARTS_KEPT, Start, Starts
+from pccheckd.group.starts import STARTS_KEPT, Start, Starts
 
 
 class Process:

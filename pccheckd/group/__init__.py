@@ -1,0 +1,1 @@
+"""The ranks of one job: what they decide together, and why."""
