@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import zmq
 
-from pccheck_native import Link, LinkState
+from pccheck_native import WORD_COPYING, Link, LinkState
 from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, error_from_wire
@@ -151,7 +151,7 @@ class Rank:
 
     def until_copying(self, snapshot: int) -> None:
         """Waits until the snapshot has a slot."""
-        until(lambda: self.describe(snapshot).state is CheckpointState.COPYING)
+        until(lambda: (now := self.link.state(snapshot)) is not None and now.word == WORD_COPYING)
 
     def _is_read(self, snapshot: int) -> bool:
         state = self.link.state(snapshot)

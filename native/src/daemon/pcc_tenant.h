@@ -188,8 +188,8 @@ void pcc_tenant_noted(struct pcc_tenant *tenant);
 PCC_MUST_CHECK int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot,
                                      uint64_t sequence, uint64_t incarnation, uint32_t world_size);
 /* Ends a snapshot that waits or is being copied: the outcome is set and the word REFUSED. False
- * when it is copied or has ended, as its events say. A copy in progress is given up; its FAILED
- * event follows. */
+ * when it is copied or has ended, as its events say. A copy in progress is given up, and no event
+ * follows. */
 bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
                        uint64_t sequence);
 /* The first one of the queue is tried again: a slot may be free. What it waits for is told again.

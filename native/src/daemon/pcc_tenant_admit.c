@@ -227,6 +227,7 @@ bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
     /* The outcome first: a client that sees REFUSED finds the reason. */
     pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
     const bool refused = pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    save->silent = refused; /* the caller knows how it ended */
     pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     if (tenant->gpus != NULL)
         pcc_pull_release_streams(tenant, snapshot);

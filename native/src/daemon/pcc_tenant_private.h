@@ -80,7 +80,7 @@ struct pcc_tenant_save {
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */
     bool writing;          /* its first chunk has gone to the disk */
-    bool silent;           /* begin itself reported the failure */
+    bool silent;           /* its owner knows how it ended: no event */
     bool immovable;        /* a chunk of it was re-used: it cannot move to another slot */
     uint64_t *seen;        /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
