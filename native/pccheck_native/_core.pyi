@@ -225,7 +225,9 @@ class SaveRequest(NamedTuple):
     division: int
 
 class Event(NamedTuple):
-    kind: str  # requested begun waits refused copied writing durable superseded failed load_ended bad_peer detached
+    #: requested begun waits refused copied writing durable superseded failed load_ended bad_peer
+    #: detached
+    kind: str
     channel: int
     session: int
     id: int
