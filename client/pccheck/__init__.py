@@ -31,12 +31,12 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState
 
 from .client import PCcheckClient
+from .flight.phases import Durable
 from .reader import Reader
 from .restoring.begin import Saved
 from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
 from .restoring.reading import Found, RestoreResult
 from .saving.handle import Checkpoint
-from .saving.in_flight import Durable
 from .state.attaching import Stateful
 from .state.rng import capture_rng, restore_rng
 from .state.shards import Shard

@@ -34,6 +34,8 @@ from .advice import Advice
 from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import DISCONNECTED, Session
+from .flight.in_flight import InFlight
+from .flight.phases import Durable
 from .garbage import no_collection
 from .job.agreement import Agreement
 from .job.naming import identify
@@ -45,7 +47,6 @@ from .restoring.reading import OPEN_LIMIT_S, Found, RestoreResult
 from .saving.exposure import NoStagingError
 from .saving.handle import Checkpoint
 from .saving.hooks import runs
-from .saving.in_flight import Durable, InFlight
 from .saving.interval import Interval
 from .saving.planner import Planner
 from .saving.saver import Saver
@@ -404,7 +405,7 @@ class PCcheckClient:
                 self._interval.requested(made)
         handle = self._handle(made)
         if self._options.raises and made.state is CheckpointState.FAILED:
-            made.reported = True  # by this call: the next one does not raise it again
+            self._saver.raised(made)
             raise CheckpointFailedError(f"checkpoint of step {number} failed: {handle.reason}")
         return handle
 
@@ -597,7 +598,7 @@ class PCcheckClient:
 
     def _continue_from(self, found: RestoreResult) -> None:
         self._step, self._came_from = max(0, found.step), -1
-        self._saver.restored(Durable(found.sequence, found.step), self._recovery.newest)
+        self._saver.followed.restored(Durable(found.sequence, found.step), self._recovery.newest)
         self._advice.restored(found.step, self._recovery.trainable)
 
     def adopt(self) -> None:
@@ -608,7 +609,7 @@ class PCcheckClient:
         with self._calling("adopt()"):
             self._recovery.adopt(self._connection())
             self._came_from = -1
-            self._saver.note_saved(self._recovery.newest)
+            self._saver.followed.note_saved(self._recovery.newest)
 
     def steps(self) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first; with several ranks what all of them
@@ -743,7 +744,7 @@ class PCcheckClient:
         if self._inert():
             return None
         if self._is_inside():
-            return self._saver.known()
+            return self._saver.followed.known()
         if deadline_s is None:
             deadline_s = self._drain_limit_s()
         with self._calling("flush()"):

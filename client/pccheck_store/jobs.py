@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pccheck_native import catalog, group
+from pccheck_native.identity import hexadecimal
 from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .directory import Storage, any_of_job
@@ -31,7 +32,8 @@ class Stored(NamedTuple):
     step: int
     sequence: int  #: the order of checkpoints; steps may go back
     world_size: int  #: of the run that saved it; 1: one rank alone
-    incarnation: int  #: of the start of the job that saved it
+    incarnation: int  #: of the start of the job that saved it; orders starts
+    start: str  #: the id of that start, 32 hexadecimal digits; "": not known
     complete: bool  #: every rank of that world has it, undamaged
     ranks: Mapping[int, StoredRank]
 
@@ -57,7 +59,8 @@ def checkpoints_of(
             for rank, one in sorted(parts.items())
         }
         about = held.step, held.sequence, held.world_size, held.incarnation
-        found.append((Stored(*about, complete, stored), [parts[rank] for rank in stored]))
+        start = hexadecimal(parts[min(parts)].id.start) or ""
+        found.append((Stored(*about, start, complete, stored), [parts[rank] for rank in stored]))
     return sorted(found, key=lambda item: -item[0].sequence)
 
 

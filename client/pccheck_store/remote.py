@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pccheck_native import _core, catalog, layout
+from pccheck_native.identity import CheckpointId
 from pccheck_native.subset import Subset
 from pccheck_store import VERSION
 from pccheck_wire import attach
@@ -85,15 +86,11 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     """A row of the list. The place of the tree is unknown until the checkpoint is opened."""
     names = ("pinned", "protected", "damaged")
     flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
-    numbers = {
-        name: whole(item, name)
-        for name in ("uid", "rank", "sequence", "step", "incarnation", "payload_bytes", "wall_ns")
-    }
     return catalog.Checkpoint(
-        job=text(item, "job"), world_size=whole(item, "world_size", 1), tree_offset=0,
-        tree_bytes=0, flags=flags, slot=0, volume_path=Path(text(item, "volume")),
+        CheckpointId.of_document(item), whole(item, "payload_bytes"), tree_offset=0, tree_bytes=0,
+        wall_ns=whole(item, "wall_ns"), flags=flags, slot=0, volume_path=Path(text(item, "volume")),
         base=whole(item, "base_sequence"),
-        own_bytes=None if item.get("own_bytes") is None else whole(item, "own_bytes"), **numbers,
+        own_bytes=None if item.get("own_bytes") is None else whole(item, "own_bytes"),
     )  # fmt: skip
 
 

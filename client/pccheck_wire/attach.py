@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 from typing import Self
 
-from . import codec, peer
+from . import codec
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, socket_name
-from .connection import Connection, raise_failure
+from .connection import Connection, pid_of, raise_failure
 from .errors import ProtocolError, WaitTimeoutError, error_from_wire
 from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
 
@@ -40,7 +40,7 @@ class Attachment:
     @property
     def daemon_pid(self) -> int:
         """As this process sees it; 0 in another PID namespace."""
-        return peer.pid_of(self.socket)
+        return pid_of(self.socket)
 
     def fileno(self) -> int:
         return self.socket.fileno()

@@ -111,8 +111,9 @@ class Hello(Message):
     solo: bool = False
     #: A random number of the training process. Its reconnects repeat the number.
     process: bytes = b""
-    #: The `Welcome.incarnation` of the previous session, if this is a reconnect; else 0.
+    #: `Welcome.incarnation` and `start` of the previous session, if this is a reconnect.
     incarnation: int = 0
+    start: bytes = b""
     #: The `Welcome.storage` of the previous session: another directory has other checkpoints. An
     #: observer's is any text if it wants to know which directory the daemon serves.
     storage: str = ""
@@ -133,7 +134,8 @@ class Welcome(Message):
     token: bytes  # 16 random bytes; in every Request of this session
     endpoint: str  # ipc:// address for a trainer's requests
     pid: int  # the daemon's
-    incarnation: int = 0
+    incarnation: int = 0  # of the start that the peer is a member of: its number, ...
+    start: bytes = b""  # ... and its random id, 16 bytes
     chunk_bytes: int = 0
     #: How this daemon can take GPU tensors: "pull", or "push" and why.
     transfer: str = "push"
@@ -181,6 +183,7 @@ class Registered(Message):
     volume: str  # path, for the log
     absent: list[int] = field(default_factory=list)  # ranks of this start without a live process
     incarnation: int = 0  # of the start that the peer is a member of now
+    start: bytes = b""
 
 
 @message("expose")
@@ -259,6 +262,8 @@ class Opened(Message):
     sequence: int
     step: int
     incarnation: int
+    start: bytes  # the id of the start that saved it; zeros: not known
+    digest: bytes  # of the manifest of `rank`
     payload_bytes: int
     tree_offset: int
     tree_bytes: int
@@ -336,6 +341,7 @@ class Joined(Message):
     """The request was carried out."""
 
     incarnation: int  # of the start that the peer is a member of now
+    start: bytes = b""
 
 
 @message("done")

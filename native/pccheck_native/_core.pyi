@@ -42,6 +42,8 @@ WORD_COPYING: int
 WORD_COPIED: int
 WORD_ABANDONED: int
 WORD_REFUSED: int
+CAUSE_REPLACED: int  # of pccheck_wire.ends
+CAUSE_OTHER_RANK: int
 OUTCOME_GIVEN_UP: int  # in LinkState.outcome, beside the numbers of CheckpointState
 #: Results of Link.load_wait, and NativeError.code. The module has all PCC_E_* codes of pcc_base.h.
 E_DAMAGED: int
@@ -223,6 +225,8 @@ class SaveRequest(NamedTuple):
     row: int
     interval: int
     division: int
+    cause: int  # of pccheck_wire.ends, why the core has refused it; 0: it has not
+    argument: int
 
 class Event(NamedTuple):
     #: requested begun waits refused copied writing durable superseded failed load_ended bad_peer
@@ -356,10 +360,15 @@ class Channel:
         self, snapshot: int, sequence: int, incarnation: int, world_size: int
     ) -> None: ...  # of a save that is asked for or being copied; OSError EINVAL: it is too low
     def retry(self) -> None: ...  # a slot may be free: the first of the queue tries again
-    def refuse(self, snapshot: int, outcome: int, sequence: int = 0) -> bool: ...  # not copied yet
+    # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
+    def refuse(
+        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
+        error: int = 0, argument: int = 0,
+    ) -> bool: ...  # fmt: skip -- whether it was not copied yet
     def set_outcome(
-        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0
-    ) -> None: ...
+        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
+        error: int = 0, argument: int = 0,
+    ) -> None: ...  # fmt: skip
     def load(
         self,
         volume: Volume,
@@ -381,6 +390,11 @@ class LinkState(NamedTuple):
     error: int  # why the link itself gave it up: 0 or a negative code
     error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE", "EFAULT" (of memory)
     fault: int  # the address of memory that could not be read; 0: all could
+    # Why the daemon ended it so (pccheck_wire.ends):
+    cause: int
+    stage: str  # "" or begin, copy, base, write, flush, publish
+    code: str  # "" or e.g. "EIO", "ABORTED"
+    argument: int
 
 @final
 class Link:

@@ -16,6 +16,10 @@ from typing import NamedTuple
 
 from pccheck_native._core import (
     SLOT_DAMAGED,
+    SLOT_HEALTHY,
+    SLOT_IMAGE,
+    SLOT_NOT_FINITE,
+    SLOT_OFFERED,
     SLOT_PINNED,
     SLOT_PROTECTED,
     NativeError,
@@ -24,6 +28,7 @@ from pccheck_native._core import (
     VolumeInfo,
 )
 from pccheck_native.group import Held, Rank, common, stale
+from pccheck_native.identity import CheckpointId, hexadecimal
 from pccheck_native.layout import (
     MisplacedError,
     VolumeFile,
@@ -37,16 +42,13 @@ RECORD_LOST = (
 )
 
 
+MARKS = {"healthy": SLOT_HEALTHY, "not_finite": SLOT_NOT_FINITE, "offered": SLOT_OFFERED}
+
+
 class Checkpoint(NamedTuple):
     """One durable checkpoint in one slot of one volume."""
 
-    uid: int
-    job: str
-    rank: int
-    sequence: int
-    step: int
-    incarnation: int
-    world_size: int
+    id: CheckpointId
     payload_bytes: int
     tree_offset: int
     tree_bytes: int
@@ -56,6 +58,34 @@ class Checkpoint(NamedTuple):
     volume_path: Path
     base: int = 0  # sequence of the one in whose slot its unchanged blocks lie
     own_bytes: int | None = None  # of its payload, in its own slot; None: not known
+
+    @property
+    def uid(self) -> int:
+        return self.id.uid
+
+    @property
+    def job(self) -> str:
+        return self.id.job
+
+    @property
+    def rank(self) -> int:
+        return self.id.rank
+
+    @property
+    def sequence(self) -> int:
+        return self.id.sequence
+
+    @property
+    def step(self) -> int:
+        return self.id.step
+
+    @property
+    def incarnation(self) -> int:
+        return self.id.incarnation
+
+    @property
+    def world_size(self) -> int:
+        return self.id.world_size
 
     @property
     def is_damaged(self) -> bool:
@@ -96,8 +126,12 @@ class Catalog(NamedTuple):
 
 
 def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
+    stored = CheckpointId(
+        info.uid, info.job, info.rank, entry.sequence, entry.step, entry.incarnation, entry.start,
+        entry.world_size, entry.digest,
+    )  # fmt: skip
     of_slot = {name: value for name, value in entry._asdict().items() if name in Checkpoint._fields}
-    return Checkpoint(info.uid, info.job, info.rank, volume_path=path, **of_slot)
+    return Checkpoint(stored, volume_path=path, **of_slot)
 
 
 def _own_bytes(volume: Volume, one: Checkpoint) -> int | None:
@@ -239,10 +273,11 @@ def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, ob
 def checkpoint_document(item: Checkpoint) -> dict[str, object]:
     """One checkpoint in the same documents; alone it cannot say whether it is global or
     stale, or of which step its base is."""
-    names = ("uid", "job", "rank", "sequence", "step", "incarnation", "world_size",
-             "payload_bytes", "own_bytes", "wall_ns")  # fmt: skip
     return {
-        **{name: getattr(item, name) for name in names},
+        **item.id.document(),
+        **{name: getattr(item, name) for name in ("payload_bytes", "own_bytes", "wall_ns")},
+        "kind": "image" if item.flags & SLOT_IMAGE else "tensors",
+        "marks": [name for name, flag in MARKS.items() if item.flags & flag],
         "base_sequence": item.base or None,
         "pinned": item.is_pinned,
         "protected": item.is_protected,
@@ -283,7 +318,8 @@ def volume_document(path: Path, info: VolumeInfo) -> dict[str, object]:
     names = ("uid", "job", "rank", "world_size", "slots", "keep", "volume_bytes",
              "payload_capacity", "free_slots", "incarnation", "done", "stopped",
              "valid_replicas")  # fmt: skip
-    return {"path": str(path), **{name: getattr(info, name) for name in names}}
+    start = {"start": hexadecimal(info.start)}
+    return {"path": str(path), **{name: getattr(info, name) for name in names}, **start}
 
 
 def group_document(

@@ -47,21 +47,22 @@ class Held(NamedTuple):
     step: int
     incarnation: int
     world_size: int
-    usable: bool = True  # neither damaged nor, when last tried, unreadable
+    usable: bool = True  # not damaged, and readable when it was last read
 
 
 class Rank(NamedTuple):
     """What is known of one rank."""
 
     held: Collection[Held] = ()
-    #: Sequences that were asked for and have not ended, with the world size of the start that asked
-    #: for them: a start of another size may have begun since.
+    #: Sequences of the checkpoints that the rank is saving, each with the world size of the start
+    #: that requested it: a start of another size may have begun since.
     pending: Mapping[int, int] = MappingProxyType({})
-    #: The newest sequence that its live process has passed: asked for, or there before it came. The
-    #: process will never ask for one up to it.
-    #: None: it has no process, and may have one again; above every number: it is not waited for.
+    #: The process of the rank will never request this sequence or an older one, because it has
+    #: requested this sequence, or the sequence was in use before the process came. None: the rank
+    #: has no process, and may get one. Above every sequence: no rank waits for this rank.
     asked: int | None = None
-    #: Sequences that a run before its present process, which did not restore, had to leave alone.
+    #: Sequences that were protected when the present process came, because an earlier run had not
+    #: restored them.
     pinned: frozenset[int] = frozenset()
 
 
@@ -72,9 +73,10 @@ EMPTY = Rank()
 class Agreement(NamedTuple):
     """What the publishers of all ranks obey (pcc_volume_set_group)."""
 
-    oldest: int  # no checkpoint at or above it is recycled, unless given up; 0: none is
-    newest: int  # the newest common one; 0: there is none
-    given_up: frozenset[int]
+    #: From this sequence on, every checkpoint stays that is not given up; 0: all stay.
+    oldest: int
+    newest: int  # sequence of the newest common checkpoint; 0: there is none
+    given_up: frozenset[int]  # sequences that some rank will never have
 
 
 class Refused(NamedTuple):
@@ -86,33 +88,35 @@ class Refused(NamedTuple):
 
 def common(ranks: Ranks) -> list[Held]:
     """The checkpoints that every rank of the world that saved them has, newest first."""
-    usable = {rank: {one for one in known.held if one.usable} for rank, known in ranks.items()}
+    usable = {rank: {item for item in known.held if item.usable} for rank, known in ranks.items()}
     nothing: set[Held] = set()
     found = {
-        one
+        item
         for rank, held in usable.items()
-        for one in held
-        if one.world_size == 1
+        for item in held
+        if item.world_size == 1
         or (
             rank == 0
-            and 1 < one.world_size <= len(ranks)  # a record may name any size
-            and all(one in usable.get(other, nothing) for other in range(one.world_size))
+            and 1 < item.world_size <= len(ranks)  # a record may name any size
+            and all(item in usable.get(other, nothing) for other in range(item.world_size))
         )
     }
     return sorted(found, reverse=True)
 
 
 def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -> Agreement:
-    """What may go, now that `short` ranks have no slot for the next checkpoint. Takes linear time.
+    """What may be recycled, now that `short` ranks have no slot for the next checkpoint. Takes
+    linear time.
 
-    Safe whenever it is called and however late it is obeyed: `oldest` and `newest` only rise, but
-    for damage, and what is given up can never become common: the caller keeps it given up.
+    The answer is safe at any time, and also if a volume obeys it late: `oldest` and `newest` only
+    fall by damage, and a checkpoint that is given up can never become common. The caller keeps it
+    given up.
     """
-    kept = [one.sequence for one in common(ranks)[: max(1, keep)]]
+    kept = [item.sequence for item in common(ranks)[: max(1, keep)]]
     newest = kept[0] if kept else 0
     oldest = kept[-1] if len(kept) >= keep else 0
     sizes = {number: size for known in ranks.values() for number, size in known.pending.items()}
-    sizes |= {one.sequence: one.world_size for known in ranks.values() for one in known.held}
+    sizes |= {item.sequence: item.world_size for known in ranks.values() for item in known.held}
     lacking = _Lacking(ranks)
     given_up = set()
     for number, size in sizes.items():
@@ -122,7 +126,7 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
             given_up.add(number)
     for_slots = set()  # each rank gives up the oldest that it can, whatever others give up
     for rank in short:
-        held = {one.sequence for one in ranks.get(rank, EMPTY).held}
+        held = {item.sequence for item in ranks.get(rank, EMPTY).held}
         for number in sorted(held.difference(kept, given_up)):
             if lacking.may_not_ask(number, sizes[number]):
                 for_slots.add(number)
@@ -131,11 +135,11 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
 
 
 class _Lacking:
-    """The ranks of a world of some size that neither have a whole checkpoint nor have it in flight.
-    Whichever rank saved alone is the one that has it.
+    """The ranks of a world that lack a checkpoint: they have no intact copy, and none in flight.
+    The world of a checkpoint that one rank saved alone is that rank.
 
-    Every answer visits the ranks that have the checkpoint and one that lacks it, at most: there may
-    be as many checkpoints as ranks, each of which most ranks lack.
+    An answer visits at most the ranks that have the checkpoint, and one rank that lacks it: there
+    may be as many checkpoints as ranks, and most ranks may lack each of them.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -143,9 +147,9 @@ class _Lacking:
         self._has: defaultdict[int, set[int]] = defaultdict(set)
         self._held: defaultdict[int, set[int]] = defaultdict(set)  # also damaged
         for rank, known in ranks.items():
-            for one in known.held:
-                self._held[one.sequence].add(rank)
-            for number in (*known.pending, *(one.sequence for one in known.held if one.usable)):
+            for item in known.held:
+                self._held[item.sequence].add(rank)
+            for number in (*known.pending, *(item.sequence for item in known.held if item.usable)):
                 self._has[number].add(rank)
         self._members: dict[int, _Members] = {}  # by the size of their world
 
@@ -155,13 +159,14 @@ class _Lacking:
         return size - 1 if members.some_never_came else self._first(members.by_rank, number)
 
     def is_passed(self, number: int, size: int) -> bool:
-        """A rank lacks it whose live process will never ask for it, and that has not even a damaged
-        one."""
+        """A rank with a process lacks the checkpoint, has no damaged copy of it either, and will
+        never request it."""
         every = (rank for rank in self._of(number, size).live if rank not in self._held[number])
         return self._has_asked(self._first(every, number), number)
 
     def may_not_ask(self, number: int, size: int) -> bool:
-        """A rank that lacks it has no process, or a live one that will never ask for it."""
+        """A rank that lacks the checkpoint has no process, or a process that will never request
+        it."""
         members = self._of(number, size)
         if members.some_never_came or self._first(members.dead, number) is not None:
             return True
@@ -185,8 +190,8 @@ class _Lacking:
 
 
 class _Members:
-    """The known ranks of a world: the highest first, those without a process, and the others, of
-    which the one that has asked for the newest is first."""
+    """The known ranks of a world: all, the highest first; those without a process; and the others,
+    sorted by the newest sequence that they have requested, the highest first."""
 
     def __init__(self, ranks: Ranks, members: Collection[int], size: int = 0) -> None:
         self.some_never_came = len(members) < size
@@ -197,12 +202,12 @@ class _Members:
 
 
 def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> list[int]:
-    """The live ranks whose next request may make common what fills the slots of `rank`; empty when
-    what is in flight will."""
+    """The ranks for which `rank` waits without a slot: their next request may make common what
+    fills the slots of `rank`. Empty when a checkpoint in flight will free a slot."""
     waits = [
-        one.sequence
-        for one in ranks.get(rank, EMPTY).held
-        if one.sequence > agreement.newest and one.sequence not in agreement.given_up
+        item.sequence
+        for item in ranks.get(rank, EMPTY).held
+        if item.sequence > agreement.newest and item.sequence not in agreement.given_up
     ]
     return [
         other
@@ -218,11 +223,11 @@ def behind(ranks: Ranks, world_size: int) -> dict[int, int]:
     """How many checkpoints each rank lacks of those that some rank has durable, and that are newer
     than the newest common one."""
     held = {
-        rank: {one.sequence for one in known.held if one.usable}
+        rank: {item.sequence for item in known.held if item.usable}
         for rank, known in ranks.items()
         if rank < world_size
     }
-    newest = max((one.sequence for one in common(ranks)), default=0)
+    newest = max((item.sequence for item in common(ranks)), default=0)
     every = {number for numbers in held.values() for number in numbers if number > newest}
     return {rank: len(every) - len(every & numbers) for rank, numbers in held.items()}
 
@@ -230,32 +235,32 @@ def behind(ranks: Ranks, world_size: int) -> dict[int, int]:
 def stale(ranks: Ranks) -> set[int]:
     """Ranks that are not among those of the run that saved last, and only have checkpoints of
     earlier runs: nothing of them is current."""
-    held = [(one, rank) for rank, known in ranks.items() for one in known.held]
+    held = [(item, rank) for rank, known in ranks.items() for item in known.held]
     if not held:
         return set()
     newest, _ = max(held)
-    members = {rank for one, rank in held if one.sequence == newest.sequence}
+    members = {rank for item, rank in held if item.sequence == newest.sequence}
     if newest.world_size > 1:
         members = {rank for rank in ranks if rank < newest.world_size}
     return {
         rank
         for rank, known in ranks.items()
         if known.held and rank not in members
-        and max(one.incarnation for one in known.held) < newest.incarnation
+        and max(item.incarnation for item in known.held) < newest.incarnation
     }  # fmt: skip
 
 
 def pins(ranks: Ranks, rank: int, incarnation: int, *, after: int, slots: int) -> set[int]:
-    """Which sequences a rank whose run has not restored yet must leave alone (P7).
+    """Which sequences a rank must not recycle while its run has not restored (P7).
 
-    The newest common one of the runs before `incarnation`, above the sequence `after` that counts
-    as restored; where the ranks have none in common, this rank's newest. And one that an earlier
-    run, which did not restore either, had to leave alone on all ranks: it is worth more than the
-    few steps since. Small volumes have room for one pin.
+    Of the runs before `incarnation`, and above the sequence `after`, which counts as restored: the
+    newest common checkpoint; where the ranks have none in common, this rank's newest. Also the
+    oldest of these that an earlier run, which did not restore either, had to keep on all ranks: it
+    is worth more than the few steps since. A volume with few slots has room for one pin.
     """
-    mine = {one for one in ranks.get(rank, EMPTY).held if one.usable}
-    shared = [one for one in common(ranks) if one in mine] or sorted(mine, reverse=True)
-    before = [one for one in shared if one.incarnation < incarnation and one.sequence > after]
+    mine = {item for item in ranks.get(rank, EMPTY).held if item.usable}
+    shared = [item for item in common(ranks) if item in mine] or sorted(mine, reverse=True)
+    before = [item for item in shared if item.incarnation < incarnation and item.sequence > after]
     if not before:
         return set()
     newest = before[0].sequence
@@ -263,11 +268,11 @@ def pins(ranks: Ranks, rank: int, incarnation: int, *, after: int, slots: int) -
     return wanted | {newest} if slots >= PINS_SLOTS_MIN else wanted
 
 
-def _is_pinned(ranks: Ranks, rank: int, one: Held) -> bool:
+def _is_pinned(ranks: Ranks, rank: int, item: Held) -> bool:
     """On all ranks that saved it: the ranks must choose alike, and of a start that was not complete
     only some have pinned."""
-    whose = range(one.world_size) if one.world_size > 1 else (rank,)
-    return all(one.sequence in ranks.get(other, EMPTY).pinned for other in whose)
+    whose = range(item.world_size) if item.world_size > 1 else (rank,)
+    return all(item.sequence in ranks.get(other, EMPTY).pinned for other in whose)
 
 
 def choose(
@@ -286,7 +291,7 @@ def choose(
     if not any(known.held for known in ranks.values()):
         return None
     mine = ranks.get(rank, EMPTY).held
-    shared = [one for one in common(ranks) if step in (None, one.step)]
+    shared = [item for item in common(ranks) if step in (None, item.step)]
     if not shared:
         return _nothing_common(ranks, range(max(world_size, _saved_by(ranks))), step)
     newest = shared[0]
@@ -309,8 +314,8 @@ def choose(
 
 def _saved_by(ranks: Ranks) -> int:
     """The size of the world that asked for the newest checkpoint."""
-    every = (one for known in ranks.values() for one in known.held)
-    return max(every, key=lambda one: one.sequence).world_size
+    every = (item for known in ranks.values() for item in known.held)
+    return max(every, key=lambda item: item.sequence).world_size
 
 
 def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Refused:
@@ -319,7 +324,7 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
     for rank in wanted[:8]:
         found = sorted(ranks.get(rank, EMPTY).held, reverse=True)
         steps = ", ".join(
-            f"{one.step}{'' if one.usable else ' (damaged or unreadable)'}" for one in found[:8]
+            f"{item.step}{'' if item.usable else ' (damaged or unreadable)'}" for item in found[:8]
         )
         parts.append(f"rank {rank}: {steps or 'none'}")
     more = ", ..." if len(wanted) > len(parts) else ""

@@ -5,6 +5,7 @@
     <storage>/.pccheckd.starting                      its clients' flock, to find or start it
     <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
     <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
+    <storage>/<uid>/<job>/start-<id>.json             the record of a start of several nodes
 
 A volume whose state outgrew its slots is followed by one of the next generation. Names are built
 from checked parts only, and links are never followed, so that nothing here leaves the directory.
@@ -35,6 +36,7 @@ _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _NUMBER = r"(0|[1-9][0-9]{0,9})"
 _UID = re.compile(_NUMBER)
 _VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
+_START = re.compile(r"start-[0-9a-f]{32}\.json")
 _TEMPORARY = re.compile(r"\.?rank-.*\.tmp", re.DOTALL)
 
 
@@ -130,6 +132,27 @@ def volume_path(storage: Path, uid: int, job: str, rank: int, generation: int = 
     _check_number("generation", generation, GENERATION_MAX)
     owner = str(_check_number("uid", uid, UID_MAX))
     return storage / owner / check_job(job) / f"rank-{rank}.{generation}.pcc"
+
+
+def start_path(storage: Path, uid: int, job: str, start: bytes) -> Path:
+    """The record of a start, of which the volumes keep the digest (native/FORMAT.md, Promise)."""
+    _check_number("uid", uid, UID_MAX)
+    return storage / str(uid) / check_job(job) / f"start-{start.hex()}.json"
+
+
+def start_digest(path: Path) -> bytes:
+    """What a promise says of it, 16 bytes. Raises OSError."""
+    from hashlib import blake2b  # slow to import, and seldom needed
+
+    return blake2b(path.read_bytes(), digest_size=16).digest()
+
+
+def start_records(directory: Path) -> list[Path]:
+    """Those in the directory of a job that has no volume there any more; else none."""
+    names = [entry.name for entry in _entries(directory)]
+    if any(_VOLUME.fullmatch(name) for name in names):
+        return []
+    return [directory / name for name in sorted(names) if _START.fullmatch(name)]
 
 
 def parse_volume_path(storage: Path, path: Path) -> VolumeFile:

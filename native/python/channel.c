@@ -400,32 +400,45 @@ static int outcome_of(PyObject *number, void *out)
     return 1;
 }
 
+/* The arguments of refuse and set_outcome: what the page is to show. */
+static int end_of(PyObject *args, PyObject *kwargs, uint64_t *snapshot, struct pcc_tenant_end *end)
+{
+    static char *names[] = {"snapshot", "outcome", "sequence", "newer",
+                            "cause",    "error",   "argument", NULL};
+    uint32_t cause = 0;
+    int error = 0;
+    *end = (struct pcc_tenant_end){0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&$O&iO&", names, pcc_py_u64, snapshot,
+                                     outcome_of, &end->outcome, pcc_py_u64, &end->sequence,
+                                     pcc_py_u64, &end->newer, pcc_py_u32, &cause, &error,
+                                     pcc_py_u64, &end->reason.argument))
+        return 0;
+    if (cause > UINT16_MAX) {
+        PyErr_SetString(PyExc_ValueError, "cause is not a number of 16 bits");
+        return 0;
+    }
+    end->reason.cause = (uint16_t)cause;
+    end->reason.stage = error != 0 ? PCC_STAGE_BEGIN : PCC_STAGE_NONE;
+    end->reason.error = error;
+    return 1;
+}
+
 static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot", "outcome", "sequence", NULL};
     uint64_t snapshot;
-    enum pcc_outcome outcome;
-    uint64_t sequence = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&", names, pcc_py_u64, &snapshot,
-                                     outcome_of, &outcome, pcc_py_u64, &sequence))
+    struct pcc_tenant_end end;
+    if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_RETURN_BOOL(struct pcc_tenant, channel,
-                       pcc_tenant_refuse(channel, snapshot, outcome, sequence));
+    PCC_PY_RETURN_BOOL(struct pcc_tenant, channel, pcc_tenant_refuse(channel, snapshot, &end));
 }
 
 static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot", "outcome", "sequence", "newer", NULL};
     uint64_t snapshot;
-    enum pcc_outcome outcome;
-    uint64_t sequence = 0;
-    uint64_t newer = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&O&", names, pcc_py_u64, &snapshot,
-                                     outcome_of, &outcome, pcc_py_u64, &sequence, pcc_py_u64,
-                                     &newer))
+    struct pcc_tenant_end end;
+    if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                pcc_tenant_set_outcome(channel, snapshot, outcome, sequence, newer));
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_set_outcome(channel, snapshot, &end));
     Py_RETURN_NONE;
 }
 

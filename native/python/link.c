@@ -81,9 +81,12 @@ static PyObject *link_state(PyObject *self, PyObject *number)
     if (result < 0)
         return pcc_py_done(self, result);
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_LINK_STATE,
-                         Py_BuildValue("(IIKKNisK)", now.word, now.outcome, now.sequence, now.newer,
-                                       PyBool_FromLong(now.source_read), now.error,
-                                       now.error ? pcc_error_name(now.error) : "", now.fault));
+                         Py_BuildValue("(IIKKNisKIssK)", now.word, now.outcome, now.sequence,
+                                       now.newer, PyBool_FromLong(now.source_read), now.error,
+                                       now.error ? pcc_error_name(now.error) : "", now.fault,
+                                       (unsigned)now.reason.cause, pcc_stage_name(now.reason.stage),
+                                       now.reason.error ? pcc_error_name(now.reason.error) : "",
+                                       now.reason.argument));
 }
 
 /* -- saving ------------------------------------------------------------------------------------ */

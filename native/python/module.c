@@ -31,6 +31,8 @@ static int add_constants(PyObject *module)
         {"WORD_ABANDONED", PCC_WORD_ABANDONED},
         {"WORD_REFUSED", PCC_WORD_REFUSED},
         {"OUTCOME_GIVEN_UP", PCC_OUTCOME_GIVEN_UP},
+        {"CAUSE_REPLACED", PCC_CAUSE_REPLACED},
+        {"CAUSE_OTHER_RANK", PCC_CAUSE_OTHER_RANK},
     };
     for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

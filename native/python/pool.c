@@ -104,16 +104,19 @@ static const char *const kinds[] = {
     [PCC_EVENT_DETACHED] = "detached",
 };
 
-static PyObject *request_new(struct pcc_py_state *state, const struct pcc_request *request)
+static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event *event)
 {
+    const struct pcc_request *request = &event->requested.request;
+    const struct pcc_reason *fault = &event->requested.fault;
     return pcc_py_result(
         state, PCC_PY_SAVE_REQUEST,
-        Py_BuildValue("(LKKKNKKKKKKKKKKK)", (long long)request->step, request->payload_bytes,
+        Py_BuildValue("(LKKKNKKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
                       request->tree_offset_bytes, request->tree_bytes,
                       PyBool_FromLong(request->flags & PCC_REQUEST_SKIP), request->map,
                       request->frozen_bytes, request->offered_bytes, request->held_at_ns,
                       request->held_ns, request->base, request->turn, request->descents,
-                      request->row, request->interval, request->division));
+                      request->row, request->interval, request->division,
+                      (unsigned int)fault->cause, fault->argument));
 }
 
 /* Of a save; zeros where the event has a request. */
@@ -134,7 +137,7 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
     PyObject *when = times_new(state, event);
     if (when == NULL)
         return NULL;
-    PyObject *request = event->kind == PCC_EVENT_REQUESTED ? request_new(state, &event->request)
+    PyObject *request = event->kind == PCC_EVENT_REQUESTED ? request_new(state, event)
                                                            : Py_NewRef(Py_None);
     if (request == NULL) {
         Py_DECREF(when);
@@ -145,7 +148,7 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
                                        event->session, event->id, event->sequence, event->slot,
                                        event->error,
                                        event->error ? pcc_error_name(event->error) : "",
-                                       event->stage ? event->stage : "", event->rehomed,
+                                       pcc_stage_name(event->stage), event->rehomed,
                                        event->copied_bytes, event->written_bytes, when, request));
 }
 

@@ -6,6 +6,7 @@ import errno
 import os
 
 from pccheck_native import _core, layout
+from pccheck_wire.ends import fix_of
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DamagedError,
@@ -30,8 +31,6 @@ _SHORT = {
     errno.EMFILE: "cannot open a file: descriptor limit reached",
     errno.ENFILE: "cannot open a file: descriptor limit reached",
 }
-CHECK_DISK = "check the disk and the kernel's log"
-_DISK = (errno.EIO, errno.EUCLEAN, errno.EBADMSG)  # the last two: of a damaged file system
 _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "NOT_A_VOLUME": (
         DamagedError,
@@ -106,21 +105,8 @@ def translated(error: BaseException, what: str) -> PccheckError:
             return NoCheckpointError(f"{error.filename or what} does not exist")
         place = f": {error.filename}" if error.filename and str(error.filename) not in what else ""
         why = f"{what}{place}: {error.strerror or error}"
-        return CheckpointFailedError(why, hint=fix_of(error.errno or 0))
+        return CheckpointFailedError(why, hint=fix_of(error.errno or 0, str(os.geteuid())))
     return InternalError(f"{what}: {type(error).__name__}", hint="see the daemon's log")
-
-
-def fix_of(number: int) -> str:
-    """What to do about an error of the kernel that concerns a file; "" for an unknown one."""
-    if number in (errno.EACCES, errno.EPERM):
-        to = f"pccheckd's user: chown {os.geteuid()}, chmod u+rwX"
-        flag = "; if lsattr shows i or a: chattr -i -a" if number == errno.EPERM else ""
-        return f"give it, and the directories above it, to {to}{flag}"
-    if number == errno.EROFS:
-        return "mount the file system read-write"
-    if number == errno.EFBIG:
-        return "raise the limit on file sizes: ulimit -f, or LimitFSIZE= of the service"
-    return CHECK_DISK if number in _DISK else ""
 
 
 def shortage(error: BaseException) -> str:

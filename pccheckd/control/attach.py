@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import PROTOCOL_VERSION, SAME_VERSION_HINT
+from pccheck_wire.connection import credentials
 from pccheck_wire.errors import (
     NoStoreError,
     PccheckError,
@@ -24,7 +25,6 @@ from pccheck_wire.errors import (
     UsageError,
 )
 from pccheck_wire.messages import Hello
-from pccheck_wire.peer import credentials
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG

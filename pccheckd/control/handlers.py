@@ -8,9 +8,9 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 
 from pccheck_native import subset
+from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
@@ -50,7 +50,6 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
-from pccheck_wire.transfer import PULL, Decision, offered
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -69,6 +68,7 @@ from pccheckd.upkeep.scrub import Scrubber
 from . import verification
 
 GOODBYE_LIMIT_S = 60.0
+DESCRIBE_LIMIT_S = 1.0  # the client waits for twice as long
 TRACE_S_MAX = 1e8
 FAILED_MAX = 1 << 40
 
@@ -147,7 +147,7 @@ class Handlers:
             case Chose():
                 session.chose(*exposing.checked(body))
             case Describe():
-                return self._describe(session, body)
+                return await self._describe(session, body)
             case Open():
                 return await recovery.open_checkpoint(session, body, self._registry.engine)
             case Read():
@@ -211,6 +211,7 @@ class Handlers:
             granted_bytes=granted, volume=str(volume.path),
             absent=job.members.absent(),
             incarnation=job.members.registered(session.rank, session.process),
+            start=session.start,
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
@@ -225,7 +226,8 @@ class Handlers:
         if whole is not None:
             _require_pull(await tenant.expose(session.number, body.map, whole, case))
 
-    def _describe(self, session: Session, body: Describe) -> Described:
+    async def _describe(self, session: Session, body: Describe) -> Described:
+        """Waits until the records have what the page shows already: the core writes the page."""
         assert session.tenant is not None
         if body.sequence:
             return _became(session.tenant, body)
@@ -234,6 +236,7 @@ class Handlers:
         found = ledger.find(session.number, body.snapshot)
         if found is None:
             raise NoCheckpointError(f"snapshot {body.snapshot} is not known, or too old")
+        await ledger.until(lambda: not found.live and ledger.knows_newer(found), DESCRIBE_LIMIT_S)
         return _described(found, ledger)
 
     async def _goodbye(self, session: Session, body: Goodbye) -> None:
@@ -325,17 +328,13 @@ def _require_pull(offer: Decision) -> None:
 
 
 def _described(found: Checkpoint, ledger: Ledger) -> Described:
-    """A superseded checkpoint is reported as being written until the newer one is known: the client
-    then asks again."""
-    described = Described(
+    reason, hint, _ = found.sentence
+    newer = ledger.newer_than(found) if found.state is CheckpointState.SUPERSEDED else None
+    return Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
-        reason=found.reason, hint=found.hint,
+        reason=reason, hint=hint, newer_sequence=newer[0] if newer else 0,
+        newer_step=newer[1] if newer else None,
     )  # fmt: skip
-    if found.state is not CheckpointState.SUPERSEDED:
-        return described
-    if (newer := ledger.newer_than(found)) is None:
-        return replace(described, state=CheckpointState.WRITING)
-    return replace(described, newer_sequence=newer[0], newer_step=newer[1])
 
 
 def _became(tenant: Tenant, body: Describe) -> Described:

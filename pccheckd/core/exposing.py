@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pccheck_native import _core
+from pccheck_native.transfer import PULL, PUSH, PUSHED
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose
-from pccheck_wire.transfer import PULL, PUSH, PUSHED
 
 #: Incomplete exposures, of all sessions of a user.
 UNFINISHED_BYTES_MAX = 8 * _core.EXPOSURE_BYTES_MAX

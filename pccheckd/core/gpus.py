@@ -16,8 +16,8 @@ import threading
 import time
 
 from pccheck_native import _core
+from pccheck_native.transfer import DriverState
 from pccheck_wire.basics import plural
-from pccheck_wire.transfer import DriverState
 from pccheckd.base.background import happened
 from pccheckd.base.logs import LOG
 

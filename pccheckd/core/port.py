@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from pccheck_native import _core
+from pccheck_native.transfer import PUSHED
+from pccheck_wire.ends import CHECK_DISK
 from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError
-from pccheck_wire.transfer import PUSHED
 from pccheckd.base.background import happened
-from pccheckd.base.errors import CHECK_DISK, translated
+from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
 from .engine import Engine, Shape

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from pccheck_native import catalog, group
 from pccheck_native.group import Agreement, Held, Rank
+from pccheck_wire.ends import Cause, Why
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
 
@@ -33,7 +34,7 @@ class Decisions:
         self.agreement = Agreement(0, 0, frozenset())
         self._shared: list[Held] = []  # the checkpoints that all ranks have, newest first
         self._doubtful: frozenset[int] = frozenset()  # were given up at some time
-        self._skips: dict[int, str] = {}  # sequences that all ranks skip, and why
+        self._skips: dict[int, Why] = {}  # sequences that all ranks skip, and why
         self._absent_s: dict[int, float] = {}  # ranks without a process, and since when
         self._gone: frozenset[int] = frozenset()  # ranks for which no other rank waits any more
         self._known: dict[int, Rank] = {}  # at the last decision
@@ -64,9 +65,9 @@ class Decisions:
         common, lost = {held.sequence for held in self._shared}, self._lost()
 
         @functools.cache  # the ranks ask for the same ones
-        def why_never(sequence: int) -> str:
+        def why_never(sequence: int) -> Why | None:
             never = sequence not in common and (sequence in lost or self.gives_up(sequence))
-            return self.why_given_up(sequence) if never else ""
+            return self.why_given_up(sequence) if never else None
 
         for tenant in tenants:
             tenant.obey(self.agreement)
@@ -142,28 +143,28 @@ class Decisions:
             if rank < world_size and tenant.owner is not None and not tenant.has_room()
         ]
         if busy:
-            self._skips[sequence] = f"every slot of rank {busy[0]} was busy, so no rank saved it"
+            self._skips[sequence] = Why(Cause.RANK_BUSY, busy[0])
             trim(self._skips, SKIPS_KEPT)
 
     def gives_up(self, sequence: int) -> bool:
         """Whether some rank will never have it."""
         return sequence in self.agreement.given_up or sequence in self._skips
 
-    def why_given_up(self, sequence: int) -> str:
-        """Which rank will never have a checkpoint, and why, in words."""
+    def why_given_up(self, sequence: int) -> Why:
+        """Which rank will never have a checkpoint, and why."""
         why = self._skips.get(sequence)
         return why or explain.why_given_up(sequence, self._members, self._gone)
 
-    def why_too_late(self, sequence: int) -> str:
-        """Why a rank cannot save its part of a checkpoint that others have requested before; "":
+    def why_too_late(self, sequence: int) -> Why | None:
+        """Why a rank cannot save its part of a checkpoint that others have requested before; None:
         some rank has it, durable or in flight, and it is not given up."""
         is_there = not self.gives_up(sequence) and any(
             sequence in tenant.pending() or tenant.volumes.checkpoint(sequence) is not None
             for tenant in self._members.tenants.values()
         )
-        return "" if is_there else self.why_passed(sequence)
+        return None if is_there else self.why_passed(sequence)
 
-    def why_passed(self, sequence: int) -> str:
+    def why_passed(self, sequence: int) -> Why:
         """Why no rank gets this sequence any more."""
         why = self._skips.get(sequence) or explain.why_lost(sequence, self._members)
         return why or explain.GONE

@@ -11,9 +11,10 @@ from pccheck_native import group
 from pccheck_native.group import Held, Rank
 from pccheck_native.names import APART_HINT
 from pccheck_wire.basics import some
+from pccheck_wire.ends import NONE_KEEPS, Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
-from pccheckd.tenancy.checkpoint import GIVEN_UP, End
+from pccheckd.tenancy.checkpoint import End, failed
 
 from .membership import Membership
 
@@ -23,20 +24,15 @@ REQUESTS_MAX = 512  # whose time is remembered until they are common
 LOST_MIN = 3
 LATE_FACTOR = 3
 #: Of a checkpoint that a late rank requests after the others needed the slot.
-GONE = "another rank no longer has this checkpoint, so no rank keeps it"
+GONE = Why(Cause.RANK_DROPPED)
 #: Of a request by a process of an older start.
-FENCED = End(
-    State.FAILED,
-    "a newer start of this job is running, so checkpoints of this process are not saved",
-    "end this process if it is a leftover; otherwise call restore(), which loads the state of the "
-    "newest start. A live start with another launch id or number of ranks must end first",
-)
+FENCED = failed(Cause.FENCED)
 #: States of a checkpoint that its rank does not have.
 LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})
 
 
-def why_given_up(sequence: int, members: Membership, gone: Collection[int]) -> str:
-    """Which rank will never have a checkpoint, and why, in words. `gone`: ranks whose process ended
+def why_given_up(sequence: int, members: Membership, gone: Collection[int]) -> Why:
+    """Which rank will never have a checkpoint, and why. `gone`: ranks whose process ended
     and that no other rank waits for."""
     if why := why_lost(sequence, members):
         return why
@@ -49,30 +45,26 @@ def why_given_up(sequence: int, members: Membership, gone: Collection[int]) -> s
     if first is None:
         return GONE
     if first in gone:
-        return f"rank {first} ended without this checkpoint, so no rank keeps it"
-    return f"{members.numbering.why_lacking(first, sequence)}, so no rank keeps it"
+        return Why(Cause.RANK_ENDED, first)
+    never = Why(Cause.RANK_NEVER, first)
+    words = f"{members.numbering.why_lacking(first, sequence)}, {NONE_KEEPS}"
+    unlike = words != sentence(never).reason
+    return Why(Cause.RANK_LACKS, first, words=words) if unlike else never
 
 
-def why_lost(sequence: int, members: Membership) -> str:
-    """Which rank has skipped a checkpoint or failed to save it; "" when none did."""
+def why_lost(sequence: int, members: Membership) -> Why | None:
+    """Which rank has skipped a checkpoint or failed to save it; None when none did."""
     for rank, tenant in sorted(members.tenants.items()):
         found = tenant.ledger.of_sequence(sequence)
-        if found is not None and found.error != GIVEN_UP and found.state in LOST:
-            why = f"rank {rank} did not save this checkpoint ({found.reason})"
-            return f"{why}, so no rank keeps it"
-    return ""
+        if found is not None and found.state in LOST and not found.is_given_up:
+            what = f"rank {rank} did not save this checkpoint ({found.sentence.reason})"
+            return Why(Cause.RANK_LACKS, rank, words=f"{what}, {NONE_KEEPS}")
+    return None
 
 
 def divided_otherwise(first: int, rank: int) -> End:
     """Of a request that divides the replicated state otherwise than the first rank did."""
-    return End(
-        State.FAILED,
-        f"ranks {first} and {rank} have attached different tensors with replicated=True, or the "
-        "same in another order",
-        "attach the same modules and optimizers, in one order, on every rank. What only one rank "
-        "has (an averaged model on rank 0) needs a client and a job of its own: "
-        "PCcheckClient(job=..., solo=True)",
-    )
+    return failed(Cause.UNLIKE, first << 32 | rank)
 
 
 class Lateness:

@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pccheck_wire.basics import some
+from pccheck_wire.ends import Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Joined, Restored
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
-from pccheckd.tenancy.checkpoint import GIVEN_UP, End
+from pccheckd.tenancy.checkpoint import End
 from pccheckd.tenancy.group import Numbered, Requested
 from pccheckd.tenancy.tenant import Tenant
 
@@ -77,10 +77,15 @@ class Job:
 
     # -- its processes -------------------------------------------------------------------------
 
-    def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool = False) -> int:
-        """The incarnation of a process that connects; `moved`: its earlier one, `was`, belongs to
-        another storage directory."""
-        begins = self.members.join(rank, owner, launch=launch, was=was, moved=moved)
+    def join(
+        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes = b"",
+        moved: bool = False,
+    ) -> int:  # fmt: skip
+        """The incarnation of a process that connects; `was` and `start_id`: its earlier
+        start; `moved`: that belongs to another storage directory."""
+        begins = self.members.join(
+            rank, owner, launch=launch, was=was, start_id=start_id, moved=moved
+        )
         if begins and not self.members.common():
             # Nothing that the ranks had could be read; the disk may be back, so all is tried again.
             for tenant in self.tenants.values():
@@ -99,7 +104,8 @@ class Job:
             start.bases.restored((rank, process), body.base, body.turn)
         self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
-        return Joined(self.members.incarnation(rank, process))
+        members = self.members
+        return Joined(members.incarnation(rank, process), members.start_id(rank, process))
 
     async def release(self) -> None:
         """Ends the protection of what the run before left, once no rank needs it any longer."""
@@ -143,6 +149,10 @@ class Job:
         """The incarnation of the newest start that a process belongs to."""
         return self.members.incarnation(rank, owner.process)
 
+    def start_id(self, rank: int, owner: Owner) -> bytes:
+        """The random id of the same start."""
+        return self.members.start_id(rank, owner.process)
+
     def passed(self, sequence: int) -> None:
         """A volume holds this sequence, or a previous daemon used it."""
         self.members.numbering.passed(sequence)
@@ -180,9 +190,9 @@ class Job:
 
     def _end(self, rank: int, given: Given, requested: Requested) -> End | None:
         """How a request of a group ends at once; None when the rank may save."""
-        sequence, why = given.sequence, ""
+        sequence, why = given.sequence, None
         if given.is_passed:
-            return End(State.SKIPPED, self.decisions.why_passed(sequence), error=GIVEN_UP)
+            return End(State.SKIPPED, self.decisions.why_passed(sequence))
         self.lateness.requested(sequence, requested.at_ns)
         if given.apart:
             self.lateness.note_apart(given.apart)
@@ -193,7 +203,7 @@ class Job:
         other = self.members.numbering.divided_otherwise(rank, sequence, requested.division)
         if other is not None:
             return explain.divided_otherwise(other, rank)
-        return End(State.SKIPPED, why, error=GIVEN_UP) if why else None
+        return End(State.SKIPPED, why) if why is not None else None
 
     def decide_soon(self) -> None:
         """The ranks may have to decide again. A single rank has nothing to decide."""
@@ -203,15 +213,15 @@ class Job:
     def gives_up(self, sequence: int) -> bool:
         return self.decisions.gives_up(sequence)
 
-    def why_given_up(self, sequence: int) -> str:
+    def why_given_up(self, sequence: int) -> Why:
         return self.decisions.why_given_up(sequence)
 
-    async def request_slot(self, rank: int) -> str:
+    async def request_slot(self, rank: int) -> list[int]:
         """A rank of a group has no slot for its next checkpoint: gives up what it can, by the next
         decision, which is one for all ranks that ask meanwhile. Names the ranks that are waited
-        for although they have requested nothing; "" otherwise."""
+        for although they have requested nothing."""
         await self._schedule.for_slot(rank)
-        return some(self.decisions.lagging(rank))
+        return self.decisions.lagging(rank)
 
     def needs(self, sequence: int) -> bool:
         return self.decisions.needs(sequence)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from pccheck_native import group
 from pccheck_native.group import Held, Rank
+from pccheck_native.identity import UNKNOWN
 from pccheck_wire.errors import RefusedError
 from pccheckd.core.port import Owner
 from pccheckd.tenancy.tenant import Tenant
@@ -59,15 +60,17 @@ class Membership:
 
     # -- who comes and goes --------------------------------------------------------------------
 
-    def join(self, rank: int, owner: Owner, *, launch: str, was: int, moved: bool) -> bool:
-        """A process connects. Returns whether a new start begins with it. `was`: the incarnation
-        that an earlier daemon gave the process; `moved`: in another storage directory."""
+    def join(
+        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes, moved: bool
+    ) -> bool:
+        """A process connects. Returns whether a new start begins with it. `was`, `start_id`: the
+        start in which an earlier daemon had it; `moved`: in another storage directory."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
         before = self.starts.current
         volumes = self.tenants[rank].volumes
         start = self.starts.join(
             rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
-            known=known, moved=moved,
+            start_id=start_id, known=known, moved=moved,
             found=None if volumes.unreadable else volumes.newest_incarnation(),
         )  # fmt: skip
         self.numbering.joined(rank)
@@ -89,6 +92,11 @@ class Membership:
         to a newer start since it connected."""
         start = self.starts.of(rank, process)
         return start.incarnation if start is not None else 0
+
+    def start_id(self, rank: int, process: bytes) -> bytes:
+        """The random id of the same start."""
+        start = self.starts.of(rank, process)
+        return start.id if start is not None else UNKNOWN
 
     def registered(self, rank: int, process: bytes) -> int:
         """A process is about to save: one that has requested nothing in an older start moves to the

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import islice
+from secrets import token_bytes
 
 from pccheck_native.group import Held
 from pccheck_native.names import Bases
 
 STARTS_KEPT = 16
 INCARNATION_MAX = 2**62
+ID_BYTES = 16
 MISSING_MAX = 64  # that are named
 
 
@@ -48,6 +50,8 @@ class Start:
     incarnation: int
     launch: str
     world_size: int
+    #: Random: an incarnation may come again when a volume was away while a start began.
+    id: bytes = field(default_factory=lambda: token_bytes(ID_BYTES))
     members: dict[int, Member] = field(default_factory=dict)
     closed: bool = False  # every rank has joined
     #: An earlier daemon began it, and only the volumes tell which ranks had joined.
@@ -138,12 +142,14 @@ class Starts:
         world_size: int,
         was: int,
         known: int,
+        start_id: bytes = b"",
         moved: bool = False,
         found: int | None = None,
     ) -> Start:
         """The start of a process that connects.
 
-        `was` is the incarnation that an earlier daemon gave it (0: it is new), `known` the newest
+        `was` is the incarnation that an earlier daemon gave it (0: it is new), with the start's
+        `start_id`, `known` the newest
         one that the job's volumes name, and `found` the newest one that the volumes of its rank
         name (None: not all could be read); `moved`: `was` belongs to other volumes.
         """
@@ -153,7 +159,7 @@ class Starts:
         if start is None or start.world_size != world_size:
             if was:
                 newest = max(known, was + 1) if moved else known
-                start = self._rejoined(rank, was, launch, world_size, newest)
+                start = self._rejoined(rank, was, start_id, launch, world_size, newest)
             else:
                 start = self._open(rank, launch, world_size, found)
                 start = start or self._begin(launch, world_size, known)
@@ -236,7 +242,9 @@ class Starts:
         newest = max((start.incarnation for start in self._starts), default=0)
         return self._add(Start(max(newest, known) + 1, launch, world_size))
 
-    def _rejoined(self, rank: int, was: int, launch: str, world_size: int, known: int) -> Start:
+    def _rejoined(
+        self, rank: int, was: int, start_id: bytes, launch: str, world_size: int, known: int
+    ) -> Start:
         """The start of a process that an earlier daemon served."""
         for start in reversed(self._starts):
             if was in (start.incarnation, start.known_as) and start.world_size == world_size:
@@ -252,7 +260,10 @@ class Starts:
             late.known_as = was
             return late
         if newer or was >= known:
-            return self._add(Start(was, launch, world_size, rejoined=True))
+            start = Start(was, launch, world_size, rejoined=True)
+            if len(start_id) == ID_BYTES:
+                start.id = start_id
+            return self._add(start)
         # The volumes have newer runs than that daemon saw: this start comes after them.
         start = self._begin(launch, world_size, known)
         start.closed, start.known_as = True, was

@@ -45,6 +45,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
         return Empty(skipped)
     return Opened(
         sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
+        start=chosen.id.start, digest=chosen.id.digest,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
         tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
         rank=chosen.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pccheck_native import _core, layout
+from pccheck_native.transfer import PUSH, Case, Decision, offered
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
-from pccheck_wire.transfer import PUSH, Case, Decision, offered
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
@@ -87,6 +87,11 @@ class Session:
         """Whether a checkpoint is in flight, or one is being loaded."""
         trains = self.role is Role.TRAINER
         return bool(self.loads or (trains and self.tenant and self.tenant.ledger.live()))
+
+    @property
+    def start(self) -> bytes:
+        """The id of the start that its process belongs to; b"": it belongs to none."""
+        return self.job.members.start_id(self.rank, self.process) if self.job else b""
 
     async def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
         """A checkpoint is read: its volumes stay open until `end_load`. Raises UsageError."""
@@ -253,7 +258,7 @@ class Sessions:
         return Welcome(
             protocol=PROTOCOL_VERSION, version=VERSION, session=session.number,
             token=session.token, endpoint=session.endpoint, pid=os.getpid(),
-            incarnation=session.incarnation, storage=session.storage,
+            incarnation=session.incarnation, start=session.start, storage=session.storage,
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
             transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.may_pass,
             newest_step=newest[1] if newest else None,
@@ -305,7 +310,7 @@ class Sessions:
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
             session.incarnation = job.join(
-                hello.rank, owner, launch=hello.launch, was=hello.incarnation,
+                hello.rank, owner, launch=hello.launch, was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
             )  # fmt: skip
         with _descriptors() as (ours, given):

@@ -8,6 +8,7 @@ import os
 import time
 
 from pccheck_native import _core
+from pccheck_wire.ends import continues_not
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
@@ -19,14 +20,6 @@ from pccheckd.tenancy.tenant import INHERITED, Tenant
 from pccheckd.tenancy.volumes import Key
 
 from .registry import Registry
-
-#: Why a copied checkpoint cannot continue, by the core's code; other codes stand for themselves.
-_WHY = {
-    "EALREADY": "",  # it or a newer one is durable
-    "ENODATA": "a part of it is neither in memory nor on the disk",
-    "NO_LANE": "too many checkpoints are in flight",
-    "NO_SLOT": "no slot is free",
-}
 
 
 async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
@@ -141,7 +134,7 @@ def _report(key: Key, sequence: int, step: int, why: str, summary: Summary) -> N
     if not why:
         summary.checkpoints += 1
         LOG.info("%s: continues to save step %d (checkpoint %d)", key, step, sequence)
-    elif reason := _WHY.get(why, why):
+    elif reason := continues_not(why):
         summary.dropped.append((key, f"step {step}: {reason}"))
         LOG.error("%s: copied checkpoint of step %d is lost: %s", key, step, reason)
 

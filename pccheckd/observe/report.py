@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
 from pccheck_native import _core, catalog
+from pccheck_native.identity import hexadecimal
+from pccheck_native.transfer import Case, offered
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Role
-from pccheck_wire.transfer import Case, offered
 from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
@@ -207,6 +208,7 @@ def _session(session: Session) -> Document:
         "job": session.job_name,
         **{name: getattr(session, name) for name in names},
         "incarnation": tenant.incarnation if tenant and is_owner else session.incarnation,
+        "start": hexadecimal(session.start),
         "exposed_bytes": usage.exposed_bytes if usage else 0,
         "mappings": usage.mappings if usage else 0,
         "connected_s": _ago(session.connected_ns),

@@ -10,16 +10,15 @@ import time
 from typing import TYPE_CHECKING
 
 from pccheck_native import _core
-from pccheck_wire.basics import SAME_VERSION_HINT
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import happened
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.port import Port
 
-from .checkpoint import GIVEN_UP, Checkpoint, End
+from .checkpoint import Checkpoint, End, failed
 from .group import Requested
-from .ledger import BAD_HANDLE, DEVICE_LOST, ENDED_BEFORE
 
 if TYPE_CHECKING:
     from .tenant import Tenant
@@ -30,18 +29,10 @@ LAG_LIMIT_S = 2.0
 #: A checkpoint without a slot is looked at again after so long, if no event comes before.
 LOOK_S = 0.25
 
-#: Reason and hint, by the code, of refusals that are not the volume's fault.
-_REFUSED = {
-    "ABORTED": ("the trainer abandoned the checkpoint before it began", ""),
-    "BAD_HANDLE": BAD_HANDLE,
-    "DEVICE_LOST": DEVICE_LOST,
-    "ENOTCONN": (ENDED_BEFORE, ""),
-    "EINVAL": ("the trainer violated the protocol", SAME_VERSION_HINT),
-}
-_SKIPPED = End(State.SKIPPED, "every slot was busy", 'on_busy="wait" waits')
-_STOPS = End(State.FAILED, "the daemon is stopping")
-_NO_ROOM = End(State.FAILED, "no space was registered for it")
-_BROKEN = End(State.FAILED, "an internal error of the daemon", "see the daemon's log")
+#: Codes of refusals that are not the volume's fault: the page says enough.
+_REFUSED = frozenset({"ABORTED", "BAD_HANDLE", "DEVICE_LOST"})
+_SKIPPED = End(State.SKIPPED, Why(Cause.SLOTS_BUSY))
+_BROKEN = failed(Cause.INTERNAL)
 
 
 class Admission:
@@ -55,7 +46,8 @@ class Admission:
         self._reopened: Checkpoint | None = None  # the volume was opened again for it
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._late = ""  # ranks that are waited for although they have requested nothing ...
+        #: Ranks that are waited for although they have requested nothing ...
+        self._late: list[int] = []
         self._late_since_s = 0.0  # ... and since when (time.monotonic)
 
     def __len__(self) -> int:
@@ -115,7 +107,7 @@ class Admission:
         elif event.kind == "begun":
             self._begun(checkpoint, event.sequence)
         else:
-            self._tenant.ended(checkpoint, self._end_of(event.error_name))
+            self._tenant.ended(checkpoint, self._end_of(event.error_name, event.error))
 
     def _requested(self, event: _core.Event) -> None:
         tenant = self._tenant
@@ -134,8 +126,8 @@ class Admission:
         )  # fmt: skip
         tenant.ledger.add(checkpoint)
         tenant.chronicle.requested(tenant.key, checkpoint)
-        if event.stage:  # the core has refused it
-            tenant.ended(checkpoint, End(State.FAILED, event.stage, SAME_VERSION_HINT))
+        if asked.cause:  # the core has refused it
+            tenant.ended(checkpoint, failed(Cause(asked.cause), asked.argument))
             return
         end = self._number(checkpoint, asked, port)
         if end is not None:
@@ -146,9 +138,9 @@ class Admission:
         """Gives one of several ranks its number; how it ends if it gets none."""
         tenant = self._tenant
         if self._stops:
-            return _STOPS
+            return failed(Cause.STOPPING)
         if tenant.volumes.current is None and not tenant.room_bytes:
-            return _NO_ROOM
+            return failed(Cause.NO_ROOM)
         requested = Requested(
             asked.step, asked.base, asked.turn, asked.descents, asked.row, asked.division,
             asked.skip, checkpoint.requested_ns,
@@ -174,7 +166,7 @@ class Admission:
 
     def _begun(self, checkpoint: Checkpoint, sequence: int) -> None:
         tenant, rank = self._tenant, self._tenant.key.rank
-        self._late = ""
+        self._late = []
         if not checkpoint.sequence:  # of a rank alone
             checkpoint.sequence = tenant.group.took(rank, sequence)
             tenant.ledger.numbered(checkpoint)
@@ -185,17 +177,22 @@ class Admission:
         tenant.ledger.passed(checkpoint.sequence)
         checkpoint.advance(State.COPYING, time.monotonic_ns())
 
-    def _end_of(self, code: str) -> End:
+    def _end_of(self, code: str, number: int) -> End:
         """How one ends that the core has refused for this code."""
         if code == "NO_LANE":
             return _SKIPPED
+        if code == "ENOTCONN":
+            return failed(Cause.ENDED_BEFORE)
         if code in _REFUSED:
-            return End(State.FAILED, *_REFUSED[code], code)
+            return End(State.FAILED, Why(stage="begin", code=code, number=number))
         return self._failed(_error_of(code))
 
     def _failed(self, error: BaseException) -> End:
-        why = translated(error, f"the volume of {self._tenant.key}")
-        return End(State.FAILED, why.message, why.hint, getattr(error, "code_name", why.code))
+        told = translated(error, f"the volume of {self._tenant.key}")
+        return End(
+            State.FAILED,
+            in_words(told.message, told.hint, getattr(error, "code_name", told.code)),
+        )
 
     # -- what has been given up ----------------------------------------------------------------
 
@@ -212,7 +209,7 @@ class Admission:
         group = self._tenant.group
         if not group.gives_up(checkpoint.sequence):
             return None
-        return End(State.SKIPPED, group.why_given_up(checkpoint.sequence), error=GIVEN_UP)
+        return End(State.SKIPPED, group.why_given_up(checkpoint.sequence))
 
     # -- what nothing ends by itself -----------------------------------------------------------
 
@@ -244,7 +241,7 @@ class Admission:
         """Does what the first one waits for; or how it ends, if that cannot be done."""
         tenant = self._tenant
         if self._stops:
-            return _STOPS
+            return failed(Cause.STOPPING)
         if self._why == "NO_SLOT":
             if not await self._recycled(first):
                 end = await self.end_without_slot()
@@ -268,13 +265,7 @@ class Admission:
     async def end_without_slot(self) -> End | None:
         """How a checkpoint ends for which no slot will become free; None while one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
-            return End(
-                State.SKIPPED,
-                f"every slot is in use; a slot becomes free when rank {self._late} saves the "
-                "checkpoints that this rank has",
-                "call checkpoint() for the same steps on every rank; if only one rank saves, make "
-                "its client with solo=True",
-            )
+            return End(State.SKIPPED, Why(Cause.SLOTS_LATE, self._late[0]))
         if (
             self._tenant.ledger.in_flight or self._tenant.is_read
         ):  # a reader holds the slot it reads
@@ -291,16 +282,8 @@ class Admission:
             return None  # until the other ranks have caught up
         protected = sorted(self._tenant.retention.protected)
         if protected:
-            return End(
-                State.FAILED,
-                f"the remaining slots hold checkpoints of the previous run: {protected}",
-                "call restore() or adopt() first, or start with fresh=True",
-            )
-        return End(
-            State.FAILED,
-            f"no slot of {current.path} is usable: {current.quarantined} had write errors",
-            "check the disk",
-        )
+            return failed(Cause.SLOTS_PROTECTED, protected[-1])
+        return failed(Cause.SLOTS_BROKEN, current.quarantined)
 
     async def _recycled(self, checkpoint: Checkpoint) -> bool:
         """No slot is free: recycles what is no longer kept now, instead of with the next record,

@@ -166,7 +166,7 @@ class Binding:
         return self.volumes.open != before
 
     async def register(
-        self, payload_bytes: int, *, incarnation: int, world_size: int,
+        self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,
         last_sequence: int,
     ) -> OpenVolume:  # fmt: skip
         """A volume whose slots hold `payload_bytes`, bound to the channel: the current one, or a
@@ -176,22 +176,24 @@ class Binding:
         if current is None or too_small or self.volumes.is_followed:
             # The channel numbers no save lower than one in the old volume.
             current = await self.volumes.make(
-                payload_bytes, incarnation=incarnation, world_size=world_size,
+                payload_bytes, incarnation=incarnation, start=start, world_size=world_size,
                 next_sequence=last_sequence + 1,
             )  # fmt: skip
             await self._move_to(current)
             current.begun = incarnation
         elif current.begun != incarnation:
-            await self._begin_incarnation(current, incarnation, world_size)
+            await self._begin(current, incarnation, world_size, start)
         if self.state is BindingState.LOST:
             await self.bind(current)
             self._move(BindingState.BOUND)
         return current
 
-    async def _begin_incarnation(self, item: OpenVolume, incarnation: int, world_size: int) -> None:
+    async def _begin(
+        self, item: OpenVolume, incarnation: int, world_size: int, start: bytes
+    ) -> None:
         try:
             await self._engine.call(
-                self._key.uid, item.volume.begin_incarnation, incarnation, world_size
+                self._key.uid, item.volume.begin_incarnation, incarnation, world_size, start
             )
         except (OSError, _core.NativeError) as error:
             self.stop()

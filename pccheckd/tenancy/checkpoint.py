@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pccheck_native import _core
+from pccheck_wire.ends import OF_THE_GROUP, Cause, Sentence, Why, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.moves import UnlistedMoveError, moved
 
@@ -26,9 +27,6 @@ MOVES: dict[State, frozenset[State]] = {
 #: States in which a checkpoint occupies a lane or waits for one.
 LIVE = frozenset({State.REQUESTED, State.COPYING, State.COPIED, State.WRITING})
 
-#: `error` of a checkpoint that another rank of the job will never have.
-GIVEN_UP = "GIVEN_UP"
-
 _PATH = (State.REQUESTED, State.COPYING, State.COPIED, State.WRITING, State.DURABLE)
 #: The parts of a checkpoint's time: from which moment of its `Record` until which.
 _PARTS = {
@@ -45,9 +43,11 @@ class End(NamedTuple):
     """How a checkpoint ends that was never admitted."""
 
     to: State
-    reason: str
-    hint: str = ""
-    error: str = ""
+    why: Why
+
+
+def failed(cause: Cause, argument: float = 0) -> End:
+    return End(State.FAILED, Why(cause, argument))
 
 
 class Record(NamedTuple):
@@ -113,10 +113,7 @@ class Checkpoint:
     sequence: int = 0  # the same on every rank of a group; 0: it has no number yet
     slot: int | None = None
     state: State = State.REQUESTED
-    reason: str = ""
-    hint: str = ""
-    stage: str = ""
-    error: str = ""
+    why: Why | None = None  # it ended so, or will never be on all ranks
     rehomed: int = 0
     first_write_ns: int = 0
     #: The native core's own times of the save, CLOCK_MONOTONIC; 0 = never reached.
@@ -136,12 +133,24 @@ class Checkpoint:
             return 0
         return self.times_ns.get("ended") or max(self.at_ns.values(), default=0)
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether another rank of the job will never have it."""
+        return self.why is not None and self.why.cause in OF_THE_GROUP
+
+    @property
+    def sentence(self) -> Sentence:
+        """Why it ended so, in words."""
+        return sentence(self.why or Why())
+
     def record(self, key: Key) -> Record:
+        why = self.why or Why()
+        reason, hint, _ = self.sentence
+        error = "GIVEN_UP" if self.is_given_up else why.code
         return Record(
             *key, self.session, self.snapshot, self.incarnation, self.step,
             self.sequence, self.slot, self.payload_bytes, self.copied_bytes, self.written_bytes,
-            bool(self.map), self.state.name.lower(), self.reason, self.hint, self.stage, self.error,
-            self.rehomed,
+            bool(self.map), self.state.name.lower(), reason, hint, why.stage, error, self.rehomed,
             self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
             *(self.times_ns.get(name, 0) for name in _TIMES),
         )  # fmt: skip
@@ -164,14 +173,10 @@ class Checkpoint:
             self.move(state, now_ns)
         return bool(ahead)
 
-    def end(self, to: State, now_ns: int, reason: str, hint: str = "") -> None:
+    def end(self, to: State, now_ns: int, why: Why) -> None:
         """The move into SKIPPED, FAILED or SUPERSEDED, with why."""
         self.move(to, now_ns)
-        self.reason, self.hint = reason, hint
-
-    def replaced(self, now_ns: int, how: str) -> None:
-        """A newer checkpoint became durable, or global, first."""
-        self.end(State.SUPERSEDED, now_ns, f"a newer checkpoint became {how} first")
+        self.why = why
 
     def note(self, event: _core.Event, now_ns: int) -> None:
         """What an event of the core says about its save, beside its state."""
@@ -179,7 +184,7 @@ class Checkpoint:
         self.rehomed = event.rehomed
         self.times_ns = event.times._asdict()
         if event.kind in ("durable", "superseded", "given_up", "failed"):
-            self.slot, self.stage, self.error = event.slot, event.stage, event.error_name
+            self.slot = event.slot
             self.copied_bytes, self.written_bytes = event.copied_bytes, event.written_bytes
         elif event.kind == "writing":
             self.first_write_ns = now_ns

@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from itertools import islice
 
 from pccheck_native import _core
+from pccheck_wire.ends import Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import happened
-from pccheckd.base.errors import CHECK_DISK, fix_of
 
-from .checkpoint import GIVEN_UP, Checkpoint, End
+from .checkpoint import Checkpoint, End
 
 HISTORY = 256
 COUNT_MAX = 1 << 53  # what JSON keeps exactly
 REQUESTS = 16  # that the interval is averaged over
-ENDED_BEFORE = "the trainer ended, or pccheckd stopped, before the checkpoint began"
-_NOT_COMPLETE = (
-    "the trainer ended or abandoned it, or pccheckd stopped, before its copy was complete", ""
-)  # fmt: skip
-DEVICE_LOST = "the daemon has lost the GPU", "GPU tensors are pushed until pccheckd is restarted"
-BAD_HANDLE = (
-    "the trainer no longer shares the GPU memory of this checkpoint",
-    "the next checkpoint shares the memory again, or is pushed",
-)
-#: Reason and hint, by the error, of copies that did not fail by the trainer's end.
-_COPY_FAILED = {
-    "DEVICE": ("the GPU driver failed to copy it", "the kernel's log may say more: dmesg"),
-    "DEVICE_LOST": DEVICE_LOST,
-    "DAMAGED": (
-        "its copy in memory changed before a new pccheckd had written it",
-        "look for a process that writes into pccheckd's memory",
-    ),
-    "BAD_HANDLE": BAD_HANDLE,
-}  # fmt: skip
-_BASE_LOST = (
-    "the earlier checkpoint that holds its unchanged tensors is damaged or cannot be read",
-    "the next checkpoint is written whole; run pccheckctl verify, and look at the kernel's log",
-)
-_RESET_HINT = (
-    "nothing to do: a later checkpoint goes into a new volume. Only if the storage directory "
-    "itself was removed, create it again. To remove a job's checkpoints use: pccheckctl drop"
-)
-#: By the error: the volume was not in its place when the record was to be written.
-_FILE_GONE = {
-    "REMOVED": "the volume's file was removed or moved away, so what is saved there would be lost",
-    "REPLACED": "the volume's file was replaced by another one, so what is saved would be lost",
-    "TRUNCATED": "the volume's file was truncated, so what was saved there is lost",
-}
 _WAIT_STEP_S = 0.25
+_NOT_COMPLETE = sentence(Why(stage="copy", code="ABORTED"))
 
 
 class Ledger:
@@ -92,13 +59,13 @@ class Ledger:
         if checkpoint.sequence:
             self.by_sequence[checkpoint.sequence] = checkpoint
 
-    def failed(self, count: int, reason: str = "") -> None:
-        """Counts failures. Without a reason they are those that the client reports, unchecked."""
+    def failed(self, count: int, why: Why | None = None) -> None:
+        """Counts failures. Without `why` they are those that the client reports, unchecked."""
         self.counters["failed"] = min(self.counters["failed"] + count, COUNT_MAX)
-        if self._has_ended and reason in (ENDED_BEFORE, _NOT_COMPLETE[0]):
+        if self._has_ended and why is not None and _is_of_trainer(why):
             return  # the trainer's own end is the cause, and no trouble
         self.failing = min(self.failing + count, COUNT_MAX)
-        self.last_failure = reason or self.last_failure
+        self.last_failure = sentence(why).reason if why is not None else self.last_failure
 
     def trainer_came(self, session: int) -> None:
         """Failures of an earlier trainer count until a checkpoint is durable."""
@@ -187,15 +154,14 @@ class Ledger:
 
     def refuse(self, checkpoint: Checkpoint, end: End) -> None:
         """The end of one that was never admitted."""
-        checkpoint.end(end.to, time.monotonic_ns(), end.reason, end.hint)
-        checkpoint.error = end.error or checkpoint.error
+        checkpoint.end(end.to, time.monotonic_ns(), end.why)
         if end.to is State.FAILED:
-            self.failed(1, end.reason)
+            self.failed(1, end.why)
         else:
             self.counters[end.to.name.lower()] += 1
         self._notify()
 
-    def apply(self, event: _core.Event, why_given_up: Callable[[int], str]) -> Checkpoint | None:
+    def apply(self, event: _core.Event, why_given_up: Callable[[int], Why]) -> Checkpoint | None:
         """Moves the checkpoint that an event is about; None when it has ended or is not known."""
         checkpoint = self.find(event.session, event.id)
         if checkpoint is None or not checkpoint.live:
@@ -218,14 +184,13 @@ class Ledger:
             self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)
-            checkpoint.replaced(now_ns, "durable")
+            checkpoint.end(State.SUPERSEDED, now_ns, Why(Cause.REPLACED))
             self.counters["superseded"] += 1
         elif event.kind == "given_up":
-            why = why_given_up(checkpoint.sequence)
-            self.refuse(checkpoint, End(State.SKIPPED, why, error=GIVEN_UP))
+            self.refuse(checkpoint, End(State.SKIPPED, why_given_up(checkpoint.sequence)))
         elif event.kind == "failed":
-            checkpoint.end(State.FAILED, now_ns, *failure_text(event))
-            self.failed(1, checkpoint.reason)
+            why = Why(stage=event.stage, code=event.error_name, number=event.error)
+            self.refuse(checkpoint, End(State.FAILED, why))
         self._notify()
         return checkpoint
 
@@ -240,9 +205,9 @@ class Ledger:
         for found in moved:
             if found.sequence in common:
                 found.move(State.GLOBAL, now_ns)
-                found.reason = ""  # of one whose damage flag was removed
+                found.why = None  # of one whose damage flag was removed
             else:
-                found.replaced(now_ns, "global")
+                found.end(State.SUPERSEDED, now_ns, Why(Cause.REPLACED_ON_ALL))
         return moved
 
     def newer_than(self, found: Checkpoint) -> tuple[int, int] | None:
@@ -251,17 +216,21 @@ class Ledger:
         newest = self._newest_global if found.world_size > 1 else self.newest
         return newest if newest is not None and newest[0] > found.sequence else None
 
+    def knows_newer(self, found: Checkpoint) -> bool:
+        """False while the event of what superseded it has not come."""
+        return found.state is not State.SUPERSEDED or self.newer_than(found) is not None
+
     def undecided(self) -> list[int]:
         """Sequences of checkpoints that are durable here, and may still become global."""
-        return [found.sequence for found in self._alone if not found.reason]
+        return [found.sequence for found in self._alone if found.why is None]
 
-    def gave_up(self, why_never: Callable[[int], str]) -> list[Checkpoint]:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> list[Checkpoint]:
         """Notes why checkpoints that are durable here will never be global, where `why_never` has
         a reason. Returns those that were not noted before."""
-        open_ones = [found for found in self._alone if not found.reason]
+        open_ones = [found for found in self._alone if found.why is None]
         for found in open_ones:
-            found.reason = why_never(found.sequence)
-        return [found for found in open_ones if found.reason]
+            found.why = why_never(found.sequence)
+        return [found for found in open_ones if found.why is not None]
 
     def is_late(self, newest: int) -> bool:
         """Whether a checkpoint became durable after all ranks had a newer one, `newest`."""
@@ -272,15 +241,6 @@ class Ledger:
             waiter.set()
 
 
-def failure_text(event: _core.Event) -> tuple[str, str]:
-    """Reason and hint of a failed checkpoint."""
-    if event.stage == "copy":
-        return _COPY_FAILED.get(event.error_name, _NOT_COMPLETE)
-    if event.stage == "base":
-        return _BASE_LOST
-    if event.error_name in _FILE_GONE:
-        return _FILE_GONE[event.error_name], _RESET_HINT
-    if event.error_name == "ENOSPC":
-        return f"{event.stage}: the disk is full", "free space on the disk"
-    fix = fix_of(getattr(errno, event.error_name, 0)) or CHECK_DISK
-    return f"{event.stage}: {event.error_name}", fix
+def _is_of_trainer(why: Why) -> bool:
+    """Whether the trainer's end is enough to explain it."""
+    return why.cause == Cause.ENDED_BEFORE or sentence(why) == _NOT_COMPLETE

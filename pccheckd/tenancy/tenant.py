@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire.basics import size_text
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.transfer import PULL, Case, Decision, offered
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
@@ -305,7 +306,8 @@ class Tenant:
         async with self.lock:
             owner, _ = self._present()
             volume = await self.binding.register(
-                payload_bytes, incarnation=self.incarnation, world_size=owner.world_size,
+                payload_bytes, incarnation=self.incarnation,
+                start=self.group.start_id(self.key.rank, owner), world_size=owner.world_size,
                 last_sequence=self.ledger.last_sequence,
             )  # fmt: skip
         self.queue.instruct()
@@ -368,10 +370,11 @@ class Tenant:
     def refuse(self, checkpoint: Checkpoint, end: End) -> None:
         """Ends a checkpoint that is not copied yet. If the core has copied or ended it meanwhile,
         an event says how it went on."""
-        port = self.port_of(checkpoint.session)
+        port, why = self.port_of(checkpoint.session), end.why
         if port is not None and port.channel.refuse(
-            checkpoint.snapshot, int(end.to), checkpoint.sequence
-        ):
+            checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
+            error=why.number, argument=int(why.argument),
+        ):  # fmt: skip
             self.ended(checkpoint, end)
 
     def ended(self, checkpoint: Checkpoint, end: End) -> None:
@@ -420,7 +423,7 @@ class Tenant:
             self._tell(found, found.state, newest if superseded else 0)
         self.spawn(self._retire())
 
-    def gave_up(self, why_never: Callable[[int], str]) -> None:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         """Writes to the page which of the checkpoints that are durable here never become global."""
         for found in self.ledger.gave_up(why_never):
             self._tell(found, OUTCOME_GIVEN_UP)

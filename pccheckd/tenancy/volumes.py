@@ -303,8 +303,9 @@ class VolumeSet:
         return current.info.free_slots > 0
 
     async def make(
-        self, payload_bytes: int, *, incarnation: int, world_size: int, next_sequence: int
-    ) -> OpenVolume:
+        self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,
+        next_sequence: int,
+    ) -> OpenVolume:  # fmt: skip
         """A new file whose slots hold `payload_bytes`; sequences continue.
 
         Raises StorageFullError with the numbers.
@@ -332,7 +333,7 @@ class VolumeSet:
             _core.create_volume(
                 str(path), **key._asdict(), world_size=world_size, slots=config.slots,
                 keep=config.keep, payload_capacity=capacity, next_sequence=sequence,
-                incarnation=incarnation, block_bytes=blocks,
+                incarnation=incarnation, start=start, block_bytes=blocks,
                 allow_buffered=config.allow_any_filesystem,
             )  # fmt: skip
 

@@ -87,7 +87,8 @@ static bool open_record(struct overlay *overlay, bool writable, struct pcc_recor
 
 const char *repair_judge(const uint8_t *image, uint64_t size_bytes, bool record_failed)
 {
-    struct overlay overlay = {{&overlay_ops, size_bytes}, .image = image};
+    struct overlay overlay = {.io = {.ops = &overlay_ops, .size_bytes = size_bytes},
+                              .image = image};
     struct pcc_record before, opened, after;
     struct pcc_volume_health health;
     if (!open_record(&overlay, false, &before, &health))

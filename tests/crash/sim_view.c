@@ -41,5 +41,7 @@ static const struct pcc_io_ops view_ops = {
 void sim_view_open(struct sim_view *view, const uint8_t *image, uint64_t size_bytes,
                    uint64_t bad_sector)
 {
-    *view = (struct sim_view){{&view_ops, size_bytes}, image, bad_sector};
+    *view = (struct sim_view){.io = {.ops = &view_ops, .size_bytes = size_bytes},
+                              .image = image,
+                              .bad_sector = bad_sector};
 }

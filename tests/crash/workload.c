@@ -82,7 +82,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
         workload->count.failed++;
         if (acknowledged)
             sim_breach(sim, "a save failed after it had been acknowledged");
-        if (result->error >= 0 || !result->stage)
+        if (result->error >= 0 || result->stage == PCC_STAGE_NONE)
             sim_breach(sim, "a save failed without saying why");
         if (!live->aborted && !workload->faulty)
             sim_breach(sim, "a save failed on a disk without faults");

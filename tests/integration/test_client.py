@@ -25,8 +25,8 @@ from pccheck import (
     WaitTimeoutError,
 )
 from pccheck.daemon import session
+from pccheck.flight.phases import Durable
 from pccheck.restoring import reading as restore
-from pccheck.saving.in_flight import Durable
 from pccheck.state import plan
 from pccheck_wire.attach import Attachment, Attempt
 from tests.support import stall
@@ -471,7 +471,7 @@ def superseded(client: PCcheckClient) -> tuple[Checkpoint, Durable]:
     large = client.checkpoint({"x": torch.zeros(4_000_000)})
     small = client.checkpoint({"x": torch.zeros(10)})
     expected = small.wait_durable(60)
-    large._in_flight._wait("durable", 60)
+    large.exception(60)
     return large, expected
 
 

@@ -90,7 +90,7 @@ OURS = {
     "pccheckctl.output.documents", "pccheckctl.output.render", "pccheckctl.source",
     "pccheck_store", "pccheck_store.documents", "pccheck_store.observer", "pccheck_store.ranks",
     "pccheck_wire", "pccheck_wire.basics", "pccheck_wire.connection", "pccheck_wire.errors",
-    "pccheck_wire.packing", "pccheck_wire.peer",
+    "pccheck_wire.packing",
 }  # fmt: skip
 
 

@@ -18,8 +18,8 @@ import torch
 from pccheck import CheckpointState, PCcheckClient, PccheckWarning, UsageError
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
+from pccheck.flight.in_flight import entry_of
 from pccheck.saving import saver
-from pccheck.saving.in_flight import entry_of
 from pccheck.saving.saver import Saver
 from pccheck_native import SNAPSHOTS, WORD_COPYING, WORD_REQUESTED
 from pccheck_wire.attach import Attachment

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pccheck import CheckpointFailedError, PCcheckClient, PccheckWarning
-from pccheck.saving.in_flight import InFlight
+from pccheck.flight.in_flight import InFlight
 from pccheck.saving.saver import Saver
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role

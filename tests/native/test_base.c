@@ -334,7 +334,7 @@ static void test_damage_of_a_base_ends_what_is_not_in_memory(void)
     const struct pcc_save_result result = owner_wait(owner, 2);
     CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
     CHECK_EQUAL(result.error, -PCC_E_DAMAGED);
-    CHECK(strcmp(result.stage, "base") == 0); /* it is not the volume's record that failed */
+    CHECK(result.stage == PCC_STAGE_BASE); /* it is not the volume's record that failed */
     CHECK(!pcc_volume_stopped(owner->volume));
     free(payload.memory);
     owner_free(owner);
@@ -608,7 +608,7 @@ static void test_what_was_offered_is_rescued_from_a_damaged_base(void)
         if (hit == 1) {
             CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
             CHECK_EQUAL(result.error, -PCC_E_DAMAGED);
-            CHECK(strcmp(result.stage, "base") == 0);
+            CHECK(result.stage == PCC_STAGE_BASE);
             CHECK(!has(owner->volume, 2));
         } else {
             CHECK_EQUAL(result.end, PCC_SAVE_DURABLE);

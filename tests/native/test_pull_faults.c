@@ -9,7 +9,7 @@ static void failed_with(struct pull *p, uint64_t snapshot, int error)
 
     CHECK_EQUAL(event.id, snapshot);
     CHECK_EQUAL(event.error, error);
-    CHECK(strcmp(event.stage, "copy") == 0);
+    CHECK(event.stage == PCC_STAGE_COPY);
     CHECK(done_of(p, snapshot, 0) >= snapshot); /* the trainer's stream was let go */
     CHECK(word_of(p, snapshot) != pcc_word(snapshot, PCC_WORD_COPIED) &&
           word_of(p, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING));

@@ -1,6 +1,7 @@
 /* The parts below a tenant: the page and its rings, the pool's sealed memory, the hash that goes
  * with the copy, the queue of events. */
 #include <poll.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -41,6 +42,50 @@ static void test_page(void)
     daemon.page->chunk_capacity = UINT32_MAX;
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &client) == -PCC_E_BAD_PEER);
     CHECK(munmap(bytes, geometry.page_bytes) == 0 && close(fd) == 0);
+}
+
+static const struct pcc_reason reasons[] = {
+    [PCC_OUTCOME_GIVEN_UP] = {.cause = 18, .argument = 7},
+    [PCC_OUTCOME_FAILED] = {.stage = PCC_STAGE_WRITE, .error = -EIO, .argument = UINT64_MAX},
+};
+
+static void *outcomes_written(void *entry)
+{
+    for (uint64_t i = 0; i < 200000; i++) {
+        const enum pcc_outcome outcome = i % 2 == 0 ? PCC_OUTCOME_GIVEN_UP : PCC_OUTCOME_FAILED;
+        pcc_outcome_write(entry, 65, outcome, i, 0, &reasons[outcome]);
+    }
+    return NULL;
+}
+
+static bool same(struct pcc_reason one, struct pcc_reason other)
+{
+    return one.cause == other.cause && one.stage == other.stage && one.error == other.error &&
+           one.argument == other.argument;
+}
+
+/* A reader beside a writer sees an outcome with its own reason, or without any; a reason of another
+ * snapshot, or of a state that a killed daemon was about to write, is never seen. */
+static void test_an_outcome_has_its_own_reason(void)
+{
+    static struct pcc_snapshot entry;
+    struct pcc_reason reason;
+    pthread_t writer;
+
+    CHECK(pcc_outcome_read(&entry, 65, &reason) == PCC_OUTCOME_REQUESTED);
+    CHECK(pthread_create(&writer, NULL, outcomes_written, &entry) == 0);
+    for (uint32_t i = 0; i < 200000; i++) {
+        const enum pcc_outcome outcome = pcc_outcome_read(&entry, 65, &reason);
+        CHECK(same(reason, (struct pcc_reason){0}) || same(reason, reasons[outcome]));
+    }
+    CHECK(pthread_join(writer, NULL) == 0);
+    CHECK(pcc_outcome_read(&entry, 65, &reason) == PCC_OUTCOME_FAILED);
+    CHECK(same(reason, reasons[PCC_OUTCOME_FAILED]));
+    CHECK(pcc_outcome_read(&entry, 1, &reason) == PCC_OUTCOME_REQUESTED);
+    CHECK(same(reason, (struct pcc_reason){0}));
+    atomic_store(&entry.explained, pcc_word(65, PCC_OUTCOME_GIVEN_UP)); /* and killed */
+    CHECK(pcc_outcome_read(&entry, 65, &reason) == PCC_OUTCOME_FAILED);
+    CHECK(same(reason, (struct pcc_reason){0}));
 }
 
 static void test_rings(void)
@@ -140,6 +185,7 @@ static void test_events(void)
 int main(void)
 {
     RUN(test_page);
+    RUN(test_an_outcome_has_its_own_reason);
     RUN(test_rings);
     RUN(test_pool);
     RUN(test_hash);

@@ -102,7 +102,7 @@ static void test_what_does_not_fit_is_refused(void)
     step_all(owner, 2);
     CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
     CHECK_EQUAL(owner_wait(owner, 1).error, -PCC_E_ABORTED);
-    CHECK(strcmp(owner_wait(owner, 1).stage, "copy") == 0);
+    CHECK(owner_wait(owner, 1).stage == PCC_STAGE_COPY);
     CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3);
     pcc_saver_close(owner->saver); /* aborts the other */
     owner->saver = NULL;
@@ -216,7 +216,7 @@ static void test_errors_without_end_fail_the_save_and_are_remembered(void)
     const struct pcc_save_result result = owner_wait(owner, 1);
     CHECK_EQUAL(result.end, PCC_SAVE_FAILED);
     CHECK_EQUAL(result.error, -EIO);
-    CHECK(strcmp(result.stage, "write") == 0);
+    CHECK(result.stage == PCC_STAGE_WRITE);
     CHECK_EQUAL(result.rehomed, 2);
     CHECK_EQUAL(payload_chunk(&payload, 2), -PCC_E_ABORTED);
     CHECK_EQUAL(pcc_save_seal(payload.save), -PCC_E_ABORTED);
@@ -351,7 +351,7 @@ static void test_given_up_between_the_error_and_the_move(void)
         step_all(owner, 1);
         CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
         CHECK_EQUAL(owner_wait(owner, 1).error, codes[i][1]);
-        CHECK(strcmp(owner_wait(owner, 1).stage, "copy") == 0);
+        CHECK(owner_wait(owner, 1).stage == PCC_STAGE_COPY);
         CHECK_EQUAL(owner->media->writes, writes);
         pcc_volume_record(owner->volume, &record);
         CHECK_EQUAL(record.slots[0].flags, is_bad ? PCC_SLOT_QUARANTINED : 0);
@@ -409,7 +409,7 @@ static void test_a_failed_record_fails_the_save_and_stops(void)
     owner->media->fail_durables = 1;
     step_all(owner, 1);
     CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_FAILED);
-    CHECK(strcmp(owner_wait(owner, 1).stage, "publish") == 0);
+    CHECK(owner_wait(owner, 1).stage == PCC_STAGE_PUBLISH);
     CHECK_EQUAL(pcc_volume_free_slots(owner->volume), 3); /* the media may name its slot */
     free(payload.memory);
     CHECK_EQUAL(payload_begin(owner, 2, CHUNK, &payload), -PCC_E_STOPPED);

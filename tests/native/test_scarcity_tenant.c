@@ -80,7 +80,8 @@ static bool try_save(struct fixture *f, uint64_t snapshot, uint64_t count)
     error = begun(f, snapshot, &sequence);
     if (error != 0) {
         CHECK(was_refused());
-        (void)pcc_tenant_refuse(f->tenant, snapshot, PCC_OUTCOME_FAILED, 0);
+        (void)pcc_tenant_refuse(f->tenant, snapshot,
+                                &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
         return false;
     }
     seeds[sequence % 64] = snapshot;

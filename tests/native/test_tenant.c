@@ -174,6 +174,7 @@ static void test_several_in_flight(void)
     struct pcc_client_state state;
     CHECK(pcc_client_state(f.client, 4, &state) == 0);
     CHECK(state.word == PCC_WORD_REFUSED && state.outcome == PCC_OUTCOME_SKIPPED);
+    CHECK(state.reason.cause == 12 && state.reason.argument == 3);
     for (uint64_t i = 1; i <= 3; i++)
         CHECK(pcc_client_wait(f.client, i, PCC_WAIT_COPIED, soon()) == 0);
     pcc_tenant_usage(f.tenant, &usage);
@@ -184,6 +185,7 @@ static void test_several_in_flight(void)
         CHECK(state.outcome == PCC_OUTCOME_DURABLE || state.outcome == PCC_OUTCOME_SUPERSEDED);
         CHECK(i < 3 || state.outcome == PCC_OUTCOME_DURABLE);
         CHECK((state.newer > state.sequence) == (state.outcome == PCC_OUTCOME_SUPERSEDED));
+        CHECK((state.reason.cause == PCC_CAUSE_REPLACED) == (state.newer > 0));
     }
     load_equals(&f, sequences[2], 1, bytes + 2 * count, count);
     fixture_end(&f);

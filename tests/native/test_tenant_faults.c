@@ -119,8 +119,9 @@ static void fails(const struct settings *settings, int skip)
         CHECK(pcc_now_ns() < deadline);
     } while (state.outcome != PCC_OUTCOME_FAILED);
     CHECK(state.word == PCC_WORD_REFUSED || state.word == PCC_WORD_COPIED);
+    CHECK(state.reason.stage == PCC_STAGE_WRITE && state.reason.error == -EIO);
     const struct pcc_event event = event_until(&f, PCC_EVENT_FAILED);
-    CHECK(event.id == 2 && event.error == -EIO && strcmp(event.stage, "write") == 0);
+    CHECK(event.id == 2 && event.error == -EIO && event.stage == PCC_STAGE_WRITE);
     atomic_store(&faulty.fail, 0);
     load_equals(&f, good, 1, before, sizeof(before));
     detach(&f);

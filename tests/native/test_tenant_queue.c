@@ -202,6 +202,9 @@ static void test_what_waits_ends_with_its_session(void)
 
 /* -- numbers -- */
 
+static const struct pcc_tenant_end fails = {.outcome = PCC_OUTCOME_FAILED};
+static const struct pcc_tenant_end skips = {.outcome = PCC_OUTCOME_SKIPPED};
+
 static uint32_t cached_count(struct fixture *f, uint64_t sequence)
 {
     uint32_t count = 0;
@@ -274,8 +277,8 @@ static void test_a_number_in_the_queue(void)
     hand_over(&f, 2);
     CHECK(queue_event(&f, 5).kind == PCC_EVENT_BEGUN);
     CHECK(pcc_tenant_number(f.tenant, 5, 9, 1, 1) == -EINVAL);
-    CHECK(pcc_tenant_refuse(f.tenant, 5, PCC_OUTCOME_FAILED, 0));
-    CHECK(!pcc_tenant_refuse(f.tenant, 5, PCC_OUTCOME_FAILED, 0));
+    CHECK(pcc_tenant_refuse(f.tenant, 5, &fails));
+    CHECK(!pcc_tenant_refuse(f.tenant, 5, &fails));
     CHECK(word_get(&f, 5) == pcc_word(5, PCC_WORD_REFUSED));
     fixture_end(&f);
 }
@@ -313,8 +316,8 @@ static void test_a_fenced_one_is_refused_in_its_copy(void)
     for (uint64_t snapshot = 1; snapshot <= 4; snapshot++)
         request(&f, snapshot);
     wait_queued(&f, 1);
-    CHECK(pcc_tenant_refuse(f.tenant, 4, PCC_OUTCOME_FAILED, 0));
-    CHECK(pcc_tenant_refuse(f.tenant, 2, PCC_OUTCOME_SKIPPED, 0));
+    CHECK(pcc_tenant_refuse(f.tenant, 4, &fails));
+    CHECK(pcc_tenant_refuse(f.tenant, 2, &skips));
     const uint64_t deadline = soon();
     struct pcc_tenant_usage usage;
     do { /* its lane is free */
@@ -494,7 +497,7 @@ static void test_impossible_requests(void)
         const struct pcc_event event = queue_event(&f, snapshot);
         CHECK(event.error != 0);
         if (event.kind == PCC_EVENT_REQUESTED)
-            CHECK(event.error == -EINVAL && event.stage != NULL);
+            CHECK(event.error == -EINVAL && event.requested.fault.cause >= PCC_CAUSE_BAD_TREE);
         else
             CHECK(event.kind == PCC_EVENT_REFUSED && fault >= FAULT_TOO_LARGE);
         CHECK(word_get(&f, snapshot) == pcc_word(snapshot, PCC_WORD_REFUSED));
@@ -535,7 +538,7 @@ static void test_the_event_has_the_request(void)
     CHECK(event.kind == PCC_EVENT_REQUESTED && event.id == 1 && event.session == f.session);
     block.frozen_bytes = PAYLOAD;
     block.held_at_ns = block.held_ns = 0;
-    CHECK(memcmp(&event.request, &block, sizeof(block)) == 0);
+    CHECK(memcmp(&event.requested.request, &block, sizeof(block)) == 0);
     fixture_end(&f);
 }
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pccheck import CheckpointFailedError, CheckpointState, PCcheckClient, PccheckWarning
+from pccheck.flight.waiting import wait_read
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect
 
@@ -276,7 +277,7 @@ def test_a_change_is_noticed_when_the_trainer_never_calls_again(
     client.checkpoint(step=0).wait_durable(60)
     daemon.kill(signal.SIGSTOP)
     handle = client.checkpoint(step=1)
-    link, number = handle._in_flight._connection.link, handle._in_flight.snapshot  # type: ignore[union-attr]
+    link, number = handle._in_flight.connection.link, handle._in_flight.snapshot  # type: ignore[union-attr]
     changes[0]()
     daemon.kill(signal.SIGCONT)
     assert link.wait(number, "copied", time.monotonic_ns() + int(60e9))  # it has ended, not copied
@@ -289,7 +290,7 @@ def test_a_trainer_that_never_calls_again_is_saved(client: PCcheckClient) -> Non
     changes = decay_by_hand(client)
     changes[1]()
     handle = client.checkpoint(step=1)
-    link = handle._in_flight._connection.link  # type: ignore[union-attr]
+    link = handle._in_flight.connection.link  # type: ignore[union-attr]
     assert link.wait(handle._in_flight.snapshot, "durable", time.monotonic_ns() + int(60e9))
     assert handle.state is CheckpointState.DURABLE
 
@@ -329,7 +330,7 @@ def test_what_was_read_may_be_changed(client: PCcheckClient) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PccheckWarning)
         handle = client.checkpoint(step=1)
-        handle._in_flight.wait_read(60)
+        wait_read(handle._in_flight, 60)
         changes[0]()
         handle.wait_durable(60)
 

@@ -124,9 +124,7 @@ class Loop:
 
     def begin(self, snapshot: int) -> int:
         """Lets one begin that was submitted; its sequence."""
-        self.channel.policy(
-            numbers=True, incarnation=self.incarnation, world_size=self.world_size
-        )
+        self.channel.policy(numbers=True, incarnation=self.incarnation, world_size=self.world_size)
         self.channel.noted()
         until_s = time.monotonic() + LIMIT_S
         while (now := self.link.state(snapshot)) is None or now.word == WORD_REQUESTED:

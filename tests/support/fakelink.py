@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,7 @@ class FakeLink:
             word=self.words[snapshot], outcome=self.outcomes.get(snapshot, 0), sequence=0,
             newer=0, source_read=snapshot in self.read, error=0,
             error_name=self.errors.get(snapshot, ""), fault=self.faults.get(snapshot, 0),
+            cause=0, stage="copy", code="BAD_HANDLE", argument=0,
         )  # fmt: skip
 
     # -- what a real link and daemon would do by themselves
@@ -168,6 +170,7 @@ class FakeConnection:
         self.lives = True
         self.snapshots = itertools.count(1)
         self.steps: dict[int, int] = {}
+        self.saves_alone, self.pid = True, os.getpid()
 
     def alive(self) -> bool:
         return self.lives

@@ -1,15 +1,52 @@
 """A model of the volumes and trainers of one job, around the real `group.py`, and a search through
 all its states.
 
-The decisions of `group.py` must be right together with what the publishers of the volumes do with
-them (`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c): in any order of
-events, with agreements that arrive late, and with deaths at any moment. The search visits every
-state that a small job can reach, breadth first, and asks in each state: if all processes were
-killed now, would the ranks restore what they were told is durable? And: does a rank wait for ever?
+**One example.** Two ranks save; each volume has two slots, of which one keeps a common checkpoint
+(`keep` is 1). A row is a state: for each rank the sequences on its disk, then those in flight (w
+waits for a lane and a slot, c is being copied, d is copied). Then what the ranks agree on: the
+oldest and the newest common checkpoint. The first column is the move that led to the state.
+
+    move                    rank 0        rank 1        agreed
+    (the first state)       - | -         - | -         0, 0
+    rank 0 asks for 1       - | 1w        - | -         0, 0
+    rank 0 admits 1         - | 1c        - | -         0, 0
+    rank 0 copied 1         - | 1d        - | -         0, 0
+    rank 0 has durable 1    1 | -         - | -         0, 0
+    rank 1 asks for 1       1 | -         - | 1w        0, 0
+    rank 1 admits 1         1 | -         - | 1c        0, 0
+    rank 1 copied 1         1 | -         - | 1d        0, 0
+    rank 1 has durable 1    1 | -         1 | -         1, 1
+    rank 0 asks for 2       1 | 2w        1 | -         1, 1
+    rank 0 admits 2         1 | 2c        1 | -         1, 1
+    rank 0 copied 2         1 | 2d        1 | -         1, 1
+    rank 0 has durable 2    1 2 | -       1 | -         1, 1
+    rank 1 asks for 2       1 2 | -       1 | 2w        1, 1
+    rank 1 admits 2         1 2 | -       1 | 2c        1, 1
+    rank 1 copied 2         1 2 | -       1 | 2d        1, 1
+    rank 1 has durable 2    1 2 | -       1 2 | -       2, 2
+    rank 0 asks for 3       1 2 | 3w      1 2 | -       2, 2
+    rank 0 recycles 1       2 | 3w        1 2 | -       2, 2
+    rank 0 admits 3         2 | 3c        1 2 | -       2, 2
+
+After "rank 0 has durable 2" rank 0 has no free slot, and still keeps 1: a restore needs 1, since
+rank 1 has no 2. Once both ranks have 2, the agreement rises, and rank 0 may recycle 1. From most
+states several moves are possible: rank 1 might also ask for 3 before rank 0 recycles 1, and with
+`deaths=1` it might die at any moment. The search follows every move.
+
+In the code a checkpoint is one number. Sequence 1 of step 1 and run 1, saved by two ranks, is
+`1 << SEQUENCE | 1 << STEP | 1 << RUN | 2`, which is 4234. In flight it is `4234 << 2 | WAITING`.
+Ranks (`One`) are kept once and named by a number; a `State` has these numbers, and what the ranks
+share.
+
+**What is checked.** The decisions of `group.py` must be right together with what the publishers of
+the volumes do with them (`is_superseded` in pcc_volume.c, `pcc_commit_expendable` in pcc_commit.c):
+in any order of events, with agreements that arrive late, and with deaths at any moment. The search
+visits every state that a small job can reach, breadth first, and asks in each state: if all
+processes were killed now, would the ranks restore what they were told is durable? And: does a rank
+wait for ever?
 
 Sequences, steps and incarnations are counted from the smallest one that still matters. So a job
 that never ends has finitely many states, and the search can be complete.
-
 """
 
 from __future__ import annotations
@@ -344,6 +381,17 @@ class Search:
             )
         return f"{' '.join(parts)} last {state.last} top {state.top} ever {state.ever}"
 
+    def row(self, state: State) -> list[str]:
+        """A state as in the example at the top: a cell for each rank, and the agreement."""
+        ones = [self._ranks[number].one for number in state.ranks]
+        held = [_list(map(_sequence, one.held)) for one in ones]
+        flight = [_list(f"{f >> SEQUENCE + 2}{'wcd'[f & 3]}" for f in one.flight) for one in ones]
+        oldest, newest, _ = self.agreed(state)
+        cells = [
+            f"{disk or '-'} | {moving or '-'}" for disk, moving in zip(held, flight, strict=True)
+        ]
+        return [*cells, f"{oldest}, {newest}"]
+
     # -- states --------------------------------------------------------------------------------
 
     def first(self) -> State:
@@ -619,7 +667,7 @@ class Search:
         if gone:
             held = tuple(code for code in one.held if code not in gone)
             made = one._replace(held=held, lost=tuple(sorted((*one.lost, *gone))))
-            yield (place, "recycles", [_name(code) for code in gone]), self.number(made), -1
+            yield (place, "recycles", _list(map(_sequence, gone))), self.number(made), -1
         for flying in one.flight:
             sequence = flying >> SEQUENCE + 2
             if flying & 3 == COPYING:
@@ -1042,6 +1090,10 @@ def _as_name(code: int) -> Name:
 
 def _sequence(code: int) -> int:
     return code >> SEQUENCE
+
+
+def _list(items: Iterable[object]) -> str:
+    return " ".join(map(str, items))
 
 
 def _bits(numbers: Iterable[int]) -> int:

@@ -11,6 +11,8 @@ from typing import Any
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
+from pccheck_native.identity import UNKNOWN, CheckpointId
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
@@ -34,9 +36,9 @@ def kept(
     sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
 ) -> catalog.Checkpoint:
     """A durable checkpoint; the step is ten times the sequence."""
+    stored = CheckpointId(7, "j", rank, sequence, 10 * sequence, run, UNKNOWN, world, b"")
     return catalog.Checkpoint(
-        uid=7, job="j", sequence=sequence, step=10 * sequence, incarnation=run, world_size=world,
-        rank=rank, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
+        stored, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
         tree_offset=90, tree_bytes=10, slot=0, volume_path=Path("v"),
     )  # fmt: skip
 
@@ -176,7 +178,7 @@ class Tenant:
     def became_global(self, newest: int, _sequences: set[int]) -> None:
         self.made_global.append(newest)
 
-    def gave_up(self, why_never: Callable[[int], str]) -> None:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         self.why_never = why_never
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -234,8 +236,8 @@ class Ranks:
             sequence = self.job.took(rank, free[1] + 1)
         return incarnation, sequence
 
-    def request_slot(self, rank: int) -> str:
-        async def ask() -> str:
+    def request_slot(self, rank: int) -> list[int]:
+        async def ask() -> list[int]:
             return await self.job.request_slot(rank)
 
         return asyncio.run(ask())

@@ -77,8 +77,9 @@ class Session:
         self._where = where
         self.error: PccheckError | None = None  #: why there is no connection
         self.uncounted = 0  #: failures that no daemon has counted
-        self.incarnation = 0  #: of the last daemon's Welcome ...
-        self._storage = ""  # ... and its storage directory
+        self.incarnation = 0  #: of the start that this process is a member of ...
+        self._start = b""  # ... the id of that start, and the storage directory of its daemon
+        self._storage = ""
         self._fresh = fresh
         self._solo = solo
         self._stall_limit_s = stall_limit_s
@@ -182,7 +183,7 @@ class Session:
         self.uncounted -= uncounted
         assert isinstance(answer, Registered)
         self._registered_bytes = rounded
-        self.incarnation = answer.incarnation or self.incarnation
+        self._belongs_to(answer)
         self._warn_if_ranks_are_absent(answer)
         LOG.info(
             "%d slots of %.1f MiB in %s, up to %g checkpoints in flight",
@@ -215,7 +216,12 @@ class Session:
 
     def _announced(self, answer: ReplyBody) -> None:
         if isinstance(answer, Registered):
-            self.incarnation = answer.incarnation or self.incarnation
+            self._belongs_to(answer)
+
+    def _belongs_to(self, answer: Registered | Joined) -> None:
+        """The start that this process is a member of now."""
+        if answer.incarnation:
+            self.incarnation, self._start = answer.incarnation, answer.start
 
     def took_over(
         self, connection: Connection, sequence: int, *, base: int = 0, turn: int = 0
@@ -226,7 +232,7 @@ class Session:
         restored = Restored(sequence, base, turn)
         answer = connection.request(restored, timeout_s=RESTORED_LIMIT_S)
         if isinstance(answer, Joined):
-            self.incarnation = answer.incarnation or self.incarnation
+            self._belongs_to(answer)
         self._restored = sequence
         self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None
@@ -304,7 +310,8 @@ class Session:
         if not self._has_connected and welcome.newest_step is None and self._restored is None:
             self._restored = 0  # the volume was empty: all later checkpoints are this run's
         self._has_connected = True
-        self.incarnation, self._storage = welcome.incarnation, welcome.storage
+        self.incarnation, self._start = welcome.incarnation, welcome.start
+        self._storage = welcome.storage
         self._protected_step = welcome.protected_step
         if self._warner.over(*self._disconnected):
             LOG.warning(
@@ -318,7 +325,7 @@ class Session:
             job=identity.job, rank=identity.rank, world_size=identity.world_size,
             local_world_size=identity.local_world_size, launch=identity.launch,
             fresh=self._fresh, solo=self._solo, process=self._process,
-            incarnation=self.incarnation, storage=self._storage,
+            incarnation=self.incarnation, start=self._start, storage=self._storage,
             restored=self._restored,
         )  # fmt: skip
 

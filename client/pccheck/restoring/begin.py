@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
+from pccheck.flight.phases import Durable
 from pccheck.job import origin
 from pccheck.job.steps import Steps
-from pccheck.saving.in_flight import Durable
 from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.unsaved import trainable

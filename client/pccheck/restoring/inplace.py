@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 
-from pccheck.state import devices
+from pccheck.job import origin
+from pccheck.state import devices, gating
 from pccheck.state.attaching import Values
+from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG
 from pccheck.state.rng import require_generators, restore_rng
 from pccheck.state.watch import ModuleWatch
 from pccheck_wire import tree
 from pccheck_wire.errors import StateMismatchError
 
-from .loaders import is_loader, is_torchdata, set_again, undo_draws
-from .objects import place_object, same_scheduler
-from .optimizers import Optimizers
+from .loaders import count_once, is_loader, is_torchdata, set_again, undo_draws
+from .optimizers import Optimizers, load_optimizer
 from .pairing import mapping, only_hint, some
 from .rebuild import Loader, Memory, state_of
 from .stages import Stage, Stages
 from .targets import Targets
-from .values import Dicts
+from .values import Dicts, leaves, trained
 
 _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
@@ -92,8 +93,8 @@ class Placement:
         elif not (
             isinstance(thing, torch.optim.Optimizer) and self._optimizers.place(name, node, thing)
         ):
-            same_scheduler(self._targets.tree, name, thing, both)
-            place_object(name, node, thing, self._targets, self._stages, self._attached)
+            _same_scheduler(self._targets.tree, name, thing, both)
+            _place_object(name, node, thing, self._targets, self._stages, self._attached)
 
     def _module(self, name: str, node: tree.Node, module: torch.nn.Module) -> None:
         saved = mapping(node, name)
@@ -175,3 +176,85 @@ def _same_keys(path: str, saved: Any, live: Any) -> None:
             if any("_orig_mod" in name for name in missing + extra)
             else "attach the same under the same names, or take what you need from recover()",
         )
+
+
+def _same_scheduler(
+    described: tree.Tree, name: str, thing: object, both: Mapping[str, Any]
+) -> None:
+    """Raises StateMismatchError for a scheduler of another class, as far as is known: it takes any
+    attributes, and would compute other learning rates with those."""
+    kind, mine = origin.scheduler_kind(described, name), origin.kind_of_scheduler(thing)
+    if kind and mine and kind != mine:
+        raise StateMismatchError(
+            f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
+            hint=f"to continue with a new scheduler: {only_hint(both.keys() - {name})}",
+        )
+
+
+def _place_object(
+    name: str,
+    node: tree.Node,
+    thing: Any,
+    targets: Targets,
+    stages: Stages,
+    attached: Mapping[str, Any],
+) -> None:
+    """Something with a load_state_dict() of its own gets the state as it was, when its tensors are
+    there."""
+    has_shards = _fill_shards(name, node, thing, targets)
+    has_tensors = targets.want(node) or has_shards
+
+    def finish(memory: Memory) -> None:
+        held = _trained_in(thing, attached) if has_tensors else set()
+        _load(name, thing, state_of(memory, node))
+        if held and held - _trained_in(thing, attached):
+            raise StateMismatchError(
+                f"{name}: its load_state_dict() put new tensors in the place of those that an "
+                "attached optimizer trains, and the optimizer would go on with the old ones",
+                hint="let it copy the values into its tensors (without assign=True)",
+            )
+
+    stages.add(Stage.STATES if has_tensors else Stage.OBJECTS, finish)
+
+
+def _load(name: str, thing: Any, state: Any) -> None:
+    try:
+        if isinstance(thing, torch.optim.Optimizer):
+            load_optimizer(thing, state)
+        else:
+            thing.load_state_dict(state)
+            count_once(thing)
+    except Exception as error:  # of the user's code: the state does not fit
+        raise StateMismatchError(
+            f"{name}: its load_state_dict() refused the checkpoint: {in_words(error)}",
+            hint="build it as it was, or take what you need from recover()",
+        ) from error
+
+
+def _fill_shards(name: str, node: tree.Node, thing: Any, targets: Targets) -> bool:
+    """The shards in it go into the DTensors of its state dict, as it is now; whether there are
+    some."""
+    found = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
+    saved = [(path, shard) for path, shard in found if shard.mesh]  # others were no DTensors
+    live = dict(leaves(thing.state_dict(), name)) if saved else {}
+    for path, shard in saved:
+        targets.shard(path, shard, live.get(path))
+    return bool(saved)
+
+
+def _trained_in(thing: Any, attached: Mapping[str, Any]) -> set[int]:
+    """The memory of its tensors that attached optimizers train. A state_dict() is called only where
+    no module has that memory."""
+    if isinstance(thing, torch.optim.Optimizer):
+        return set()
+    all_trained, modules = trained(attached), gating.modules_of(thing)
+    if modules:
+        return all_trained & _memory_of(modules)
+    elsewhere = [m for one in attached.values() for m in gating.modules_of(one)]
+    left = all_trained - _memory_of(elsewhere)
+    found = leaves(thing.state_dict(), "") if left else ()
+    return left & {gating.storage_of(one) for _, one in found if isinstance(one, torch.Tensor)}
+
+
+def _memory_of(modules: list[torch.nn.Module]) -> set[int]:
+    return {gating.storage_of(p) for module in modules for p in module.parameters()}

@@ -1,4 +1,4 @@
-"""Readies GPU tensors for the way that `pccheck_wire.transfer` chooses: the daemon pulls them out
+"""Readies GPU tensors for the way that `pccheck_native.transfer` chooses: the daemon pulls them out
 of exposed memory, or the link pushes them.
 
 Pull is tried first. Memory is exposed again when addresses, or the memory behind them, changed, and
@@ -22,10 +22,10 @@ from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck.warn import LOG
 from pccheck_native import Link, NativeError
+from pccheck_native.transfer import PULL, PUSH, Decision, chosen
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DaemonUnreachableError, DeviceError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose
-from pccheck_wire.transfer import PULL, PUSH, Decision, chosen
 
 #: Staging memory per GPU for tensors that no gate guards, unless snapshot="device" asked for more.
 STAGING_BYTES_MAX = 512 << 20

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
+from pccheck.flight.in_flight import InFlight
+from pccheck.state.changes import LOST, Moved
 from pccheck.warn import LOG, Warner
 from pccheck_wire.basics import plural
+from pccheck_wire.ends import Cause
+from pccheck_wire.errors import CheckpointFailedError
 from pccheck_wire.messages import CheckpointState
 
-from .in_flight import InFlight
-
-#: The reason when Ctrl-C has ended a call. There is no cause to remove.
-INTERRUPTED = "abandoned: this process was interrupted before it was copied"
 #: What is reported, by the state of the checkpoint; a durable one is given up on another rank.
 REPORTED = {
     CheckpointState.FAILED: "failed",
@@ -26,9 +26,14 @@ class Failures:
     """Used by the training thread. A checkpoint that ends late may be older than one that failed
     already: what was asked for last counts."""
 
-    def __init__(self, warner: Warner) -> None:
+    def __init__(self, warner: Warner, *, raises: bool = False) -> None:
+        """`raises`: what failed after `checkpoint()` had returned is raised by the next call."""
         self.count = 0  #: since the newest durable one
         self._warner = warner
+        self._raises = raises
+        self._ends = False  # close() was called
+        self._to_raise: list[CheckpointFailedError] = []
+        self._moved: list[tuple[int, Moved]] = []  # not reported yet
         self._durable_step: int | None = None
         self._durable_ns = 0  # when the newest durable one, ...
         self._failed_ns = 0  # ... and the newest failed one were asked for
@@ -50,6 +55,41 @@ class Failures:
             self.count += 1
         if checkpoint.requested_ns > self._failed_ns:
             self._failed_ns, self._last = checkpoint.requested_ns, checkpoint
+
+    def end(self) -> None:
+        """There is no next call to raise in."""
+        self._raises, self._ends = False, True
+
+    def raise_next(self) -> None:
+        """In a call of the training thread."""
+        if self._to_raise:
+            raise self._to_raise.pop(0)
+
+    def failed_later(self, step: int, reason: str, state: CheckpointState) -> None:
+        """One failed or was skipped after `checkpoint()` had returned: the next call raises or
+        warns. It only warns of what is durable on this rank alone."""
+        if self._ends and self.count:
+            return  # close() warns of all of them
+        if self._raises and state is not CheckpointState.DURABLE:
+            self._to_raise.append(
+                CheckpointFailedError(f"checkpoint of step {step} {REPORTED[state]}: {reason}")
+            )
+        else:
+            self.report(step, reason, state)
+
+    def moved(self, step: int, moved: Moved) -> None:
+        """A tensor was changed while it was read. Any thread."""
+        self._moved.append((step, moved))
+
+    def report_moved(self) -> None:
+        """Reports what has `moved`."""
+        while self._moved:
+            step, moved = self._moved.pop(0)
+            text = f"checkpoint of step {step} failed: {why_moved(moved)}"
+            if self._raises:
+                self._to_raise.append(CheckpointFailedError(text))
+            else:
+                self._warner.once("lost" if moved.what == LOST else "moved", text)
 
     def report(
         self, step: int, reason: str, state: CheckpointState = CheckpointState.FAILED
@@ -101,10 +141,25 @@ class Failures:
                 "newest one of an earlier run, or begins at the start of training"
             )
         reason = self._last.known_reason or "the reason is not known"
-        if reason != INTERRUPTED:
+        if self._last.why.cause != Cause.INTERRUPTED:  # there a user ended it
             then += ". Remove the cause before the restart (see: pccheckctl status)"
         self._warner.once(
             "last",
             f"{plural(self.count, 'checkpoint')} failed{since}, up to step {self._last.step}: "
             f"{reason}. {then}",
         )
+
+
+def why_moved(moved: Moved) -> str:
+    """Which tensor was changed or lost while it was read, and what to do."""
+    if moved.what == LOST:
+        return (
+            f"{moved.path} {moved.what}. Copy it into memory of its own (tensor.clone()), or write "
+            "a new file instead of into the one that is mapped"
+        )
+    what = f"the frozen parameters of {moved.loose}" if moved.loose else "the whole state"
+    return (
+        f"{moved.path} {moved.what} while it was read, outside of an attached optimizer's step. "
+        f"From now on checkpoint() returns only after reading {what}. To keep training meanwhile, "
+        "call gate() before such a change, or attach the optimizer that makes it"
+    )

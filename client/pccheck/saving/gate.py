@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pccheck.daemon.connection import Connection
+from pccheck.flight.in_flight import InFlight, is_read
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck_native import NativeError
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import CheckpointFailedError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe
-
-from .failures import INTERRUPTED
-from .in_flight import TIMED_OUT, InFlight, abandoned_because, is_read
 
 _BACKOFF_DOUBLINGS_MAX = 6
 _LAST_COPIES_NS = 1_000_000_000
@@ -134,12 +133,9 @@ class Gate:
         for item in self._pending:
             if item.checkpoint.verdict is not None:
                 item.checkpoint.verdict.give_if_read()
-            why = item.checkpoint.link_error
-            if why:
-                item.checkpoint.end(
-                    CheckpointState.FAILED, abandoned_because(why), reported=why == TIMED_OUT
-                )
-            if why == TIMED_OUT:
+            why = item.checkpoint.let_go()
+            overdue = why is not None and why.cause == Cause.STREAM_OVERDUE
+            if why is not None and item.checkpoint.fail(why, reported=overdue) and overdue:
                 self._on_expiry(item.checkpoint, item.connection)
         self._pending = [item for item in self._pending if not item.read()]
 
@@ -168,7 +164,7 @@ class Gate:
                 waiting.pop(0)
         except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
             for item in waiting:
-                abandon(item.checkpoint, item.connection, INTERRUPTED)
+                abandon(item.checkpoint, item.connection, Why(Cause.INTERRUPTED))
             raise
         finally:
             self.held.add(since_ns)
@@ -177,8 +173,7 @@ class Gate:
     def give_up(self) -> None:
         """Abandons what was not read yet, and waits for copies under way, which end soon then."""
         for item in self._pending:
-            why = "abandoned: the run ended before it was copied"
-            abandon(item.checkpoint, item.connection, why)
+            abandon(item.checkpoint, item.connection, Why(Cause.RUN_ENDED))
         deadline_ns = time.monotonic_ns() + _LAST_COPIES_NS
         for item in self._pending:
             item.wait(deadline_ns)
@@ -227,25 +222,21 @@ class Gate:
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:
-        if abandon(item.checkpoint, item.connection, overdue(self._stall_limit_s)):
+        if abandon(item.checkpoint, item.connection, Why(Cause.OVERDUE, self._stall_limit_s)):
             self._on_expiry(item.checkpoint, item.connection)
 
     def _deadline_ns(self) -> int:
         return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
 
 
-def overdue(limit_s: float) -> str:
-    return f"abandoned: it was not copied within stall_limit_s={limit_s:g} s"
-
-
-def abandon(checkpoint: InFlight, connection: Connection, why: str) -> bool:
+def abandon(checkpoint: InFlight, connection: Connection, why: Why) -> bool:
     """True when the snapshot was abandoned; False when it was complete or refused just before."""
     try:
         won = connection.link.abandon(checkpoint.snapshot)
     except (ValueError, OSError):
         return False
     if won:
-        checkpoint.end(CheckpointState.FAILED, why, reported=True)
+        checkpoint.fail(why)
     return won
 
 
@@ -265,26 +256,25 @@ class Breaker:
         self._until = 0.0
         self._answered = False
         self._marks: list[tuple[InFlight, CheckpointState]] = []
-        self._question: tuple[Connection, int] | None = None
+        self._question: Connection | None = None
         self._asked_at = 0.0
 
-    def trip(self, connection: Connection, in_flight: list[InFlight], snapshot: int) -> None:
+    def trip(self, connection: Connection, in_flight: list[InFlight]) -> None:
         doublings = min(self._trips, _BACKOFF_DOUBLINGS_MAX)
         self._open = True
         self._trips += 1
         self._until = self._clock() + self._stall_limit_s * (2**doublings - 1)
         self._answered = False
         self._marks = [(item, item.state) for item in in_flight]
-        self._question = connection, snapshot
+        self._question = connection
         self._ask()
 
     def _ask(self) -> None:
         if self._question is None:
             return
-        connection, snapshot = self._question
         self._asked_at = self._clock()
         try:
-            connection.ask(Describe(snapshot), self._note_answer)
+            self._question.ask(Describe(0), self._note_answer)  # is answered at once: there is none
         except PccheckError:
             self._answered = True  # a new connection is another daemon
 

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn, SupportsIndex
 
+from pccheck.flight.in_flight import FINAL, InFlight
+from pccheck.flight.phases import Durable
+from pccheck.flight.waiting import wait_copied, wait_durable, wait_global
 from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState
-
-from .in_flight import FINAL, Durable, InFlight
 
 
 class Checkpoint:
@@ -96,7 +97,7 @@ class Checkpoint:
         `timeout` seconds.
         """
         with self._warner.errors():
-            self._in_flight.wait_copied(timeout)
+            wait_copied(self._in_flight, timeout)
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
         """Returns once this checkpoint, or a newer one, survives a power loss; the result names
@@ -106,7 +107,7 @@ class Checkpoint:
         after `timeout` seconds.
         """
         with self._warner.errors():
-            return self._in_flight.wait_durable(timeout)
+            return wait_durable(self._in_flight, timeout)
 
     def wait_global(self, timeout: float | None = None) -> Durable:
         """Returns once this checkpoint, or a newer one, is durable on every rank of the job; the
@@ -120,7 +121,7 @@ class Checkpoint:
         before all ranks had the checkpoint.
         """
         with self._warner.errors():
-            return self._in_flight.wait_global(timeout)
+            return wait_global(self._in_flight, timeout)
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
         raise TypeError(  # for copy and pickle

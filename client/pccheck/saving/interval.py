@@ -16,9 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median, median_low
 
+from pccheck.flight.in_flight import FINAL, InFlight
 from pccheck_wire.messages import CheckpointState
-
-from .in_flight import FINAL, InFlight
 
 WARM_STEPS = 5  # before the first checkpoint; the very first step is not counted
 GUESS = 10  # steps, while nothing is known

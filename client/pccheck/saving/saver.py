@@ -6,17 +6,21 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable
-from operator import attrgetter
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
+from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight, entry_of
+from pccheck.flight.phases import SAFE, SHOWN, Durable, Phase
+from pccheck.flight.verdict import LateVerdicts, Verdict, fail_moved
+from pccheck.flight.waiting import wait_copied, wait_durable, wait_read
 from pccheck.job.steps import Steps
 from pccheck.options import Options
 from pccheck.state import devices
-from pccheck.state.changes import LOST, Moved, Reading
+from pccheck.state.changes import Moved, Reading
 from pccheck.state.plan import Snapshot
 from pccheck.warn import Warner
 from pccheck_native import SNAPSHOTS, NativeError
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
@@ -28,12 +32,9 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import CheckpointState
 
 from .exposure import Exposure, Handover
-from .failures import INTERRUPTED, REPORTED, Failures
-from .gate import Breaker, Gate, abandon, overdue
-from .in_flight import FINAL, NOT_SAVED, Durable, InFlight, entry_of
-from .verdict import LateVerdicts, Verdict, fail_moved
-
-_NUMBER = attrgetter("snapshot")
+from .failures import Failures, why_moved
+from .followed import Followed
+from .gate import Breaker, Gate, abandon
 
 
 class Saver:
@@ -50,28 +51,19 @@ class Saver:
         self._session = session
         self._warner = warner
         self._options = options
-        self._raises = options.raises
-        self._ends = False  # close() was called
         self._stall_limit_s = options.stall_limit_s
         self._gate = Gate(options.stall_limit_s, self._expired)
         self._breaker = Breaker(options.stall_limit_s)
         self._exposure: Exposure | None = None  # of the connection, once it has a GPU's tensors
-        self._unfinished: list[InFlight] = []
-        self._recent: dict[int, InFlight] = {}  # by entry of the page
-        self._unexplained: list[InFlight] = []
-        self._local: list[InFlight] = []  # durable here, and not known to be on all ranks
-        self._unknown: list[InFlight] = []  # copied when their daemon ended
-        self._newest: Durable | None = None  # what a restart of the job gets, as far as is known
-        self._to_raise: list[CheckpointFailedError] = []
         self._late = LateVerdicts()
         self._on_moved = on_moved
-        self.failures = Failures(warner)
-        self._moved: list[tuple[int, Moved]] = []  # not reported yet
+        self.failures = Failures(warner, raises=options.raises)
+        self.followed = Followed(self.failures, skips=options.on_busy == "skip")
 
     def gate(self, *, on_cpu: bool = False) -> None:
         """Returns when the tensors may be changed; see Gate.wait."""
         self._gate.wait(on_cpu=on_cpu)
-        self._report_moved()
+        self.failures.report_moved()
 
     def capturing(self) -> bool:
         """Whether this thread records a CUDA graph."""
@@ -86,10 +78,9 @@ class Saver:
         if connection is None:
             raise self._session.error or DaemonUnreachableError("no daemon is connected")
         connection.pump()
-        self._find_out(connection)
-        self._collect_ended()
-        if self._to_raise:
-            raise self._to_raise.pop(0)
+        self.followed.find_out(connection)
+        self._collect()
+        self.failures.raise_next()
         if not self._breaker.closed():
             raise CheckpointFailedError(
                 "the daemon made no progress since it missed stall_limit_s="
@@ -133,9 +124,10 @@ class Saver:
                 self._wait(checkpoint, connection, wait)
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             counted = isinstance(error, Exception)  # by the caller
-            abandon(checkpoint, connection, f"abandoned: {error}" if counted else INTERRUPTED)
-            if counted and checkpoint in self._unfinished:
-                self._unfinished.remove(checkpoint)
+            why = in_words(f"abandoned: {error}") if counted else Why(Cause.INTERRUPTED)
+            abandon(checkpoint, connection, why)
+            if counted:
+                self.followed.drop(checkpoint)
             if isinstance(error, NativeError):
                 raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
             if isinstance(error, OSError) and error.errno == errno.EFAULT:
@@ -151,8 +143,7 @@ class Saver:
         handover: Handover | None,
     ) -> None:
         """From now on its end is noted, and without `wait` the gate holds updates back."""
-        self._recent[checkpoint.snapshot % SNAPSHOTS] = checkpoint
-        self._unfinished.append(checkpoint)
+        self.followed.add(checkpoint)
         checkpoint.pulled = bool(handover and handover.map)
         waits = bool(snapshot.wait)
         if snapshot.reading is not None:
@@ -168,7 +159,7 @@ class Saver:
     def _note_moved(self, step: int, moved: Moved) -> None:
         """Any thread."""
         self._on_moved(moved)
-        self._moved.append((step, moved))
+        self.failures.moved(step, moved)
 
     def expose(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """Makes the daemon map the GPU memory now. Raises PccheckError."""
@@ -177,7 +168,7 @@ class Saver:
         if self._exposure is None or self._exposure.connection is not connection:
             self._exposure = Exposure(connection, self._options.transfer, self._stall_limit_s)
         queued = any(  # for a slot
-            item.pulled and item.state is CheckpointState.REQUESTED for item in self._unfinished
+            save.pulled and phase is Phase.REQUESTED for save, phase in self.followed.look()
         )
         return self._exposure.prepare(snapshot.device, queued=queued)
 
@@ -188,7 +179,7 @@ class Saver:
             handover = self.expose(connection, snapshot)
             self._session.register(connection, snapshot.payload_bytes)
         except WaitTimeoutError:
-            self._trip(connection, 0)
+            self._trip(connection)
             raise
         except CheckpointFailedError as error:  # the daemon cannot save; it is not only busy
             raise RefusedError(error.message, hint=error.hint) from error
@@ -198,38 +189,36 @@ class Saver:
 
     def _wait(self, checkpoint: InFlight, connection: Connection, what: str) -> None:
         since_ns = time.monotonic_ns()
-        wait = checkpoint.wait_copied if what == "copied" else checkpoint.wait_read
+        wait = wait_copied if what == "copied" else wait_read
         try:
             while not connection.link.reached(checkpoint.snapshot):  # that is no stall
                 with contextlib.suppress(WaitTimeoutError):
-                    wait(self._stall_limit_s)
+                    wait(checkpoint, self._stall_limit_s)
                     break
-            wait(self._stall_limit_s)
+            wait(checkpoint, self._stall_limit_s)
         except WaitTimeoutError:
-            if abandon(checkpoint, connection, overdue(self._stall_limit_s)):
+            if abandon(checkpoint, connection, Why(Cause.OVERDUE, self._stall_limit_s)):
                 self._expired(checkpoint, connection)
         except CheckpointFailedError:
-            pass  # the handle has the reason, and `_collect_ended` reports it
+            pass  # the handle has the reason, and `_collect` reports it
         finally:
             self._gate.held.add(since_ns)
 
     def _free_entry(self, number: int) -> None:
         """Frees the entry in the page that the snapshot SNAPSHOTS before had."""
-        before = self._recent.get(number % SNAPSHOTS)
+        before = self.followed.before(number)
         if before is None:
             return
         if before.state not in FINAL:
             if self._options.on_busy == "skip":
                 raise _too_many()
             try:
-                before.wait_durable(self._stall_limit_s)
+                wait_durable(before, self._stall_limit_s)
             except CheckpointFailedError:
                 pass  # its own handle has the reason
             except WaitTimeoutError as error:
                 raise _too_many() from error
-        self.note_saved(before.saved(0, everywhere=True))
-        before.settle()
-        del self._recent[number % SNAPSHOTS]
+        self.followed.release(before)
 
     def _expired(self, checkpoint: InFlight, connection: Connection) -> None:
         self._warner.once(
@@ -238,109 +227,42 @@ class Saver:
             f"stall_limit_s={self._stall_limit_s:g} s. Training continues; checkpoints are skipped "
             "until the daemon makes progress (see: pccheckctl status)",
         )
-        self._trip(connection, checkpoint.snapshot)
+        self._trip(connection)
 
-    def _trip(self, connection: Connection, snapshot: int) -> None:
-        in_flight = [item for item in self._unfinished if item.state not in FINAL]
-        self._breaker.trip(connection, in_flight, snapshot)
+    def _trip(self, connection: Connection) -> None:
+        self._breaker.trip(connection, self.followed.going())
 
-    def _collect_ended(self) -> None:
-        """Notes checkpoints that ended, and reports the first that failed, was skipped, or will not
-        be durable on all ranks."""
-        states = [(item, item.state) for item in self._unfinished]
-        self._report_moved()
-        self._gate.collect()  # after the states: what was abandoned by then has its reason now
+    def _collect(self) -> None:
+        """Notes how far saves have come, and reports the first that failed, was skipped, or will
+        not be durable on all ranks."""
+        seen = self.followed.look()
+        self.failures.report_moved()
+        self._gate.collect()  # comes second: what was let go by then has its reason now
         if self._gate.idle and self._exposure is not None:
             self._exposure.trim()
-        for checkpoint, state in states:
-            copied = state >= CheckpointState.COPIED and state not in NOT_SAVED
-            if copied:
+        for save, phase in seen:
+            self._note(save, save.phase if phase is Phase.LET_GO else phase)
+
+    def _note(self, save: InFlight, phase: Phase) -> None:
+        before = self.followed.note(save, phase)
+        if phase is not before and SHOWN[phase] >= CheckpointState.COPIED:
+            if SHOWN[phase] not in NOT_SAVED:
                 self._breaker.copied()
-            if checkpoint.pulled and (copied or checkpoint.copy_broke):
-                checkpoint.pulled = False
-                if not copied and self._exposure is not None:
-                    self._exposure.broke()
-            if state in FINAL:
-                self._unfinished.remove(checkpoint)
-                self._ended(checkpoint, state)
-        given_up = [one for one in self._local if one.given_up]
-        self._unexplained += given_up
-        self._local = [one for one in self._local if one not in given_up and one.may_become_global]
-        self._explain()
-
-    def _find_out(self, connection: Connection) -> None:
-        """What became of checkpoints that an earlier daemon had copied."""
-        self._unknown = [checkpoint for checkpoint in self._unknown if checkpoint.is_unknown]
-        for checkpoint in self._unknown:
-            checkpoint.find_out(connection)
-
-    def restored(self, restored: Durable, newest: Durable | None) -> None:
-        """Training continues from that checkpoint, which is named if it was reported as failed.
-        `newest`: what a restart gets."""
-        self.note_saved(newest)
-        self.failures.durable(restored.step, time.monotonic_ns())
-        for checkpoint in (*self._unknown, *self._recent.values()):
-            if checkpoint.is_unknown and checkpoint.sequence == restored.sequence:
-                checkpoint.found_durable()
-
-    def _ended(self, checkpoint: InFlight, state: CheckpointState) -> None:
-        if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
-            self.failures.durable(checkpoint.step, checkpoint.requested_ns)
+            elif save.pulled and phase is Phase.REFUSED and self._exposure is not None:
+                self._exposure.broke()
+        if phase in SAFE:
             self._warner.over("stall")
-            self._local.append(checkpoint)
-        elif state is CheckpointState.FAILED or (
-            state is CheckpointState.SKIPPED and self._options.on_busy != "skip"
-        ):
-            self.failures.failed(checkpoint)
-            checkpoint.describe_later()
-            self._unexplained.append(checkpoint)
-        elif state is CheckpointState.SUPERSEDED:
-            checkpoint.describe_later()  # by which one: nobody can ask a daemon that has ended
 
-    def _explain(self) -> None:
-        """Reports failures whose reason has arrived; the user knows what was abandoned."""
-        for checkpoint in list(self._unexplained):
-            reason = checkpoint.known_reason
-            if reason is None:
-                checkpoint.describe_later()
-            else:
-                self._unexplained.remove(checkpoint)
-                state = checkpoint.state
-                if state in REPORTED and not checkpoint.reported:  # not superseded meanwhile
-                    self._failed_later(checkpoint.step, reason, state)
-
-    def _failed_later(self, step: int, reason: str, state: CheckpointState) -> None:
-        """One failed or was skipped after `checkpoint()` had returned: the next call raises or
-        warns. It only warns of what is durable on this rank alone."""
-        if self._ends and self.failures.count:
-            return  # close() warns of all of them
-        if self._raises and state is not CheckpointState.DURABLE:
-            self._to_raise.append(
-                CheckpointFailedError(f"checkpoint of step {step} {REPORTED[state]}: {reason}")
-            )
-        else:
-            self.failures.report(step, reason, state)
-
-    def _report_moved(self) -> None:
-        """Reports tensors that were changed while they were read. Training thread only."""
-        while self._moved:
-            step, moved = self._moved.pop(0)
-            text = f"checkpoint of step {step} failed: {_cause(moved)}"
-            if self._raises:
-                self._to_raise.append(CheckpointFailedError(text))
-            else:
-                self._warner.once("lost" if moved.what == LOST else "moved", text)
+    def raised(self, save: InFlight) -> None:
+        """checkpoint() itself raises why it failed, and no later call does so again."""
+        self._note(save, save.phase)
+        self.followed.drop(save)
 
     def leave(self) -> None:
         """Call it when the connection has ended or is about to be closed."""
-        for checkpoint in self._recent.values():
-            self.note_saved(checkpoint.saved(0, everywhere=True))
-            checkpoint.settle()
-        lost = (*self._unknown, *self._recent.values())
-        self._unknown = [checkpoint for checkpoint in lost if checkpoint.is_unknown][-SNAPSHOTS:]
-        self._collect_ended()
-        self._recent.clear()
-        self._unfinished.clear()
+        self.followed.release_all()
+        self._collect()
+        self.followed.forget()
         self._gate.release()
         self._exposure = None
         self._breaker.reset()
@@ -350,47 +272,27 @@ class Saver:
         self._late.end()
         self.leave()
 
-    def note_saved(self, saved: Durable | None) -> None:
-        """It is durable on all ranks; `flush` returns the newest one."""
-        if saved is not None and (self._newest is None or saved.sequence > self._newest.sequence):
-            self._newest = saved
-
-    def known(self) -> Durable | None:
-        """What `flush` returns when nothing else becomes durable. Changes nothing, and may come in
-        the middle of every other call."""
-        saved = [one.saved(0, everywhere=True) for one in list(self._recent.values())]
-        return max((one for one in (self._newest, *saved) if one is not None), default=None)
-
     def flush(self, limit_s: float, *, everywhere: bool = True) -> Durable | None:
         """Waits until the newest checkpoint is durable, or with `everywhere` on all ranks; when it
         fails, the one before. Returns what a restart of the job gets, as far as is known."""
-        deadline = time.monotonic() + limit_s
-        found = None
-        for checkpoint in sorted(self._recent.values(), key=_NUMBER, reverse=True):
-            # Older ones end by themselves when a newer one is durable.
-            left_s = max(0.0, deadline - time.monotonic())
-            saved = checkpoint.saved(left_s, everywhere=everywhere and not found)
-            found = found or saved
-            self.note_saved(checkpoint.saved(0, everywhere=True))
+        self.followed.wait_saved(limit_s, everywhere=everywhere)
         if self._session.current() is not None:
-            self._collect_ended()
-        return self._newest
+            self._collect()
+        return self.followed.newest
 
     def drain(self, limit_s: float) -> bool:
         """Waits until everything in flight is durable, superseded or has failed. Returns whether
         all of it has. What is copied is then the daemon's, and has not failed."""
-        self._raises, self._ends = False, True  # there is no next call to raise in
+        self.failures.end()
         self.flush(limit_s, everywhere=False)
-        late = [item for item in self._unfinished if item.state not in FINAL]
-        copied = [item for item in late if item.state >= CheckpointState.COPIED]
+        late = self.followed.going()
+        copied = [save for save in late if save.state >= CheckpointState.COPIED]
         self._gate.give_up()
-        self._warn_of_late([item for item in late if item not in copied], copied)
-        for item in copied:
-            item.hand_over()
+        self._warn_of_late([save for save in late if save not in copied], copied)
+        for save in copied:
+            save.hand_over()
         if self._session.current() is not None:
-            for checkpoint in (*self._unexplained, *self._recent.values()):
-                _ = checkpoint.reason  # the last time that the daemon can be asked
-            self._explain()
+            self.followed.explain_all()
         return not late
 
     def _warn_of_late(self, lost: list[InFlight], copied: list[InFlight]) -> None:
@@ -411,20 +313,6 @@ class Saver:
             self._warner.once("drain", ". ".join(told))
 
 
-def _cause(moved: Moved) -> str:
-    if moved.what == LOST:
-        return (
-            f"{moved.path} {moved.what}. Copy it into memory of its own (tensor.clone()), or write "
-            "a new file instead of into the one that is mapped"
-        )
-    what = f"the frozen parameters of {moved.loose}" if moved.loose else "the whole state"
-    return (
-        f"{moved.path} {moved.what} while it was read, outside of an attached optimizer's step. "
-        f"From now on checkpoint() returns only after reading {what}. To keep training meanwhile, "
-        "call gate() before such a change, or attach the optimizer that makes it"
-    )
-
-
 def _too_many() -> CheckpointFailedError:
     return CheckpointFailedError(
         f"{SNAPSHOTS} checkpoints are in flight, and no more fit",
@@ -436,7 +324,7 @@ def _lost(connection: Connection, number: int, snapshot: Snapshot) -> PccheckErr
     """Why memory that is copied at once could not be read."""
     now = entry_of(connection, number)
     at_once = snapshot.copying or Reading(())
-    return PccheckError(_cause(at_once.lost(now.fault if now is not None else 0)))
+    return PccheckError(why_moved(at_once.lost(now.fault if now is not None else 0)))
 
 
 def _request(connection: Connection, number: int) -> None:

@@ -83,6 +83,11 @@ def content_bytes(entry: TensorEntry) -> int:
     return entry.nbytes if item is None else math.prod(entry.shape) * item
 
 
+def start_of(document: Document) -> str:
+    """The id of the start that saved it, for people."""
+    return f"start {text(document, 'start')[:12]}" if document["start"] else "start unknown"
+
+
 def as_text(document: Document) -> str:
     """The same for people: a head, then tensors, then leaves."""
     tensors, leaves = document["tensors"], document["leaves"]
@@ -91,7 +96,8 @@ def as_text(document: Document) -> str:
     lines = [
         f"job {document['job']} rank {document['rank']} of {document['world_size']}: "
         f"step {document['step']}, sequence {document['sequence']}, "
-        f"run {document['incarnation']}, {render.size(whole(document, 'payload_bytes'))}, "
+        f"run {document['incarnation']} ({start_of(document)}), "
+        f"{render.size(whole(document, 'payload_bytes'))}, "
         f"{render.age(age_s(document, time.time()))}"
         + (f", {flags(document)}" if flags(document) else "")
     ]

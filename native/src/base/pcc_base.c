@@ -57,6 +57,17 @@ const char *pcc_error_text(int code)
     return is_ours(number) ? codes[number - PCC_E_FIRST].text : "failed";
 }
 
+const char *pcc_stage_name(uint32_t stage)
+{
+    static const char *const names[PCC_STAGE_COUNT] = {
+#define STAGE_ROW(name, text) text,
+        PCC_STAGES(STAGE_ROW)
+#undef STAGE_ROW
+    };
+
+    return stage < PCC_STAGE_COUNT ? names[stage] : "";
+}
+
 static uint64_t clock_ns(clockid_t clock)
 {
     struct timespec now;

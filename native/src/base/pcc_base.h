@@ -63,6 +63,24 @@ const char *pcc_error_name(int code);
 /* The text of a PCC_E_* code. */
 const char *pcc_error_text(int code);
 
+/* Where a save fails. ROW(NAME, name): PCC_STAGE_<NAME>; the numbers stand in the session page. */
+#define PCC_STAGES(ROW)                                                                            \
+    ROW(NONE, "")                                                                                  \
+    ROW(BEGIN, "begin") /* before anything was copied */                                           \
+    ROW(COPY, "copy")                                                                              \
+    ROW(BASE, "base") /* the earlier checkpoint that it refers to */                               \
+    ROW(WRITE, "write")                                                                            \
+    ROW(FLUSH, "flush")                                                                            \
+    ROW(PUBLISH, "publish") /* the commit record */
+enum pcc_stage {
+#define PCC_STAGE_MEMBER(name, text) PCC_STAGE_##name,
+    PCC_STAGES(PCC_STAGE_MEMBER)
+#undef PCC_STAGE_MEMBER
+        PCC_STAGE_COUNT
+};
+/* "" for NONE and for what is no stage. */
+const char *pcc_stage_name(uint32_t stage);
+
 #define PCC_IO_ALIGN 4096u       /* offset, length and address of every direct I/O */
 #define PCC_BLOCK_BYTES_MIN 512u /* the smallest unit of checksums */
 

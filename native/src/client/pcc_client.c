@@ -453,7 +453,7 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
         out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
         if (out->word == PCC_WORD_VOUCHING) /* not announced yet */
             out->word = PCC_WORD_COPYING;
-        out->outcome = outcome_of(client, snapshot);
+        out->outcome = pcc_outcome_read(entry, snapshot, &out->reason);
         out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
         out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED
                          ? atomic_load_explicit(&entry->newer, memory_order_relaxed)

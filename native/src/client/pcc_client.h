@@ -160,7 +160,8 @@ struct pcc_client_state {
     enum pcc_word_state word;
     enum pcc_outcome outcome;
     uint64_t sequence;
-    uint64_t newer; /* of SUPERSEDED, see pcc_shared.h; else 0 */
+    uint64_t newer;           /* of SUPERSEDED, see pcc_shared.h; else 0 */
+    struct pcc_reason reason; /* of the outcome */
     bool source_read;
     int error;      /* why the client itself abandoned it: -ETIMEDOUT (the deadline of a hold),
                        -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ECONNRESET, and what reading the trainer's

@@ -253,13 +253,19 @@ void pcc_pull_release_streams(struct pcc_tenant *tenant, uint64_t snapshot)
 }
 
 /* The same for a copy that has failed, whose word becomes REFUSED if it is not final. */
-static void refuse_copy(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence)
+static void refuse_copy(struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
 {
+    const uint64_t snapshot = save->snapshot;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+    const struct pcc_tenant_end end = {
+        .outcome = PCC_OUTCOME_FAILED,
+        .sequence = save->sequence,
+        .reason = {.stage = PCC_STAGE_COPY, .error = save->abort_error},
+    };
 
     if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING)) {
         /* The outcome first: a client that sees REFUSED finds the reason. */
-        pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_FAILED, sequence, 0);
+        pcc_tenant_outcome(tenant, snapshot, &end);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     }
     pcc_pull_release_streams(tenant, snapshot);
@@ -356,7 +362,7 @@ static void abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
         parts_free(source);
         source->parts = 0;
     } else if (source->parts != 0 && pcc_tenant_of_session(tenant, save)) {
-        refuse_copy(tenant, save->snapshot, save->sequence);
+        refuse_copy(tenant, save);
     }
 }
 

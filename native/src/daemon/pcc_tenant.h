@@ -23,7 +23,7 @@
 #include "shared/pcc_shared.h"
 
 enum pcc_event_kind {
-    PCC_EVENT_REQUESTED = 1, /* by `request`. With an error it has ended, and `stage` says why */
+    PCC_EVENT_REQUESTED = 1, /* with an error it has ended, and `fault` says why */
     PCC_EVENT_BEGUN,      /* it has a lane and a slot, and is being copied; sequence 0: the loop
                              numbers it */
     PCC_EVENT_WAITS,      /* the first of the queue, for `error`: nothing ends that by itself */
@@ -52,10 +52,13 @@ struct pcc_event {
     uint32_t rehomed;
     uint64_t copied_bytes;
     uint64_t written_bytes;
-    const char *stage; /* static string or NULL */
+    enum pcc_stage stage;
     union {
         struct pcc_save_times times;
-        struct pcc_request request; /* REQUESTED */
+        struct pcc_event_requested {
+            struct pcc_request request;
+            struct pcc_reason fault; /* of one that has ended */
+        } requested;
     };
 };
 
@@ -170,6 +173,13 @@ PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, co
 
 /* -- requests: the drain thread takes them, and begins them in order (pcc_tenant_queue.c) -- */
 
+struct pcc_tenant_end { /* what the page shows of a snapshot */
+    enum pcc_outcome outcome;
+    uint64_t sequence;
+    uint64_t newer; /* of SUPERSEDED: the sequence that is durable or global instead; else 0 */
+    struct pcc_reason reason;
+};
+
 /* What the queue needs to begin saves without asking the loop. Until the first call nothing is
  * held, and every number is asked for. */
 struct pcc_tenant_policy {
@@ -190,16 +200,15 @@ PCC_MUST_CHECK int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapsho
 /* Ends a snapshot that waits or is being copied: the outcome is set and the word REFUSED. False
  * when it is copied or has ended, as its events say. A copy in progress is given up, and no event
  * follows. */
-bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                       uint64_t sequence);
+bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+                       const struct pcc_tenant_end *end);
 /* The first one of the queue is tried again: a slot may be free. What it waits for is told again.
  */
 void pcc_tenant_retry(struct pcc_tenant *tenant);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
- * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. `newer`: of SUPERSEDED,
- * the sequence that is global instead; else 0. */
-void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence, uint64_t newer);
+ * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_tenant_end *end);
 
 /* Sends payload [offset, +length) of `sequence` to the attached client as DATA messages, from
  * cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it. The

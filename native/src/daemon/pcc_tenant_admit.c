@@ -182,7 +182,7 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return -PCC_E_ABORTED;
     }
-    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, save->sequence, 0);
+    pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
     const struct pcc_event event = {.kind = PCC_EVENT_BEGUN,
                                     .session = tenant->session,
                                     .id = snapshot,
@@ -209,14 +209,14 @@ int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot, uint64
     for (uint32_t i = 0; i < tenant->chunk_count; i++)
         if (tenant->chunks[i].tag == save->tag)
             tenant->chunks[i].sequence = sequence;
-    pcc_tenant_outcome(tenant, snapshot, PCC_OUTCOME_COPYING, sequence, 0);
+    pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
     if (pcc_tenant_copy_check(tenant, save) != 0)
         pcc_tenant_break(tenant);
     return 0;
 }
 
 bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
-                             enum pcc_outcome outcome, uint64_t sequence)
+                             const struct pcc_tenant_end *end)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
@@ -225,7 +225,7 @@ bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
         pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING))
         return false;
     /* The outcome first: a client that sees REFUSED finds the reason. */
-    pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
+    pcc_tenant_outcome(tenant, snapshot, end);
     const bool refused = pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     save->silent = refused; /* the caller knows how it ended */
     pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
@@ -235,11 +235,11 @@ bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
     return refused;
 }
 
-void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                            uint64_t sequence, uint64_t newer)
+void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_tenant_end *end)
 {
     pcc_tenant_lock(tenant);
-    pcc_tenant_outcome(tenant, snapshot, outcome, sequence, newer);
+    pcc_tenant_outcome(tenant, snapshot, end);
     pcc_tenant_wake_client(tenant);
     pcc_tenant_unlock(tenant);
 }

@@ -38,8 +38,8 @@ struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snap
     return NULL;
 }
 
-void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence, uint64_t newer)
+void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_tenant_end *end)
 {
     if (!tenant->attached)
         return;
@@ -47,10 +47,14 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_o
     /* The entry may have a younger snapshot by now; ids only grow. */
     if (atomic_load_explicit(&entry->outcome, memory_order_relaxed) >> 8 > snapshot)
         return;
-    atomic_store_explicit(&entry->sequence, sequence, memory_order_relaxed);
-    atomic_store_explicit(&entry->newer, newer, memory_order_relaxed);
-    /* Release: pairs with the client's acquire of outcome; the sequences are seen with it. */
-    atomic_store_explicit(&entry->outcome, pcc_word(snapshot, outcome), memory_order_release);
+    pcc_outcome_write(entry, snapshot, end->outcome, end->sequence, end->newer, &end->reason);
+}
+
+void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                              enum pcc_outcome outcome)
+{
+    pcc_tenant_outcome(tenant, save->snapshot,
+                       &(struct pcc_tenant_end){.outcome = outcome, .sequence = save->sequence});
 }
 
 static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
@@ -75,6 +79,7 @@ void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, i
     if (save->save == NULL || save->copied || save->aborted)
         return;
     save->aborted = true;
+    save->abort_error = error;
     pcc_tenant_sources_abandon(tenant, save, save->sources);
     pcc_save_abort(save->save, error);
 }
@@ -96,8 +101,8 @@ static int copy_complete(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     (void)!pcc_save_seal(save->save);
     /* The call fails if the client has overwritten the page. The snapshot is copied even then. */
     (void)pcc_word_move(entry, save->snapshot, PCC_WORD_VOUCHING, PCC_WORD_COPIED);
-    pcc_tenant_outcome(tenant, save->snapshot,
-                       save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED, save->sequence, 0);
+    pcc_tenant_outcome_moves(tenant, save,
+                             save->writing ? PCC_OUTCOME_WRITING : PCC_OUTCOME_COPIED);
     save_event(tenant, save, PCC_EVENT_COPIED);
     if (save->writing)
         save_event(tenant, save, PCC_EVENT_WRITING);
@@ -338,7 +343,7 @@ static void on_writing(void *owner, uint64_t tag)
         save->writing = true;
         if (save->copied) { /* else reported with COPIED: states come in order */
             if (pcc_tenant_of_session(tenant, save))
-                pcc_tenant_outcome(tenant, save->snapshot, PCC_OUTCOME_WRITING, save->sequence, 0);
+                pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_WRITING);
             save_event(tenant, save, PCC_EVENT_WRITING);
         }
     }
@@ -398,10 +403,22 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
         [PCC_SAVE_GIVEN_UP] = PCC_OUTCOME_SKIPPED,
         [PCC_SAVE_FAILED] = PCC_OUTCOME_FAILED,
     };
+    static const uint16_t causes[] = {
+        [PCC_SAVE_SUPERSEDED] = PCC_CAUSE_REPLACED,
+        [PCC_SAVE_GIVEN_UP] = PCC_CAUSE_OTHER_RANK,
+        [PCC_SAVE_FAILED] = PCC_CAUSE_CODE,
+    };
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, save->snapshot);
+    const struct pcc_tenant_end end = {
+        .outcome = outcomes[result->end],
+        .sequence = save->sequence,
+        .newer = result->newer,
+        .reason = {.cause = causes[result->end],
+                   .stage = (uint16_t)result->stage,
+                   .error = result->error},
+    };
 
-    pcc_tenant_outcome(tenant, save->snapshot, outcomes[result->end], save->sequence,
-                       result->newer);
+    pcc_tenant_outcome(tenant, save->snapshot, &end);
     if (!save->copied) /* false when the client has abandoned it: the word is final either way */
         (void)pcc_word_move(entry, save->snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
     pcc_tenant_wake_client(tenant);

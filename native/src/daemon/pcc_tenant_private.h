@@ -79,6 +79,7 @@ struct pcc_tenant_save {
     struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */
+    int abort_error;       /* why */
     bool writing;          /* its first chunk has gone to the disk */
     bool silent;           /* its owner knows how it ended: no event */
     bool immovable;        /* a chunk of it was re-used: it cannot move to another slot */
@@ -295,11 +296,14 @@ extern const struct pcc_save_events pcc_tenant_save_events;
 void *pcc_tenant_drain_run(void *tenant);
 struct pcc_tenant_save *pcc_tenant_find(struct pcc_tenant *tenant, uint64_t snapshot);
 void pcc_tenant_abort(struct pcc_tenant *tenant, struct pcc_tenant_save *save, int error);
+void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_tenant_end *end);
+/* COPYING, COPIED or WRITING. */
+void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
+                              enum pcc_outcome outcome);
 /* Of a save, or (NULL) of none that has begun. */
 void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                                 struct pcc_source sources[PCC_SOURCES]);
-void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence, uint64_t newer);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
 void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
 /* The chunk is filled and handed over. */
@@ -337,7 +341,7 @@ PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t s
                                            uint64_t sequence, uint64_t incarnation,
                                            uint32_t world_size);
 bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
-                             enum pcc_outcome outcome, uint64_t sequence);
+                             const struct pcc_tenant_end *end);
 /* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */
 struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t chunk_count);
 /* The entry becomes the save that has begun as `saved` in the volume bound last. */

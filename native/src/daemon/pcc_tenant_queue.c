@@ -52,30 +52,28 @@ void pcc_tenant_noted(struct pcc_tenant *tenant)
 
 /* -- taking requests -- */
 
-/* Why no honest client requests this; NULL: it may. */
-static const char *fault_of(const struct pcc_request *request)
+/* Why no honest client requests this; cause CODE: it may. */
+static struct pcc_reason fault_of(const struct pcc_request *request)
 {
     const uint64_t payload_bytes = request->payload_bytes;
+    const uint32_t unknown_flags = (request->flags & ~(uint32_t)PCC_REQUEST_SKIP) |
+                                   request->reserved[0] | request->reserved[1] |
+                                   request->reserved[2];
 
-    if (request->level == PCC_LEVEL_MEMORY)
-        return "this pccheckd keeps no checkpoint in memory only";
-    if (request->level == PCC_LEVEL_DEVICE)
-        return "this pccheckd keeps no checkpoint in GPU memory only";
     if (request->level != PCC_LEVEL_DISK)
-        return "its level is unknown to this pccheckd";
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_LEVEL, .argument = request->level};
     if (request->kind != PCC_KIND_TENSORS)
-        return "its kind is unknown to this pccheckd";
-    if ((request->flags & ~(uint32_t)PCC_REQUEST_SKIP) != 0 || request->reserved[0] != 0 ||
-        request->reserved[1] != 0 || request->reserved[2] != 0)
-        return "it sets a flag that is unknown to this pccheckd";
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
+    if (unknown_flags != 0)
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_FLAGS, .argument = unknown_flags};
     if (payload_bytes == 0 || request->tree_offset_bytes > payload_bytes ||
         request->tree_bytes > payload_bytes - request->tree_offset_bytes)
-        return "the tree does not lie in the payload";
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TREE};
     if (request->types_offset_bytes > payload_bytes ||
         request->types_bytes > payload_bytes - request->types_offset_bytes ||
         (request->types_bytes == 0 && request->types_offset_bytes != 0))
-        return "the table of types does not lie in the payload";
-    return NULL;
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TYPES};
+    return (struct pcc_reason){.cause = PCC_CAUSE_CODE};
 }
 
 /* What is only reported, and cannot be, counts as not reported. */
@@ -98,14 +96,14 @@ static void put(struct pcc_tenant *tenant, enum pcc_event_kind kind, uint64_t sn
 }
 
 /* The word, if the client has not abandoned the snapshot, and the outcome. */
-static void refuse_word(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                        uint64_t sequence)
+static void refuse_word(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_tenant_end *end)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
 
     if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED)) {
         /* The outcome first: a client that sees REFUSED finds the reason. */
-        pcc_tenant_outcome(tenant, snapshot, outcome, sequence, 0);
+        pcc_tenant_outcome(tenant, snapshot, end);
         (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
     }
     if (tenant->gpus != NULL)
@@ -149,17 +147,18 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
                                          word != pcc_word(snapshot, PCC_WORD_ABANDONED)))
         return -PCC_E_BAD_PEER;
     make_plausible(&request);
-    const char *fault = fault_of(&request);
+    const struct pcc_reason fault = fault_of(&request);
+    const bool is_bad = fault.cause != PCC_CAUSE_CODE;
     const struct pcc_event event = {.kind = PCC_EVENT_REQUESTED,
-                                    .error = fault != NULL ? -EINVAL : 0,
+                                    .error = is_bad ? -EINVAL : 0,
                                     .session = tenant->session,
                                     .id = snapshot,
-                                    .stage = fault,
-                                    .request = request};
+                                    .requested = {.request = request, .fault = fault}};
     queue->unnoted++;
     pcc_tenant_put(tenant, &event);
-    if (fault != NULL) {
-        refuse_word(tenant, snapshot, PCC_OUTCOME_FAILED, 0);
+    if (is_bad) {
+        refuse_word(tenant, snapshot,
+                    &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED, .reason = fault});
         return 0;
     }
     drop_abandoned(tenant);
@@ -190,12 +189,21 @@ static void leave(struct pcc_tenant_queue *queue, uint32_t index)
 }
 
 /* The queue itself ends a snapshot, and the loop is told why. */
-static void end(struct pcc_tenant *tenant, uint32_t index, enum pcc_outcome outcome, int error)
+static void end(struct pcc_tenant *tenant, uint32_t index, int error)
 {
     const struct pcc_tenant_wait wait = tenant->queue.waits[index];
+    struct pcc_tenant_end how = {.outcome = PCC_OUTCOME_FAILED, .sequence = wait.sequence};
 
+    if (error == -PCC_E_NO_LANE) {
+        how.outcome = PCC_OUTCOME_SKIPPED;
+        how.reason.cause = PCC_CAUSE_SLOTS_BUSY;
+    } else if (error == -ENOTCONN) {
+        how.reason.cause = PCC_CAUSE_ENDED_BEFORE;
+    } else {
+        how.reason = (struct pcc_reason){.stage = PCC_STAGE_BEGIN, .error = error};
+    }
     leave(&tenant->queue, index);
-    refuse_word(tenant, wait.request.snapshot, outcome, wait.sequence);
+    refuse_word(tenant, wait.request.snapshot, &how);
     put(tenant, PCC_EVENT_REFUSED, wait.request.snapshot, error);
 }
 
@@ -206,19 +214,19 @@ static void drop_abandoned(struct pcc_tenant *tenant)
     for (uint32_t i = queue->count; i > 0; i--) {
         const uint64_t snapshot = queue->waits[i - 1].request.snapshot;
         if (pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_REQUESTED))
-            end(tenant, i - 1, PCC_OUTCOME_FAILED, -PCC_E_ABORTED);
+            end(tenant, i - 1, -PCC_E_ABORTED);
     }
 }
 
 void pcc_tenant_queue_end(struct pcc_tenant *tenant)
 {
     while (tenant->queue.count > 0)
-        end(tenant, 0, PCC_OUTCOME_FAILED, -ENOTCONN);
+        end(tenant, 0, -ENOTCONN);
     tenant->queue = (struct pcc_tenant_queue){0};
 }
 
-bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_outcome outcome,
-                       uint64_t sequence)
+bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+                       const struct pcc_tenant_end *how)
 {
     bool refused = false;
 
@@ -226,11 +234,11 @@ bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot, enum pcc_ou
     const uint32_t index = find(&tenant->queue, snapshot);
     if (index < tenant->queue.count) {
         leave(&tenant->queue, index);
-        refuse_word(tenant, snapshot, outcome, sequence);
+        refuse_word(tenant, snapshot, how);
         pcc_tenant_queue_look(tenant);
         refused = true;
     } else if (tenant->attached) {
-        refused = pcc_tenant_refuse_begun(tenant, snapshot, outcome, sequence);
+        refused = pcc_tenant_refuse_begun(tenant, snapshot, how);
     }
     pcc_tenant_unlock(tenant);
     return refused;
@@ -275,10 +283,9 @@ static int try_first(struct pcc_tenant *tenant)
 
     if (error == 0)
         leave(&tenant->queue, 0);
-    else if (error == -PCC_E_NO_LANE && skips && numbered) /* a group decides before a rank does */
-        end(tenant, 0, PCC_OUTCOME_SKIPPED, error);
-    else if (!is_waited_for(error))
-        end(tenant, 0, PCC_OUTCOME_FAILED, error);
+    else if (!is_waited_for(error) || /* and a group decides before a rank skips */
+             (error == -PCC_E_NO_LANE && skips && numbered))
+        end(tenant, 0, error);
     else
         return error;
     return 0;

@@ -70,7 +70,7 @@ _Static_assert(sizeof(struct pcc_slot_entry) == 112, "slot entry");
 struct pcc_promise {
     uint64_t number; /* orders starts; only grows */
     uint8_t start_id[PCC_UUID_BYTES];
-    uint8_t list_digest[PCC_DIGEST_BYTES]; /* XXH3-128 over the file of the start's list */
+    uint8_t list_digest[PCC_DIGEST_BYTES]; /* over the file of the start's list: native/FORMAT.md */
 };
 _Static_assert(sizeof(struct pcc_promise) == 40, "promise");
 

@@ -27,7 +27,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
         save->slot_doubtful = false;
     save->durable = save->quarantined = save->failed = false;
     save->error = 0;
-    save->stage = NULL;
+    save->stage = PCC_STAGE_NONE;
     save->copied_bytes = save->written_bytes = 0;
     save->has_base = base != NULL;
     save->base_lost = false;
@@ -290,7 +290,7 @@ void pcc_save_abort(struct pcc_save *save, int error)
     if (save->active && !save->sealed && !save->failed) {
         save->failed = true;
         save->error = error;
-        save->stage = "copy";
+        save->stage = PCC_STAGE_COPY;
         pcc_save_advance(save);
     }
     pcc_save_unlock(save);

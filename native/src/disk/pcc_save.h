@@ -28,8 +28,8 @@ struct pcc_save_times { /* CLOCK_MONOTONIC ns; 0 = never reached */
 
 struct pcc_save_result {
     enum pcc_save_end end;
-    int error;         /* 0, or why it failed (negative code) */
-    const char *stage; /* "write", "flush", "publish", "copy", "base": where, static string */
+    int error; /* 0, or why it failed (negative code) */
+    enum pcc_stage stage;
     uint64_t tag;
     uint64_t sequence;
     uint64_t newer; /* of SUPERSEDED: what is durable instead (pcc_volume_superseding) */

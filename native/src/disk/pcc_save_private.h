@@ -94,7 +94,7 @@ struct pcc_save {
     bool durable;       /* replica A names it: whatever follows, it is durable */
     bool quarantined;   /* this save took a slot out of use */
     int error;          /* 0 or why it failed or has to move */
-    const char *stage;
+    enum pcc_stage stage;
     bool failed; /* for good; ends when nothing is pending */
     uint32_t moves;
     uint64_t flush_failures; /* the saver's count when this slot's first byte was written */

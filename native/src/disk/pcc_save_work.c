@@ -104,7 +104,7 @@ int pcc_save_write_all(const struct pcc_saver *saver, const void *bytes, uint64_
 }
 
 /* With the lock held. Other writers of the save may fail for other reasons. */
-static void slot_error(struct pcc_save *save, int error, const char *stage)
+static void slot_error(struct pcc_save *save, int error, enum pcc_stage stage)
 {
     save->slot_failed = true;
     save->slot_bad = save->slot_bad || !is_scarcity(error);
@@ -191,7 +191,7 @@ static void offer_lost(struct pcc_save *save, uint32_t position, int error)
     save->pieces[position].state = PCC_SAVE_CHUNK_HELD;
     save->failed = true;
     save->error = error;
-    save->stage = "base";
+    save->stage = PCC_STAGE_BASE;
 }
 
 /* With the lock held: all of an offered piece is in the base, or not. True when its owner needs the
@@ -235,7 +235,7 @@ static void offer_rescued(struct pcc_save *save, uint32_t position, int result, 
         offer_lost(save, position, result);
     } else {
         piece->state = PCC_SAVE_CHUNK_HELD;
-        slot_error(save, result, "write");
+        slot_error(save, result, PCC_STAGE_WRITE);
     }
 }
 
@@ -309,7 +309,7 @@ static uint64_t write_piece(struct pcc_save *save, uint32_t position)
         piece->announced = true;
     } else {
         piece->state = PCC_SAVE_CHUNK_HELD;
-        slot_error(save, result, "write");
+        slot_error(save, result, PCC_STAGE_WRITE);
     }
     pcc_save_unlock(save);
     if (announce && saver->spec.events->chunk_written)
@@ -345,7 +345,7 @@ static void write_manifest(struct pcc_save *save)
         save->last_step = PCC_SAVE_STEP_MANIFEST;
         save->times.written = pcc_now_ns();
     } else {
-        slot_error(save, result, "write");
+        slot_error(save, result, PCC_STAGE_WRITE);
     }
     pcc_save_unlock(save);
 }
@@ -366,11 +366,11 @@ static void flush(struct pcc_save *save)
 
     pcc_save_lock(save);
     if (result != 0) {
-        slot_error(save, result, "flush");
+        slot_error(save, result, PCC_STAGE_FLUSH);
     } else if (doubtful) {
         save->slot_doubtful = true;
         save->error = -EIO;
-        save->stage = "flush";
+        save->stage = PCC_STAGE_FLUSH;
     } else {
         save->last_step = PCC_SAVE_STEP_FLUSH;
         save->times.flushed = pcc_now_ns();
@@ -412,7 +412,7 @@ static void publish(struct pcc_save *save)
             leave_base(save);
         save->slot_doubtful = true;
         save->error = -PCC_E_DAMAGED;
-        save->stage = "base"; /* nothing is wrong with the volume, should this be its end */
+        save->stage = PCC_STAGE_BASE; /* nothing is wrong with the volume, should this be its end */
         pcc_save_unlock(save);
         return;
     }
@@ -424,7 +424,7 @@ static void publish(struct pcc_save *save)
     save->has_slot = false;
     if (result != 0) {
         save->error = result;
-        save->stage = "publish";
+        save->stage = PCC_STAGE_PUBLISH;
         save->failed = !save->durable;
     } else {
         save->superseded = published != PCC_PUBLISHED;
@@ -480,7 +480,7 @@ static void move(struct pcc_save *save)
                       save->has_base ? save->base.entry.sequence : 0);
         save->slot_failed = save->slot_bad = save->slot_doubtful = false;
         save->error = 0;
-        save->stage = NULL;
+        save->stage = PCC_STAGE_NONE;
         save->last_step = PCC_SAVE_STEP_NONE;
         save->written = 0;
         save->flush_failures =
@@ -505,7 +505,7 @@ static void end(struct pcc_save *save)
                  : save->superseded ? PCC_SAVE_SUPERSEDED
                                     : PCC_SAVE_FAILED;
     result.error = save->superseded && !save->durable ? 0 : save->error;
-    result.stage = result.error == 0 ? NULL : save->stage;
+    result.stage = result.error == 0 ? PCC_STAGE_NONE : save->stage;
     result.tag = save->request.tag;
     result.sequence = save->sequence;
     const uint64_t newer = pcc_volume_superseding(saver->volume);

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#define REASON_TRIES_MAX 64u /* the daemon may have been killed while it wrote the next state */
+
 int pcc_page_plan(uint32_t chunk_bytes, uint32_t block_bytes, uint32_t chunk_capacity,
                   struct pcc_page_geometry *out)
 {
@@ -99,6 +101,52 @@ int pcc_page_accept(void *bytes, uint64_t length_bytes, struct pcc_page_view *ou
         return -PCC_E_BAD_PEER;
     view_make(bytes, &geometry, out);
     return 0;
+}
+
+void pcc_outcome_write(struct pcc_snapshot *entry, uint64_t snapshot, enum pcc_outcome outcome,
+                       uint64_t sequence, uint64_t newer, const struct pcc_reason *reason)
+{
+    const struct pcc_reason why = reason != NULL ? *reason : (struct pcc_reason){0};
+    const uint64_t word = pcc_word(snapshot, outcome);
+
+    atomic_store_explicit(&entry->explained, 0, memory_order_relaxed);
+    /* Release: a reader that sees a part of this reason sees that `explained` has changed. */
+    atomic_store_explicit(
+        &entry->reason, (uint64_t)why.cause << 48 | (uint64_t)why.stage << 32 | (uint32_t)why.error,
+        memory_order_release);
+    atomic_store_explicit(&entry->argument, why.argument, memory_order_release);
+    atomic_store_explicit(&entry->sequence, sequence, memory_order_relaxed);
+    atomic_store_explicit(&entry->newer, newer, memory_order_relaxed);
+    atomic_store_explicit(&entry->explained, word, memory_order_release);
+    /* Release: pairs with the client's acquire of outcome; the sequences are seen with it. */
+    atomic_store_explicit(&entry->outcome, word, memory_order_release);
+}
+
+enum pcc_outcome pcc_outcome_read(const struct pcc_snapshot *entry, uint64_t snapshot,
+                                  struct pcc_reason *reason)
+{
+    uint64_t outcome = 0;
+
+    for (uint32_t i = 0; i < REASON_TRIES_MAX; i++) {
+        /* Acquire pairs with the daemon's release: the sequence is seen with it. */
+        outcome = atomic_load_explicit(&entry->outcome, memory_order_acquire);
+        const bool before =
+            atomic_load_explicit(&entry->explained, memory_order_acquire) == outcome;
+        const uint64_t why = atomic_load_explicit(&entry->reason, memory_order_acquire);
+        const uint64_t argument = atomic_load_explicit(&entry->argument, memory_order_acquire);
+        *reason = (struct pcc_reason){.cause = (uint16_t)(why >> 48),
+                                      .stage = (uint16_t)(why >> 32),
+                                      .error = (int32_t)(uint32_t)why,
+                                      .argument = argument};
+        /* Relaxed: comes after the acquires above. */
+        if (before && atomic_load_explicit(&entry->explained, memory_order_relaxed) == outcome)
+            break;
+        *reason = (struct pcc_reason){0};
+    }
+    if (outcome >> 8 == snapshot)
+        return (enum pcc_outcome)(outcome & 0xff);
+    *reason = (struct pcc_reason){0};
+    return PCC_OUTCOME_REQUESTED;
 }
 
 int pcc_ring_push(struct pcc_ring *ring, const struct pcc_message *message)

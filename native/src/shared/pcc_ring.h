@@ -63,6 +63,14 @@ static inline uint64_t pcc_page_word(const struct pcc_page_view *view, uint64_t 
     return atomic_load_explicit(&pcc_page_snapshot(view, snapshot)->word, memory_order_acquire);
 }
 
+/* The daemon: a new outcome of the snapshot, with its sequences and its reason (NULL: there is
+ * none, as of an outcome that is no end). One writer at a time. */
+void pcc_outcome_write(struct pcc_snapshot *entry, uint64_t snapshot, enum pcc_outcome outcome,
+                       uint64_t sequence, uint64_t newer, const struct pcc_reason *reason);
+/* The client: the outcome and its reason, which is all 0 while there is none. */
+enum pcc_outcome pcc_outcome_read(const struct pcc_snapshot *entry, uint64_t snapshot,
+                                  struct pcc_reason *reason);
+
 /* A chunk's row of the checksum table. */
 static inline uint64_t *pcc_page_checksums(const struct pcc_page_view *view, uint32_t chunk)
 {

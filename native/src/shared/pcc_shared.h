@@ -59,6 +59,28 @@ enum pcc_outcome {
     PCC_OUTCOME_GIVEN_UP = 9, /* durable here, and never on all ranks: nothing waits for GLOBAL */
 };
 
+/* Causes that the core itself gives; all of them are in pccheck_wire/ends.py. */
+enum pcc_cause {
+    PCC_CAUSE_CODE = 0,     /* stage and error say why */
+    PCC_CAUSE_REPLACED = 1, /* a newer one became durable first */
+    PCC_CAUSE_OTHER_RANK = 2,
+    PCC_CAUSE_ENDED_BEFORE = 5,
+    PCC_CAUSE_SLOTS_BUSY = 12,
+    /* Of requests that no honest client of this version makes. */
+    PCC_CAUSE_BAD_TREE = 23,
+    PCC_CAUSE_BAD_TYPES = 24,
+    PCC_CAUSE_BAD_LEVEL = 25, /* these three with the number as argument */
+    PCC_CAUSE_BAD_KIND = 26,
+    PCC_CAUSE_BAD_FLAGS = 27,
+};
+
+struct pcc_reason {
+    uint16_t cause;    /* enum pcc_cause, or the daemon's */
+    uint16_t stage;    /* enum pcc_stage */
+    int32_t error;     /* negative code; 0: none */
+    uint64_t argument; /* of the cause: a rank, a limit, a sequence */
+};
+
 struct pcc_snapshot {
     _Atomic uint64_t word;
     _Atomic uint64_t outcome;
@@ -66,7 +88,14 @@ struct pcc_snapshot {
     _Atomic uint64_t base;  /* from COPYING on: the base's sequence; 0: nothing is offered */
     _Atomic uint64_t newer; /* of SUPERSEDED: the sequence that is durable instead, so that a client
                                knows it when the daemon has ended; 0: it was damaged since */
-    uint64_t reserved[3];
+    /* Why it ended so. `explained` is the outcome that the reason is of, 0 while that is written:
+     * the daemon stores 0, the reason, `explained`, and then the outcome, so that who sees an
+     * outcome finds its reason. A reader takes the reason between two looks at `explained`, and
+     * only if both show the outcome that it saw; else the daemon is writing the next state, and the
+     * reader looks again. A daemon that is killed in between leaves an outcome without a reason. */
+    _Atomic uint64_t explained;
+    _Atomic uint64_t reason; /* cause << 48 | stage << 32 | error */
+    _Atomic uint64_t argument;
 };
 _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot");
 

@@ -16,17 +16,18 @@ from pccheck_native.catalog import (
     newest_first,
     scan,
 )
+from pccheck_native.identity import UNKNOWN, CheckpointId
 from tests.support.coreloop import Loop
 
 
 def made(
     rank: int, sequence: int, step: int, *, incarnation: int = 1, world_size: int = 2,
-    flags: int = 0,
+    flags: int = 0, job: str = "job", uid: int = 7,
 ) -> Checkpoint:  # fmt: skip
     return Checkpoint(
-        uid=7, job="job", rank=rank, sequence=sequence, step=step, incarnation=incarnation,
-        world_size=world_size, payload_bytes=1, tree_offset=0, tree_bytes=1, wall_ns=0,
-        flags=flags, slot=0, volume_path=Path("v"),
+        CheckpointId(uid, job, rank, sequence, step, incarnation, UNKNOWN, world_size, b""),
+        payload_bytes=1, tree_offset=0, tree_bytes=1, wall_ns=0, flags=flags, slot=0,
+        volume_path=Path("v"),
     )  # fmt: skip
 
 
@@ -159,8 +160,8 @@ def test_a_step_saved_twice_counts_once_by_its_newest() -> None:
 def test_documents_say_what_all_ranks_of_a_job_have() -> None:
     found = [
         made(0, 1, 10), made(0, 2, 20), made(1, 1, 10), made(1, 2, 20, flags=SLOT_DAMAGED),
-        made(0, 1, 10)._replace(job="half"), made(0, 1, 10, world_size=1)._replace(job="alone"),
-        made(0, 1, 10)._replace(uid=8), made(1, 1, 10)._replace(uid=9),
+        made(0, 1, 10, job="half"), made(0, 1, 10, world_size=1, job="alone"),
+        made(0, 1, 10, uid=8), made(1, 1, 10, uid=9),
     ]  # fmt: skip
     documents = checkpoint_documents(found)
     assert [document["global"] for document in documents] == [

@@ -19,12 +19,14 @@ Then the rules are broken, one at a time, and the same search must find it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from pccheck_native.names import Name, Numbers
+from tests.support import groupmodel
 from tests.support.groupmodel import ALWAYS, Config, Outcome, Rules, Search
 
 STATES_MIN = 1_000_000
@@ -333,6 +335,19 @@ def search(config: Config, rules: type[Rules]) -> Outcome:
 def least(config: Config) -> int:
     """How many states its search has to see."""
     return ALL_STATES.get(config.name, config.limit)
+
+
+def test_the_example_of_the_model_is_what_it_does() -> None:
+    """Each row of the table at the top of groupmodel.py is a state, and its move leads there."""
+    rows = re.findall(r"^    (rank \d [a-z].*)$", groupmodel.__doc__ or "", re.MULTILINE)
+    search = Search(Config("", 2, 2, 1, 1), Rules())
+    state = search.first()
+    for row in rows:
+        move, *cells = re.split(r" {2,}", row)
+        moves = {"rank {} {} {}".format(*label): made for label, made in search.successors(state)}
+        state = moves[move]
+        assert search.row(state) == cells and not search.violation(search.canonical(state))
+    assert len(rows) == 19
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)

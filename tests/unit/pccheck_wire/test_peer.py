@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_wire import peer
+from pccheck_wire import connection as peer
 from pccheck_wire.errors import RefusedError, UsageError
 
 STRANGER = 12345

@@ -34,15 +34,17 @@ from pccheck import (
 )
 from pccheck.daemon.autostart import PrivateDaemon
 from pccheck.daemon.connection import Connection
+from pccheck.flight.in_flight import InFlight
+from pccheck.flight.verdict import fail_moved
+from pccheck.flight.waiting import wait_durable
 from pccheck.job import origin
 from pccheck.job.naming import Identity, identify
 from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
 from pccheck.restoring.inplace import Placement
 from pccheck.restoring.reading import ask_open
+from pccheck.saving.failures import Failures
 from pccheck.saving.handle import Checkpoint
-from pccheck.saving.in_flight import InFlight, abandoned_because
-from pccheck.saving.verdict import fail_moved
 from pccheck.state.attaching import Values, checked
 from pccheck.state.changes import Moved
 from pccheck.state.flatten import Flattener
@@ -50,8 +52,9 @@ from pccheck.state.metadata import metadata_node
 from pccheck.state.plan import AttachedPlan
 from pccheck.warn import Warner
 from pccheck_wire import attach, basics, tree
+from pccheck_wire.connection import VARIABLE
+from pccheck_wire.ends import Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState, Hello, Open, Registered, Role, Skipped, Writing
-from pccheck_wire.peer import VARIABLE
 from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
@@ -220,13 +223,13 @@ def plain_ddp(kit: Kit, **options: Any) -> None:
 
 
 def moved(kit: Kit) -> None:
-    saver = kit.client()._saver
-    saver._moved.append((5, Moved("model.weight", "")))
-    saver._report_moved()
+    failures = Failures(Warner())
+    failures.moved(5, Moved("model.weight", ""))
+    failures.report_moved()
 
 
 def last_ones(kit: Kit, *steps: int, durable: int | None = None, known: bool = False) -> None:
-    failures = kit.client()._saver.failures
+    failures = Failures(Warner())
     if durable is not None:
         failures.durable(durable, 1)
     for step in steps:
@@ -304,7 +307,7 @@ def converted(_: Kit) -> None:
 
 
 def superseded(_: Kit) -> None:
-    InFlight.ended(5, CheckpointState.SUPERSEDED, "").wait_durable()
+    wait_durable(InFlight.ended(5, CheckpointState.SUPERSEDED, ""))
 
 
 def unexpected(kit: Kit) -> None:
@@ -333,8 +336,8 @@ def hello(**given: Any) -> None:
 
 
 def stranger(kit: Kit) -> None:
-    kit.patch.setattr("pccheck_wire.peer.placed_by_root", lambda *_: False)
-    kit.patch.setattr("pccheck_wire.peer._CREDENTIALS", SimpleNamespace(
+    kit.patch.setattr("pccheck_wire.connection.placed_by_root", lambda *_: False)
+    kit.patch.setattr("pccheck_wire.connection._CREDENTIALS", SimpleNamespace(
         size=12, unpack=lambda _: (1, 1234, 1234)))  # fmt: skip
     kit.patch.setattr("os.geteuid", lambda: 1000)
     attach.connect(Hello(6, Role.OBSERVER, "", 1), listening(kit), timeout_s=0.2)
@@ -537,7 +540,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "stale": stale,
     "CUDA graph": graph,
     "stalled": stalled,
-    "failed": lambda kit: kit.client()._saver.failures.report(5, "no space left in /data"),
+    "failed": lambda _: Failures(Warner()).report(5, "no space left in /data"),
     "last ones failed": lambda kit: last_ones(kit, 5, 6, durable=4),
     "all failed": lambda kit: last_ones(kit, 5, known=True),
     "none is known": lambda kit: last_ones(kit, 5),
@@ -549,7 +552,7 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "superseded": superseded,
     "handle failed": failed(CheckpointState.FAILED),
     "handle skipped": failed(CheckpointState.SKIPPED),
-    "GPU copy": lambda _: raised(RuntimeError(abandoned_because("EIO"))),
+    "GPU copy": lambda _: raised(RuntimeError(str(sentence(Why(Cause.NOT_READ, code="EIO"))))),
     # -- restore
     "restore before attach": lambda kit: kit.connected().restore(),
     "restore with fresh": lambda kit: kit.attached(fresh=True).restore(),

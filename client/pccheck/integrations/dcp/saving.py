@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from pccheck.client import PCcheckClient
+from pccheck.flight.in_flight import NOT_SAVED
 from pccheck.saving.handle import Checkpoint
-from pccheck.saving.in_flight import NOT_SAVED
 from pccheck.state.shards import Shard
 from pccheck.warn import LOG
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, UsageError

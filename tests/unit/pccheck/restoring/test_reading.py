@@ -32,8 +32,8 @@ MIB = 1 << 20
 
 def opened(sequence: int, **about: Any) -> Opened:
     return Opened(
-        sequence=sequence, step=10 * sequence, incarnation=1, payload_bytes=100, tree_offset=60,
-        tree_bytes=40, skipped=about.pop("skipped", []), **about,
+        sequence=sequence, step=10 * sequence, incarnation=1, start=bytes(16), digest=b"d",
+        payload_bytes=100, tree_offset=60, tree_bytes=40, skipped=about.pop("skipped", []), **about,
     )  # fmt: skip
 
 

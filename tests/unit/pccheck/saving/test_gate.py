@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
+from pccheck.flight.in_flight import InFlight
 from pccheck.saving.gate import Breaker, Gate
-from pccheck.saving.in_flight import InFlight
 from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import NativeError
 from pccheck_wire.errors import CheckpointFailedError
@@ -307,7 +307,7 @@ def test_a_breaker_asks_again_when_an_answer_was_lost(kit: Kit) -> None:
     breaker = Breaker(5, clock=lambda: now)
     asked = []
     kit.connection.ask = lambda body, callback: asked.append(callback)  # type: ignore[method-assign]
-    breaker.trip(kit.connection, [], 1)  # type: ignore[arg-type]
+    breaker.trip(kit.connection, [])  # type: ignore[arg-type]
     assert not breaker.closed() and len(asked) == 1
     now = 6
     assert not breaker.closed() and len(asked) == 2

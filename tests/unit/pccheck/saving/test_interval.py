@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pccheck.saving.in_flight import InFlight
+from pccheck.flight.in_flight import InFlight
 from pccheck.saving.interval import GUESS, IN_A_ROW, WARM_STEPS, Interval
 from pccheck_wire.messages import CheckpointState
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pccheck.flight.in_flight import InFlight
+from pccheck.flight.phases import UNREADABLE
+from pccheck.flight.verdict import Verdict
 from pccheck.saving.gate import Gate
-from pccheck.saving.in_flight import UNREADABLE, InFlight
-from pccheck.saving.verdict import Verdict
 from pccheck.state.changes import CHANGED, FREED, LOST, Moved, Reading, Tensors
 from pccheck.state.flatten import Flattener
 from pccheck_wire.messages import CheckpointState

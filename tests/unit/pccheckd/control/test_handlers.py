@@ -14,12 +14,12 @@ import pytest
 from pccheck_native import (
     Channel,
     ChannelUsage,
-    Event,
     GpuInfo,
     Gpus,
-    SaveTimes,
 )
+from pccheck_native.transfer import PUSHED, DriverState
 from pccheck_wire import codec
+from pccheck_wire.ends import Why, sentence
 from pccheck_wire.messages import (
     Chose,
     Done,
@@ -31,7 +31,6 @@ from pccheck_wire.messages import (
     Role,
     Status,
 )
-from pccheck_wire.transfer import PUSHED, DriverState
 from pccheckctl.output.documents import part, rows
 from pccheckd.config.options import Config
 from pccheckd.control.handlers import Handlers
@@ -40,7 +39,6 @@ from pccheckd.core.port import Owner
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
-from pccheckd.tenancy import ledger
 from pccheckd.tenancy.volumes import Key
 
 KEY = Key(os.geteuid(), "job", 0)
@@ -115,9 +113,7 @@ class Place:
         self.tenant.seat.leave()
         self.tenant.seat.free()
 
-    async def ask(
-        self, body: Expose | Chose | Status, session: Session | None = None
-    ) -> object:
+    async def ask(self, body: Expose | Chose | Status, session: Session | None = None) -> object:
         chosen = session or self.session
         data = await self.handlers.answer(
             chosen.uid, codec.encode(Request(1, chosen.token, body)), chosen
@@ -249,8 +245,6 @@ async def test_status_tells_of_gpus_and_transfers(place: Place) -> None:
      ("BAD_HANDLE", "no longer shares"), ("ABORTED", "before its copy was complete")],
 )  # fmt: skip
 def test_failed_copies_say_why(error_name: str, reason: str) -> None:
-    times = SaveTimes(*[0] * len(SaveTimes._fields))
-    event = Event("failed", 1, 1, 1, 1, 0, -1, error_name, "copy", 0, 0, 0, times, None)
-    text, hint = ledger.failure_text(event)
-    assert reason in text
-    assert bool(hint) is (error_name != "ABORTED")
+    made = sentence(Why(stage="copy", code=error_name))
+    assert reason in made.reason
+    assert bool(made.hint) is (error_name != "ABORTED")

@@ -39,7 +39,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
 
 async def make(engine: Engine, uid: int) -> None:
     volumes = VolumeSet(Key(uid, "job", 0), engine)
-    await volumes.make(PAYLOAD, incarnation=1, world_size=1, next_sequence=1)
+    await volumes.make(PAYLOAD, incarnation=1, start=bytes(16), world_size=1, next_sequence=1)
     await volumes.close()
 
 

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pccheck_native import EXPOSURE_BYTES_MAX, Event, SaveTimes
+from pccheck_native.transfer import DriverState
 from pccheck_wire import codec, packing
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
-from pccheck_wire.transfer import DriverState
 from pccheckd.core import gpus
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
 from pccheckd.tenancy.checkpoint import Checkpoint

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from pccheck_native import group
+from pccheck_wire.ends import Cause, Why, sentence
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Restored
 from pccheckd.group.explain import Lateness
 from pccheckd.group.schedule import RESTS, Schedule
-from pccheckd.tenancy.checkpoint import GIVEN_UP
+from pccheckd.tenancy.checkpoint import End
 from tests.support.jobs import Ranks, owner
 
 
@@ -25,8 +26,18 @@ def connected(world: int = 2) -> Ranks:
     return ranks
 
 
-def ended(reason: str, error: str = "EIO") -> Any:
-    return SimpleNamespace(live=False, reason=reason, error=error, sequence=1, state=State.FAILED)
+GIVEN_UP = Why(Cause.OTHER_RANK)
+
+
+def ended(why: Why) -> Any:
+    return SimpleNamespace(
+        live=False, sentence=sentence(why), is_given_up=why == GIVEN_UP, sequence=1,
+        state=State.FAILED,
+    )  # fmt: skip
+
+
+def said(why: Why | None) -> str:
+    return sentence(why).reason if why is not None else ""
 
 
 # -- numbers -----------------------------------------------------------------------------------
@@ -62,8 +73,7 @@ def test_a_process_of_an_older_start_is_fenced_once_it_has_saved() -> None:
     old, new = owner(0, start=1), owner(0, start=2)
     ranks.tenants[0].owner = old
     assert ranks.ask(0, 6)[1] == 0 and ranks.ended.to is State.FAILED
-    assert "a newer start of this job is running" in ranks.ended.reason
-    assert "restore()" in ranks.ended.hint
+    assert ranks.ended == End(State.FAILED, Why(Cause.FENCED))
     ranks.left(0, new.process)  # its place in the newest start is free again
     assert ranks.job.members.follow(0, old.process) == ranks.ask(0, 6)[0]
 
@@ -128,10 +138,10 @@ def test_what_was_given_up_and_is_back_is_restored_but_never_reported_as_global(
 
 def test_the_reason_of_a_given_up_checkpoint_names_the_rank() -> None:
     ranks = connected()
-    ranks.tenants[0].ledger.checkpoints[1] = ended("every rank gave it up", GIVEN_UP)
-    assert "rank 1 did not ask" in ranks.job.why_given_up(1)
-    ranks.tenants[1].ledger.checkpoints[1] = ended("write: EIO")
-    assert "rank 1 did not save this checkpoint (write: EIO)" in ranks.job.why_given_up(1)
+    ranks.tenants[0].ledger.checkpoints[1] = ended(GIVEN_UP)
+    assert "rank 1 did not ask" in said(ranks.job.why_given_up(1))
+    ranks.tenants[1].ledger.checkpoints[1] = ended(Why(stage="write", code="EIO"))
+    assert "rank 1 did not save this checkpoint (write: EIO)" in said(ranks.job.why_given_up(1))
 
 
 def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it() -> None:
@@ -140,20 +150,20 @@ def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it(
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
     ranks.settle()
-    assert ranks.tenants[0].why_never(number) == ""  # rank 1 may still ask for it
+    assert said(ranks.tenants[0].why_never(number)) == ""  # rank 1 may still ask for it
     ranks.ask(1, 5)
     ranks.tenants[1].on_its_way = {number: 2}
     ranks.settle()
-    assert ranks.tenants[0].why_never(number) == ""
+    assert said(ranks.tenants[0].why_never(number)) == ""
     gone, ranks.tenants[1].owner = ranks.tenants[1].owner, None
     assert gone is not None
     ranks.tenants[1].on_its_way = {}
-    ranks.tenants[1].ledger.checkpoints[number] = ended("the trainer ended")
+    ranks.tenants[1].ledger.checkpoints[number] = ended(Why(Cause.ENDED_BEFORE))
     ranks.left(1, gone.process)
-    assert "rank 1 did not save this" in ranks.tenants[0].why_never(number)
+    assert "rank 1 did not save this" in said(ranks.tenants[0].why_never(number))
     ranks.hold(number, ranks=(1,))
     ranks.settle()
-    assert ranks.tenants[0].why_never(number) == ""  # it is common after all
+    assert said(ranks.tenants[0].why_never(number)) == ""  # it is common after all
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -166,20 +176,20 @@ def test_with_skip_the_first_that_asks_decides_for_all(busy: bool) -> None:
     assert ranks.ask(1, 5, on_busy="skip")[1] == number  # the second one decides nothing
     assert ranks.job.gives_up(number) is busy
     if busy:
-        assert "every slot of rank 1 was busy" in ranks.job.why_given_up(number)
+        assert "every slot of rank 1 was busy" in said(ranks.job.why_given_up(number))
 
 
 def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> None:
     ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
-    assert ranks.request_slot(0) == "1"  # it lives, and may still ask
+    assert ranks.request_slot(0) == [1]  # it lives, and may still ask
     assert not ranks.job.gives_up(number)
     dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
     assert dead is not None
     ranks.left(1, dead.process)
     assert not ranks.job.gives_up(number)  # rank 0 still has slots
-    assert ranks.request_slot(0) == ""
+    assert ranks.request_slot(0) == []
     assert ranks.job.gives_up(number)
 
 
@@ -225,9 +235,9 @@ def test_the_reason_is_found_without_a_walk_through_the_world() -> None:
     for rank in range(3):
         made = owner(rank, world=2**62)
         ranks.job.join(rank, made, launch="", was=0)
-        ranks.tenants[rank].ledger.checkpoints[1] = ended("", GIVEN_UP)
+        ranks.tenants[rank].ledger.checkpoints[1] = ended(GIVEN_UP)
     assert ranks.job.members.world_size == 2**62
-    assert "rank 3 did not ask" in ranks.job.why_given_up(1)
+    assert "rank 3 did not ask" in said(ranks.job.why_given_up(1))
 
 
 def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
@@ -242,8 +252,8 @@ def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
     assert not ranks.job.gives_up(number)  # it may reconnect
     ranks.job.note_absent(110.1)
     assert ranks.job.gives_up(number)
-    ranks.tenants[0].ledger.checkpoints[number] = ended("every rank gave it up", GIVEN_UP)
-    assert "rank 1 ended without this checkpoint" in ranks.job.why_given_up(number)
+    ranks.tenants[0].ledger.checkpoints[number] = ended(GIVEN_UP)
+    assert "rank 1 ended without this checkpoint" in said(ranks.job.why_given_up(number))
 
 
 def test_a_rank_that_reconnects_or_is_late_is_waited_for() -> None:

@@ -502,3 +502,22 @@ def test_a_rank_does_not_join_those_that_saved_and_have_all_ended() -> None:
     assert first.asks(starts) == 1
     first.leaves(starts)
     assert Process(0).joins(starts) == 2
+
+
+def test_a_start_has_an_id_that_its_processes_bring_back() -> None:
+    starts = Starts()
+    first, second = launched(starts)
+    mine = first.start(starts)
+    assert mine is not None
+    assert second.start(starts) is mine
+    assert len(mine.id) == 16
+    restarted = Starts()
+    about = {"launch": "", "world_size": 2, "was": mine.incarnation, "known": mine.incarnation}
+    again = restarted.join(0, first.name, start_id=mine.id, **about)  # type: ignore[arg-type]
+    other = restarted.join(1, second.name, start_id=b"another", **about)  # type: ignore[arg-type]
+    assert again is other
+    assert again.id == mine.id
+    for odd in (b"", b"short", b"long" * 5):
+        drawn = Starts().join(0, first.name, start_id=odd, **about)  # type: ignore[arg-type]
+        assert len(drawn.id) == 16
+        assert drawn.id != mine.id

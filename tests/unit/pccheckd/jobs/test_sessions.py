@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from pccheck_native.transfer import DriverState, offered
 from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Hello, Role
-from pccheck_wire.transfer import DriverState, offered
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX
 from pccheckd.jobs.sessions import Peer, Session, Sessions
 from tests.support.jobs import CONFIG, Ranks

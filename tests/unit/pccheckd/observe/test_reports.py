@@ -15,6 +15,7 @@ import pytest
 
 from pccheck_native import Volume
 from pccheck_wire import codec, packing
+from pccheck_wire.ends import in_words
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
 from pccheckctl.output.documents import rows
@@ -204,7 +205,7 @@ async def test_a_restore_waits_for_what_was_asked_for_before_it() -> None:
     assert not await ledger.settled(0, 1)
     waiting = asyncio.create_task(ledger.settled(LIMIT_S, 1))
     await asyncio.sleep(0)
-    ledger.refuse(items[0], End(State.FAILED, "why"))
+    ledger.refuse(items[0], End(State.FAILED, in_words("why")))
     assert await asyncio.wait_for(waiting, LIMIT_S)
     assert ledger.of_sequence(2) is items[1] and ledger.of_sequence(3) is None
     assert not await ledger.settled(0, 2)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pccheck_native import _core
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import StorageFullError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.tenancy.admission import Admission
@@ -22,12 +23,10 @@ _TIMES = _core.SaveTimes(*[0] * len(_core.SaveTimes._fields))
 _ASKED = _core.SaveRequest(*[0] * len(_core.SaveRequest._fields))._replace(payload_bytes=10)
 
 
-def event(
-    kind: str, snapshot: int = 1, *, sequence: int = 0, why: str = "", stage: str = ""
-) -> _core.Event:
-    error = -1 if why or stage else 0
+def event(kind: str, snapshot: int = 1, *, sequence: int = 0, why: str = "") -> _core.Event:
+    error = -1 if why else 0
     return _core.Event(
-        kind, 1, SESSION, snapshot, sequence, 0, error, why, stage, 0, 0, 0, _TIMES, None
+        kind, 1, SESSION, snapshot, sequence, 0, error, why, "", 0, 0, 0, _TIMES, None
     )
 
 
@@ -76,12 +75,12 @@ class Ranks:
     def gives_up(self, sequence: int) -> bool:
         return sequence in self.given_up
 
-    def why_given_up(self, _sequence: int) -> str:
-        return "rank 1 lacks it"
+    def why_given_up(self, _sequence: int) -> Why:
+        return Why(Cause.RANK_ENDED, 1)
 
-    async def request_slot(self, _rank: int) -> str:
+    async def request_slot(self, _rank: int) -> list[int]:
         self.asked_slot += 1
-        return ""
+        return []
 
     def decide_soon(self) -> None: ...
 
@@ -140,8 +139,8 @@ class Desk:
 
     async def _refresh(self) -> None: ...
 
-    def request(self, snapshot: int = 1, stage: str = "", **about: Any) -> Checkpoint:
-        asked = event("requested", snapshot, stage=stage)
+    def request(self, snapshot: int = 1, **about: Any) -> Checkpoint:
+        asked = event("requested", snapshot)
         self.queue.on_event(asked._replace(request=_ASKED._replace(**about)))
         found = self.ledger.find(SESSION, snapshot)
         assert found is not None
@@ -192,9 +191,9 @@ def test_one_of_several_ranks_is_numbered_at_its_request() -> None:
 
 def test_a_fenced_one_is_refused_while_it_is_copied() -> None:
     desk = Desk()
-    desk.group.given = Numbered(4, 0, End(State.FAILED, "a newer start runs"))
+    desk.group.given = Numbered(4, 0, End(State.FAILED, in_words("a newer start runs")))
     found = desk.request()
-    assert (found.state, found.reason) == (State.FAILED, "a newer start runs")
+    assert (found.state, found.sentence.reason) == (State.FAILED, "a newer start runs")
     desk.begin()  # reported before the core had read the refusal
     assert found.state is State.FAILED
 
@@ -205,17 +204,18 @@ def test_what_the_core_has_copied_is_not_refused() -> None:
     desk.queue.stop()
     assert desk.core.policies[-1]["held"]
     assert desk.request().state is State.REQUESTED  # its events follow
-    assert desk.request(2).reason == "the daemon is stopping"
+    assert desk.request(2).sentence.reason == "the daemon is stopping"
 
 
 def test_a_checkpoint_without_registered_room_fails() -> None:
     desk = Desk()
     desk.volumes.current, desk.room_bytes = None, 0
-    assert "no space was registered" in desk.request().reason
+    assert "no space was registered" in desk.request().sentence.reason
 
 
 def test_what_the_core_refused_at_once_has_its_words() -> None:
-    assert Desk().request(stage="the tree is elsewhere").reason == "the tree is elsewhere"
+    found = Desk().request(cause=int(Cause.BAD_LEVEL), argument=2)
+    assert found.state is State.FAILED and "not to level 2" in found.sentence.reason
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_the_core_ends_what_waits(code: str, to: State, reason: str) -> None:
     found = desk.request()
     for _ in range(2):  # nothing happens twice
         desk.queue.on_event(event("refused", why=code))
-        assert found.state is to and reason in found.reason
+        assert found.state is to and reason in found.sentence.reason
 
 
 def test_a_given_up_one_does_not_wait_any_more() -> None:
@@ -242,7 +242,9 @@ def test_a_given_up_one_does_not_wait_any_more() -> None:
     found = desk.request()
     desk.group.given_up = {12}
     desk.queue.obey()
-    assert (found.state, found.reason) == (State.SKIPPED, "rank 1 lacks it")
+    assert (found.state, found.sentence.reason) == (
+        State.SKIPPED, "rank 1 ended without this checkpoint, so no rank keeps it"
+    )  # fmt: skip
     assert desk.request(2).state is State.SKIPPED  # the same sequence
 
 
@@ -271,7 +273,7 @@ async def test_without_a_slot_one_waits_and_another_is_skipped() -> None:
     desk.begin(1, 50)
     skipping = desk.request(2, skip=True)
     await desk.waits("NO_SLOT", 2)
-    assert (skipping.state, skipping.reason) == (State.SKIPPED, "every slot was busy")
+    assert (skipping.state, skipping.sentence.reason) == (State.SKIPPED, "every slot was busy")
     await desk.queue.close()
 
 
@@ -280,7 +282,7 @@ async def test_a_slot_that_never_comes_fails_at_once() -> None:
     desk.retention.protected = {4}
     found = desk.request()
     await desk.waits("NO_SLOT")
-    assert found.state is State.FAILED and "previous run: [4]" in found.reason
+    assert found.state is State.FAILED and "up to sequence 4" in found.sentence.reason
 
 
 async def test_a_stopped_volume_is_opened_again_once() -> None:
@@ -290,7 +292,7 @@ async def test_a_stopped_volume_is_opened_again_once() -> None:
     assert (desk.stops, desk.readied, desk.core.calls[-1]) == (1, 1, ("retry",))
     await desk.waits("STOPPED")
     assert desk.readied == 1 and found.state is State.FAILED
-    assert "could not write a commit record" in found.reason
+    assert "could not write a commit record" in found.sentence.reason
 
 
 async def test_a_volume_that_cannot_be_made_ends_the_checkpoint() -> None:
@@ -298,7 +300,8 @@ async def test_a_volume_that_cannot_be_made_ends_the_checkpoint() -> None:
     desk.unready = StorageFullError("no space left", hint="free some")
     found = desk.request()
     await desk.waits("EBUSY")
-    assert (found.state, found.reason, found.hint) == (State.FAILED, "no space left", "free some")
+    assert found.state is State.FAILED
+    assert (found.sentence.reason, found.sentence.hint) == ("no space left", "free some")
 
 
 def test_a_fault_ends_one_checkpoint_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +309,7 @@ def test_a_fault_ends_one_checkpoint_alone(monkeypatch: pytest.MonkeyPatch) -> N
     desk = Desk()
     with monkeypatch.context() as patch:
         patch.setattr(desk.group, "number", lambda *_: 1 / 0)
-        assert desk.request().reason == "an internal error of the daemon"
+        assert desk.request().sentence.reason == "an internal error of the daemon"
     assert desk.request(2).state is State.REQUESTED
 
 

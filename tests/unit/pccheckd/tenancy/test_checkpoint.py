@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from pccheck_native import Event, SaveTimes
+from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.checkpoint import GIVEN_UP, LIVE, MOVES, Checkpoint, UnlistedMoveError
+from pccheckd.tenancy.checkpoint import LIVE, MOVES, Checkpoint, UnlistedMoveError
 from pccheckd.tenancy.ledger import Ledger
 
 ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
@@ -55,14 +56,14 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
     ledger, item = Ledger(), checkpoint(start)
     item.sequence = 7
     ledger.add(item)
-    ledger.apply(event(kind), lambda sequence: f"no {sequence}")
-    assert item.state is not State.SKIPPED and item.error != GIVEN_UP
+    ledger.apply(event(kind), lambda _: Why(Cause.RANK_NEVER, 1))
+    assert item.state is not State.SKIPPED and not item.is_given_up
     ledger, item = Ledger(), checkpoint(start)
     item.sequence = 7
     ledger.add(item)
-    assert ledger.apply(event("given_up"), lambda sequence: f"rank 1 has no {sequence}") is item
-    assert (item.state, item.error, item.live) == (State.SKIPPED, GIVEN_UP, False)
-    assert item.reason == "rank 1 has no 7"
+    assert ledger.apply(event("given_up"), lambda _: Why(Cause.RANK_NEVER, 1)) is item
+    assert (item.state, item.is_given_up, item.live) == (State.SKIPPED, True, False)
+    assert item.sentence.reason.startswith("rank 1 did not ask for this checkpoint")
     assert ledger.counters == {"skipped": 1}
 
 
@@ -77,7 +78,7 @@ def test_it_ended_when_the_core_freed_its_lane(kind: str) -> None:
     item.sequence = 7
     ledger.newest = (8, 8)
     ledger.add(item)
-    assert ledger.apply(event(kind, ended=5), str) is item
+    assert ledger.apply(event(kind, ended=5), lambda _: Why()) is item
     assert item.ended_ns == 5
 
 
@@ -91,7 +92,7 @@ def test_durable_may_overtake_copied() -> None:
 
 def test_an_end_is_final() -> None:
     item = checkpoint(State.COPYING)
-    item.end(State.FAILED, 1, "why", "fix")
-    assert (item.reason, item.hint, item.live) == ("why", "fix", False)
+    item.end(State.FAILED, 1, in_words("why", "fix"))
+    assert item.sentence[:2] == ("why", "fix") and not item.live
     with pytest.raises(UnlistedMoveError):
         item.advance(State.DURABLE, 2)

@@ -6,24 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from pccheck_native import _core
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.ledger import COUNT_MAX, ENDED_BEFORE, Ledger
+from pccheckd.tenancy.ledger import COUNT_MAX, Ledger
 
 
 def test_failures_in_a_row_outlive_their_trainer() -> None:
     ledger = Ledger()
     ledger.trainer_came(1)
     ledger.failed(3)
-    ledger.failed(1, "the disk is full")
+    ledger.failed(1, Why(stage="write", code="ENOSPC"))
     assert (ledger.failing, ledger.last_failure, ledger.counters["failed"]) == (
-        4, "the disk is full", 4
+        4, "write: the disk is full", 4
     )  # fmt: skip
     ledger.trainer_ended()
-    ledger.failed(1, ENDED_BEFORE)  # by its own end: counted, and no sign of trouble
+    ledger.failed(1, Why(Cause.ENDED_BEFORE))  # by its own end: counted, and no sign of trouble
     ledger.trainer_came(2)
     assert (ledger.failing, ledger.last_failure, ledger.counters["failed"]) == (
-        4, "the disk is full", 5
+        4, "write: the disk is full", 5
     )  # fmt: skip
 
 
@@ -42,11 +43,11 @@ def durable(ledger: Ledger, sequence: int) -> Checkpoint:
     )  # fmt: skip
     ledger.add(made)
     about: Any = SimpleNamespace(
-        kind="durable", session=1, id=sequence, sequence=sequence, rehomed=0, slot=0, stage="",
-        error_name="", copied_bytes=0, written_bytes=0,
+        kind="durable", session=1, id=sequence, error=0, sequence=sequence, rehomed=0, slot=0,
+        stage="", error_name="", copied_bytes=0, written_bytes=0,
         times=_core.SaveTimes(*[0] * len(_core.SaveTimes._fields)),
     )  # fmt: skip
-    assert ledger.apply(about, lambda _: "") is made
+    assert ledger.apply(about, lambda _: Why()) is made
     return made
 
 
@@ -72,12 +73,13 @@ def test_what_superseded_a_checkpoint_of_several_ranks_is_on_all_of_them() -> No
 def test_what_is_durable_and_will_not_be_global_is_noted_once_and_stays_durable() -> None:
     ledger = Ledger()
     first, second = durable(ledger, 1), durable(ledger, 2)
-    assert ledger.gave_up(lambda number: "rank 1 failed" if number == 1 else "") == [first]
-    assert ledger.gave_up(lambda _: "") == []
-    assert (first.state, first.reason, second.reason) == (State.DURABLE, "rank 1 failed", "")
+    why = Why(Cause.RANK_ENDED, 1)
+    assert ledger.gave_up(lambda number: why if number == 1 else None) == [first]
+    assert ledger.gave_up(lambda _: None) == []
+    assert (first.state, first.why, second.why) == (State.DURABLE, why, None)
     assert ledger.became_global(2, {2}) == [first, second]
     assert (first.state, second.state) == (State.SUPERSEDED, State.GLOBAL)
-    assert ledger.gave_up(lambda _: "late") == []
+    assert ledger.gave_up(lambda _: why) == []
 
 
 def test_what_becomes_durable_after_a_newer_one_is_global_moves_as_well() -> None:

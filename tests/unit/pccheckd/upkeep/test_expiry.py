@@ -44,7 +44,9 @@ class Place:
         for name in names:
             _, tenant = await self.registry.tenant(Key(UID, name, 0))
             if not tenant.volumes.open:
-                await tenant.volumes.make(100, incarnation=1, world_size=1, next_sequence=1)
+                await tenant.volumes.make(
+                    100, incarnation=1, start=bytes(16), world_size=1, next_sequence=1
+                )
             await tenant.finish()
 
     async def look(self, *, after_s: float = 0.0) -> list[str]:

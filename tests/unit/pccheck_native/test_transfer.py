@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_wire.transfer import (
+from pccheck_native.transfer import (
     FAILED_COPIES_MAX,
     PULL,
     PUSH,

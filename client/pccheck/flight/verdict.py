@@ -26,9 +26,11 @@ from collections.abc import Callable
 
 from pccheck.daemon.connection import Connection
 from pccheck.state.changes import LOST, Moved, Reading
-from pccheck_wire.messages import CheckpointState
+from pccheck_wire.ends import in_words
 
-from .in_flight import FOREVER_NS, UNREADABLE, InFlight, entry_of
+from .in_flight import InFlight, entry_of
+from .phases import UNREADABLE
+from .waiting import FOREVER_NS
 
 #: An operation that changes tensors in place ends within this time, plus the time for the state's
 #: bytes at this rate, on a busy machine, too.
@@ -64,9 +66,7 @@ def fail_moved(
         on_moved(checkpoint.step, moved)
     how = _ELSEWHERE if on_moved is None else _UNGATED
     what = moved.what if moved.what == LOST else f"{moved.what} while it was copied, {how}"
-    checkpoint.end(
-        CheckpointState.FAILED, f"abandoned: {moved.path} {what}", reported=on_moved is not None
-    )
+    checkpoint.fail(in_words(f"abandoned: {moved.path} {what}"), reported=on_moved is not None)
 
 
 class Verdict:

@@ -1,0 +1,1 @@
+"""One save from its request to its end."""

@@ -1,0 +1,224 @@
+"""A checkpoint after `checkpoint()`, as the client keeps it: its phase, which follows its entry in
+the session page, and why it ended. Users get a `Checkpoint` (`handle.py`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from pccheck.daemon.connection import Connection
+from pccheck_native import WORD_ABANDONED, LinkState
+from pccheck_wire.ends import Cause, Why, in_words, sentence
+from pccheck_wire.messages import CheckpointState
+
+from .inquiry import Inquiry
+from .phases import EXPLAINED, GOING, OPEN, SHOWN, Course, Durable, Now, Phase, in_page
+
+if TYPE_CHECKING:
+    from .verdict import Verdict
+
+NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
+FINAL = NOT_SAVED | {
+    CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED
+}  # fmt: skip
+_UNTOLD = "the daemon ended before it gave the reason"
+
+
+def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
+    """The snapshot's entry in the session page; None when the link is closed, or when a younger
+    snapshot has the entry."""
+    try:
+        return connection.link.state(snapshot)
+    except (ValueError, OSError):
+        return None
+
+
+def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
+    """The snapshot of this session that has the sequence; a newer one supersedes while both have
+    their entries."""
+    for snapshot, step in connection.steps.copy().items():
+        entry = entry_of(connection, snapshot)
+        if entry is not None and entry.sequence == sequence:
+            return Durable(sequence, step)
+    return None
+
+
+def _has_superseded(connection: Connection, sequence: int) -> bool:
+    """Whether the page has it as the newer one of another snapshot: then it is durable, on all
+    ranks if there are several, although its own entry does not say so yet."""
+    entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
+    return sequence > 0 and any(one is not None and one.newer == sequence for one in entries)
+
+
+def is_read(connection: Connection, snapshot: int) -> bool:
+    """Whether its source was read, or never will be. Asks the link, even of an abandoned one:
+    copies under way may still be at it."""
+    now = entry_of(connection, snapshot)
+    return now is None or now.source_read or not connection.alive()
+
+
+class InFlight:
+    """Any thread may ask and wait; nothing here stops training."""
+
+    def __init__(self, step: int, connection: Connection | None = None, snapshot: int = 0) -> None:
+        self.step = step  #: as it was when `checkpoint()` was called
+        self.snapshot = snapshot  #: its number in the session
+        self.requested_ns = time.monotonic_ns()
+        self.verdict: Verdict | None = None  #: whether its tensors were left alone
+        self.pulled = False  #: its device part is the daemon's to read
+        self.noted = Phase.REQUESTED  #: what the training thread has taken note of
+        #: None: it never reached a daemon, or the client has closed.
+        self.connection = connection
+        self._course = Course()
+        self._sequence = 0
+        self._inquiry = Inquiry(step, snapshot, self._course)
+
+    @classmethod
+    def ended(cls, step: int, state: CheckpointState, reason: str) -> InFlight:
+        """One that never reached the daemon."""
+        made = cls(step)
+        made._course.move(Phase[state.name], in_words(reason))
+        return made
+
+    def fail(self, why: Why, *, reported: bool = True) -> bool:
+        """The client itself ends it. False when it has ended, which stays. `reported`: the user
+        knows why."""
+        return self._course.move(Phase.ABANDONED if reported else Phase.FAILED, why)
+
+    def hand_over(self) -> None:
+        """The client closes, and its daemon has all of it: it stays as far as it has come."""
+        if self.phase in GOING:
+            self.connection = None
+
+    @property
+    def phase(self) -> Phase:
+        return self._look().phase
+
+    @property
+    def state(self) -> CheckpointState:
+        return SHOWN[self._look().phase]
+
+    @property
+    def sequence(self) -> int:
+        self._look()
+        return self._sequence
+
+    @property
+    def newer(self) -> Durable | None:
+        """What superseded it, once that is known."""
+        return self._inquiry.newer
+
+    @property
+    def why(self) -> Why:
+        """The cause of its end; words that only the daemon has are missing."""
+        return self._look().why
+
+    @property
+    def reason(self) -> str:
+        """Why it ended so; waits for the daemon where the page has no room for the words."""
+        now = self._look()
+        if now.phase not in EXPLAINED:
+            return ""
+        known = self.known_reason
+        if known is None:
+            failed = self.ask_now()
+            known = self.known_reason or str(sentence(now.why)) or failed
+        return known
+
+    @property
+    def known_reason(self) -> str | None:
+        """The reason if it is known without asking."""
+        now = self._course.now()
+        told = self._inquiry.told.get(now.phase)
+        made = sentence(now.why)
+        if told is not None or not made.asks:
+            return told or str(made)
+        lives = self.connection is not None and self.connection.alive()
+        return None if lives else str(made) or _UNTOLD
+
+    def ask(self) -> None:
+        """Words that the page has no room for arrive with a later answer, and are not waited for.
+        Call it until they are known."""
+        phase, connection = self._course.now().phase, self.connection
+        missing = phase is Phase.SUPERSEDED and self._inquiry.newer is None
+        wanted = phase in EXPLAINED and (missing or self.known_reason is None)
+        if connection is not None and wanted:
+            self._inquiry.ask(connection)
+
+    def ask_now(self) -> str:
+        """Waits for what the daemon has to say. Why it said nothing; "" otherwise."""
+        return self._inquiry.ask_now(self.connection) if self.connection is not None else ""
+
+    def let_go(self) -> Why | None:
+        """Why the link gave up the copy by itself, until the client has ended it for that."""
+        now = self._look()
+        return now.why if now.phase is Phase.LET_GO else None
+
+    @property
+    def source_read(self) -> bool:
+        """Whether the tensors may be changed: they were read, or never will be."""
+        if self.verdict is not None:
+            self.verdict.give_if_read()
+        connection = self.connection
+        return connection is None or is_read(connection, self.snapshot)
+
+    def settle(self) -> None:
+        """Call it before the entry in the page is used again, or the link is closed."""
+        connection = self.connection
+        if self.phase in GOING and connection is not None:
+            self._lose(connection)
+        self.ask()
+
+    def find_out(self, connection: Connection) -> None:
+        """Asks another daemon what became of a save that is UNKNOWN. Call it until that is
+        known."""
+        self._inquiry.find_out(connection, self._sequence)
+
+    def found_durable(self) -> None:
+        """Another daemon has it."""
+        self._inquiry.found(self._sequence)
+
+    def _look(self) -> Now:
+        if self.verdict is not None:
+            self.verdict.give_if_read()
+        now, connection = self._course.now(), self.connection
+        if now.phase not in OPEN or connection is None:
+            return now
+        if now.phase is Phase.DURABLE and connection.saves_alone:
+            return now
+        alive = connection.alive()  # first: what a daemon wrote before it ended still counts
+        entry = entry_of(connection, self.snapshot)
+        if entry is not None:
+            self._note(entry, connection)
+        now = self._course.now()
+        if now.phase in GOING and (entry is None or not alive):
+            self._lose(connection)
+        elif now.phase not in GOING and entry is None and alive:  # used again
+            self._inquiry.ask(connection)  # it may have become global since
+        return self._course.now()
+
+    def _note(self, entry: LinkState, connection: Connection) -> None:
+        # A link that lost its daemon notes that before it gives up everything.
+        lives = entry.word != WORD_ABANDONED or connection.alive()
+        phase, why = in_page(entry, lives=lives)
+        if entry.sequence:
+            self._sequence = entry.sequence
+        if entry.newer and self._inquiry.newer is None:
+            self._inquiry.newer = _with_sequence(connection, entry.newer)
+        self._course.move(phase, why)
+
+    def _lose(self, connection: Connection) -> None:
+        """Its daemon does not report any more how it ends. The client abandons what was not copied,
+        but the copy may have become complete a moment before."""
+        if _has_superseded(connection, self._sequence):
+            alone = connection.saves_alone
+            self._course.move(Phase.DURABLE if alone else Phase.GLOBAL, Why())
+            return
+        phase, cause = Phase.ABANDONED, Cause.DAEMON_ENDED
+        if self._sequence > 0:
+            phase, cause = Phase.UNKNOWN, Cause.UNKNOWN
+        self._course.move(phase, Why(Cause.FORKED if connection.pid != os.getpid() else cause))
+
+    def __repr__(self) -> str:
+        return f"<InFlight step={self.step} {self.state}>"

@@ -1,0 +1,150 @@
+"""Every save that the client has handed over, until its end was noted and reported. Training thread
+only."""
+
+from __future__ import annotations
+
+import time
+from operator import attrgetter
+
+from pccheck.daemon.connection import Connection
+from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight
+from pccheck.flight.phases import EXPLAINED, REPORTED, SAFE, SHOWN, Durable, Phase
+from pccheck.flight.waiting import saved
+from pccheck_native import SNAPSHOTS
+
+from .failures import REPORTED as WORDS
+from .failures import Failures
+
+_NUMBER = attrgetter("snapshot")
+
+
+class Followed:
+    def __init__(self, failures: Failures, *, skips: bool) -> None:
+        """`skips`: the user asked for it that busy checkpoints are skipped, and reads nothing of
+        them."""
+        self._failures = failures
+        self._skips = skips
+        self._open: list[InFlight] = []  # their end is not noted yet
+        self._recent: dict[int, InFlight] = {}  # by entry of the page
+        self._newest: Durable | None = None  # what a restart of the job gets, as far as is known
+
+    def add(self, save: InFlight) -> None:
+        """From now on its end is noted."""
+        self._recent[save.snapshot % SNAPSHOTS] = save
+        self._open.append(save)
+
+    def drop(self, save: InFlight) -> None:
+        """Its caller reports its end."""
+        if save in self._open:
+            self._open.remove(save)
+
+    def going(self) -> list[InFlight]:
+        """Those that have not ended."""
+        return [save for save in self._open if save.state not in FINAL]
+
+    def before(self, number: int) -> InFlight | None:
+        """The save whose entry in the page the snapshot `number` is about to get."""
+        return self._recent.get(number % SNAPSHOTS)
+
+    def release(self, save: InFlight) -> None:
+        """Its entry is used again, or its link is about to be closed."""
+        self.note_saved(saved(save, 0, everywhere=True))
+        save.settle()
+        if self._recent.get(save.snapshot % SNAPSHOTS) is save:
+            del self._recent[save.snapshot % SNAPSHOTS]
+
+    def look(self) -> list[tuple[InFlight, Phase]]:
+        """How far those have come whose end is not noted."""
+        return [(save, save.phase) for save in self._open]
+
+    def note(self, save: InFlight, phase: Phase) -> Phase:
+        """Takes note of a phase that `look` found, and reports an end when its reason is known.
+        Returns the phase that was noted before."""
+        before, save.noted = save.noted, phase
+        if phase in SAFE and before not in SAFE:
+            self._failures.durable(save.step, save.requested_ns)
+        if phase is Phase.SUPERSEDED or (phase is Phase.SKIPPED and self._skips):
+            if phase is Phase.SUPERSEDED:
+                save.ask()  # by which one: nobody can ask a daemon that has ended
+            self.drop(save)
+        elif phase in EXPLAINED:
+            if SHOWN[phase] in NOT_SAVED and SHOWN[before] not in NOT_SAVED:
+                self._failures.failed(save)
+            self._explain(save)
+        elif phase in SAFE and not self._may_become_global(save):
+            self.drop(save)
+        return before
+
+    def _may_become_global(self, save: InFlight) -> bool:
+        alone = save.connection is None or save.connection.saves_alone
+        return not alone and save.noted is Phase.DURABLE and self.before(save.snapshot) is save
+
+    def _explain(self, save: InFlight) -> None:
+        save.ask()
+        reason, now = save.known_reason, save.phase
+        if reason is None:
+            return  # until the answer has come
+        if now is not Phase.UNKNOWN:  # until another daemon has said what became of it
+            self.drop(save)
+        if now not in REPORTED and SHOWN[now] in WORDS:  # not superseded meanwhile
+            self._failures.failed_later(save.step, reason, SHOWN[now])
+
+    def explain_all(self) -> None:
+        """The last time that the daemon can be asked for a reason."""
+        for save in (*self._open, *self._recent.values()):
+            _ = save.reason
+        for save, phase in self.look():
+            self.note(save, phase)
+
+    def find_out(self, connection: Connection) -> None:
+        """What became of saves that an earlier daemon had copied."""
+        for save in self._open:
+            if save.phase is Phase.UNKNOWN:
+                save.find_out(connection)
+
+    def restored(self, restored: Durable, newest: Durable | None) -> None:
+        """Training continues from that checkpoint, which is named if it was reported as failed.
+        `newest`: what a restart gets."""
+        self.note_saved(newest)
+        self._failures.durable(restored.step, time.monotonic_ns())
+        for save in (*self._open, *self._recent.values()):
+            if save.sequence == restored.sequence:
+                save.found_durable()
+
+    def release_all(self) -> None:
+        """The link has ended, or is about to be closed."""
+        for save in list(self._recent.values()):
+            self.release(save)
+
+    def forget(self) -> None:
+        """What a closed link had is noted, but for reasons and for what another daemon knows."""
+        self._recent.clear()
+        self._open = [save for save in self._open if save.state in NOT_SAVED][-SNAPSHOTS:]
+
+    def note_saved(self, found: Durable | None) -> None:
+        """It is durable on all ranks; `flush` returns the newest one."""
+        if found is not None and (self._newest is None or found.sequence > self._newest.sequence):
+            self._newest = found
+
+    def known(self) -> Durable | None:
+        """What `flush` returns when nothing else becomes durable. Changes nothing, and may come in
+        the middle of every other call."""
+        all_saved = [saved(one, 0, everywhere=True) for one in list(self._recent.values())]
+        return max((one for one in (self._newest, *all_saved) if one is not None), default=None)
+
+    def wait_saved(self, limit_s: float, *, everywhere: bool) -> None:
+        """Returns when the newest one is durable, or with `everywhere` on all ranks; when it fails,
+        the one before."""
+        deadline = time.monotonic() + limit_s
+        found = None
+        for save in sorted(self._recent.values(), key=_NUMBER, reverse=True):
+            # Older ones end by themselves when a newer one is durable.
+            left_s = max(0.0, deadline - time.monotonic())
+            durable = saved(save, left_s, everywhere=everywhere and not found)
+            found = found or durable
+            self.note_saved(saved(save, 0, everywhere=True))
+
+    @property
+    def newest(self) -> Durable | None:
+        """What a restart of the job gets, as far as is known."""
+        return self._newest

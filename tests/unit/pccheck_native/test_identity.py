@@ -1,0 +1,26 @@
+"""Which stored checkpoint it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from pccheck_native.identity import UNKNOWN, CheckpointId
+
+STORED = CheckpointId(7, "job", 1, 9, -4, 3, bytes(range(16)), 2, b"\xff" * 16)
+
+
+@pytest.mark.parametrize("one", [STORED, STORED._replace(start=UNKNOWN, digest=b"")])
+def test_a_document_gives_the_identity_back(one: CheckpointId) -> None:
+    document = one.document()
+    assert CheckpointId.of_document(document | {"more": 1}) == one
+    assert document["start"] == ("000102030405060708090a0b0c0d0e0f" if any(one.start) else None)
+
+
+def test_another_start_with_the_same_number_is_another_checkpoint() -> None:
+    assert STORED._replace(start=bytes(range(1, 17))) != STORED
+
+
+@pytest.mark.parametrize("bad", [{}, STORED.document() | {"start": "no digits"}])
+def test_what_is_no_document_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        CheckpointId.of_document(bad)
