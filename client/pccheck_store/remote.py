@@ -18,9 +18,9 @@ from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError
 from pccheck_wire.messages import Answer, Hello, Open, Opened, Part, RequestBody, Role
 
 from .documents import Document, rows, text, whole
-from .errors import damaged, lacking, recycled, unreadable
-from .loads import DaemonPayloads
 from .observer import Observer
+from .reading.errors import damaged, lacking, recycled, unreadable
+from .reading.loads import DaemonPayloads
 
 
 class DaemonSource:
