@@ -86,6 +86,11 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     """A row of the list. The place of the tree is unknown until the checkpoint is opened."""
     names = ("pinned", "protected", "damaged")
     flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
+    marks = item.get("marks")
+    flags |= sum(
+        flag for n, flag in catalog.MARKS.items() if isinstance(marks, list) and n in marks
+    )
+    flags |= _core.SLOT_IMAGE if item.get("kind") == "image" else 0
     return catalog.Checkpoint(
         CheckpointId.of_document(item), whole(item, "payload_bytes"), tree_offset=0, tree_bytes=0,
         wall_ns=whole(item, "wall_ns"), flags=flags, slot=0, volume_path=Path(text(item, "volume")),

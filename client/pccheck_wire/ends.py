@@ -20,7 +20,7 @@ _CLIENT = 1 << 15
 
 class Cause(enum.IntEnum):
     """A number of 16 bits, with reason and hint. In a reason `{n}` is the argument, `{high}` and
-    `{low}` are its halves of 32 bits. The first three are the native core's (`enum pcc_cause`);
+    `{low}` are its halves of 32 bits. Those of `enum pcc_cause` are the native core's, too;
     those from _CLIENT on never stand in the page: the client itself ended the checkpoint."""
 
     def __new__(cls, number: int, reason: str = "", hint: str = "") -> Cause:
@@ -39,18 +39,12 @@ class Cause(enum.IntEnum):
     REPLACED_ON_ALL = 4, "a newer checkpoint became global first"
     ENDED_BEFORE = 5, "the trainer ended, or pccheckd stopped, before the checkpoint began"
     STOPPING = 6, "the daemon is stopping"
-    BAD_REQUEST = 7, "its request is not valid", SAME_VERSION_HINT
-    REQUEST_LOST = (
-        8, "its request did not reach pccheckd: the process that receives it had ended",
-        "see pccheckd's log",
-    )  # fmt: skip
     FENCED = (
         9, "a newer start of this job is running, so checkpoints of this process are not saved",
         "end this process if it is a leftover; otherwise call restore(), which loads the state of "
         "the newest start. A live start with another launch id or number of ranks must end first",
     )  # fmt: skip
     NO_ROOM = 10, "no space was registered for it"
-    QUEUE_FULL = 11, "more than {n} checkpoints wait"
     SLOTS_BUSY = 12, "every slot was busy", 'on_busy="wait" waits'
     SLOTS_LATE = (
         13, "every slot is in use; a slot becomes free when rank {n} saves the checkpoints that "
@@ -76,6 +70,13 @@ class Cause(enum.IntEnum):
     RANK_NEVER = 20, f"rank {{n}} did not ask for this checkpoint, {NONE_KEEPS}"
     RANK_DROPPED = 21, f"another rank no longer has this checkpoint, {NONE_KEEPS}"
     INTERNAL = 22, "an internal error of the daemon", "see the daemon's log"
+    BAD_TREE = 23, "the tree does not lie in the payload", SAME_VERSION_HINT
+    BAD_TYPES = 24, "the table of types does not lie in the payload", SAME_VERSION_HINT
+    BAD_LEVEL = (
+        25, "this pccheckd saves to the disk only, and not to level {n}", SAME_VERSION_HINT
+    )  # fmt: skip
+    BAD_KIND = 26, "this pccheckd saves tensors only, and not kind {n}", SAME_VERSION_HINT
+    BAD_FLAGS = 27, "it sets flags that this pccheckd does not know ({n})", SAME_VERSION_HINT
 
     INTERRUPTED = (_CLIENT + 1, "abandoned: this process was interrupted before it was copied")
     RUN_ENDED = _CLIENT + 2, "abandoned: the run ended before it was copied"

@@ -132,7 +132,7 @@ class Engine:
         for threads in self._pools():
             threads.begin()
         self.room.start()
-        self._loop.add_reader(self._events.fileno(), self._deliver)
+        self._loop.add_reader(self._events.fileno(), self.deliver)
         self.driver.start()
 
     async def close_gpus(self) -> None:
@@ -216,7 +216,8 @@ class Engine:
     def forget_channel(self, number: int) -> None:
         self._listeners.pop(number, None)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Passes on what the core has reported."""
         for event in self._events.take():
             listener = self._listeners.get(event.channel)
             if listener is None:

@@ -142,7 +142,7 @@ class Sessions:
         self.engine, self.config = registry.engine, registry.config
         self.registry = registry
         self.control = control
-        self.draining = False  # the daemon stops: no session and no checkpoint begins
+        self.draining = False  #: the daemon stops: no session and no checkpoint begins
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
@@ -164,6 +164,12 @@ class Sessions:
         return Case(
             self.engine.driver.state, os.geteuid(), session.uid, visible=bool(session.kernel_pid)
         )
+
+    def drain(self) -> None:
+        """The daemon stops: what is copied becomes durable."""
+        self.draining = True
+        for tenant in self.registry.tenants():
+            tenant.queue.stop()
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
@@ -369,12 +375,6 @@ class Sessions:
             return
         tenant, sequence = session.loads.pop(event.id)
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
-
-    def interrupted(self, uid: int) -> None:
-        """Requests of this uid may have been lost on their way."""
-        for session in self._sessions.values():
-            if session.uid == uid and session.role is Role.TRAINER and session.tenant is not None:
-                session.tenant.refuse_lost()
 
     async def _after_load(
         self, session: Session, tenant: Tenant, sequence: int, *, problem: str

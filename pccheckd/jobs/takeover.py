@@ -105,7 +105,7 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
     for found in await tenant.engine.call(
         tenant.key.uid, port.channel.bind, item.volume, state.descriptor.fd, state.id
     ):
-        sequence, step, incarnation, payload, tree_offset, tree_bytes, world_size, why = found
+        sequence, step, incarnation, payload, _, _, world_size, why = found
         outcomes.append((sequence, step, why))
         ledger.passed(sequence)
         tenant.group.passed(sequence)
@@ -113,7 +113,7 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
             continue
         ledger.inherit(Checkpoint(
             session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
-            tree_offset=tree_offset, tree_bytes=tree_bytes, skip_when_busy=False,
+            skip_when_busy=False,
             incarnation=incarnation, world_size=world_size, sequence=sequence,
             requested_ns=time.monotonic_ns(),
         ))  # fmt: skip

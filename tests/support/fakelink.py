@@ -27,6 +27,7 @@ class FakeLink:
         self.read: set[int] = set()
         self.provisional: set[int] = set()
         self.offered: dict[int, int] = {}
+        self.requests: list[SimpleNamespace] = []  # what the daemon is asked for
         self.unholdable: set[int] = set()
         self.cannot_pull = ""
         self.holds = True
@@ -50,9 +51,10 @@ class FakeLink:
 
     def submit(
         self, snapshot: int, ranges: bytes, volatile: bytes, data: bytes, offset: int,
-        device_ranges: bytes = b"", *, pulled_bytes: int = 0, pulled_devices: int = 0,
-        provisional: bool = False, offered_bytes: int = 0,
+        device_ranges: bytes = b"", pulled_bytes: int = 0, pulled_devices: int = 0, *,
+        provisional: bool = False, offered_bytes: int = 0, **request: Any,
     ) -> None:  # fmt: skip
+        self.requests.append(SimpleNamespace(snapshot=snapshot, **request))
         self.offered[snapshot] = offered_bytes
         self._note(
             "submit", snapshot, ranges, volatile, device_ranges, pulled_bytes, pulled_devices

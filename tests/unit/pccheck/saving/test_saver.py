@@ -27,7 +27,7 @@ from pccheck_wire.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Begin, Expose
+from pccheck_wire.messages import Expose
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices
 
@@ -52,6 +52,7 @@ class Kit:
         self.optimizer.step()  # from then on its hook is trusted
         self.link.calls.clear()  # memory was exposed ahead, as a snapshot without staging needs it
         self.connection.sent.clear()
+        self.link.requests.clear()
 
     def checkpoint(self) -> Checkpoint:
         self.step += 1
@@ -71,8 +72,8 @@ class Kit:
         assert (state is CheckpointState.COPIED) == bool(copied)
         return bool(copied)
 
-    def begun(self) -> list[Begin]:
-        return [body for body in self.connection.sent if isinstance(body, Begin)]
+    def begun(self) -> list[Any]:
+        return self.link.requests
 
     def submitted(self) -> tuple[Any, ...]:
         return self.link.named("submit")[-1]
@@ -95,7 +96,7 @@ def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
     names = [call[0] for call in kit.link.calls]
     assert names == ["staging", "expose", "request", "stage", "mark", "submit"]
     kinds = [type(body) for body in kit.connection.sent]
-    assert kinds == [Expose, tuple, Begin]  # exposed before memory is made
+    assert kinds == [Expose, tuple]  # exposed before memory is made
     assert kit.begun()[0].map == 2
     _, number, _, _, device_ranges, pulled, mask = kit.submitted()
     assert (number, device_ranges, pulled, mask) == (1, b"", 4096, 1)
@@ -266,11 +267,11 @@ def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
 def test_a_checkpoint_that_the_daemon_was_not_told_of_counts_once(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_body: object) -> None:
+    def full(*_: object, **_named: object) -> None:
         raise WaitTimeoutError("the daemon accepts no more requests")
 
     with monkeypatch.context() as patch, pytest.warns(PccheckWarning, match="no more requests"):
-        patch.setattr(kit.connection, "post", full)
+        patch.setattr(kit.link, "submit", full)
         assert kit.checkpoint().state is CheckpointState.FAILED
     assert kit.link.calls[-1] == ("abandon", 1)
     kit.client.flush(0)  # notes how earlier ones ended

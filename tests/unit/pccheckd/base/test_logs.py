@@ -32,7 +32,7 @@ TIMES = {
 
 def checkpoint(state: State = State.DURABLE, **changes: object) -> Checkpoint:
     made = Checkpoint(
-        session=1, snapshot=4, step=100, payload_bytes=3 << 20, tree_offset=0, tree_bytes=1,
+        session=1, snapshot=4, step=100, payload_bytes=3 << 20,
         skip_when_busy=False, incarnation=2, world_size=1, requested_ns=10 * S,
     )  # fmt: skip
     made.state, made.sequence, made.slot, made.times_ns = state, 9, 1, dict(TIMES)

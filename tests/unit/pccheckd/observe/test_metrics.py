@@ -24,7 +24,7 @@ DEPLOY = Path(__file__).parents[4] / "deploy"
 
 def checkpoint(state: State = State.DURABLE, **changes: object) -> Checkpoint:
     made = Checkpoint(
-        session=1, snapshot=4, step=100, payload_bytes=4096, tree_offset=0, tree_bytes=1,
+        session=1, snapshot=4, step=100, payload_bytes=4096,
         skip_when_busy=False, incarnation=2, world_size=1, requested_ns=1_000_000_000,
     )  # fmt: skip
     made.state = state
