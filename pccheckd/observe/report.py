@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
-from pccheck_native import _core, catalog
+from pccheck_native import catalog
 from pccheck_native.identity import hexadecimal
 from pccheck_native.transfer import Case, offered
 from pccheck_wire.basics import plural
@@ -71,7 +71,7 @@ async def status(
             "budget_bytes": budget, "used_bytes": used, "pinned_bytes": pinned_bytes(registry),
         },
         "kept": _kept(engine, left, dropped),
-        "gpus": [_gpu(gpu) for gpu in engine.driver.info()],
+        "gpus": [gpu._asdict() | {"uuid": gpu_uuid(gpu.uuid)} for gpu in engine.driver.info()],
         "storage": _storage(config, await engine.room.fresh()),
         "users": [
             {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
@@ -175,14 +175,8 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
 
 
 def _worth_showing(tenant: Tenant) -> bool:
-    if tenant.owner is not None or tenant.refused is not None:
-        return True
-    return bool(tenant.volumes.open) or bool(tenant.ledger.checkpoints)
-
-
-def _gpu(gpu: _core.GpuInfo) -> Document:
-    """A GPU that trainers have exposed memory of; counted since the daemon started."""
-    return {**gpu._asdict(), "uuid": gpu_uuid(gpu.uuid)}
+    has_run = tenant.owner is not None or tenant.refused is not None
+    return has_run or bool(tenant.volumes.open or tenant.ledger.checkpoints)
 
 
 def gpu_uuid(raw: bytes) -> str:

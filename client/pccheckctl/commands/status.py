@@ -166,7 +166,7 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
     columns["rank"] = [rank.get("rank") for rank in ranks]
     if served:
         if any(troubles := [_trouble(rank) for rank in ranks]):
-            columns["trouble"] = troubles
+            columns["trouble"] = [*troubles]
         columns["pid"] = [rank.get("pid") for rank in ranks]
     columns["run"] = [rank.get("incarnation") for rank in ranks]
     newest = [part(rank, "newest") for rank in ranks]
