@@ -71,9 +71,7 @@ class SlotEntry(NamedTuple):
 class ManifestNotes(NamedTuple):
     """What a checkpoint's manifest says and its SlotEntry does not."""
 
-    base: int  # with descents and row: its name within its start (names.py)
-    descents: int
-    row: int
+    name: tuple[int, int, int]  # base, descents and row of its name within its start (names.py)
     base_volume: bytes  # the volume of its base, 16 bytes; zeros: its own
     statistics: tuple[int, int]  # offset and bytes within the payload; (0, 0): none
     dtypes: tuple[int, int]

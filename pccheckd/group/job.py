@@ -132,7 +132,7 @@ class Job:
     def standing(self) -> Standing | None:
         """How its ranks stand together; None for a job of one rank, or one that saved nothing."""
         known, limit_s = self.decisions.known(), self._config.stall_limit_s
-        return explain.standing(self.members, known, self.lateness, limit_s)
+        return explain.standing(self.members, known, self.newest_common, self.lateness, limit_s)
 
     # -- what a rank asks (tenancy/group.py) ---------------------------------------------------
 
