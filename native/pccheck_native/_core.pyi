@@ -362,7 +362,7 @@ class Channel:
     def refuse(
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,
-    ) -> bool: ...  # fmt: skip -- whether it was not copied yet
+    ) -> bool: ...  # fmt: skip
     def set_outcome(
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,

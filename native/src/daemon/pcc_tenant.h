@@ -24,13 +24,13 @@
 
 enum pcc_event_kind {
     PCC_EVENT_REQUESTED = 1, /* with an error it has ended, and `fault` says why */
-    PCC_EVENT_BEGUN,      /* it has a lane and a slot, and is being copied; sequence 0: the loop
-                             numbers it */
-    PCC_EVENT_WAITS,      /* the first of the queue, for `error`: nothing ends that by itself */
-    PCC_EVENT_REFUSED,    /* the queue has ended it for `error`. NO_LANE: skipped; ABORTED: the
-                             client has abandoned it; ENOTCONN: the session has ended */
-    PCC_EVENT_COPIED, /* the snapshot is complete in our memory and the word says COPIED */
-    PCC_EVENT_WRITING,    /* its first chunk went to the disk; comes after COPIED */
+    PCC_EVENT_BEGUN,         /* it has a lane and a slot, and is being copied; sequence 0: the loop
+                                numbers it */
+    PCC_EVENT_WAITS,         /* the first of the queue, for `error`: nothing ends that by itself */
+    PCC_EVENT_REFUSED,       /* the queue has ended it for `error`. NO_LANE: skipped; ABORTED: the
+                                client has abandoned it; ENOTCONN: the session has ended */
+    PCC_EVENT_COPIED,        /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_WRITING,       /* its first chunk went to the disk; comes after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
     PCC_EVENT_GIVEN_UP,   /* by the group of ranks */

@@ -142,8 +142,7 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
-    bool complete =
-        save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
+    bool complete = save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
 
     for (uint32_t i = 0; i < PCC_SOURCES; i++)
         complete = complete && save->sources[i].judged == save->sources[i].parts;
