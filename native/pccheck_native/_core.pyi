@@ -358,16 +358,9 @@ class Channel:
     def retry(self) -> None: ...  # a slot may be free: the first of the queue tries again
     # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
     def refuse(
-        self,
-        snapshot: int,
-        outcome: int,
-        sequence: int = 0,
-        newer: int = 0,
-        *,
-        cause: int = 0,
-        error: int = 0,
-        argument: int = 0,
-    ) -> bool: ...  # fmt: skip -- whether it was not copied yet
+        self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
+        error: int = 0, argument: int = 0,
+    ) -> bool: ...  # fmt: skip
     def set_outcome(
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,

@@ -184,7 +184,7 @@ def test_a_request_of_many_small_items_is_refused_before_they_are_built(
 
 
 def test_the_largest_request_is_within_the_limits() -> None:
-    assert len(dataclasses.fields(messages.Begin)) < packing.REQUEST_ITEMS_MAX
+    assert len(dataclasses.fields(messages.Register)) < packing.REQUEST_ITEMS_MAX
     assert len(dataclasses.fields(messages.Hello)) < packing.REQUEST_ITEMS_MAX
     pieces = [b"x" * codec.PIECE_BYTES] * codec.PIECES_MAX
     codec.decode(
