@@ -1,6 +1,7 @@
 /* The drain thread, which reads the client's messages (the ring to_daemon), and the callbacks of
  * the savers. Every message is checked against the tenant's own table before it has any effect. */
 #include <string.h>
+#include <unistd.h>
 
 #include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
@@ -414,7 +415,8 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
         .newer = result->newer,
         .reason = {.cause = causes[result->end],
                    .stage = (uint16_t)result->stage,
-                   .error = result->error},
+                   .error = result->error,
+                   .argument = geteuid()},
     };
 
     pcc_tenant_outcome(tenant, save->snapshot, &end);

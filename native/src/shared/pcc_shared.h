@@ -78,7 +78,7 @@ struct pcc_reason {
     uint16_t cause;    /* enum pcc_cause, or the daemon's */
     uint16_t stage;    /* enum pcc_stage */
     int32_t error;     /* negative code; 0: none */
-    uint64_t argument; /* of the cause: a rank, a limit, a sequence */
+    uint64_t argument; /* of the cause: a rank, a limit, a sequence; of CODE the daemon's uid */
 };
 
 struct pcc_snapshot {
