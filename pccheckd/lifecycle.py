@@ -112,7 +112,7 @@ async def _serve(
         work = contextlib.AsyncExitStack()
         work.push_async_callback(engine.close_gpus)
         work.push_async_callback(registry.close)
-        control.serve(handlers.answer, sessions.interrupted)
+        control.serve(handlers.answer)
         work.push_async_callback(control.close)
         for part in (
             registry.memory,
@@ -136,7 +136,7 @@ async def _serve(
                 leaving.cancel()
                 notifier.send("STOPPING=1")
         LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
-        sessions.draining = True
+        sessions.drain()
         if not await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s)):
             if unfinished := registry.in_flight():
                 LOG.error("stopped with %d checkpoints that are not durable", unfinished)

@@ -7,8 +7,8 @@ done = client.restore()
 client.checkpoint(step=step)
 """
 
-from pccheck_store.errors import RecycledError
 from pccheck_store.jobs import Stored, StoredRank
+from pccheck_store.reading.errors import RecycledError
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,

@@ -11,7 +11,7 @@ from pccheck.restoring.opened import OpenCheckpoint
 from pccheck_native import catalog
 from pccheck_store.directory import which
 from pccheck_store.jobs import Stored, checkpoints_of, find_source
-from pccheck_store.state_reader import open_chosen
+from pccheck_store.reading.state_reader import open_chosen
 from pccheck_wire.basics import did_you_mean, some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 

@@ -29,7 +29,7 @@ from .ranks import add_stored
 if TYPE_CHECKING:
     from pccheck_native.subset import Subset
 
-    from .files import FilePayloads
+    from .reading.files import FilePayloads
 
 _WHY = {
     "NOT_A_VOLUME": "it has no valid commit record",
@@ -100,7 +100,7 @@ class Storage:
         return found
 
     def open(self, parts: Sequence[catalog.Checkpoint]) -> FilePayloads:
-        from .files import FilePayloads  # the tree's classes are not needed to list
+        from .reading.files import FilePayloads  # the tree's classes are not needed to list
 
         return FilePayloads(parts)
 

@@ -17,8 +17,8 @@ from pccheck_wire.errors import UsageError
 
 from .jobs import Stored, checkpoints_of, find_source
 from .part_file import PartFile, parts_of
-from .source import Source
-from .state_reader import StateReader, open_chosen
+from .reading.source import Source
+from .reading.state_reader import StateReader, open_chosen
 
 NEWEST = "newest"  #: in the place of a step
 ENDING = ".safetensors"

@@ -13,8 +13,8 @@ from pccheck_wire.errors import DaemonUnreachableError, UsageError
 
 from .directory import Storage, any_of_job
 from .observer import Observer, private_daemon
+from .reading.source import Source
 from .remote import DaemonSource
-from .source import Source
 
 
 class StoredRank(NamedTuple):

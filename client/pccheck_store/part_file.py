@@ -12,8 +12,8 @@ from pccheck_wire import tree
 from pccheck_wire.errors import UsageError
 
 from . import selection
+from .reading.state_reader import StateReader
 from .safetensors_layout import Piece, header_of, metadata_of, pieces_of, read_strided
-from .state_reader import StateReader
 
 WHOLE = "state"  #: the name of all, when tensors lie beside the parts
 

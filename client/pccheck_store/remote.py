@@ -18,9 +18,9 @@ from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError
 from pccheck_wire.messages import Answer, Hello, Open, Opened, Part, RequestBody, Role
 
 from .documents import Document, rows, text, whole
-from .errors import damaged, lacking, recycled, unreadable
-from .loads import DaemonPayloads
 from .observer import Observer
+from .reading.errors import damaged, lacking, recycled, unreadable
+from .reading.loads import DaemonPayloads
 
 
 class DaemonSource:
@@ -86,6 +86,11 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
     """A row of the list. The place of the tree is unknown until the checkpoint is opened."""
     names = ("pinned", "protected", "damaged")
     flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
+    marks = item.get("marks")
+    flags |= sum(
+        flag for n, flag in catalog.MARKS.items() if isinstance(marks, list) and n in marks
+    )
+    flags |= _core.SLOT_IMAGE if item.get("kind") == "image" else 0
     return catalog.Checkpoint(
         CheckpointId.of_document(item), whole(item, "payload_bytes"), tree_offset=0, tree_bytes=0,
         wall_ns=whole(item, "wall_ns"), flags=flags, slot=0, volume_path=Path(text(item, "volume")),

@@ -19,8 +19,8 @@ from pccheck_wire import parts, tree
 from pccheck_wire.errors import PccheckError
 
 from .documents import as_json
+from .reading.state_reader import StateReader
 from .selection import as_tensor, contiguous_strides
-from .state_reader import StateReader
 
 INDEX = ".safetensors.index.json"  #: the ending of an index of several files
 HEADER_BYTES_MAX = 100_000_000

@@ -20,7 +20,7 @@ _CLIENT = 1 << 15
 
 class Cause(enum.IntEnum):
     """A number of 16 bits, with reason and hint. In a reason `{n}` is the argument, `{high}` and
-    `{low}` are its halves of 32 bits. The first three are the native core's (`enum pcc_cause`);
+    `{low}` are its halves of 32 bits. Those of `enum pcc_cause` are the native core's, too;
     those from _CLIENT on never stand in the page: the client itself ended the checkpoint."""
 
     def __new__(cls, number: int, reason: str = "", hint: str = "") -> Cause:
@@ -39,18 +39,12 @@ class Cause(enum.IntEnum):
     REPLACED_ON_ALL = 4, "a newer checkpoint became global first"
     ENDED_BEFORE = 5, "the trainer ended, or pccheckd stopped, before the checkpoint began"
     STOPPING = 6, "the daemon is stopping"
-    BAD_REQUEST = 7, "its request is not valid", SAME_VERSION_HINT
-    REQUEST_LOST = (
-        8, "its request did not reach pccheckd: the process that receives it had ended",
-        "see pccheckd's log",
-    )  # fmt: skip
     FENCED = (
         9, "a newer start of this job is running, so checkpoints of this process are not saved",
         "end this process if it is a leftover; otherwise call restore(), which loads the state of "
         "the newest start. A live start with another launch id or number of ranks must end first",
     )  # fmt: skip
     NO_ROOM = 10, "no space was registered for it"
-    QUEUE_FULL = 11, "more than {n} checkpoints wait"
     SLOTS_BUSY = 12, "every slot was busy", 'on_busy="wait" waits'
     SLOTS_LATE = (
         13, "every slot is in use; a slot becomes free when rank {n} saves the checkpoints that "
@@ -76,6 +70,13 @@ class Cause(enum.IntEnum):
     RANK_NEVER = 20, f"rank {{n}} did not ask for this checkpoint, {NONE_KEEPS}"
     RANK_DROPPED = 21, f"another rank no longer has this checkpoint, {NONE_KEEPS}"
     INTERNAL = 22, "an internal error of the daemon", "see the daemon's log"
+    BAD_TREE = 23, "the tree does not lie in the payload", SAME_VERSION_HINT
+    BAD_TYPES = 24, "the table of types does not lie in the payload", SAME_VERSION_HINT
+    BAD_LEVEL = (
+        25, "this pccheckd saves to the disk only, and not to level {n}", SAME_VERSION_HINT
+    )  # fmt: skip
+    BAD_KIND = 26, "this pccheckd saves tensors only, and not kind {n}", SAME_VERSION_HINT
+    BAD_FLAGS = 27, "it sets flags that this pccheckd does not know ({n})", SAME_VERSION_HINT
 
     INTERRUPTED = (_CLIENT + 1, "abandoned: this process was interrupted before it was copied")
     RUN_ENDED = _CLIENT + 2, "abandoned: the run ended before it was copied"
@@ -112,7 +113,7 @@ class Why(NamedTuple):
     """Why a checkpoint ended so, as the page has it; `words` and `hint` are of DESCRIBED."""
 
     cause: int = Cause.CODE
-    argument: float = 0  # of the cause: a rank, a limit, a sequence
+    argument: float = 0  # of the cause: a rank, a limit, a sequence; of CODE the daemon's uid
     stage: str = ""  # of a failure: begin, copy, base, write, flush, publish
     code: str = ""  # its name: "EIO", "NO_SLOT"
     number: int = 0  # of the code: negative, as the page has it
@@ -195,7 +196,7 @@ def sentence(why: Why) -> Sentence:
     if why.words:
         return Sentence(why.words, why.hint, asks=False)
     if why.cause == Cause.CODE and why.stage:
-        return _of_code(why.stage, why.code)
+        return _of_code(why.stage, why.code, int(why.argument))
     try:
         cause = Cause(why.cause)
     except ValueError:  # a newer daemon's
@@ -205,12 +206,12 @@ def sentence(why: Why) -> Sentence:
     return Sentence(reason, cause.hint, asks=not reason or cause in _ASKS)
 
 
-def _of_code(stage: str, code: str) -> Sentence:
+def _of_code(stage: str, code: str, uid: int) -> Sentence:
     for key in ((stage, code), (stage, ""), ("", code)):
         if key in _BY_CODE:
             reason, hint = _BY_CODE[key]
             return Sentence(reason.format(stage=stage), hint, asks=False)
-    fix = fix_of(getattr(errno, code, 0)) or CHECK_DISK
+    fix = fix_of(getattr(errno, code, 0), uid) or CHECK_DISK
     return Sentence(f"{stage}: {code}", fix, asks=stage == "begin")
 
 
@@ -220,11 +221,11 @@ def continues_not(code: str) -> str:
     return _NOT_CONTINUED.get(code, code)
 
 
-def fix_of(number: int, owner: str = "its uid") -> str:
-    """What to do about an error of the kernel that concerns a file; "" for an unknown one. `owner`:
-    the uid that pccheckd runs as."""
+def fix_of(number: int, uid: int) -> str:
+    """What to do about an error of the kernel that concerns a file; "" for an unknown one. `uid`:
+    the one that pccheckd runs as."""
     if number in (errno.EACCES, errno.EPERM):
-        to = f"pccheckd's user: chown {owner}, chmod u+rwX"
+        to = f"pccheckd's user: chown {uid}, chmod u+rwX"
         flag = "; if lsattr shows i or a: chattr -i -a" if number == errno.EPERM else ""
         return f"give it, and the directories above it, to {to}{flag}"
     if number == errno.EROFS:

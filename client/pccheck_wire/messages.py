@@ -205,40 +205,6 @@ class Chose(Message):
     reason: str
 
 
-@message("begin")
-class Begin(Message):
-    """Requests admission of a snapshot whose word is REQUESTED. The word is the answer."""
-
-    snapshot: int
-    step: int
-    payload_bytes: int
-    tree_offset: int
-    tree_bytes: int
-    on_busy: str = "wait"  # or "skip"
-    map: int = 0  # the exposure that the daemon pulls the device part by; 0: none
-    #: When the gate first held the trainer since the previous Begin (CLOCK_MONOTONIC), and for how
-    #: long in total; for metrics and traces.
-    held_at_ns: int = 0
-    held_ns: int = 0
-    #: With `step` the name of this checkpoint, the same on every rank of a group: the sequence that
-    #: was restored last in this start (0: none) with its `Restored.turn`, how often the step has
-    #: gone down since then, and how often the step was repeated directly.
-    base: int = 0
-    turn: int = 0
-    descents: int = 0
-    row: int = 0
-    #: The bytes of the payload that are of tensors that do not train. Unless 0, the checkpoint may
-    #: refer to an earlier one, whose slot is then kept; checksums decide what is written again.
-    frozen_bytes: int = 0
-    #: If there is such an earlier one, whole chunks of the payload before this byte are offered by
-    #: their checksums, and copied only if these differ. `Link.submit` gets the same number.
-    offered_bytes: int = 0
-    interval: int = 0  # steps between checkpoints, as should_checkpoint() chose; 0: the script does
-    #: Of replicated state: a hash of the sizes of what is divided among the ranks. Ranks with
-    #: another one divide it in another way, and together store no whole. 0: nothing is divided.
-    division: int = 0
-
-
 @message("describe")
 class Describe(Message):
     """Why a snapshot is in its state. With `sequence`: what became of this rank's checkpoint of an
@@ -439,7 +405,7 @@ class Report(Message):
 
 
 RequestBody = (
-    Register | Expose | Chose | Begin | Describe | Open | Read | Restored | Pin | Goodbye | Status
+    Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Goodbye | Status
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.

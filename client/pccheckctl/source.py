@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from pccheck_store.directory import Storage
     from pccheck_store.observer import Observer
-    from pccheck_store.source import Source
+    from pccheck_store.reading.source import Source
 
 
 NAMED_MAX = 4

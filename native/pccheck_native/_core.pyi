@@ -71,9 +71,7 @@ class SlotEntry(NamedTuple):
 class ManifestNotes(NamedTuple):
     """What a checkpoint's manifest says and its SlotEntry does not."""
 
-    base: int  # with descents and row: its name within its start (names.py)
-    descents: int
-    row: int
+    name: tuple[int, int, int]  # base, descents and row of its name within its start (names.py)
     base_volume: bytes  # the volume of its base, 16 bytes; zeros: its own
     statistics: tuple[int, int]  # offset and bytes within the payload; (0, 0): none
     dtypes: tuple[int, int]
@@ -206,8 +204,32 @@ class SaveTimes(NamedTuple):
     durable: int
     ended: int
 
+class SaveRequest(NamedTuple):
+    """As struct pcc_request of pcc_shared.h."""
+
+    step: int
+    payload_bytes: int
+    tree_offset: int
+    tree_bytes: int
+    skip: bool  # on_busy
+    map: int
+    frozen_bytes: int
+    offered_bytes: int
+    held_at_ns: int
+    held_ns: int
+    base: int
+    turn: int
+    descents: int
+    row: int
+    interval: int
+    division: int
+    cause: int  # of pccheck_wire.ends, why the core has refused it; 0: it has not
+    argument: int
+
 class Event(NamedTuple):
-    kind: str  # copied writing durable superseded failed load_ended bad_peer detached
+    #: requested begun waits refused copied writing durable superseded failed load_ended bad_peer
+    #: detached
+    kind: str
     channel: int
     session: int
     id: int
@@ -220,6 +242,7 @@ class Event(NamedTuple):
     copied_bytes: int  # into DRAM, by the save that has ended
     written_bytes: int  # to the volume, by that save
     times: SaveTimes
+    request: SaveRequest | None  # of a "requested" one
 
 @final
 class Events:
@@ -319,27 +342,27 @@ class Channel:
         """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure
         before is gone either way."""
 
-    def begin(
+    def policy(
         self,
-        snapshot: int,
         *,
-        map: int = 0,
-        sequence: int = 0,  # above all that the volume has given out; 0: its next one
-        step: int,
-        incarnation: int,
-        world_size: int,
-        payload_bytes: int,
-        tree_offset: int,
-        tree_bytes: int,
-        frozen_bytes: int = 0,  # so much of it probably is as it was: may refer to a base
-        offered_bytes: int = 0,  # the number that the client gives to Link.submit
-    ) -> int: ...  # the sequence; NativeError NO_LANE NO_SLOT TOO_LARGE STOPPED ABORTED
+        held: bool = False,  # no save begins
+        numbers: bool = False,  # of a rank alone: a save takes the next sequence of its volume
+        incarnation: int = 0,
+        world_size: int = 1,
+        above: int = 0,  # sequences from now on are larger
+    ) -> None:
+        """What the queue needs to begin saves without a question."""
+
+    def noted(self) -> None: ...  # once for each "requested" event of the attached session
+    def number(
+        self, snapshot: int, sequence: int, incarnation: int, world_size: int
+    ) -> None: ...  # of a save that is asked for or being copied; OSError EINVAL: it is too low
+    def retry(self) -> None: ...  # a slot may be free: the first of the queue tries again
     # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
     def refuse(
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,
-    ) -> None: ...  # fmt: skip
-    def requested(self) -> list[int]: ...  # snapshots; the numbers are the client's
+    ) -> bool: ...  # fmt: skip
     def set_outcome(
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,
@@ -394,13 +417,26 @@ class Link:
         tail: _Packed,
         tail_offset: int,
         device_ranges: _Packed = b"",
-        *,
         pulled_bytes: int = 0,
         pulled_devices: int = 0,  # bit mask
+        *,
         provisional: bool = False,
         offered_bytes: int = 0,  # a prefix: copied only if it differs from the daemon's base
+        step: int = 0,  # this and what follows: the request, see struct pcc_request
+        skip: bool = False,
+        map: int = 0,
+        frozen_bytes: int = 0,
+        held_at_ns: int = 0,
+        held_ns: int = 0,
+        base: int = 0,
+        turn: int = 0,
+        descents: int = 0,
+        row: int = 0,
+        interval: int = 0,
+        division: int = 0,
     ) -> None:
-        """`provisional`: the daemon cannot vouch for it before confirm()."""
+        """Requests the snapshot and starts the copy. `provisional`: the daemon cannot vouch for it
+        before confirm()."""
     def device_open(self, device: int, /) -> str:
         """Readies a GPU for this link; "" or why the daemon cannot pull from it. NativeError
         NO_DRIVER, DEVICE."""

@@ -345,30 +345,45 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
 
 /* -- its checkpoints --------------------------------------------------------------------------- */
 
-static PyObject *channel_begin(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *channel_policy(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot",    "map",          "sequence",      "step",
-                            "incarnation", "world_size",   "payload_bytes", "tree_offset",
-                            "tree_bytes",  "frozen_bytes", "offered_bytes", NULL};
-    struct pcc_save_request request = {0};
-    uint64_t snapshot;
-    uint64_t map = 0;
-    long long step = 0;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$O&O&LO&O&O&O&O&O&O&:begin", names, pcc_py_u64, &snapshot, pcc_py_u64,
-            &map, pcc_py_u64, &request.sequence, &step, pcc_py_u64, &request.incarnation,
-            pcc_py_u32, &request.world_size, pcc_py_u64, &request.payload_bytes, pcc_py_u64,
-            &request.tree_offset_bytes, pcc_py_u64, &request.tree_bytes, pcc_py_u64,
-            &request.frozen_bytes, pcc_py_u64, &request.offered_bytes) ||
-        !pcc_py_require(kwargs, &names[3], 6))
+    static char *names[] = {"held", "numbers", "incarnation", "world_size", "above", NULL};
+    struct pcc_tenant_policy policy = {.world_size = 1};
+    int held = 0;
+    int numbers = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$ppO&O&O&:policy", names, &held, &numbers,
+                                     pcc_py_u64, &policy.incarnation, pcc_py_u32,
+                                     &policy.world_size, pcc_py_u64, &policy.above))
         return NULL;
-    request.tag = snapshot;
-    request.step = step;
-    uint64_t sequence = 0;
-    int result;
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                result = pcc_tenant_begin(channel, snapshot, map, &request, &sequence));
-    return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(sequence);
+    policy.held = held != 0;
+    policy.numbers = numbers != 0;
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_policy(channel, &policy));
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_noted(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_noted(channel));
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_number(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "sequence", "incarnation", "world_size", NULL};
+    uint64_t snapshot, sequence, incarnation;
+    uint32_t world_size;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:number", names, pcc_py_u64, &snapshot,
+                                     pcc_py_u64, &sequence, pcc_py_u64, &incarnation, pcc_py_u32,
+                                     &world_size))
+        return NULL;
+    PCC_PY_RETURN_DONE(struct pcc_tenant, channel,
+                       pcc_tenant_number(channel, snapshot, sequence, incarnation, world_size));
+}
+
+static PyObject *channel_retry(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_retry(channel));
+    Py_RETURN_NONE;
 }
 
 /* For O&. */
@@ -414,19 +429,7 @@ static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs
     struct pcc_tenant_end end;
     if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_refuse(channel, snapshot, &end));
-    Py_RETURN_NONE;
-}
-
-static PyObject *channel_requested(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    uint64_t snapshots[PCC_SNAPSHOTS];
-    uint32_t count;
-    PCC_PY_CALL(struct pcc_tenant, channel, count = pcc_tenant_requested(channel, snapshots));
-    PyObject *list = PyList_New(0);
-    for (uint32_t i = 0; list != NULL && i < count; i++)
-        pcc_py_append(&list, PyLong_FromUnsignedLongLong(snapshots[i]));
-    return list;
+    PCC_PY_RETURN_BOOL(struct pcc_tenant, channel, pcc_tenant_refuse(channel, snapshot, &end));
 }
 
 static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -469,9 +472,11 @@ static PyMethodDef methods[] = {
     {"release_memory", channel_release_memory, METH_NOARGS, NULL},
     {"rest", channel_rest, METH_O, NULL},
     PCC_PY_METHOD("expose", channel_expose),
-    PCC_PY_METHOD("begin", channel_begin),
+    PCC_PY_METHOD("policy", channel_policy),
+    {"noted", channel_noted, METH_NOARGS, NULL},
+    PCC_PY_METHOD("number", channel_number),
+    {"retry", channel_retry, METH_NOARGS, NULL},
     PCC_PY_METHOD("refuse", channel_refuse),
-    {"requested", channel_requested, METH_NOARGS, NULL},
     PCC_PY_METHOD("set_outcome", channel_set_outcome),
     PCC_PY_METHOD("load", channel_load),
     {"usage", channel_usage, METH_NOARGS, NULL},

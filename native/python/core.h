@@ -18,6 +18,7 @@ enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_MANIFEST_NOTES,
                      PCC_PY_SAVE_TIMES,
                      PCC_PY_EVENT,
+                     PCC_PY_SAVE_REQUEST,
                      PCC_PY_GPU_INFO,
                      PCC_PY_CHANNEL_USAGE,
                      PCC_PY_LINK_STATE,

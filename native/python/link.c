@@ -109,21 +109,42 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
                             "pulled_devices",
                             "provisional",
                             "offered_bytes",
+                            "step",
+                            "skip",
+                            "map",
+                            "frozen_bytes",
+                            "held_at_ns",
+                            "held_ns",
+                            "base",
+                            "turn",
+                            "descents",
+                            "row",
+                            "interval",
+                            "division",
                             NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
+    struct pcc_request *request = &submission.request;
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     struct pcc_py_ranges inline_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     struct pcc_py_ranges device_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     Py_buffer tail PCC_PY_OWNED(PyBuffer_Release) = {0};
     int provisional = 0;
+    int skip = 0;
+    long long step = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&y*O&|O&$O&O&pO&:submit", names, pcc_py_u64, &snapshot,
-            pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
+            args, kwargs, "O&O&O&y*O&|O&O&O&$pO&LpO&O&O&O&O&O&O&O&O&O&:submit", names, pcc_py_u64,
+            &snapshot, pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
             &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
             &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional,
-            pcc_py_u64, &submission.offered_bytes))
+            pcc_py_u64, &submission.offered_bytes, &step, &skip, pcc_py_u64, &request->map,
+            pcc_py_u64, &request->frozen_bytes, pcc_py_u64, &request->held_at_ns, pcc_py_u64,
+            &request->held_ns, pcc_py_u64, &request->base, pcc_py_u64, &request->turn, pcc_py_u64,
+            &request->descents, pcc_py_u64, &request->row, pcc_py_u64, &request->interval,
+            pcc_py_u64, &request->division))
         return NULL;
+    request->step = step;
+    request->flags = skip != 0 ? PCC_REQUEST_SKIP : 0;
     submission.provisional = provisional != 0;
     submission.ranges = ranges.items;
     submission.range_count = ranges.count;

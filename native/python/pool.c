@@ -95,6 +95,8 @@ static PyObject *events_fileno(PyObject *self, PyObject *Py_UNUSED(unused))
 }
 
 static const char *const kinds[] = {
+    [PCC_EVENT_REQUESTED] = "requested",   [PCC_EVENT_BEGUN] = "begun",
+    [PCC_EVENT_WAITS] = "waits",           [PCC_EVENT_REFUSED] = "refused",
     [PCC_EVENT_COPIED] = "copied",         [PCC_EVENT_WRITING] = "writing",
     [PCC_EVENT_DURABLE] = "durable",       [PCC_EVENT_SUPERSEDED] = "superseded",
     [PCC_EVENT_GIVEN_UP] = "given_up",     [PCC_EVENT_FAILED] = "failed",
@@ -102,22 +104,51 @@ static const char *const kinds[] = {
     [PCC_EVENT_DETACHED] = "detached",
 };
 
+static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event *event)
+{
+    const struct pcc_request *request = &event->requested.request;
+    const struct pcc_reason *fault = &event->requested.fault;
+    return pcc_py_result(
+        state, PCC_PY_SAVE_REQUEST,
+        Py_BuildValue("(LKKKNKKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
+                      request->tree_offset_bytes, request->tree_bytes,
+                      PyBool_FromLong(request->flags & PCC_REQUEST_SKIP), request->map,
+                      request->frozen_bytes, request->offered_bytes, request->held_at_ns,
+                      request->held_ns, request->base, request->turn, request->descents,
+                      request->row, request->interval, request->division,
+                      (unsigned int)fault->cause, fault->argument));
+}
+
+/* Of a save; zeros where the event has a request. */
+static PyObject *times_new(struct pcc_py_state *state, const struct pcc_event *event)
+{
+    static const struct pcc_save_times none;
+    const struct pcc_save_times *times = event->kind == PCC_EVENT_REQUESTED ? &none : &event->times;
+
+    return pcc_py_result(state, PCC_PY_SAVE_TIMES,
+                         Py_BuildValue("(KKKKKKK)", times->begin, times->first_write, times->sealed,
+                                       times->written, times->flushed, times->durable,
+                                       times->ended));
+}
+
 static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *event)
 {
-    const struct pcc_save_times *times = &event->times;
-    PyObject *when =
-        pcc_py_result(state, PCC_PY_SAVE_TIMES,
-                      Py_BuildValue("(KKKKKKK)", times->begin, times->first_write, times->sealed,
-                                    times->written, times->flushed, times->durable, times->ended));
+    PyObject *when = times_new(state, event);
     if (when == NULL)
         return NULL;
+    PyObject *request =
+        event->kind == PCC_EVENT_REQUESTED ? request_new(state, event) : Py_NewRef(Py_None);
+    if (request == NULL) {
+        Py_DECREF(when);
+        return NULL;
+    }
     return pcc_py_result(state, PCC_PY_EVENT,
-                         Py_BuildValue("(sKKKKIissIKKN)", kinds[event->kind], event->tenant,
+                         Py_BuildValue("(sKKKKIissIKKNN)", kinds[event->kind], event->tenant,
                                        event->session, event->id, event->sequence, event->slot,
                                        event->error,
                                        event->error ? pcc_error_name(event->error) : "",
                                        pcc_stage_name(event->stage), event->rehomed,
-                                       event->copied_bytes, event->written_bytes, when));
+                                       event->copied_bytes, event->written_bytes, when, request));
 }
 
 static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)

@@ -12,10 +12,14 @@ static const struct {
                             "payload_capacity volume_bytes record_number next_sequence "
                             "incarnation done stopped free_slots valid_replicas "
                             "repaired_replicas damaged_records record_lost start promise"},
-    [PCC_PY_MANIFEST_NOTES] = {"ManifestNotes", "base descents row base_volume statistics dtypes"},
+    [PCC_PY_MANIFEST_NOTES] = {"ManifestNotes", "name base_volume statistics dtypes"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
-                               "rehomed copied_bytes written_bytes times"},
+                               "rehomed copied_bytes written_bytes times request"},
+    [PCC_PY_SAVE_REQUEST] = {"SaveRequest",
+                             "step payload_bytes tree_offset tree_bytes skip map frozen_bytes "
+                             "offered_bytes held_at_ns held_ns base turn descents row interval "
+                             "division cause argument"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
         {"ChannelUsage",

@@ -293,7 +293,7 @@ static PyObject *volume_notes(PyObject *self, PyObject *number)
     LOAD_OPEN(load, sequence);
     const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_MANIFEST_NOTES,
-                         Py_BuildValue("(KKKy#(KK)(KK))", notes->name_base, notes->name_descents,
+                         Py_BuildValue("((KKK)y#(KK)(KK))", notes->name_base, notes->name_descents,
                                        notes->name_row, ID_BYTES(notes->base_volume),
                                        notes->statistics.offset_bytes, notes->statistics.bytes,
                                        notes->dtypes.offset_bytes, notes->dtypes.bytes));

@@ -13,7 +13,6 @@ from pccheck_native import subset
 from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
-from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import (
     InternalError,
     NoCheckpointError,
@@ -24,7 +23,6 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
 )
 from pccheck_wire.messages import (
-    Begin,
     CheckpointState,
     Chose,
     ConfigShow,
@@ -74,7 +72,7 @@ DESCRIBE_LIMIT_S = 1.0  # the client waits for twice as long
 TRACE_S_MAX = 1e8
 FAILED_MAX = 1 << 40
 
-_TRAINER_ONLY = (Register, Expose, Chose, Begin, Describe, Restored, Pin, Goodbye)
+_TRAINER_ONLY = (Register, Expose, Chose, Describe, Restored, Pin, Goodbye)
 _NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
 _NEEDS_STORAGE = (Open, ListVolumes, Verify, Drop)
 
@@ -130,8 +128,9 @@ class Handlers:
             why = failure(error)
             if number or request is None:
                 return codec.encode(Reply(number, why))
-            _one_way_failed(session, request.body, why)
-            return None
+            who = session.key if session is not None else "unknown session"
+            LOG.info("%s: request %r failed: %s", who, request.body.TAG, why.message)
+            return None  # the peer reads no answer
 
     async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
         if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
@@ -141,9 +140,6 @@ class Handlers:
         if isinstance(body, _NEEDS_STORAGE):
             await self._engine.require_storage(session.uid)
         match body:
-            case Begin():
-                self._begin(session, body)
-                return None
             case Register():
                 return await self._register(session, body)
             case Expose():
@@ -230,27 +226,12 @@ class Handlers:
         if whole is not None:
             _require_pull(await tenant.expose(session.number, body.map, whole, case))
 
-    def _begin(self, session: Session, body: Begin) -> None:
-        tenant = session.tenant
-        assert tenant is not None
-        why = None
-        if self._sessions.draining:
-            why = Why(Cause.STOPPING)
-        elif session.ending:  # its earlier requests were dropped already
-            why = Why(Cause.ENDED_BEFORE)
-        elif (
-            body.on_busy not in ("wait", "skip")
-            or body.tree_offset + body.tree_bytes > body.payload_bytes
-            or not body.payload_bytes
-        ):
-            why = Why(Cause.BAD_REQUEST)
-        tenant.begin(session.number, body, refused=why)
-
     async def _describe(self, session: Session, body: Describe) -> Described:
         """Waits until the records have what the page shows already: the core writes the page."""
         assert session.tenant is not None
         if body.sequence:
             return _became(session.tenant, body)
+        self._engine.deliver()  # the page may have shown more already
         ledger = session.tenant.ledger
         found = ledger.find(session.number, body.snapshot)
         if found is None:
@@ -364,14 +345,6 @@ def _became(tenant: Tenant, body: Describe) -> Described:
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
         return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
-
-
-def _one_way_failed(session: Session | None, body: RequestBody, why: Failure) -> None:
-    """The peer reads no answer: logs the error, and ends a requested checkpoint."""
-    who = session.key if session is not None else "unknown session"
-    LOG.info("%s: request %r failed: %s", who, body.TAG, why.message)
-    if session is not None and session.tenant is not None and isinstance(body, Begin):
-        session.tenant.fail_request(session.number, body.snapshot, why)
 
 
 def _number(plain: object) -> int:

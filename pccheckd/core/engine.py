@@ -82,7 +82,7 @@ class Turns:
         return await asyncio.wrap_future(begun)
 
 
-class Shape(NamedTuple):
+class PortShape(NamedTuple):
     """What a channel is made with."""
 
     chunk_bytes: int
@@ -132,7 +132,7 @@ class Engine:
         for threads in self._pools():
             threads.begin()
         self.room.start()
-        self._loop.add_reader(self._events.fileno(), self._deliver)
+        self._loop.add_reader(self._events.fileno(), self.deliver)
         self.driver.start()
 
     async def close_gpus(self) -> None:
@@ -199,7 +199,7 @@ class Engine:
         return await loop.run_in_executor(self._growers, function, wanted_bytes)
 
     async def open_channel(
-        self, uid: int, listener: Callable[[_core.Event], None], shape: Shape
+        self, uid: int, listener: Callable[[_core.Event], None], shape: PortShape
     ) -> tuple[int, _core.Channel]:
         """A channel whose events go to `listener`, on the loop."""
         number = self._next_channel
@@ -216,7 +216,8 @@ class Engine:
     def forget_channel(self, number: int) -> None:
         self._listeners.pop(number, None)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Passes on what the core has reported."""
         for event in self._events.take():
             listener = self._listeners.get(event.channel)
             if listener is None:

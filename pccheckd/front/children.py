@@ -158,9 +158,7 @@ class Keeper(Background):
         listener: socket.socket,
         threads: Executor,
         handle: Handle,
-        interrupted: Callable[[], None],
     ) -> None:
-        """`interrupted` is called while there is no front: requests may have been lost."""
         self.sessions = 0
         self.restarts = 0
         self.idle: asyncio.TimerHandle | None = None
@@ -168,7 +166,6 @@ class Keeper(Background):
         self._listener = listener
         self._threads = threads
         self._handle = handle
-        self._interrupted = interrupted
         self._trouble = ""  # why there has been no front yet
         self._decided = asyncio.Event()  # set once a front has served, or could not start
         self._front: Front | None = None
@@ -212,10 +209,10 @@ class Keeper(Background):
                 pause_s = PAUSE_FIRST_S
             LOG.warning(
                 "uid %d: the process that receives its requests ended: %s. Another one starts in "
-                "%g s; checkpoints that are requested meanwhile fail", self._uid, reason, pause_s,
+                "%g s; checkpoints do not need it", self._uid, reason, pause_s,
             )  # fmt: skip
             self.restarts += 1
-            await self._pause(pause_s)
+            await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_LAST_S)
 
     async def _one(self) -> str:
@@ -240,7 +237,6 @@ class Keeper(Background):
         self._front = front
         self._trouble = ""
         self._decided.set()
-        self._interrupted()  # earlier requests have arrived, or never will
         LOG.debug("uid %d: pid %d receives its requests", self._uid, front.pid)
 
     def _failed(self, trouble: str) -> str:
@@ -257,12 +253,6 @@ class Keeper(Background):
         except asyncio.CancelledError:
             started.add_done_callback(_discard)
             raise
-
-    async def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while (left_s := until - time.monotonic()) > 0:
-            self._interrupted()
-            await asyncio.sleep(min(left_s, STEP_S))
 
     async def _take(self, front: Front, identity: bytes, request: bytes) -> None:
         """Waits for a free place; meanwhile the front is not read, and reads nothing from its

@@ -10,7 +10,6 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from pccheck_wire.errors import RefusedError
@@ -31,7 +30,6 @@ class ControlServer:
     def __init__(self, socket_path: Path) -> None:
         """`socket_path` is the attach socket's; its lock is held."""
         self._handle: Handle
-        self._interrupted: Callable[[int], None]
         _remove_left(socket_path)
         self._directory = socket_path.parent / f"{_prefix(socket_path)}{secrets.token_hex(12)}"
         self._keepers: dict[int, Keeper] = {}
@@ -50,10 +48,9 @@ class ControlServer:
         """Fronts that ended unexpectedly."""
         return self._restarts + sum(keeper.restarts for keeper in self._keepers.values())
 
-    def serve(self, handle: Handle, interrupted: Callable[[int], None] = lambda _uid: None) -> None:
-        """Sets what answers requests, and what is called with a uid whose requests may have been
-        lost. To be called before the first `join`."""
-        self._handle, self._interrupted = handle, interrupted
+    def serve(self, handle: Handle) -> None:
+        """Sets what answers requests. To be called before the first `join`."""
+        self._handle = handle
 
     async def join(self, uid: int, gid: int) -> str:
         """The address for a session's requests, until `leave`. Raises RefusedError when there can
@@ -99,10 +96,7 @@ class ControlServer:
         if not self._directory.exists():
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
-        keeper = Keeper(
-            uid, gid, listen(self._path(uid), uid), self._threads, self._handle,
-            lambda: self._interrupted(uid),
-        )  # fmt: skip
+        keeper = Keeper(uid, gid, listen(self._path(uid), uid), self._threads, self._handle)
         if uid in self._keepers:
             LOG.warning("uid %d: %s was removed; pccheckd creates it again", uid, self._path(uid))
             keeper.sessions = self._keepers[uid].sessions

@@ -168,15 +168,20 @@ class Standing:
 
 
 def standing(
-    members: Membership, ranks: Mapping[int, Rank], lateness: Lateness, stall_limit_s: float
+    members: Membership,
+    ranks: Mapping[int, Rank],
+    newest: int,
+    lateness: Lateness,
+    stall_limit_s: float,
 ) -> Standing | None:
-    """None for a job of one rank, or one that has saved nothing. `ranks`: what is known of each."""
+    """None for a job of one rank, or one that has saved nothing. `ranks`: what is known of each;
+    `newest`: the newest sequence that all have, also in files that are away."""
     world_size, common = members.world_size, lateness.common
     if world_size < 2:
         return None
-    if common is None and not any(known.held or known.pending for known in ranks.values()):
+    if not newest and not any(known.held or known.pending for known in ranks.values()):
         return None
-    newest, tenants = common.sequence if common else 0, members.tenants.values()
+    tenants = members.tenants.values()
     found = (tenant.volumes.checkpoint(newest) for tenant in tenants)
     lost = {
         found.sequence

@@ -132,7 +132,7 @@ class Job:
     def standing(self) -> Standing | None:
         """How its ranks stand together; None for a job of one rank, or one that saved nothing."""
         known, limit_s = self.decisions.known(), self._config.stall_limit_s
-        return explain.standing(self.members, known, self.lateness, limit_s)
+        return explain.standing(self.members, known, self.newest_common, self.lateness, limit_s)
 
     # -- what a rank asks (tenancy/group.py) ---------------------------------------------------
 
@@ -157,19 +157,36 @@ class Job:
         """A volume holds this sequence, or a previous daemon used it."""
         self.members.numbering.passed(sequence)
 
+    def alone(self, rank: int, owner: Owner) -> tuple[int, int] | None:
+        """Of a rank that saves alone, in the newest start: its incarnation, and the sequence that
+        those of its next checkpoints are above. None: each of its checkpoints is numbered here."""
+        starts = self.members.starts
+        start = starts.of(rank, owner.process)
+        if start is None or start is not starts.current or start.world_size != 1:
+            return None
+        used = self.tenants[rank].volumes.last_sequence()
+        return start.incarnation, max(self.members.numbering.last, used)
+
+    def took(self, rank: int, sequence: int) -> int:
+        """A rank that saves alone has begun a checkpoint with this sequence; 0: it gets one."""
+        used = self.tenants[rank].volumes.last_sequence()
+        return self.members.numbering.took(rank, sequence, used)
+
     def number(self, rank: int, requested: Requested) -> Numbered:
-        """Gives a request its sequence, or says how it ends. Waits for nothing."""
+        """Gives a request of one of several ranks its sequence, or says how it ends. Waits for
+        nothing."""
         tenant, numbering = self.tenants[rank], self.members.numbering
         owner = tenant.owner
         assert owner is not None
         start = self.members.may_ask(rank, owner.process)
         if start is None:
             return Numbered(self.incarnation(rank, owner), 0, explain.FENCED)
+        if start.world_size == 1:
+            return Numbered(start.incarnation, 0)  # `took` follows
         used = tenant.volumes.last_sequence()
         given = numbering.number(start, rank, owner.process, requested, used)
         sequence = 0 if given.is_passed else given.sequence
-        end = self._end(rank, given, requested) if start.world_size > 1 else None
-        return Numbered(start.incarnation, sequence, end)
+        return Numbered(start.incarnation, sequence, self._end(rank, given, requested))
 
     def _end(self, rank: int, given: Given, requested: Requested) -> End | None:
         """How a request of a group ends at once; None when the rank may save."""

@@ -75,12 +75,16 @@ class Membership:
         )  # fmt: skip
         self.numbering.joined(rank)
         self.numbering.catch_up(self.processes() | {rank: owner.process})
+        self._instruct()
         return start is not before
 
     def may_ask(self, rank: int, process: bytes) -> Start | None:
         """The start in which a process requests a checkpoint; None when the process is fenced."""
+        before = self.starts.of(rank, process)
         start = self.starts.may_ask(rank, process)
         self.numbering.catch_up(self.processes())
+        if start is not before:
+            self._instruct()
         return start
 
     def incarnation(self, rank: int, process: bytes) -> int:
@@ -106,12 +110,19 @@ class Membership:
         """A process restores: it belongs to the newest start from now on. Its incarnation."""
         start = self.starts.follow(rank, process)
         self.numbering.catch_up(self.processes())
+        self._instruct()
         return start.incarnation
 
     def left(self, rank: int, process: bytes) -> None:
         """A session has ended."""
         self.starts.left(rank, process)
         self.numbering.catch_up(self.processes())
+        self._instruct()
+
+    def _instruct(self) -> None:
+        """Which rank saves alone may have changed."""
+        for tenant in self.tenants.values():
+            tenant.queue.instruct()
 
     def processes(self) -> dict[int, bytes]:
         """By rank: the process that is connected."""

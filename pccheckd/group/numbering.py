@@ -74,8 +74,6 @@ class Numbering:
         """The sequence of a request, equal on all ranks that request the same name. `used`: the
         newest sequence in the volumes of the rank."""
         above = max(self.asked(rank), used)
-        if start.world_size == 1:
-            return self._take(rank, Given(self._numbers.give(None, above)))
         who = rank, process
         base = start.bases.of(who, requested.base, requested.turn)
         name = Name(start.incarnation, base, requested.descents, requested.step, requested.row)
@@ -92,6 +90,12 @@ class Numbering:
         self._newest[rank] = name
         sequence = self._numbers.give(name, above)
         return self._take(rank, Given(sequence, apart=apart))
+
+    def took(self, rank: int, sequence: int, used: int) -> int:
+        """A rank that saves alone has taken a sequence; 0: it gets one."""
+        self._numbers.passed(sequence)
+        sequence = sequence or self._numbers.give(None, max(self.asked(rank), used))
+        return self._take(rank, Given(sequence)).sequence
 
     def _take(self, rank: int, given: Given) -> Given:
         self._asked[rank] = given.sequence, self._asked.get(rank, (0, 0))[1]

@@ -22,7 +22,7 @@ from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import Shape
+from pccheckd.core.engine import PortShape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
@@ -142,7 +142,7 @@ class Sessions:
         self.engine, self.config = registry.engine, registry.config
         self.registry = registry
         self.control = control
-        self.draining = False  # the daemon stops: no session and no checkpoint begins
+        self.draining = False  #: the daemon stops: no session and no checkpoint begins
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
@@ -164,6 +164,12 @@ class Sessions:
         return Case(
             self.engine.driver.state, os.geteuid(), session.uid, visible=bool(session.kernel_pid)
         )
+
+    def drain(self) -> None:
+        """The daemon stops: what is copied becomes durable."""
+        self.draining = True
+        for tenant in self.registry.tenants():
+            tenant.queue.stop()
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
@@ -347,7 +353,7 @@ class Sessions:
             raise NoCheckpointError(f"{key} has no volume any more", hint="see: pccheckctl list")
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
-        shape = Shape(chunk, block, READER_CHUNKS, lanes=1, writers=1)
+        shape = PortShape(chunk, block, READER_CHUNKS, lanes=1, writers=1)
         session.port = await Port.opened(
             self.engine, session.uid, lambda event: self._on_event(session, event), shape
         )
@@ -369,12 +375,6 @@ class Sessions:
             return
         tenant, sequence = session.loads.pop(event.id)
         self._work.spawn(self._after_load(session, tenant, sequence, problem=event.error_name))
-
-    def interrupted(self, uid: int) -> None:
-        """Requests of this uid may have been lost on their way."""
-        for session in self._sessions.values():
-            if session.uid == uid and session.role is Role.TRAINER and session.tenant is not None:
-                session.tenant.refuse_lost()
 
     async def _after_load(
         self, session: Session, tenant: Tenant, sequence: int, *, problem: str

@@ -11,7 +11,7 @@ from pccheck_native import _core
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.moves import moved
-from pccheckd.core.engine import Engine, Shape
+from pccheckd.core.engine import Engine, PortShape
 from pccheckd.core.port import Port
 from pccheckd.core.uses import Uses
 
@@ -50,7 +50,6 @@ class Binding:
         # Locks, taken in this order.
         self._looking = asyncio.Lock()  # while the files are compared with their paths
         self.lock = asyncio.Lock()  # while volumes, channel and trainers come and go
-        self.beginning = asyncio.Lock()  # while a sequence is taken
         self._key = key
         self._engine = engine
         self._uses = uses
@@ -105,7 +104,7 @@ class Binding:
         config = self._engine.config
         capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
         gpus, label = await self._engine.driver.ready(), inherited.label_of(self._key)
-        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
+        shape = PortShape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
         self.port = await Port.opened(self._engine, self._key.uid, self._listener, shape)
         return self.port
 
@@ -168,19 +167,19 @@ class Binding:
 
     async def register(
         self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,
-        last_sequence: Callable[[], int],
+        last_sequence: int,
     ) -> OpenVolume:  # fmt: skip
         """A volume whose slots hold `payload_bytes`, bound to the channel: the current one, or a
         new one. The caller holds the lock. Raises PccheckError."""
         current = self.volumes.current
         too_small = current is None or payload_bytes > current.info.payload_capacity
         if current is None or too_small or self.volumes.is_followed:
-            async with self.beginning:  # no sequence is taken from the old one meanwhile
-                current = await self.volumes.make(
-                    payload_bytes, incarnation=incarnation, start=start, world_size=world_size,
-                    next_sequence=last_sequence() + 1,
-                )  # fmt: skip
-                await self._move_to(current)
+            # The channel numbers no save lower than one in the old volume.
+            current = await self.volumes.make(
+                payload_bytes, incarnation=incarnation, start=start, world_size=world_size,
+                next_sequence=last_sequence + 1,
+            )  # fmt: skip
+            await self._move_to(current)
             current.begun = incarnation
         elif current.begun != incarnation:
             await self._begin(current, incarnation, world_size, start)

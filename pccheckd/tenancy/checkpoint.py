@@ -101,8 +101,6 @@ class Checkpoint:
     snapshot: int
     step: int
     payload_bytes: int
-    tree_offset: int
-    tree_bytes: int
     skip_when_busy: bool
     incarnation: int
     world_size: int
@@ -110,11 +108,9 @@ class Checkpoint:
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     held_at_ns: int = 0
     held_ns: int = 0
-    frozen_bytes: int = 0  # of tensors that do not train, if it is worth a slot
-    offered_bytes: int = 0  # of these, what the client reads in place first
     copied_bytes: int = 0
     written_bytes: int = 0
-    sequence: int = 0  # the same on every rank of a group, from the request on
+    sequence: int = 0  # the same on every rank of a group; 0: it has no number yet
     slot: int | None = None
     state: State = State.REQUESTED
     why: Why | None = None  # it ended so, or will never be on all ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -40,17 +41,12 @@ class Ledger:
         self._trainer = 0  # the session of the present trainer, or of the last one ...
         self._has_saved = False  # ... a checkpoint of it became durable ...
         self._has_ended = False  # ... and it has ended
-        #: (session, snapshot) of requests that did not arrive; one that arrives later is refused.
-        self.lost: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
         self._waiters: set[asyncio.Event] = set()
 
-    def add(self, checkpoint: Checkpoint) -> bool:
-        """False when this snapshot of this session is known, or was given up as lost."""
-        key = (checkpoint.session, checkpoint.snapshot)
-        if key in self.checkpoints or key in self.lost:
-            return False
-        self.checkpoints[key] = checkpoint
+    def add(self, checkpoint: Checkpoint) -> None:
+        """The core reports each snapshot of a session once."""
+        self.checkpoints[checkpoint.session, checkpoint.snapshot] = checkpoint
         self.numbered(checkpoint)
         self._moving = [*self.live(), checkpoint]
         self._requested_ns.append(checkpoint.requested_ns)
@@ -58,23 +54,11 @@ class Ledger:
             forgotten = self.checkpoints.pop(old)
             if self.by_sequence.get(forgotten.sequence) is forgotten:
                 del self.by_sequence[forgotten.sequence]
-        return True
 
     def numbered(self, checkpoint: Checkpoint) -> None:
         """Call it when a checkpoint has got its sequence."""
         if checkpoint.sequence:
             self.by_sequence[checkpoint.sequence] = checkpoint
-
-    def lose(self, session: int, snapshot: int) -> bool:
-        """Gives up a requested checkpoint; False when its request has arrived."""
-        key = (session, snapshot)
-        if key in self.checkpoints:
-            return False
-        self.lost[key] = None
-        if len(self.lost) > HISTORY:
-            self.lost.popitem(last=False)
-        self.failed(1, Why(Cause.REQUEST_LOST))
-        return True
 
     def failed(self, count: int, why: Why | None = None) -> None:
         """Counts failures. Without `why` they are those that the client reports, unchecked."""
@@ -206,7 +190,7 @@ class Ledger:
         elif event.kind == "given_up":
             self.refuse(checkpoint, End(State.SKIPPED, why_given_up(checkpoint.sequence)))
         elif event.kind == "failed":
-            why = Why(stage=event.stage, code=event.error_name, number=event.error)
+            why = Why(Cause.CODE, os.geteuid(), event.stage, event.error_name, event.error)
             self.refuse(checkpoint, End(State.FAILED, why))
         self._notify()
         return checkpoint

@@ -12,9 +12,8 @@ from pccheck_native import OUTCOME_GIVEN_UP, _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire.basics import size_text
-from pccheck_wire.ends import Cause, Why, in_words
+from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError, RefusedError
-from pccheck_wire.messages import Begin, Failure
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
@@ -25,7 +24,7 @@ from pccheckd.core.uses import Seat, TrainerState, Uses
 from .admission import Admission
 from .binding import UNBIND_LIMIT_S, Binding, BindingState
 from .checkpoint import Checkpoint, End
-from .group import Group, Requested
+from .group import Group
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
@@ -33,6 +32,7 @@ from .retention import Leases, Retention
 from .volumes import Key, OpenVolume
 
 FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or truncated
+QUEUE_EVENTS = frozenset({"requested", "begun", "waits", "refused"})
 INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 
 
@@ -57,11 +57,11 @@ class Tenant:
         self.stalled = ""  # why its disk seems to hang
         self.last_used_ns = time.monotonic_ns()
         self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
-        self._room_bytes = 0  # the payload bytes that the trainer has registered
+        self.room_bytes = 0  #: the payload bytes that the trainer has registered
         self._pulling = Pulling()
         #: Durable and not yet read from the volume: sequence and world size.
         self._appearing: dict[int, int] = {}
-        self._chronicle = chronicle
+        self.chronicle = chronicle
         self._tasks = Tasks(key)
         self.spawn = self._tasks.spawn
 
@@ -117,8 +117,9 @@ class Tenant:
             page_fd = await port.attach(socket_fd, owner.session, owner.kernel_pid)
             self.seat.take(owner)
             self.finished = False
-            self._room_bytes = 0
+            self.room_bytes = 0
             self.ledger.trainer_came(owner.session)
+            self.queue.instruct()
             await self.protect_late()  # more of the run before may have become durable meanwhile
             return page_fd
 
@@ -165,7 +166,6 @@ class Tenant:
         if self.owner is None or self.owner.session != session:
             return
         self.ledger.trainer_ended()
-        self.queue.drop(session)
         self.seat.leave()
         async with self.lock:
             try:
@@ -250,7 +250,8 @@ class Tenant:
     def pending(self) -> dict[int, int]:
         """Requested sequences that have not ended and that the volume does not list as durable,
         each with the world size of the start that requested it."""
-        return {found.sequence: found.world_size for found in self.ledger.live()} | self._appearing
+        live = (found for found in self.ledger.live() if found.sequence)
+        return {found.sequence: found.world_size for found in live} | self._appearing
 
     def has_room(self) -> bool:
         """A checkpoint that is requested now finds a lane and a slot. Waits for no disk."""
@@ -273,6 +274,7 @@ class Tenant:
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""
         self.volumes.obey(agreement, self.pending())
+        self.queue.obey()
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -286,6 +288,7 @@ class Tenant:
             if self.owner is not None and self.retention.unrestored:
                 await self.protect(self.owner)
             await self._mark_again()
+        self.queue.instruct()
         if changed or listing:
             self.group.decide_soon()  # also when a file that cannot be read has appeared
 
@@ -299,24 +302,30 @@ class Tenant:
         await self.look()
         if await self.binding.reopen():
             await self._mark_again()
-        self._room_bytes = payload_bytes
+        self.room_bytes = payload_bytes
         async with self.lock:
             owner, _ = self._present()
-            return await self.binding.register(
+            volume = await self.binding.register(
                 payload_bytes, incarnation=self.incarnation,
                 start=self.group.start_id(self.key.rank, owner), world_size=owner.world_size,
-                last_sequence=lambda: self.ledger.last_sequence,
+                last_sequence=self.ledger.last_sequence,
             )  # fmt: skip
+        self.queue.instruct()
+        return volume
 
     async def reopen(self) -> None:
-        """For a save whose volume has stopped, or is lost. Raises PccheckError."""
-        await self.register(self._room_bytes)
+        """For a save that cannot begin: its volume has stopped, is lost, or is not bound. Raises
+        PccheckError."""
+        volume = await self.register(self.room_bytes)
+        async with self.lock:
+            if self.binding.state is BindingState.UNBOUND and self.port is not None:
+                await self.binding.bind(volume)
 
     def failed_before_request(self, count: int) -> None:
         """Checkpoints of its trainer failed because it was refused room, or without a daemon."""
         self.ledger.failed(count)
         error = self.refused.code if self.refused is not None else "OTHER"
-        self._chronicle.unrequested(self.key, count, error)
+        self.chronicle.unrequested(self.key, count, error)
 
     def wanted_bytes(self, payload_bytes: int) -> int:
         """DRAM for two checkpoints, within this rank's share of the budget."""
@@ -339,7 +348,7 @@ class Tenant:
         """Maps the GPU memory that this session's trainer shares, if it is to be pulled. Under the
         lock: the memory must never become the next trainer's."""
         async with self.lock:
-            port = self._port_of(session)
+            port = self.port_of(session)
             if port is None:
                 raise RefusedError("the session has ended")
             decision = offered(replace(case, failed_copies=self._pulling.failed(session)))
@@ -358,109 +367,22 @@ class Tenant:
                 )  # fmt: skip
             return decision
 
-    def begin(self, session: int, body: Begin, *, refused: Why | None = None) -> None:
-        """Queues a snapshot whose word is REQUESTED, or refuses it. The answer is the word."""
-        owner = self.owner
-        if owner is None or owner.session != session:
-            return
-        self.interval_steps = body.interval
-        now_ns = time.monotonic_ns()
-        held_at_ns, held_ns = _held(body, now_ns)
-        checkpoint = Checkpoint(
-            session=session, snapshot=body.snapshot, step=body.step,
-            payload_bytes=body.payload_bytes, tree_offset=body.tree_offset,
-            tree_bytes=body.tree_bytes, skip_when_busy=body.on_busy == "skip",
-            incarnation=self.incarnation, world_size=owner.world_size,
-            requested_ns=now_ns, map=body.map, held_at_ns=held_at_ns, held_ns=held_ns,
-            frozen_bytes=min(body.frozen_bytes, body.payload_bytes),
-            offered_bytes=body.offered_bytes,
-        )  # fmt: skip
-        if not self.ledger.add(checkpoint):
-            return  # requested twice: the first request counts
-        self._chronicle.requested(self.key, checkpoint)
-        if refused is None and self.volumes.current is None and not self._room_bytes:
-            refused = Why(Cause.NO_ROOM)
-        end = End(State.FAILED, refused) if refused is not None else None
-        if end is None:
-            requested = Requested(
-                body.step, body.base, body.turn, body.descents, body.row, body.division,
-                checkpoint.skip_when_busy, now_ns,
-            )  # fmt: skip
-            checkpoint.incarnation, checkpoint.sequence, end = self.group.number(
-                self.key.rank, requested
-            )
-            self.ledger.numbered(checkpoint)
-        if end is not None:
-            self.refuse(checkpoint, end)
-        else:
-            self.queue.submit(checkpoint)
-        self.group.decide_soon()
-
-    async def begin_save(self, checkpoint: Checkpoint) -> int:
-        """Begins one in the core, after reopening a volume that has stopped. The sequence; 0 when
-        its session has ended. Raises what the core answers."""
-        fresh = not self.binding.is_usable
-        if fresh:
-            await self.reopen()
-        try:
-            async with self.binding.beginning:
-                port = self._port_of(checkpoint.session)
-                if port is None:
-                    return 0
-                sequence = await self.engine.call(
-                    self.key.uid, port.channel.begin, checkpoint.snapshot, map=checkpoint.map,
-                    sequence=checkpoint.sequence, step=checkpoint.step,
-                    incarnation=checkpoint.incarnation, world_size=checkpoint.world_size,
-                    payload_bytes=checkpoint.payload_bytes, tree_offset=checkpoint.tree_offset,
-                    tree_bytes=checkpoint.tree_bytes, frozen_bytes=checkpoint.frozen_bytes,
-                    offered_bytes=checkpoint.offered_bytes,
-                )  # fmt: skip
-        except _core.NativeError as error:
-            if error.code_name != "STOPPED" or fresh:
-                raise
-            self.binding.stop()
-            return await self.begin_save(checkpoint)
-        self.ledger.passed(sequence)
-        return sequence
-
     def refuse(self, checkpoint: Checkpoint, end: End) -> None:
-        """Ends a checkpoint that was never admitted, on the page and in the table."""
-        if checkpoint.state is not State.REQUESTED:
-            return
-        self.ledger.refuse(checkpoint, end)
-        self.group.decide_soon()
-        if (port := self._port_of(checkpoint.session)) is not None:
-            why = end.why
-            port.channel.refuse(
-                checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
-                error=why.number, argument=int(why.argument),
-            )  # fmt: skip
-        self._chronicle.ended(self.key, checkpoint)
+        """Ends a checkpoint that is not copied yet. If the core has copied or ended it meanwhile,
+        an event says how it went on."""
+        port, why = self.port_of(checkpoint.session), end.why
+        if port is not None and port.channel.refuse(
+            checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
+            error=why.number, argument=int(why.argument),
+        ):  # fmt: skip
+            self.ended(checkpoint, end)
 
-    def fail_request(self, session: int, snapshot: int, why: Failure) -> None:
-        """The request for a checkpoint failed: the checkpoint ends, so that no trainer waits."""
-        found, port = self.ledger.find(session, snapshot), self._port_of(session)
-        if found is not None:
-            self.refuse(found, End(State.FAILED, in_words(why.message, why.hint)))
-        elif port is not None:
-            self.ledger.lose(session, snapshot)
-            self._refuse_lost(port, snapshot)
-
-    def refuse_lost(self) -> None:
-        """The path of its trainer's requests was interrupted: requested checkpoints that have not
-        arrived fail now, so that the trainer does not wait. A request that is only late is refused
-        when it arrives."""
-        owner, port = self.owner, self.port
-        if owner is None or port is None:
-            return
-        for snapshot in port.channel.requested():
-            if self.ledger.lose(owner.session, snapshot):
-                LOG.warning("%s: a request was lost, so its checkpoint failed", self.key)
-                self._refuse_lost(port, snapshot)
-
-    @staticmethod
-    def _refuse_lost(port: Port, snapshot: int) -> None:
-        port.channel.refuse(snapshot, int(State.FAILED), cause=int(Cause.REQUEST_LOST))
+    def ended(self, checkpoint: Checkpoint, end: End) -> None:
+        """The core has ended a checkpoint that was not copied yet."""
+        if checkpoint.live:
+            self.ledger.refuse(checkpoint, end)
+            self.group.decide_soon()
+            self.chronicle.ended(self.key, checkpoint)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -470,6 +392,10 @@ class Tenant:
             if self.owner is not None and self.owner.session == event.session:
                 self.owner.on_event(event)
             return
+        if event.kind in QUEUE_EVENTS:
+            self.queue.on_event(event)
+            return
+        self.queue.look()
         checkpoint = self.ledger.apply(event, self.group.why_given_up)
         if checkpoint is None:
             return
@@ -480,11 +406,12 @@ class Tenant:
             self.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
             self.binding.lose()
+            self.queue.instruct()
             self.spawn(self.look(listing=False))
         elif event.kind == "failed" and event.stage == "publish":
             self.binding.stop()
         if not checkpoint.live:
-            self._chronicle.ended(self.key, checkpoint)
+            self.chronicle.ended(self.key, checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
             self.group.decide_soon()
             self.spawn(self._retire())
@@ -504,12 +431,8 @@ class Tenant:
     def _tell(self, found: Checkpoint, outcome: int, newer: int = 0) -> None:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
-        if (port := self._port_of(found.session)) is not None:
-            why = found.why or Why()
-            port.channel.set_outcome(
-                found.snapshot, int(outcome), found.sequence, newer, cause=int(why.cause),
-                argument=int(why.argument),
-            )  # fmt: skip
+        if (port := self.port_of(found.session)) is not None:
+            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()
@@ -549,14 +472,7 @@ class Tenant:
             raise RefusedError("the session has ended")
         return self.owner, self.port
 
-    def _port_of(self, session: int) -> Port | None:
+    def port_of(self, session: int) -> Port | None:
         """The port while that session is attached to it; else None."""
         owner = self.owner
         return self.port if owner is not None and owner.session == session else None
-
-
-def _held(body: Begin, now_ns: int) -> tuple[int, int]:
-    """When and how long the gate held the trainer: reported by the trainer, so implausible values
-    count as none."""
-    fits = 0 < body.held_at_ns <= now_ns and body.held_ns <= now_ns - body.held_at_ns
-    return (body.held_at_ns, body.held_ns) if fits else (0, 0)

@@ -6,17 +6,15 @@ await."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
-import shutil
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pccheck_native import _core, catalog, dropping, layout
+from pccheck_native import _core, catalog, layout
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import plural, size_text
 from pccheck_wire.errors import DamagedError, PccheckError, RefusedError, StorageFullError
@@ -24,16 +22,13 @@ from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.core.io_engine import EVERYWHERE
-from pccheckd.storage.space import Reservation
+from pccheckd.storage.quota import Need
 
 PROTECTED, PINNED = _core.SLOT_PROTECTED, _core.SLOT_PINNED  # for the next run; by the user
 QUARANTINED, DAMAGED = _core.SLOT_QUARANTINED, _core.SLOT_DAMAGED
 PAYLOAD_BYTES_MAX = 1 << 50
-#: How long a volume waits for others that are being made and leave no room for it.
-MAKING_LIMIT_S = 10.0
 CLOSING_LIMIT_S = 10.0
 SEQUENCE_BITS = 32  # more than any volume gives out
-NAMED_MAX = 8  # jobs in a hint
 _LOST = {
     "REMOVED": "was removed or moved away while pccheckd had it open",
     "REPLACED": "was replaced by another file while pccheckd had it open",
@@ -101,13 +96,6 @@ def _close_and_wait(volume: _core.Volume) -> None:
     deadline = time.monotonic() + CLOSING_LIMIT_S
     while not volume.closed and time.monotonic() < deadline:
         time.sleep(0.001)
-
-
-def _size(path: Path) -> int:
-    """0 for a file that was dropped meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
 
 
 class VolumeSet:
@@ -323,6 +311,7 @@ class VolumeSet:
                 f"a volume cannot have {config.slots} slots for checkpoints of {payload_bytes} "
                 f"bytes in blocks of {blocks} bytes"
             ) from error
+        need = Need(config, key.uid, key.job, str(key), needed)
         generation = await self._engine.call(key.uid, layout.next_generation, config.storage, *key)
         path = layout.volume_path(config.storage, *key, generation)
         await self.refresh()
@@ -339,7 +328,7 @@ class VolumeSet:
 
         try:
             with self._engine.room.reserved(key.uid, needed) as before:
-                await self._require_room(needed, before)
+                await need.require(before, partial(self._engine.call, key.uid))
                 await self._engine.call(key.uid, create)
             try:
                 made = await self._opened(path, generation)
@@ -350,7 +339,7 @@ class VolumeSet:
         except (OSError, _core.NativeError) as error:
             why = translated(error, f"a volume of {size_text(needed)} for {key}")
             if isinstance(why, StorageFullError) and not why.hint:
-                hint = await self._engine.call(key.uid, self._droppable, needed)
+                hint = await self._engine.call(key.uid, need.droppable, needed)
                 why = StorageFullError(why.message, hint=hint)
             raise why from error
         self.open.append(made)
@@ -429,70 +418,3 @@ class VolumeSet:
         if writable:
             self._engine.io.opened(item.engine)
         return item
-
-    async def _require_room(self, needed: int, before: list[Reservation]) -> None:
-        """Counts volumes that were requested before as made. When they leave no room, waits for
-        them a moment: they may fail, or be counted twice while they are being made."""
-        going = before
-        if before:
-            with contextlib.suppress(StorageFullError):
-                await self._engine.call(self.key.uid, self._check_room, needed, before)
-                return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(MAKING_LIMIT_S):
-                    for one in before:
-                        await one.over.wait()
-            going = [one for one in before if not one.over.is_set()]
-        await self._engine.call(self.key.uid, self._check_room, needed, going)
-
-    def _check_room(self, needed: int, going: list[Reservation]) -> None:
-        """Raises StorageFullError when a new volume has no room on the disk or within a limit."""
-        config, uid = self._config, self.key.uid
-        promised = sum(one.nbytes for one in going)
-        own = sum(one.nbytes for one in going if one.uid == uid)
-        limits = (
-            ("--max-storage", config.max_storage_bytes, "*/*/*.pcc", promised),
-            ("--max-storage-per-user", config.max_storage_per_user_bytes, f"{uid}/*/*.pcc", own),
-        )
-        free = max(0, shutil.disk_usage(config.storage).free - promised)
-        if needed > free:
-            raise self._full(needed, needed - free, f"{config.storage} has {size_text(free)} free")
-        for flag, limit, files, more in limits:
-            used = more + sum(map(_size, config.storage.glob(files))) if limit else 0
-            if limit and used + needed > limit:
-                raise self._full(
-                    needed, used + needed - limit,
-                    f"{size_text(used)} of {flag} {size_text(limit)} are used",
-                    larger_than=flag if needed > limit else "",
-                )  # fmt: skip
-
-    def _full(
-        self, needed: int, lacking: int, but: str, *, larger_than: str = ""
-    ) -> StorageFullError:
-        return StorageFullError(
-            f"a volume for {self.key} takes {size_text(needed)} ({self._config.slots} slots), but "
-            f"{but}",
-            hint=f"raise {larger_than}, or use fewer --slots; dropping other jobs is not enough"
-            if larger_than else self._droppable(lacking),
-        )  # fmt: skip
-
-    def _droppable(self, lacking: int) -> str:
-        """Other jobs of the same user that together make room for `lacking` bytes, finished ones
-        first, then the largest."""
-        found: list[dropping.JobUse] = []
-        with contextlib.suppress(OSError):
-            found = dropping.jobs(self._config.storage, uid=self.key.uid)
-        others = [job for job in found if job.job != self.key.job]
-        others.sort(key=lambda job: (not job.done, -job.bytes))
-        freed = itertools.accumulate(job.bytes for job in others)
-        count = next((at for at, freed_bytes in enumerate(freed, 1) if freed_bytes >= lacking), 0)
-        if not 0 < count <= NAMED_MAX:
-            return (
-                f"{size_text(lacking)} more are needed: free space on the disk, use fewer "
-                "--slots, or another --storage"
-            )
-        named = ", ".join(
-            f"pccheckctl drop {job.job} ({size_text(job.bytes)}{', finished' if job.done else ''})"
-            for job in others[:count]
-        )
-        return f"make room by dropping jobs whose checkpoints you do not need any more: {named}"

@@ -22,7 +22,6 @@ from pccheck_wire import attach, codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError, ProtocolError
 from pccheck_wire.messages import (
-    Begin,
     Describe,
     Drop,
     Expose,
@@ -46,7 +45,7 @@ from tests.support.rank import Rank, payload_of
 
 SIZE = 300_000
 BODIES: tuple[RequestBody, ...] = (
-    Register(SIZE), Begin(1, 1, SIZE, 0, 8), Describe(1), Open(), Open(3, 4), Read(1, 1, 0, SIZE),
+    Register(SIZE), Describe(1), Open(), Open(3, 4), Read(1, 1, 0, SIZE),
     Restored(1), Pin(1), Pin(1, False), Status(), ListVolumes("job"), Verify("job", 0, 1),
     Trace(1.0), Goodbye(), Expose(1, [b"x" * 100], True), Drop("job", 0, -1, True),
 )  # fmt: skip

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Any
 
 from pccheck_native import catalog
-from pccheck_store.files import FilePayloads
+from pccheck_store.reading.files import FilePayloads
 from pccheck_wire.errors import PccheckError
 from tests.support.daemon import Daemon
 from tests.support.members import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_store.state_reader import StateReader
+from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire.errors import StorageFullError
 from pccheckctl.export import command, torch_file
 from pccheckctl.output import files

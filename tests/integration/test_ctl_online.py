@@ -13,6 +13,7 @@ import msgpack
 import pytest
 
 import pccheckctl
+from pccheck_native import SLOT_HEALTHY, SLOT_NOT_FINITE, Volume
 from pccheck_store.remote import DaemonSource
 from pccheck_wire import basics
 from pccheck_wire.errors import DaemonUnreachableError
@@ -60,6 +61,30 @@ def test_status_and_list_have_what_nobody_connected_to(ctl: Ctl, daemon: Daemon)
     assert [one["step"] for one in json.loads(out)["checkpoints"]] == [30, 20, 10]
     assert ctl("status")[0] == 0
     assert ctl("list", "--uid", 8)[1] == "no checkpoints\n"
+
+
+def test_show_names_start_digest_and_marks_either_way(
+    start_daemon: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    storage = make(tmp_path / "marked", 10)
+    (path,) = storage.rglob("*.pcc")
+    volume = Volume(path, writable=True)
+    (stored,) = (entry for entry in volume.table() if entry.sequence)
+    volume.flag(stored.sequence, set=SLOT_HEALTHY | SLOT_NOT_FINITE, now=True)
+    volume.close()
+    daemon = start_daemon("--allow-any-filesystem", storage=storage)
+    shown = []
+    for may_read in (True, False):
+        monkeypatch.setattr(source, "_may_read", lambda _, may=may_read: may)
+        assert cli.main(["--socket", str(daemon.socket), "show", "job", "--json"]) == 0
+        shown.append(json.loads(capsys.readouterr().out))
+    files, through_daemon = shown
+    named = ("uid", "job", "rank", "sequence", "step", "incarnation", "start", "world_size",
+             "digest", "kind", "marks")  # fmt: skip
+    assert [files[name] for name in named] == [through_daemon[name] for name in named]
+    assert files["digest"] == stored.digest.hex()
+    assert (files["kind"], files["marks"]) == ("tensors", ["healthy", "not_finite"])
 
 
 def test_a_job_without_checkpoints_is_thirteen(ctl: Ctl, way: str) -> None:

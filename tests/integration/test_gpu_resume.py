@@ -140,11 +140,9 @@ def test_resumed_training_is_the_same(node: Node, transfer: str, snapshot: str, 
 
 
 def keep_best(trainer: Any, gone: int) -> None:
-    """Attaches the weights of the best step so far: a copy, or still the model's own tensors."""
-    weights = trainer.net.state_dict()
-    if gone:
-        trainer.gpu.synchronize()
-        weights = {name: trainer.gpu.like(tensor) for name, tensor in weights.items()}
+    """Attaches a copy of the weights of the best step so far."""
+    trainer.gpu.synchronize()
+    weights = {name: trainer.gpu.like(one) for name, one in trainer.net.state_dict().items()}
     trainer.best = {"weights": weights, "step": gone}
     trainer.client.attach(best=trainer.best)
 

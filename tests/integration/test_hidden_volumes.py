@@ -20,11 +20,12 @@ from pccheck import (
     UnreadableError,
 )
 from pccheck_native import layout
-from pccheck_wire.messages import Begin
+from pccheck_wire.messages import CheckpointState
 from tests.conftest import SMALL
 from tests.integration.test_refusals import NOBODY, as_user, refused
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon, Start
+from tests.support.handpage import Page, block_of
 from tests.support.rank import Rank
 from tests.support.volumes import lose_record, wipe_records
 from tests.support.waiting import until
@@ -138,11 +139,18 @@ def test_a_lock_file_that_is_none_is_to_be_removed() -> None:
         assert (code, f"remove {layout.lock_path(daemon.storage)}" in told) == (10, True), told
 
 
-def test_a_trainer_that_breaks_the_protocol_is_told_so(daemon: Daemon) -> None:
+def test_an_impossible_request_ends_one_checkpoint(daemon: Daemon) -> None:
     with Rank(daemon.socket) as rank:
         rank.register(4096)
-        rank._send(0, Begin(1, 1, 4096, 4088, 8, "wait"))  # and its word is not REQUESTED
-        daemon.logs("failed: the trainer violated the protocol")
+        page = Page(rank.attachment.page_fd)
+        page.request(1, block_of(1, 4096, tree_offset=4089))
+        daemon.logs("failed: the tree does not lie in the payload")
+        page.request(2, block_of(2, 4096, level=1))
+        daemon.logs("failed: this pccheckd saves to the disk only, and not to level 1")
+        assert rank.describe(2).state is CheckpointState.FAILED
+        page.request(3, block_of(2, 4096))  # another one's block
+        daemon.logs("ended: it violated the protocol")
+        page.close()
 
 
 KINDS: dict[str, Callable[[Path], object]] = {

@@ -15,10 +15,10 @@ from pccheck import NoCheckpointError, PCcheckClient, Reader
 from pccheck.restoring.reading import read_newest
 from pccheck.restoring.rebuild import state_of_tree
 from pccheck_store.directory import Storage
-from pccheck_store.errors import RecycledError
 from pccheck_store.filesystem import PCcheckFileSystem
+from pccheck_store.reading.errors import RecycledError
+from pccheck_store.reading.state_reader import StateReader, open_state
 from pccheck_store.remote import DaemonSource
-from pccheck_store.state_reader import StateReader, open_state
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import RequestLostError
 from pccheck_wire.messages import Opened, Read, ReplyBody, RequestBody

@@ -205,10 +205,11 @@ struct daemon {
     struct pcc_client *client;
     uint8_t *payload; /* what was handed over */
     uint64_t handed_bytes;
-    uint32_t taken;    /* chunks that came back */
-    uint32_t damaged;  /* of them, those that the client reports as damaged */
-    uint32_t returned; /* segments that did */
-    bool retiring;     /* full chunks are not the client's again */
+    uint32_t taken;     /* chunks that came back */
+    uint64_t requested; /* the snapshot of the last PCC_MSG_REQUEST */
+    uint32_t damaged;   /* of them, those that the client reports as damaged */
+    uint32_t returned;  /* segments that did */
+    bool retiring;      /* full chunks are not the client's again */
 };
 
 static inline void *sealed(uint64_t length, int *fd_out)
@@ -342,6 +343,10 @@ static inline void listen_to(struct daemon *d)
             take_full(d, &message);
             if (!d->retiring)
                 free_chunks(d, message.chunk, 1);
+        } else if (message.kind == PCC_MSG_REQUEST) {
+            CHECK_EQUAL(pcc_page_request(&d->view, message.id)->snapshot, message.id);
+            CHECK(message.id > d->requested);
+            d->requested = message.id;
         } else if (message.kind == PCC_MSG_RETURNED) {
             d->returned++;
         } else {

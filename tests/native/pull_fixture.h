@@ -125,26 +125,33 @@ static inline uint64_t word_of(struct pull *p, uint64_t snapshot)
 
 #define TREE_BYTES 5000u /* the client's part of a payload */
 
-/* Requests and admits; the code of begin. */
-static inline int admit(struct pull *p, uint64_t snapshot, uint64_t *sequence)
+static inline struct pcc_request pull_request(const struct pull *p, uint64_t snapshot)
 {
-    const struct pcc_save_request request = {.step = (int64_t)snapshot,
-                                             .world_size = 1,
-                                             .payload_bytes = p->device_bytes + TREE_BYTES,
-                                             .tree_offset_bytes = p->device_bytes,
-                                             .tree_bytes = TREE_BYTES};
-    int error;
-    const uint64_t deadline = soon();
+    return (struct pcc_request){.snapshot = snapshot,
+                                .step = (int64_t)snapshot,
+                                .payload_bytes = p->device_bytes + TREE_BYTES,
+                                .tree_offset_bytes = p->device_bytes,
+                                .tree_bytes = TREE_BYTES,
+                                .map = p->map};
+}
 
+/* Requests it by any block; why it did not begin, or 0. */
+static inline int admit_as(struct pull *p, uint64_t snapshot, const struct pcc_request *request,
+                           uint64_t *sequence)
+{
     atomic_store(&pcc_page_snapshot(&p->f.page, snapshot)->word,
                  pcc_word(snapshot, PCC_WORD_REQUESTED));
-    while ((error = pcc_tenant_begin(p->f.tenant, snapshot, p->map, &request, sequence)) ==
-               -PCC_E_NO_LANE ||
-           error == -PCC_E_NO_SLOT) {
-        CHECK(pcc_now_ns() < deadline);
-        (void)usleep(500);
-    }
-    return error;
+    ask(&p->f, snapshot, request);
+    const struct pcc_event event = queue_event(&p->f, snapshot);
+    *sequence = event.sequence;
+    return event.error;
+}
+
+static inline int admit(struct pull *p, uint64_t snapshot, uint64_t *sequence)
+{
+    const struct pcc_request request = pull_request(p, snapshot);
+
+    return admit_as(p, snapshot, &request, sequence);
 }
 
 static inline bool message_next(struct pull *p, struct pcc_message *message)

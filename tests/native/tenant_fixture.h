@@ -34,7 +34,12 @@ struct fixture {
     uint64_t session;
     int32_t trainer; /* its process, for those that are pulled from */
     struct pcc_client *client;
-    uint64_t frozen_bytes;     /* of each snapshot, which offers them */
+    uint64_t frozen_bytes; /* of each snapshot, which offers them */
+    uint32_t flags;        /* of each request */
+    struct pcc_event
+        queued[PCC_SNAPSHOTS];   /* the queue's last event of a snapshot; session 0: none */
+    struct pcc_event other[256]; /* events of another kind, not looked at yet */
+    uint32_t other_first, other_count;
     struct pcc_page_view page; /* of the hand-made client */
 };
 
@@ -45,6 +50,10 @@ struct settings {
     uint64_t bytes_per_second;
     struct pcc_gpus *gpus;
 };
+
+static const struct pcc_tenant_policy alone = {.numbers = true, .world_size = 1};
+static const struct pcc_tenant_policy held = {.held = true, .numbers = true, .world_size = 1};
+static const struct pcc_tenant_policy asks = {.held = false}; /* the loop gives each number */
 
 static inline uint64_t soon(void)
 {
@@ -75,17 +84,49 @@ static inline void page_open(struct fixture *f)
     CHECK(pcc_page_accept(bytes, f->tenant->geometry.page_bytes, &f->page) == 0);
 }
 
-/* The next event; fails the test when none comes. */
+/* Sorts the events that have come: the queue's by their snapshot, the others as they come. */
+static inline void events_sort(struct fixture *f)
+{
+    struct pcc_event event;
+
+    while (f->other_count < 256 && pcc_events_take(f->events, &event, 1) == 1) {
+        if (event.kind > PCC_EVENT_REFUSED) {
+            f->other[(f->other_first + f->other_count++) % 256] = event;
+            continue;
+        }
+        if (event.kind == PCC_EVENT_REQUESTED)
+            pcc_tenant_noted(f->tenant);
+        f->queued[event.id % PCC_SNAPSHOTS] = event;
+    }
+}
+
+/* The next event that is not the queue's; fails the test when none comes. */
 static inline struct pcc_event event_next(struct fixture *f)
 {
-    struct pcc_event event = {0};
     const uint64_t deadline = soon();
 
-    while (pcc_events_take(f->events, &event, 1) == 0) {
+    for (events_sort(f); f->other_count == 0; events_sort(f)) {
         CHECK(pcc_now_ns() < deadline);
         (void)usleep(200);
     }
-    return event;
+    f->other_count--;
+    return f->other[f->other_first++ % 256];
+}
+
+/* The queue's event of a snapshot that says what has become of it: BEGUN, WAITS, REFUSED; or that
+ * it was refused at once. */
+static inline struct pcc_event queue_event(struct fixture *f, uint64_t snapshot)
+{
+    const uint64_t deadline = soon();
+    const struct pcc_event *event = &f->queued[snapshot % PCC_SNAPSHOTS];
+
+    for (events_sort(f); event->id != snapshot || event->session != f->session ||
+                         (event->kind == PCC_EVENT_REQUESTED && event->error == 0);
+         events_sort(f)) {
+        CHECK(pcc_now_ns() < deadline);
+        (void)usleep(100);
+    }
+    return *event;
 }
 
 static inline struct pcc_event event_until(struct fixture *f, uint32_t kind)
@@ -200,6 +241,7 @@ static inline void fixture_open(struct fixture *f, const struct settings *settin
     CHECK(pcc_pool_open(settings->memory_bytes, &f->pool) == 0);
     CHECK(pcc_events_open(1024, &f->events) == 0);
     CHECK(pcc_tenant_open(f->pool, f->events, settings->gpus, &tenant, &f->tenant) == 0);
+    pcc_tenant_policy(f->tenant, &alone);
     CHECK(pcc_tenant_bind(f->tenant, f->volume) == 0);
     grow(f, settings->memory_bytes, settings->segment_bytes);
 }
@@ -220,29 +262,56 @@ static inline void fixture_end(struct fixture *f)
     fixture_close(f);
 }
 
+static inline struct pcc_request request_of(const struct fixture *f, uint64_t snapshot,
+                                            uint64_t payload_bytes)
+{
+    return (struct pcc_request){.snapshot = snapshot,
+                                .step = (int64_t)snapshot,
+                                .payload_bytes = payload_bytes,
+                                .frozen_bytes = f->frozen_bytes,
+                                .offered_bytes = f->frozen_bytes,
+                                .flags = f->flags};
+}
+
+/* The hand-made client: any block, and the message. */
+static inline void ask(struct fixture *f, uint64_t snapshot, const struct pcc_request *request)
+{
+    const struct pcc_message message = {.kind = PCC_MSG_REQUEST, .id = snapshot};
+
+    *pcc_page_request(&f->page, snapshot) = *request;
+    CHECK(pcc_ring_push(&f->page.to_daemon, &message) == 0);
+    pcc_bell_ring(&f->page.page->daemon_bell);
+}
+
+/* What the queue makes of a snapshot that the real client has submitted, or that the hand-made one
+ * requests now: 0 when it has begun, else why not. */
 static inline int begin(struct fixture *f, uint64_t snapshot, uint64_t payload_bytes,
                         uint64_t *sequence)
 {
-    const struct pcc_save_request request = {.step = (int64_t)snapshot,
-                                             .world_size = 1,
-                                             .payload_bytes = payload_bytes,
-                                             .frozen_bytes = f->frozen_bytes,
-                                             .offered_bytes = f->frozen_bytes};
-
-    return pcc_tenant_begin(f->tenant, snapshot, 0, &request, sequence);
+    if (f->page.page != NULL) {
+        const struct pcc_request request = request_of(f, snapshot, payload_bytes);
+        ask(f, snapshot, &request);
+    }
+    const struct pcc_event event = queue_event(f, snapshot);
+    *sequence = event.sequence;
+    return event.error;
 }
 
-/* Waits for a lane: admission is refused while N are in flight. */
+/* The same, and it has to begin, in its turn. */
 static inline uint64_t begin_wait(struct fixture *f, uint64_t snapshot, uint64_t payload_bytes)
 {
     const uint64_t deadline = soon();
     uint64_t sequence;
-    int error;
+    int error = begin(f, snapshot, payload_bytes, &sequence);
 
-    while ((error = begin(f, snapshot, payload_bytes, &sequence)) == -PCC_E_NO_LANE ||
-           error == -PCC_E_NO_SLOT) {
+    while (error == -PCC_E_NO_SLOT) { /* what the last record has dropped */
         CHECK(pcc_now_ns() < deadline);
         (void)usleep(500);
+        f->queued[snapshot % PCC_SNAPSHOTS].session = 0;
+        pcc_tenant_retry(f->tenant);
+        const struct pcc_event event = queue_event(f, snapshot);
+        sequence = event.sequence;
+        error = event.error;
     }
     CHECK(error == 0);
     return sequence;
@@ -255,7 +324,8 @@ static inline void submit(struct fixture *f, uint64_t snapshot, const uint8_t *b
     const struct pcc_submission submission = {.ranges = &range,
                                               .range_count = 1,
                                               .tail_offset_bytes = count,
-                                              .offered_bytes = f->frozen_bytes};
+                                              .offered_bytes = f->frozen_bytes,
+                                              .request = request_of(f, snapshot, count)};
 
     CHECK(pcc_client_request(f->client, snapshot) == 0);
     CHECK(pcc_client_submit(f->client, snapshot, &submission) == 0);

@@ -166,6 +166,7 @@ static void test_offered_memory_is_freed(void)
     admit(&d, 1);
     given_up(&d, 1, bytes + CHUNK + 5 * 4096);
     struct pcc_message offer;
+    CHECK(pcc_ring_pop(&d.view.to_daemon, &offer) == 1 && offer.kind == PCC_MSG_REQUEST);
     CHECK(pcc_ring_pop(&d.view.to_daemon, &offer) == 1 && offer.kind == PCC_MSG_OFFER);
     CHECK(offer.offset_bytes == 0 && pcc_ring_pop(&d.view.to_daemon, &offer) == 0);
     whole(&d, 2);

@@ -132,18 +132,17 @@ static void test_layouts(void)
     fill(&p, 6);
     checkpoint(&p, 3);
 
-    const struct pcc_save_request request = {.payload_bytes = 5 * CHUNK,
-                                             .tree_offset_bytes = 4 * CHUNK};
-    atomic_store(&pcc_page_snapshot(&p.f.page, 4)->word, pcc_word(4, PCC_WORD_REQUESTED));
-    CHECK(pcc_tenant_begin(p.f.tenant, 4, p.map - 1, &request, &sequence) == -PCC_E_BAD_HANDLE);
+    struct pcc_request request = pull_request(&p, 4);
+    request.map--;
+    CHECK(admit_as(&p, 4, &request, &sequence) == -PCC_E_BAD_HANDLE);
     /* Refused: the trainer's streams are let go all the same. */
-    pcc_tenant_refuse(p.f.tenant, 4, &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
     CHECK(word_of(&p, 4) == pcc_word(4, PCC_WORD_REFUSED));
     CHECK(done_of(&p, 4, 0) == 4 && done_of(&p, 4, PCC_DEVICES - 1) == 4);
-    const struct pcc_save_request short_one = {.payload_bytes = 4 * CHUNK,
-                                               .tree_offset_bytes = 4 * CHUNK - 1};
-    atomic_store(&pcc_page_snapshot(&p.f.page, 5)->word, pcc_word(5, PCC_WORD_REQUESTED));
-    CHECK(pcc_tenant_begin(p.f.tenant, 5, p.map, &short_one, &sequence) == -EINVAL);
+    request = pull_request(&p, 5);
+    request.payload_bytes = 4 * CHUNK; /* too short */
+    request.tree_offset_bytes = 4 * CHUNK - 1;
+    request.tree_bytes = 1;
+    CHECK(admit_as(&p, 5, &request, &sequence) == -EINVAL);
     free(old.expected);
     pull_close(&p);
 }

@@ -173,7 +173,6 @@ static void test_context_lost(void)
     ready_set(&p, 2, 0);
     failed_with(&p, 2, -PCC_E_DEVICE_LOST);
     CHECK(admit(&p, 3, &sequence) == -PCC_E_DEVICE_LOST);
-    pcc_tenant_refuse(p.f.tenant, 3, &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
     CHECK(expose_as_is(&p, reason) == -PCC_E_DEVICE_LOST);
     CHECK(strstr(reason, "restarted") != NULL);
     CHECK(pcc_gpus_info(p.gpus, &info, 1) == 1 && info.lost);

@@ -65,6 +65,7 @@ static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t b
     pcc_pool_keep(f->pool, store);
     CHECK(pcc_events_open(1024, &f->events) == 0);
     CHECK(pcc_tenant_open(f->pool, f->events, NULL, &spec, &f->tenant) == 0);
+    pcc_tenant_policy(f->tenant, &alone);
 }
 
 static void *shrink_run(void *argument)

@@ -28,7 +28,7 @@ static void test_page(void)
     CHECK(pcc_page_plan(65536, 4096, 0, &geometry) == -EINVAL);
     CHECK(pcc_page_plan(1u << 30, 512, 1u << 20, &geometry) == -EINVAL); /* above 4 GiB */
     CHECK(pcc_page_plan(65536, 4096, 8, &geometry) == 0);
-    CHECK(geometry.ring_capacity == 256 && geometry.blocks_per_chunk == 16); /* and offers */
+    CHECK(geometry.ring_capacity == 512 && geometry.blocks_per_chunk == 16); /* and requests */
 
     CHECK(pcc_memfd_make("test-page", geometry.page_bytes, -1, &fd, &bytes) == 0);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &client) == -PCC_E_BAD_PEER); /* zeros */

@@ -12,8 +12,6 @@ static void try_checkpoint(struct pull *p, uint64_t snapshot)
     const int error = admit(p, snapshot, &sequence);
     if (error != 0) {
         CHECK(was_refused());
-        pcc_tenant_refuse(p->f.tenant, snapshot,
-                          &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
         return;
     }
     ready_set(p, snapshot, 0);

@@ -33,13 +33,34 @@ static bool has_memory(struct fixture *f)
     return error == 0 && granted >= 2 * CHUNK;
 }
 
+/* The queue begins it, or says why not; a client that has died may have requested nothing. */
+static int begun(struct fixture *f, uint64_t snapshot, uint64_t *sequence)
+{
+    const uint64_t deadline = soon();
+    const struct pcc_event *event = &f->queued[snapshot % PCC_SNAPSHOTS];
+
+    for (events_sort(f); event->id != snapshot || event->session != f->session ||
+                         (event->kind == PCC_EVENT_REQUESTED && event->error == 0) ||
+                         event->error == -PCC_E_NO_SLOT;
+         events_sort(f)) {
+        CHECK(pcc_now_ns() < deadline);
+        if (!pcc_client_alive(f->client))
+            return -ECONNRESET;
+        (void)usleep(200);
+    }
+    *sequence = event->sequence;
+    return event->error;
+}
+
 /* What a client and a daemon do when something is refused: the snapshot ends, and is not waited
  * for. True when it is durable. */
 static bool try_save(struct fixture *f, uint64_t snapshot, uint64_t count)
 {
     const struct pcc_range range = {.address = (uintptr_t)bytes, .length_bytes = count};
-    const struct pcc_submission submission = {
-        .ranges = &range, .range_count = 1, .tail_offset_bytes = count};
+    const struct pcc_submission submission = {.ranges = &range,
+                                              .range_count = 1,
+                                              .tail_offset_bytes = count,
+                                              .request = request_of(f, snapshot, count)};
     struct pcc_client_state state;
     uint64_t sequence = 0;
     int error;
@@ -55,16 +76,11 @@ static bool try_save(struct fixture *f, uint64_t snapshot, uint64_t count)
         CHECK(pcc_client_abandon(f->client, snapshot) || !pcc_client_alive(f->client));
         return false;
     }
-    const uint64_t deadline = soon();
-    while ((error = begin(f, snapshot, count, &sequence)) == -PCC_E_NO_LANE ||
-           error == -PCC_E_NO_SLOT) {
-        CHECK(pcc_now_ns() < deadline);
-        (void)usleep(200);
-    }
+    error = begun(f, snapshot, &sequence);
     if (error != 0) {
         CHECK(was_refused());
-        pcc_tenant_refuse(f->tenant, snapshot,
-                          &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
+        (void)pcc_tenant_refuse(f->tenant, snapshot,
+                                &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED});
         return false;
     }
     seeds[sequence % 64] = snapshot;
@@ -124,8 +140,11 @@ static bool daemon_open(struct fixture *f, bool keeps, uint64_t bytes_per_second
             return false;
         pcc_pool_keep(f->pool, store);
     }
-    return pcc_events_open(1024, &f->events) == 0 &&
-           pcc_tenant_open(f->pool, f->events, NULL, &spec, &f->tenant) == 0;
+    if (pcc_events_open(1024, &f->events) != 0 ||
+        pcc_tenant_open(f->pool, f->events, NULL, &spec, &f->tenant) != 0)
+        return false;
+    pcc_tenant_policy(f->tenant, &alone);
+    return true;
 }
 
 static void daemon_end(struct fixture *f)

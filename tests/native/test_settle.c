@@ -108,6 +108,7 @@ static void daemon_open(struct fixture *f, uint64_t memory_bytes)
     pcc_pool_keep(f->pool, store);
     CHECK(pcc_events_open(1024, &f->events) == 0);
     CHECK(pcc_tenant_open(f->pool, f->events, NULL, &spec, &f->tenant) == 0);
+    pcc_tenant_policy(f->tenant, &alone);
 }
 
 static void daemon_close(struct fixture *f)

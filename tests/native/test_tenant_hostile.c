@@ -152,10 +152,12 @@ static void test_lies(void)
             CHECK(event_until(&f, PCC_EVENT_FAILED).error == -PCC_E_ABORTED);
         else
             CHECK(event_until(&f, PCC_EVENT_BAD_PEER).session == f.session);
-        uint64_t sequence;
+        const struct pcc_request late = request_of(&f, 3, PAYLOAD);
         word_set(&f, 3, PCC_WORD_REQUESTED);
-        CHECK(lie == LIE_WORD_SCRIBBLED || begin(&f, 3, PAYLOAD, &sequence) == -ENOTCONN);
+        if (lie != LIE_WORD_SCRIBBLED)
+            ask(&f, 3, &late); /* from here on nothing of it is believed */
         detach(&f);
+        CHECK(f.queued[3].session != f.session);
         const struct pcc_tenant_usage usage = usage_at_rest(&f);
         CHECK(usage.granted_chunks == 0 && usage.full_chunks == 0 && usage.lent_chunks == 0);
         renew(&f, &roomy);
@@ -166,25 +168,6 @@ static void test_lies(void)
     link_open(&f);
     load_equals(&f, save(&f, 1, bytes, sizeof(bytes)), 1, bytes, sizeof(bytes));
     fixture_end(&f);
-}
-
-/* Only a word in its own entry names a snapshot that was asked for. */
-static void test_requested(void)
-{
-    struct fixture f;
-    uint64_t asked[PCC_SNAPSHOTS];
-
-    fixture_open(&f, &roomy);
-    page_open(&f);
-    word_set(&f, 3, PCC_WORD_REQUESTED);
-    word_set(&f, PCC_SNAPSHOTS + 9, PCC_WORD_REQUESTED);
-    word_set(&f, 4, PCC_WORD_COPIED);
-    atomic_store(&pcc_page_snapshot(&f.page, 5)->word, pcc_word(6, PCC_WORD_REQUESTED));
-    CHECK(pcc_tenant_requested(f.tenant, asked) == 2);
-    CHECK(asked[0] == 3 && asked[1] == PCC_SNAPSHOTS + 9);
-    detach(&f);
-    CHECK(pcc_tenant_requested(f.tenant, asked) == 0);
-    fixture_close(&f);
 }
 
 /* P1: a dead trainer had handed over everything, and had not woken the daemon. */
@@ -253,8 +236,10 @@ static void test_abandoned_before_the_last_message(void)
     word_set(&f, 21, PCC_WORD_ABANDONED);
     CHECK(begin(&f, 21, PAYLOAD, &sequence) == -PCC_E_ABORTED);
     /* The same snapshot twice. */
+    const struct pcc_request again = request_of(&f, 20, PAYLOAD);
     word_set(&f, 20, PCC_WORD_REQUESTED);
-    CHECK(begin(&f, 20, PAYLOAD, &sequence) == -PCC_E_BAD_PEER);
+    ask(&f, 20, &again);
+    CHECK(event_until(&f, PCC_EVENT_BAD_PEER).session == f.session);
     fixture_end(&f);
 }
 
@@ -514,11 +499,12 @@ static void test_the_dead_write_nothing(void)
 static void test_a_closed_link_has_nothing(void)
 {
     struct fixture f;
+    static uint8_t bytes[PAYLOAD];
 
     fixture_open(&f, &roomy);
     for (uint64_t round = 0; round < 50; round++) {
         link_open(&f);
-        CHECK(pcc_client_request(f.client, 1) == 0);
+        submit(&f, 1, bytes, sizeof(bytes));
         CHECK(begin_wait(&f, 1, PAYLOAD) > 0);
         pcc_client_close(f.client);
         f.client = NULL;
@@ -612,7 +598,6 @@ static void test_load_never_taken(void)
 int main(void)
 {
     RUN(test_lies);
-    RUN(test_requested);
     RUN(test_ring_is_drained);
     RUN(test_abandoned_before_the_last_message);
     RUN(test_load_never_taken);

@@ -14,7 +14,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pccheck_native import Channel, Events, Link, Pool, Volume, create_volume
+from pccheck_native import (
+    WORD_REFUSED,
+    WORD_REQUESTED,
+    Channel,
+    Event,
+    Events,
+    Link,
+    Pool,
+    Volume,
+    create_volume,
+)
 
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 32 * 1024
@@ -62,8 +72,16 @@ def plan(sizes: Sequence[int], tree_bytes: int) -> Layout:
     return Layout(offsets, end, end + tree_bytes)
 
 
+#: Events of the queue, which `Loop.take` leaves out.
+QUEUE = frozenset({"requested", "begun", "waits", "refused"})
+
+
 class Loop:
-    """Everything open; `save` and `load` do what client and daemon do between them."""
+    """Everything open; `save` and `load` do what client and daemon do between them. A snapshot
+    that is submitted waits until `begin`."""
+
+    incarnation = 1
+    world_size = 1
 
     def __init__(
         self, path: Path, *, chunks: int = 16, engine: str = "pwrite", **volume: int
@@ -76,6 +94,7 @@ class Loop:
             self.pool, self.events, id=1, chunk_bytes=CHUNK_BYTES, block_bytes=BLOCK_BYTES,
             chunk_capacity=64, lanes=2, writers=2,
         )  # fmt: skip
+        self.channel.policy(held=True)
         self.channel.bind(self.volume)
         self.channel.grow(chunks * CHUNK_BYTES)
         self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -86,8 +105,9 @@ class Loop:
             os.close(page)
 
     def submit(
-        self, snapshot: int, extents: Sequence[bytearray], tree: bytes, *, inline: int = 0
-    ) -> Layout:
+        self, snapshot: int, extents: Sequence[bytearray], tree: bytes, *, inline: int = 0,
+        **request: int,
+    ) -> Layout:  # fmt: skip
         """Requests and submits a snapshot; copies the last `inline` extents during the call."""
         layout = plan([len(extent) for extent in extents], len(tree))
         ranges = [
@@ -97,23 +117,35 @@ class Loop:
         kept = len(ranges) - inline
         self.link.request(snapshot)
         self.link.submit(
-            snapshot, pack(ranges[:kept]), pack(ranges[kept:]), tree, layout.tree_offset
-        )
+            snapshot, pack(ranges[:kept]), pack(ranges[kept:]), tree, layout.tree_offset,
+            **{"step": snapshot} | request,  # type: ignore[arg-type]
+        )  # fmt: skip
         return layout
 
-    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes, frozen: int = 0) -> int:
-        return self.channel.begin(
-            snapshot, step=step, incarnation=1, world_size=1, payload_bytes=layout.payload_bytes,
-            tree_offset=layout.tree_offset, tree_bytes=len(tree), frozen_bytes=frozen,
-        )  # fmt: skip
+    def begin(self, snapshot: int) -> int:
+        """Lets one begin that was submitted; its sequence."""
+        self.channel.policy(numbers=True, incarnation=self.incarnation, world_size=self.world_size)
+        self.channel.noted()
+        until_s = time.monotonic() + LIMIT_S
+        while (now := self.link.state(snapshot)) is None or now.word == WORD_REQUESTED:
+            assert time.monotonic() < until_s, now
+            self.channel.retry()
+            time.sleep(0.001)
+        self.channel.policy(held=True)
+        assert now.word != WORD_REFUSED, now
+        return now.sequence
+
+    def take(self) -> list[Event]:
+        """What was reported of copies and saves."""
+        return [event for event in self.events.take() if event.kind not in QUEUE]
 
     def save(
         self, snapshot: int, extents: Sequence[bytearray], tree: bytes = b"tree", *, step: int = 0,
         inline: int = 0, frozen: int = 0,
     ) -> int:  # fmt: skip
         """Saves, waits until the checkpoint is durable, and returns its sequence."""
-        layout = self.submit(snapshot, extents, tree, inline=inline)
-        sequence = self.begin(snapshot, step, layout, tree, frozen)
+        self.submit(snapshot, extents, tree, inline=inline, step=step, frozen_bytes=frozen)
+        sequence = self.begin(snapshot)
         assert self.link.wait(snapshot, "copied", deadline())
         assert self.link.wait(snapshot, "durable", deadline())
         return sequence

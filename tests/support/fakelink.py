@@ -27,6 +27,7 @@ class FakeLink:
         self.read: set[int] = set()
         self.provisional: set[int] = set()
         self.offered: dict[int, int] = {}
+        self.requests: list[SimpleNamespace] = []  # what the daemon is asked for
         self.unholdable: set[int] = set()
         self.cannot_pull = ""
         self.holds = True
@@ -50,9 +51,10 @@ class FakeLink:
 
     def submit(
         self, snapshot: int, ranges: bytes, volatile: bytes, data: bytes, offset: int,
-        device_ranges: bytes = b"", *, pulled_bytes: int = 0, pulled_devices: int = 0,
-        provisional: bool = False, offered_bytes: int = 0,
+        device_ranges: bytes = b"", pulled_bytes: int = 0, pulled_devices: int = 0, *,
+        provisional: bool = False, offered_bytes: int = 0, **request: Any,
     ) -> None:  # fmt: skip
+        self.requests.append(SimpleNamespace(snapshot=snapshot, **request))
         self.offered[snapshot] = offered_bytes
         self._note(
             "submit", snapshot, ranges, volatile, device_ranges, pulled_bytes, pulled_devices
@@ -160,7 +162,7 @@ class FakeConnection:
     def __init__(self, *, transfer: str = "pull", reason: str = "") -> None:
         self.link = FakeLink()
         self.welcome = SimpleNamespace(
-            transfer=transfer, transfer_reason=reason, transfer_later=False, pid=1
+            transfer=transfer, transfer_reason=reason, transfer_later=False, pid=1, start=bytes(16)
         )
         self.sent: list[Any] = []
         self.refusal: PccheckError | None = None
@@ -203,6 +205,7 @@ class FakeSession:
     error = None
     incarnation = 1
     uncounted = 0
+    identity = SimpleNamespace(job="job", rank=0, world_size=1, guessed=False)
 
     def __init__(self, connection: FakeConnection) -> None:
         self.uncounted = 0

@@ -32,7 +32,6 @@ from pccheck_wire import attach, codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import (
-    Begin,
     Describe,
     Drop,
     Expose,
@@ -49,6 +48,7 @@ from pccheck_wire.messages import (
     Trace,
     Verify,
 )
+from tests.support.handpage import Page, block_of
 from tests.support.rank import Rank, payload_of
 
 ENOUGH = 15
@@ -208,9 +208,10 @@ class Attacker:
                     for _ in range(200):
                         at = self.chance.randrange(min(len(page), 1 << 16))
                         page[at : at + 1] = bytes([self.chance.randrange(256)])
+                    own = Page(session.page_fd)
                     for snapshot in range(1, 20):
-                        body = Begin(snapshot, snapshot, 1 << 20, 0, 8)
-                        session.socket.send(self.request(session.welcome.token, body))
+                        own.request(snapshot, block_of(snapshot, 1 << 20))
+                    own.close()
                     for _ in range(50):
                         at = self.chance.randrange(len(page) - 64)
                         page[at : at + 64] = self.chance.randbytes(64)
@@ -246,14 +247,22 @@ class Attacker:
                     dealer.send_multipart(frames * self.chance.randrange(1, 4), zmq.NOBLOCK)
             yield
 
-    def begin_flood(self) -> Step:
-        session = self.attach()
-        dealer = self.control(session.welcome.endpoint)
-        session.request(Register(1 << 20), timeout_s=20)
-        for number in itertools.count(1):
-            with contextlib.suppress(zmq.Again):
-                body = Begin(number % 3000, number, 1 << 20, 0, 8, "wait")
-                dealer.send(self.request(session.welcome.token, body), zmq.NOBLOCK)
+    def request_flood(self) -> Step:
+        """As many requests as the ring holds, of which half are impossible."""
+        while True:
+            with contextlib.suppress(PccheckError, OSError), self.attach() as session:
+                session.request(Register(1 << 20), timeout_s=20)
+                page = Page(session.page_fd)
+                for snapshot in range(1, 3000):
+                    block = block_of(snapshot, 1 << 20)
+                    if snapshot % 2:
+                        block = block[:8] + self.chance.randbytes(len(block) - 8)
+                    while page.is_full and not self.has_ended(session.socket):
+                        yield
+                    page.request(snapshot, block)
+                    if snapshot % 50 == 0:
+                        yield
+                page.close()
             yield
 
     def oversized_begins(self) -> Step:
@@ -263,16 +272,15 @@ class Attacker:
             size = rank.link.chunk_bytes << 28
             for step in itertools.count(1, 2):
                 rank.save(step, payload_of(step, 1 << 20))
-                rank.snapshots += 1
-                rank.link.request(rank.snapshots)
-                body = Begin(rank.snapshots, step + 1, size, 0, 8)
-                rank.attachment.socket.send(self.request(rank.welcome.token, body))
-                rank.wait(rank.snapshots)
+                with contextlib.suppress(PccheckError, OSError), self.attach(job="big") as session:
+                    session.request(Register(1 << 20), timeout_s=20)
+                    page = Page(session.page_fd)
+                    page.request(1, block_of(1, size))
+                    page.close()
                 yield
 
     def false_offers(self) -> Step:
-        """Some offers have no base, others have changed bytes; Begin and the link name different
-        numbers of offered bytes."""
+        """Some offers have no base, others have changed bytes."""
         counts = (0, 1, 1 << 20, 3 << 20, 4 << 20, 2**62, 2**63, 2**64 - 1, -1)
         for number in itertools.count(1):
             try:
@@ -313,17 +321,15 @@ class Attacker:
         dealer = self.control(session.welcome.endpoint)
         token = bytes.fromhex(self.victim["token"])
         bodies: list[RequestBody] = [
-            Register(1 << 20), Begin(1000, 1, 1 << 20, 0, 8), Describe(1), Open(), Read(1, 1, 0, 1),
+            Register(1 << 20), Describe(1), Open(), Read(1, 1, 0, 1),
             Open(any_world_size=True), Read(2, 1, 0, 1, rank=0),
-            Begin(1001, 1, 1 << 20, 0, 8, base=9, turn=9, descents=9), Pin(1), Pin(1, pinned=False),
+            Pin(1), Pin(1, pinned=False),
             Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
             Verify(self.victim["job"], uid=0),
         ]  # fmt: skip
         while True:
             for body in bodies:
                 dealer.send(self.request(token, body))
-                if isinstance(body, Begin):
-                    continue  # one way
                 assert dealer.poll(20_000), f"no answer to {body}"
                 answer = msgpack.unpackb(dealer.recv())
                 assert answer["body"]["t"] == "failure", answer

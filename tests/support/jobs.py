@@ -130,11 +130,16 @@ class Tenant:
     def __post_init__(self) -> None:
         self.key = Key(7, "gpt", self.rank)
         self.leases: Any = SimpleNamespace(take=self._lease)
+        self.queue: Any = SimpleNamespace(instruct=self._instruct, look=lambda: None)
+        self.instructed = 0
         self.uses: Any = SimpleNamespace(begin_read=self._begin_read, end_read=self._end_read)
         self.retention: Any = SimpleNamespace(
             unreadable=set(), inherited=set(), flagged=set(), protected=set(), unrestored=False,
             release=self._release, restored_to=self._restored_to, damaged=self._damaged,
         )  # fmt: skip
+
+    def _instruct(self) -> None:
+        self.instructed += 1
 
     def _lease(self, sequence: int, session: int) -> None:
         self.calls.append(f"lease {sequence}")
@@ -224,6 +229,11 @@ class Ranks:
         """Requests a checkpoint; returns its incarnation and sequence, and sets `ended`."""
         requested = Requested(step, row=row, skip_when_busy=on_busy == "skip", at_ns=1, **name)
         incarnation, sequence, self.ended = self.job.number(rank, requested)
+        if self.world == 1 and self.ended is None:  # the core takes the next one
+            alone = self.tenants[rank].owner
+            free = self.job.alone(rank, alone) if alone is not None else None
+            assert free is not None
+            sequence = self.job.took(rank, free[1] + 1)
         return incarnation, sequence
 
     def request_slot(self, rank: int) -> list[int]:

@@ -24,7 +24,7 @@ from pccheck_native import _core
 #: fault or a call of the CUDA driver: `lock` of the channel, the volume, the pool and the GPUs
 #: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
-    "Channel": {"refuse", "requested", "set_outcome", "usage"},
+    "Channel": {"noted", "number", "policy", "refuse", "retry", "set_outcome", "usage"},
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group", "spare"},
     "Pool": {"stored", "usage"},
 }

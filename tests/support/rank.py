@@ -13,12 +13,11 @@ from typing import Any, Self
 
 import zmq
 
-from pccheck_native import Link, LinkState
+from pccheck_native import WORD_COPYING, Link, LinkState
 from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, error_from_wire
 from pccheck_wire.messages import (
-    Begin,
     CheckpointState,
     Described,
     Empty,
@@ -132,9 +131,9 @@ class Rank:
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
         frozen: int = 0, offered: int | None = None, **name: int,
     ) -> int:  # fmt: skip
-        """Requests a snapshot of `data`, whose last 8 bytes are its tree; returns its id. The
-        `frozen` bytes are offered; `offered` gives the link a wrong number of them. `name`: base,
-        descents and row of the checkpoint."""
+        """Requests a snapshot of `data`, whose last 8 bytes are its tree; returns its id. Without
+        `fill` its last chunk never comes. The `frozen` bytes are offered, or `offered` ones.
+        `name`: base, descents and row of the checkpoint."""
         self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
@@ -142,20 +141,17 @@ class Rank:
             del self._kept[old]
         self._kept[snapshot] = buffer
         self.link.request(snapshot)
-        self._send(0, Begin(
-            snapshot, step, len(data), len(body), len(tail), on_busy,
-            frozen_bytes=frozen, offered_bytes=frozen,
-            **name,
-        ))  # fmt: skip
-        if fill:
-            ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
-            offered = frozen if offered is None else offered
-            self.link.submit(snapshot, ranges, b"", tail, len(body), offered_bytes=offered)
+        ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
+        self.link.submit(
+            snapshot, ranges, b"", tail, len(body), provisional=not fill, step=step,
+            skip=on_busy == "skip", frozen_bytes=frozen,
+            offered_bytes=frozen if offered is None else offered, **name,
+        )  # fmt: skip
         return snapshot
 
     def until_copying(self, snapshot: int) -> None:
         """Waits until the snapshot has a slot."""
-        until(lambda: self.describe(snapshot).state is CheckpointState.COPYING)
+        until(lambda: (now := self.link.state(snapshot)) is not None and now.word == WORD_COPYING)
 
     def _is_read(self, snapshot: int) -> bool:
         state = self.link.state(snapshot)

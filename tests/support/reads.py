@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
-from pccheck_store.source import Payloads
+from pccheck_store.reading.source import Payloads
 
 
 def read(payloads: Payloads, rank: int, offset: int, length: int) -> bytes:

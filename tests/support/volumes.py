@@ -10,7 +10,7 @@ from pathlib import Path
 from pccheck_native import catalog, create_volume, layout
 from pccheck_wire import tree
 from pccheck_wire.tree import Mapping, Named, Node, Sequence, Tag, Tensor
-from tests.support.coreloop import BLOCK_BYTES, STRIDE_BYTES, Layout, Loop, plan
+from tests.support.coreloop import BLOCK_BYTES, STRIDE_BYTES, Loop, plan
 
 UID = 7
 WIDE = 40_000  # float32 elements of the large tensor: many blocks, several chunks
@@ -84,13 +84,6 @@ class Rank(Loop):
         self.world_size = world_size
         self.incarnation = incarnation
         self._snapshot = 0
-
-    def begin(self, snapshot: int, step: int, layout: Layout, tree: bytes, frozen: int = 0) -> int:
-        return self.channel.begin(
-            snapshot, step=step, incarnation=self.incarnation, world_size=self.world_size,
-            payload_bytes=layout.payload_bytes, tree_offset=layout.tree_offset,
-            tree_bytes=len(tree), frozen_bytes=frozen,
-        )  # fmt: skip
 
     def put(self, step: int, *, state: tuple[list[bytearray], Node] | None = None) -> int:
         """Saves a state; returns its sequence when the checkpoint is durable."""

@@ -16,7 +16,7 @@ from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
-from pccheck_store.state_reader import StateReader
+from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     DamagedError,

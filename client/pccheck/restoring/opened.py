@@ -13,7 +13,7 @@ import torch
 from pccheck.state.extents import pack
 from pccheck.state.shards import is_sharded
 from pccheck_native import catalog
-from pccheck_store.state_reader import StateReader
+from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.basics import did_you_mean
 from pccheck_wire.blocks import Block, common

@@ -10,9 +10,9 @@ from typing import Any
 
 from pccheck.daemon.connection import Connection
 from pccheck.warn import LOG
-from pccheck_store.errors import RecycledError, problem_of
-from pccheck_store.loads import DaemonPayloads
-from pccheck_store.state_reader import StateReader
+from pccheck_store.reading.errors import RecycledError, problem_of
+from pccheck_store.reading.loads import DaemonPayloads
+from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import (
     DamagedError,

@@ -19,7 +19,7 @@ from pccheck.state import devices
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.plan import Snapshot
 from pccheck.warn import Warner
-from pccheck_native import SNAPSHOTS, Link, NativeError
+from pccheck_native import SNAPSHOTS, NativeError
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -29,7 +29,7 @@ from pccheck_wire.errors import (
     RefusedError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Begin, CheckpointState
+from pccheck_wire.messages import CheckpointState
 
 from .exposure import Exposure, Handover
 from .failures import Failures, why_moved
@@ -103,31 +103,23 @@ class Saver:
         checkpoint = InFlight(step, connection, number)
         connection.steps.pop(number - SNAPSHOTS, None)
         connection.steps[number] = step
-        begin = Begin(
-            number,
-            step,
-            snapshot.payload_bytes,
-            snapshot.tree_offset,
-            len(snapshot.tree),
-            self._options.on_busy,
-            handover.map if handover else 0,
-            *self._gate.held.take(),
-            base=steps.base,
-            turn=steps.base_turn,
-            descents=steps.descents,
-            row=steps.row,
-            frozen_bytes=snapshot.worth_a_base,
-            offered_bytes=snapshot.offered,
-            interval=interval,
-            division=snapshot.division,
-        )
+        held_at_ns, held_ns = self._gate.held.take()
         try:
             _request(connection, number)
-            _submit(connection.link, number, snapshot, handover, inline=not wait)
+            if handover is not None:
+                handover.enqueue(connection.link, number)
+            connection.link.submit(
+                number, *_sources(snapshot, handover, inline=not wait),
+                step=step, skip=self._options.on_busy == "skip",
+                map=handover.map if handover else 0, frozen_bytes=snapshot.worth_a_base,
+                held_at_ns=held_at_ns, held_ns=held_ns,
+                base=steps.base, turn=steps.base_turn, descents=steps.descents, row=steps.row,
+                interval=interval, division=snapshot.division,
+                provisional=snapshot.reading is not None, offered_bytes=snapshot.offered,
+            )  # fmt: skip
             if snapshot.copying is not None and (moved := snapshot.copying.moved()):
                 fail_moved(checkpoint, connection, moved)
             self._keep(checkpoint, connection, snapshot, handover)
-            connection.post(begin)  # comes last: the daemon that it wakes may take this core
             if wait:
                 self._wait(checkpoint, connection, wait)
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
@@ -251,8 +243,8 @@ class Saver:
         for save, phase in seen:
             self._note(save, save.phase if phase is Phase.LET_GO else phase)
 
-    def _note(self, save: InFlight, phase: Phase) -> None:
-        before = self.followed.note(save, phase)
+    def _note(self, save: InFlight, phase: Phase, *, told: bool = False) -> None:
+        before = self.followed.note(save, phase, told=told)
         if phase is not before and SHOWN[phase] >= CheckpointState.COPIED:
             if SHOWN[phase] not in NOT_SAVED:
                 self._breaker.copied()
@@ -263,7 +255,7 @@ class Saver:
 
     def raised(self, save: InFlight) -> None:
         """checkpoint() itself raises why it failed, and no later call does so again."""
-        self._note(save, save.phase)
+        self._note(save, save.phase, told=True)
         self.followed.drop(save)
 
     def leave(self) -> None:
@@ -346,23 +338,20 @@ def _request(connection: Connection, number: int) -> None:
         raise
 
 
-def _submit(
-    link: Link, number: int, snapshot: Snapshot, handover: Handover | None, *, inline: bool
-) -> None:
-    """Gives the link everything it needs. Without `inline` nothing changes before it was read, and
-    volatile ranges need no copy of their own."""
+def _sources(
+    snapshot: Snapshot, handover: Handover | None, *, inline: bool
+) -> tuple[bytes, bytes, bytes, int, bytes, int, int]:
+    """What Link.submit reads, up to `pulled_devices`. Without `inline` nothing changes before it
+    was read, and volatile ranges need no copy of their own."""
     ranges, volatile = snapshot.ranges, snapshot.volatile
     if not inline:
         ranges, volatile = ranges + volatile, b""
     device_ranges, pulled_bytes, pulled_devices = b"", 0, 0
-    if handover is not None:
-        handover.enqueue(link, number)
-        if handover.map:
-            pulled_bytes, pulled_devices = handover.part.nbytes, handover.part.mask
-        else:
-            device_ranges = handover.ranges
-    link.submit(
-        number, ranges, volatile, snapshot.tree, snapshot.tree_offset, device_ranges,
-        pulled_bytes=pulled_bytes, pulled_devices=pulled_devices,
-        provisional=snapshot.reading is not None, offered_bytes=snapshot.offered,
+    if handover is not None and handover.map:
+        pulled_bytes, pulled_devices = handover.part.nbytes, handover.part.mask
+    elif handover is not None:
+        device_ranges = handover.ranges
+    return (
+        ranges, volatile, snapshot.tree, snapshot.tree_offset, device_ranges,
+        pulled_bytes, pulled_devices,
     )  # fmt: skip

@@ -7,8 +7,8 @@ import secrets
 
 from pccheck_native import catalog, subset
 from pccheck_store import directory
-from pccheck_store.errors import RecycledError, problem_of
-from pccheck_store.source import Source
+from pccheck_store.reading.errors import RecycledError, problem_of
+from pccheck_store.reading.source import Source
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, whole

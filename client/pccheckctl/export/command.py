@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pccheck_native import catalog
 from pccheck_store import directory, selection
-from pccheck_store.errors import RecycledError
-from pccheck_store.source import Source
-from pccheck_store.state_reader import StateReader, open_state
+from pccheck_store.reading.errors import RecycledError
+from pccheck_store.reading.source import Source
+from pccheck_store.reading.state_reader import StateReader, open_state
 from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, NoCheckpointError, UnreadableError, UsageError
 from pccheckctl.output import render

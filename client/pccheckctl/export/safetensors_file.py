@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 from pccheck_native import catalog
+from pccheck_store.reading.state_reader import StateReader
 from pccheck_store.safetensors_layout import (
     INDEX,
     Piece,
@@ -19,7 +20,6 @@ from pccheck_store.safetensors_layout import (
     pieces_of,
     read_strided,
 )
-from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheckctl.output.files import Output, reserve
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pccheck_native.cgroups import available
+from pccheck_store.reading.state_reader import StateReader
 from pccheck_store.selection import as_tensor
-from pccheck_store.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, StorageFullError, UnsupportedStateError
 from pccheck_wire.tree import Node, Tag

@@ -272,6 +272,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->memory = NULL;
     job->snapshot = snapshot;
     job->hung_up = false;
+    job->asking = false;
     job->provisional = false;
     job->error = 0;
     job->fault = 0;
@@ -311,6 +312,7 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
         error = -EBUSY;
     if (error == 0) {
         client->newest = snapshot;
+        client->asking -= job->asking; /* abandoned before the daemon was told */
         job_reset(job, snapshot);
         /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
          * word of an earlier snapshot, and that word is final. */

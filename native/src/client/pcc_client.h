@@ -30,8 +30,8 @@ bool pcc_client_alive(struct pcc_client *client); /* poll of the socket, about 1
 int pcc_client_unmapped(const struct pcc_client *client);
 uint32_t pcc_client_chunk_bytes(const struct pcc_client *client);
 
-/* Step 1: the word of `snapshot` becomes REQUESTED (before `begin` is sent). -EBUSY when its entry
- * still belongs to an unfinished snapshot. Ids grow by one. */
+/* Step 1: the word of `snapshot` becomes REQUESTED; the daemon learns of it with the submission.
+ * -EBUSY when its entry still belongs to an unfinished snapshot. Ids grow by one. */
 PCC_MUST_CHECK int pcc_client_request(struct pcc_client *client, uint64_t snapshot);
 struct pcc_device_range { /* payload [offset, offset+length) is device memory at `address` */
     uint64_t address;
@@ -58,19 +58,22 @@ struct pcc_submission {
     uint32_t pulled_devices;
     /* A prefix that probably has not changed since an earlier snapshot. If the daemon has a base
      * for it, whole chunks of it are read in place, and copied only if their checksums are not
-     * those of the base. `Begin` has to name the same number. No device memory lies there. */
+     * those of the base. No device memory lies there. */
     uint64_t offered_bytes;
     /* Nothing keeps the source as it is while it is read: the last chunk stays here, and so the
      * daemon cannot vouch, until pcc_client_confirm. */
     bool provisional;
+    /* What the daemon is asked for. The call fills in snapshot, payload, tree and offered bytes. */
+    struct pcc_request request;
 };
-/* Step 2: the copy itself, done by the thread once the daemon admits it. All kinds of ranges
- * ascending and disjoint, together, too; gaps become zeros; the lists are copied during the call.
- * `inline_ranges` are copied *bytes and all* during the call (volatile buffers). `tail` (the tree)
- * follows at tail_offset. The memory behind `ranges` and `device_ranges` stays valid until
- * pcc_client_wait(.., PCC_WAIT_READ) says so. A chunk of the payload takes ranges of one GPU only,
- * and pulled_bytes is a number of whole chunks. -EINVAL; -PCC_E_DEVICE when a GPU is broken;
- * -EFAULT and the like when memory of `inline_ranges` is not there. */
+/* Step 2: the request goes to the daemon; and the copy itself, done by the thread once the daemon
+ * admits it. All kinds of ranges ascending and disjoint, together, too; gaps become zeros; the
+ * lists are copied during the call. `inline_ranges` are copied *bytes and all* during the call
+ * (volatile buffers). `tail` (the tree) follows at tail_offset. The memory behind `ranges` and
+ * `device_ranges` stays valid until pcc_client_wait(.., PCC_WAIT_READ) says so. A chunk of the
+ * payload takes ranges of one GPU only, and pulled_bytes is a number of whole chunks. -EINVAL;
+ * -PCC_E_DEVICE when a GPU is broken; -EFAULT and the like when memory of `inline_ranges` is not
+ * there. */
 PCC_MUST_CHECK int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
                                      const struct pcc_submission *submission);
 

@@ -58,6 +58,7 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     _Atomic bool host_read; /* as `state`: the trainer's host memory was read */
     bool busy;              /* the thread reads the sources now */
     bool hung_up;           /* ended by the daemon's death */
+    bool asking;            /* its request is in the page, and the daemon is to be told */
     bool provisional;       /* not confirmed */
     bool kept;              /* its last chunk is full, and waits for that; see `last` */
     struct pcc_message last;
@@ -190,6 +191,7 @@ struct pcc_client {
     pthread_cond_t idle;
     struct pcc_job jobs[PCC_SNAPSHOTS];
     uint64_t newest;    /* the largest snapshot id requested */
+    uint32_t asking;    /* jobs with `asking` */
     uint32_t waiters;   /* threads inside a wait: close() lets them out first */
     _Atomic bool armed; /* some job has `held`; written under the lock */
     struct pcc_client_load load;

@@ -75,6 +75,37 @@ static bool take_messages(struct pcc_client *client)
     return result == 0;
 }
 
+/* With lock held: the oldest snapshot that the daemon is to be told of; NULL. */
+static struct pcc_job *asking_next(struct pcc_client *client)
+{
+    struct pcc_job *oldest = NULL;
+
+    for (uint32_t i = 0; client->asking > 0 && i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        if (job->asking && (oldest == NULL || job->snapshot < oldest->snapshot))
+            oldest = job;
+    }
+    return oldest;
+}
+
+/* Tells the daemon of the requests in the page, in their order. An abandoned one is over. */
+static bool send_requests(struct pcc_client *client)
+{
+    struct pcc_job *job;
+    bool whole = true;
+
+    (void)pthread_mutex_lock(&client->lock);
+    while (whole && (job = asking_next(client)) != NULL) {
+        const struct pcc_message message = {.kind = PCC_MSG_REQUEST, .id = job->snapshot};
+        job->asking = false;
+        client->asking--;
+        if (pcc_client_open_word(client, job->snapshot))
+            whole = pcc_client_tell(client, &message);
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    return whole;
+}
+
 /* A load must not wait for chunks that lie idle here. */
 static bool give_back(struct pcc_client *client)
 {
@@ -139,7 +170,8 @@ void *pcc_client_run(void *argument)
         if (atomic_load_explicit(&client->stop, memory_order_acquire))
             return NULL;
         const uint64_t deadline_ns = pcc_client_expire(client);
-        if (pcc_client_ended(client) || !pcc_client_take_grants(client) || !take_messages(client))
+        if (pcc_client_ended(client) || !send_requests(client) || !pcc_client_take_grants(client) ||
+            !take_messages(client))
             break;
         const int worked = pcc_client_work(client);
         const int retired = worked < 0 ? -1 : pcc_client_retire(client); /* it adds to `polling` */

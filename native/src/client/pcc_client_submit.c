@@ -195,6 +195,22 @@ static int devices_check(struct pcc_client *client, const struct pcc_job *job, u
     return 0;
 }
 
+/* With the lock held: the block in the page. The client's thread sends the message. */
+static void request_write(struct pcc_client *client, struct pcc_job *job,
+                          const struct pcc_submission *from)
+{
+    struct pcc_request request = from->request;
+
+    request.snapshot = job->snapshot;
+    request.payload_bytes = job->payload_bytes;
+    request.tree_offset_bytes = from->tail_offset_bytes;
+    request.tree_bytes = from->tail_bytes;
+    request.offered_bytes = from->offered_bytes;
+    *pcc_page_request(&client->view, job->snapshot) = request;
+    job->asking = true;
+    client->asking++;
+}
+
 /* With the lock held: 0 = the thread has it; 1 = it is over already, nothing will be read. */
 static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
                      const struct plan *plan, const struct pcc_submission *from)
@@ -227,6 +243,7 @@ static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
     job->provisional = from->provisional;
     for (uint32_t i = 0; i < PCC_DEVICES; i++)
         job->devices[i].end_bytes = plan->device_end_bytes[i];
+    request_write(client, job, from);
     atomic_store_explicit(&job->state, PCC_JOB_SUBMITTED, memory_order_relaxed);
     pcc_client_job_note(client, job);
     return 0;

@@ -1,11 +1,9 @@
-/* Who fills the chunks of a save. Each stretch of the payload has one source: the client that
- * pushes (pcc_source_push.c), GPUs that are read (pcc_source_pull.c), or the memory that an
- * earlier daemon left (pcc_source_kept.c).
+/* Who fills the chunks of a save. Each stretch of the payload has one source: pcc_source_push.c
+ * (the client), pcc_source_pull.c (GPUs), pcc_source_kept.c (memory that an earlier daemon left).
  *
- * A source takes chunks with pcc_tenant_pick, and delivers each piece with pcc_tenant_received and
- * pcc_tenant_chunk_to_save; pcc_tenant_copy_check follows. A source that fails calls
- * pcc_tenant_abort. No verb waits, but for owner_alive and leave. With the tenant's lock held, a
- * verb neither does I/O nor calls a driver. */
+ * A source takes chunks with pcc_tenant_pick, and delivers each piece with pcc_tenant_received,
+ * pcc_tenant_chunk_to_save and pcc_tenant_copy_check; a source that fails calls pcc_tenant_abort.
+ * With the tenant's lock held, a verb neither waits, nor does I/O, nor calls a driver. */
 #ifndef PCC_SOURCE_H
 #define PCC_SOURCE_H
 
@@ -27,8 +25,7 @@ struct pcc_source_ops { /* NULL: there is nothing to do */
      * that is not offered, later each piece that the base lacks. Cannot fail. */
     void (*want)(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct pcc_source *source,
                  uint64_t from_bytes, uint64_t to_bytes);
-    /* Lock held: tells the owner whether the base has the piece that it offered. Nonzero: the owner
-     * has broken the protocol of its page. */
+    /* Lock held: tells the owner whether the base has the piece that it offered. Or an error. */
     int (*answer)(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
                   uint64_t offset_bytes, bool in_base);
     /* Lock held; again when the save ends; without a save when there will be none. Nothing more is
@@ -37,13 +34,12 @@ struct pcc_source_ops { /* NULL: there is nothing to do */
     void (*abandon)(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                     struct pcc_source *source);
     /* No lock, the drain thread; may wait for the owner's own locks. Whether the owner lived after
-     * the call began: what was read from an owner that had ended does not count. */
+     * the call began: only then what was read before the call counts. */
     bool (*owner_alive)(struct pcc_tenant *tenant);
     /* Lock held: these parts were read while the owner lived, so the owner may change them. */
     void (*drained)(struct pcc_tenant *tenant, const struct pcc_tenant_save *save, uint32_t parts);
-    /* No lock, control held: the session is over, its saves are copied or given up. Returns when
-     * nothing fills chunks any more, or marks those that may still be written to as LEFT or LOST.
-     * Bounded. */
+    /* No lock, control held: the session is over, its saves are copied or given up. Waits, for a
+     * bounded time, until nothing fills chunks; what may still be written to is LEFT or LOST. */
     void (*leave)(struct pcc_tenant *tenant);
 };
 
@@ -51,14 +47,11 @@ struct pcc_source {                   /* guarded by the tenant's lock */
     const struct pcc_source_ops *ops; /* NULL: there is none */
     uint64_t from_bytes, to_bytes;    /* its stretch of the payload: whole chunks, or the end */
     uint32_t parts, read, judged;     /* a bit for each part that counts if its owner lived after */
-    uint32_t users;      /* threads at work: meanwhile the save's entry is not reused */
-    union {              /* each source's own */
-        uint32_t pushed; /* pieces wanted, and not received */
-        struct pcc_tenant_part *pulled; /* before anything is wanted: a part for each GPU */
-        struct pcc_source_found {
-            uint32_t place;
-            bool unsettled;
-        } kept;
+    uint32_t users;  /* threads at work: meanwhile the save's entry is not reused */
+    uint32_t wanted; /* pieces that have not come; of push and kept */
+    union {          /* what is read */
+        struct pcc_tenant_part *pulled; /* a part for each GPU, before anything is wanted */
+        uint32_t kept_place;            /* where the state memfd has the save */
     };
 };
 

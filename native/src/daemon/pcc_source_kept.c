@@ -110,7 +110,7 @@ static int begin(struct pcc_tenant *tenant, struct pcc_source *source, uint64_t 
     const uint32_t place = (uint32_t)name;
 
     source->to_bytes = request->payload_bytes;
-    source->kept.place = place;
+    source->kept_place = place;
     for (uint32_t i = 0; i < pieces; i++) {
         const int64_t index = chunk_find(tenant, pcc_kept_piece(kept, place, i));
         if (index < 0 || tenant->chunks[index].state != PCC_CHUNK_LEFT)
@@ -126,10 +126,10 @@ static void want(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct
     const struct pcc_kept *kept = &tenant->bindings[save->binding].kept;
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
 
-    source->kept.unsettled = true;
+    source->wanted = piece_count(tenant, to_bytes - from_bytes);
     for (uint64_t at = from_bytes; at < to_bytes; at += chunk_bytes) {
         const int64_t index = chunk_find(
-            tenant, pcc_kept_piece(kept, source->kept.place, (uint32_t)(at / chunk_bytes)));
+            tenant, pcc_kept_piece(kept, source->kept_place, (uint32_t)(at / chunk_bytes)));
         if (index < 0)
             continue; /* in its slot only */
         pcc_tenant_chunk_fill(tenant, save, (uint32_t)index, at,
@@ -265,7 +265,7 @@ static struct pcc_tenant_save *unsettled_oldest(struct pcc_tenant *tenant)
 
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i];
-        if (save->sources[0].ops == &pcc_source_kept && save->sources[0].kept.unsettled &&
+        if (save->sources[0].ops == &pcc_source_kept && save->sources[0].wanted > 0 &&
             save->save != NULL && (oldest == NULL || save->sequence < oldest->sequence))
             oldest = save;
     }
@@ -280,7 +280,7 @@ static int settle_chunk(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
     struct pcc_save *saved = save->save;
     const uint64_t tag = save->tag;
     const int64_t index =
-        chunk_find(tenant, pcc_kept_piece(kept, save->sources[0].kept.place, position));
+        chunk_find(tenant, pcc_kept_piece(kept, save->sources[0].kept_place, position));
     int error = 0;
 
     if (pcc_save_was_referred(saved, position)) { /* compared by a writer */
@@ -319,7 +319,7 @@ static void settle(struct pcc_tenant *tenant, struct pcc_tenant_save *save, void
     for (uint32_t i = 0; error == 0 && save->save != NULL && i < save->chunk_count; i++)
         error = settle_chunk(tenant, save, i, buffer);
     source->users--;
-    source->kept.unsettled = false;
+    source->wanted = 0;
     if (save->save == NULL)
         return; /* a write has failed, and its end was reported */
     if (error == 0)

@@ -74,7 +74,7 @@ int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *mess
         return -PCC_E_BAD_PEER;
     struct pcc_source *source = pcc_source_at(save, message->offset_bytes);
     const bool goes_on = !save->aborted && save->save != NULL;
-    if (goes_on && source->pushed == 0) /* a piece that is to be offered first */
+    if (goes_on && source->wanted == 0) /* a piece that is to be offered first */
         return -PCC_E_BAD_PEER;
 
     pcc_tenant_received(tenant, save, message->offset_bytes);
@@ -83,7 +83,7 @@ int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *mess
         pcc_tenant_chunk_free(tenant, message->chunk);
         return 0;
     }
-    source->pushed--;
+    source->wanted--;
     tenant->missing--;
     checksums_take(tenant, message, pcc_page_checksums(&tenant->view, message->chunk));
     pcc_tenant_chunk_to_save(tenant, save, message->chunk, message->offset_bytes,
@@ -135,7 +135,7 @@ static void want(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct
     const uint32_t count = (uint32_t)pcc_ceil_div(to_bytes - from_bytes, tenant->spec.chunk_bytes);
 
     (void)save;
-    source->pushed += count;
+    source->wanted += count;
     tenant->missing += count;
     pcc_push_hand_out(tenant);
 }
@@ -155,8 +155,8 @@ static void abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                     struct pcc_source *source)
 {
     (void)save;
-    tenant->missing -= source->pushed;
-    source->pushed = 0;
+    tenant->missing -= source->wanted;
+    source->wanted = 0;
 }
 
 /* A client that has closed, or whose process is known to have ended, writes to no chunk. */

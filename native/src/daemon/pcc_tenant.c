@@ -15,8 +15,9 @@
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
 
-/* Copied, writing and ended for each save; a load's end, a broken peer and the detachment. */
-#define TENANT_EVENTS (3u * PCC_TENANT_SAVES + 3u)
+/* Requested, begun, copied, writing and ended for each save, which includes all that wait; that the
+ * first one waits, a load's end, a broken peer and the detachment. */
+#define TENANT_EVENTS (5u * PCC_TENANT_SAVES + 4u)
 
 static void memory_free(struct pcc_tenant *tenant)
 {
@@ -125,6 +126,7 @@ int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t index, struct pc
     binding->saver = saver;
     binding->active = 0;
     tenant->bound = index;
+    pcc_tenant_queue_look(tenant);
     pcc_tenant_unlock(tenant);
     return 0;
 }
@@ -157,6 +159,7 @@ int pcc_tenant_bind(struct pcc_tenant *tenant, struct pcc_volume *volume)
     } else {
         pcc_tenant_lock(tenant);
         tenant->bound = index;
+        pcc_tenant_queue_look(tenant);
         pcc_tenant_unlock(tenant);
     }
     (void)pthread_mutex_unlock(&tenant->control);
@@ -264,6 +267,7 @@ int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session
 static void session_end(struct pcc_tenant *tenant)
 {
     tenant->broken = true; /* the client is granted nothing more */
+    pcc_tenant_queue_end(tenant);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         if (tenant->saves[i].session == tenant->session)
             pcc_tenant_abort(tenant, &tenant->saves[i], -PCC_E_ABORTED);

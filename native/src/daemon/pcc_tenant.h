@@ -23,8 +23,14 @@
 #include "shared/pcc_shared.h"
 
 enum pcc_event_kind {
-    PCC_EVENT_COPIED = 1, /* the snapshot is complete in our memory and the word says COPIED */
-    PCC_EVENT_WRITING,    /* its first chunk went to the disk; comes after COPIED */
+    PCC_EVENT_REQUESTED = 1, /* with an error it has ended, and `fault` says why */
+    PCC_EVENT_BEGUN,         /* it has a lane and a slot, and is being copied; sequence 0: the loop
+                                numbers it */
+    PCC_EVENT_WAITS,         /* the first of the queue, for `error`: nothing ends that by itself */
+    PCC_EVENT_REFUSED,       /* the queue has ended it for `error`. NO_LANE: skipped; ABORTED: the
+                                client has abandoned it; ENOTCONN: the session has ended */
+    PCC_EVENT_COPIED,        /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_WRITING,       /* its first chunk went to the disk; comes after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
     PCC_EVENT_GIVEN_UP,   /* by the group of ranks */
@@ -47,7 +53,13 @@ struct pcc_event {
     uint64_t copied_bytes;
     uint64_t written_bytes;
     enum pcc_stage stage;
-    struct pcc_save_times times;
+    union {
+        struct pcc_save_times times;
+        struct pcc_event_requested {
+            struct pcc_request request;
+            struct pcc_reason fault; /* of one that has ended */
+        } requested;
+    };
 };
 
 /* Put while a tenant is locked. `capacity` (a power of two) is a start: every tenant reserves
@@ -159,25 +171,40 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
 PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
                                      uint64_t length_bytes, char *reason, size_t reason_bytes);
 
-/* Admission: takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out
- * chunks (none for what is to be offered), and has the device part of exposure `map` pulled (0:
- * there is none). Codes of pcc_save_begin; -PCC_E_ABORTED when the client has abandoned it already;
- * -PCC_E_BAD_HANDLE when the map is not the one exposed last. */
-PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
-                                    const struct pcc_save_request *request, uint64_t *sequence_out);
+/* -- requests: the drain thread takes them, and begins them in order (pcc_tenant_queue.c) -- */
+
 struct pcc_tenant_end { /* what the page shows of a snapshot */
     enum pcc_outcome outcome;
     uint64_t sequence;
     uint64_t newer; /* of SUPERSEDED: the sequence that is durable or global instead; else 0 */
     struct pcc_reason reason;
 };
-/* Moves the word to REFUSED (if the client has not abandoned it) and sets the outcome. A copy in
- * progress is given up; its FAILED event follows. */
-void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+
+/* What the queue needs to begin saves without asking the loop. Until the first call nothing is
+ * held, and every number is asked for. */
+struct pcc_tenant_policy {
+    bool held;            /* nothing begins: the first one WAITS for EBUSY */
+    bool numbers;         /* a rank alone: each save takes the next sequence of its volume ... */
+    uint64_t incarnation; /* ... in this start ... */
+    uint32_t world_size;  /* ... of so many ranks */
+    uint64_t above;       /* every sequence that is taken from now on is larger */
+};
+void pcc_tenant_policy(struct pcc_tenant *tenant, const struct pcc_tenant_policy *policy);
+/* The loop has read a REQUESTED event of the attached session. To be called once for each. */
+void pcc_tenant_noted(struct pcc_tenant *tenant);
+/* Numbers a requested snapshot: one that waits, or one that is being copied, which is COPIED only
+ * with a number. Nothing happens when it has ended. Codes of pcc_save_number: the caller refuses.
+ */
+PCC_MUST_CHECK int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot,
+                                     uint64_t sequence, uint64_t incarnation, uint32_t world_size);
+/* Ends a snapshot that waits or is being copied: the outcome is set and the word REFUSED. False
+ * when it is copied or has ended, as its events say. A copy in progress is given up, and no event
+ * follows. */
+bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
                        const struct pcc_tenant_end *end);
-/* Snapshots of the attached session whose word says REQUESTED, at most PCC_SNAPSHOTS; returns how
- * many. The numbers are the client's: they are good for refuse only. */
-PCC_MUST_CHECK uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots);
+/* The first one of the queue is tried again: a slot may be free. What it waits for is told again.
+ */
+void pcc_tenant_retry(struct pcc_tenant *tenant);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
  * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,

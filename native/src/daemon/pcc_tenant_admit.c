@@ -1,4 +1,4 @@
-/* Admission: which snapshots become saves, and what fills them. */
+/* Admission: how the first snapshot of the queue becomes a save, and what fills it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,16 +46,6 @@ struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t
     }
     memset(best->seen, 0, words * sizeof(*best->seen));
     return best;
-}
-
-/* 0 when the word of `snapshot` says REQUESTED. */
-static int requested(const struct pcc_tenant *tenant, uint64_t snapshot)
-{
-    const uint64_t word = pcc_page_word(&tenant->view, snapshot);
-
-    if (word == pcc_word(snapshot, PCC_WORD_ABANDONED))
-        return -PCC_E_ABORTED;
-    return word == pcc_word(snapshot, PCC_WORD_REQUESTED) ? 0 : -PCC_E_BAD_PEER;
 }
 
 void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
@@ -109,6 +99,34 @@ static void sources_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     }
 }
 
+/* -- the save -- */
+
+/* What the volume is asked for. */
+static struct pcc_save_request request_of(struct pcc_tenant *tenant,
+                                          const struct pcc_tenant_wait *wait)
+{
+    const struct pcc_request *from = &wait->request;
+    struct pcc_save_request made = {.sequence = wait->sequence,
+                                    .step = from->step,
+                                    .incarnation = wait->incarnation,
+                                    .world_size = wait->world_size,
+                                    .payload_bytes = from->payload_bytes,
+                                    .tree_offset_bytes = from->tree_offset_bytes,
+                                    .tree_bytes = from->tree_bytes,
+                                    .frozen_bytes = from->frozen_bytes,
+                                    .offered_bytes = from->offered_bytes};
+
+    if (wait->sequence == 0 && tenant->policy.numbers) {
+        made.incarnation = tenant->policy.incarnation;
+        made.world_size = tenant->policy.world_size;
+        if (tenant->last_sequence != 0) /* the volume's next one is above it */
+            (void)pcc_volume_take_sequence(tenant->bindings[tenant->bound].volume,
+                                           tenant->last_sequence);
+    }
+    made.unnumbered = wait->sequence == 0 && !tenant->policy.numbers;
+    return made;
+}
+
 /* With its sources begun, which are the save's from then on. */
 static int save_begin(struct pcc_tenant *tenant, struct pcc_save_request *request,
                       const struct pcc_source sources[PCC_SOURCES], struct pcc_tenant_save **out)
@@ -130,27 +148,22 @@ static int save_begin(struct pcc_tenant *tenant, struct pcc_save_request *reques
     if (error != 0)
         return error;
     pcc_tenant_save_enter(tenant, save, saved, request, sequence, sources);
+    if (sequence > tenant->last_sequence)
+        tenant->last_sequence = sequence;
     *out = save;
     return 0;
 }
 
-static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
-                 const struct pcc_save_request *asked, uint64_t *sequence_out)
+int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait)
 {
-    struct pcc_save_request request = *asked;
+    const uint64_t snapshot = wait->request.snapshot;
     struct pcc_source sources[PCC_SOURCES] = {0};
     struct pcc_tenant_save *save;
 
-    if (!tenant->attached || tenant->broken)
-        return -ENOTCONN;
     if (tenant->bound == PCC_TENANT_VOLUMES)
         return -ENODEV;
-    if (request.payload_bytes == 0)
-        return -EINVAL;
-    int error =
-        pcc_tenant_find(tenant, snapshot) != NULL ? -PCC_E_BAD_PEER : requested(tenant, snapshot);
-    if (error == 0)
-        error = sources_begin(tenant, map, &request, sources);
+    struct pcc_save_request request = request_of(tenant, wait);
+    int error = sources_begin(tenant, wait->request.map, &request, sources);
     if (error != 0)
         return error;
     error = save_begin(tenant, &request, sources, &save);
@@ -170,60 +183,56 @@ static int begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
         return -PCC_E_ABORTED;
     }
     pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
+    const struct pcc_event event = {.kind = PCC_EVENT_BEGUN,
+                                    .session = tenant->session,
+                                    .id = snapshot,
+                                    .sequence = save->sequence};
+    pcc_tenant_put(tenant, &event);
     sources_want(tenant, save);
     pcc_tenant_wake_client(tenant);
-    *sequence_out = save->sequence;
     return 0;
 }
 
-int pcc_tenant_begin(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t map,
-                     const struct pcc_save_request *request, uint64_t *sequence_out)
+int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence,
+                            uint64_t incarnation, uint32_t world_size)
 {
-    pcc_tenant_lock(tenant);
-    const int error = begin(tenant, snapshot, map, request, sequence_out);
-    pcc_tenant_unlock(tenant);
-    return error;
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
+
+    if (save == NULL || save->save == NULL || save->aborted || save->copied)
+        return 0;
+    const int error = pcc_save_number(save->save, sequence, incarnation, world_size);
+    if (error != 0)
+        return error == -PCC_E_ABORTED ? 0 : error;
+    save->sequence = sequence;
+    if (sequence > tenant->last_sequence)
+        tenant->last_sequence = sequence;
+    for (uint32_t i = 0; i < tenant->chunk_count; i++)
+        if (tenant->chunks[i].tag == save->tag)
+            tenant->chunks[i].sequence = sequence;
+    pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
+    if (pcc_tenant_copy_check(tenant, save) != 0)
+        pcc_tenant_break(tenant);
+    return 0;
 }
 
-void pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
-                       const struct pcc_tenant_end *end)
+bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                             const struct pcc_tenant_end *end)
 {
-    pcc_tenant_lock(tenant);
-    if (tenant->attached) {
-        struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
-        const uint64_t word = pcc_page_word(&tenant->view, snapshot);
-        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
-            word == pcc_word(snapshot, PCC_WORD_COPYING)) {
-            /* The outcome first: a client that sees REFUSED finds the reason. */
-            pcc_tenant_outcome(tenant, snapshot, end);
-            if (pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED)) {
-                struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
-                if (save != NULL)
-                    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
-            } else {
-                (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
-            }
-            if (tenant->gpus != NULL)
-                pcc_pull_release_streams(tenant, snapshot);
-            pcc_tenant_wake_client(tenant);
-        }
-    }
-    pcc_tenant_unlock(tenant);
-}
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
 
-uint32_t pcc_tenant_requested(struct pcc_tenant *tenant, uint64_t *snapshots)
-{
-    uint32_t count = 0;
-
-    pcc_tenant_lock(tenant);
-    for (uint64_t i = 0; tenant->attached && i < PCC_SNAPSHOTS; i++) {
-        const uint64_t word = pcc_page_word(&tenant->view, i);
-        const uint64_t snapshot = word >> 8;
-        if (word == pcc_word(snapshot, PCC_WORD_REQUESTED) && snapshot % PCC_SNAPSHOTS == i)
-            snapshots[count++] = snapshot;
-    }
-    pcc_tenant_unlock(tenant);
-    return count;
+    if (save == NULL ||
+        pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_COPYING))
+        return false;
+    /* The outcome first: a client that sees REFUSED finds the reason. */
+    pcc_tenant_outcome(tenant, snapshot, end);
+    const bool refused = pcc_word_move(entry, snapshot, PCC_WORD_COPYING, PCC_WORD_REFUSED);
+    save->silent = refused; /* the caller knows how it ended */
+    pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+    if (tenant->gpus != NULL)
+        pcc_pull_release_streams(tenant, snapshot);
+    pcc_tenant_wake_client(tenant);
+    return refused;
 }
 
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,

@@ -1,6 +1,7 @@
 /* The drain thread, which reads the client's messages (the ring to_daemon), and the callbacks of
  * the savers. Every message is checked against the tenant's own table before it has any effect. */
 #include <string.h>
+#include <unistd.h>
 
 #include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
@@ -142,7 +143,7 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
-    bool complete = save->received == save->chunk_count && !save->aborted;
+    bool complete = save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
 
     for (uint32_t i = 0; i < PCC_SOURCES; i++)
         complete = complete && save->sources[i].judged == save->sources[i].parts;
@@ -175,21 +176,38 @@ static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
         return pcc_push_take_offer(tenant, message);
     if (message->kind == PCC_MSG_TAKEN)
         return take_back(tenant, message);
+    if (message->kind == PCC_MSG_REQUEST)
+        return pcc_tenant_take_request(tenant, message);
     return message->kind == PCC_MSG_RETURNED ? pcc_tenant_take_returned(tenant, message)
                                              : -PCC_E_BAD_PEER;
+}
+
+/* The next one; a request that could not be taken comes first, and is tried once. */
+static int message_next(struct pcc_tenant *tenant, bool *again, struct pcc_message *out)
+{
+    if (!tenant->queue.crowded)
+        return pcc_ring_pop(&tenant->view.to_daemon, out);
+    if (!*again)
+        return 0;
+    *again = tenant->queue.crowded = false; /* the drain thread alone sets it */
+    *out = tenant->queue.message;
+    return 1;
 }
 
 /* Takes at most one ring's worth, so that a peer that never stops cannot keep the thread here. */
 static uint32_t ring_drain(struct pcc_tenant *tenant)
 {
+    bool again = true;
     uint32_t count = 0;
     struct pcc_message message;
 
     while (count < tenant->geometry.ring_capacity) {
-        const int result = pcc_ring_pop(&tenant->view.to_daemon, &message);
-        if (result == 0)
-            break;
         pcc_tenant_lock(tenant);
+        const int result = message_next(tenant, &again, &message);
+        if (result == 0) {
+            pcc_tenant_unlock(tenant);
+            break;
+        }
         if (!tenant->broken) {
             if (result < 0 || take(tenant, &message) != 0)
                 pcc_tenant_break(tenant);
@@ -296,6 +314,8 @@ void *pcc_tenant_drain_run(void *argument)
         const bool stopping = atomic_load_explicit(&tenant->stopping, memory_order_acquire);
         bool moved = ring_drain(tenant) > 0;
         abort_abandoned(tenant);
+        if (!stopping)
+            pcc_tenant_queue_run(tenant);
         /* Here, and not in the threads that fill chunks: both may wait. */
         moved = sources_judge(tenant) || moved;
         pcc_tenant_maps_close(tenant);
@@ -395,7 +415,8 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
         .newer = result->newer,
         .reason = {.cause = causes[result->end],
                    .stage = (uint16_t)result->stage,
-                   .error = result->error},
+                   .error = result->error,
+                   .argument = geteuid()},
     };
 
     pcc_tenant_outcome(tenant, save->snapshot, &end);
@@ -441,9 +462,20 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     pcc_tenant_unlock(tenant);
 }
 
+static void on_freed(void *owner)
+{
+    struct pcc_tenant *tenant = owner;
+
+    pcc_tenant_lock(tenant);
+    if (tenant->queue.count > 0)
+        pcc_tenant_queue_look(tenant);
+    pcc_tenant_unlock(tenant);
+}
+
 const struct pcc_save_events pcc_tenant_save_events = {
     .writing = on_writing,
     .chunk_written = on_chunk_written,
     .offered = on_offered,
     .ended = on_ended,
+    .freed = on_freed,
 };

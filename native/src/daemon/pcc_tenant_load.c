@@ -298,6 +298,7 @@ static void load_end(struct pcc_tenant *tenant, int error)
                                     .sequence = load->sequence};
     load->active = false;
     pcc_tenant_put(tenant, &event);
+    pcc_tenant_queue_look(tenant); /* it held a slot */
     pcc_tenant_unlock(tenant);
 }
 

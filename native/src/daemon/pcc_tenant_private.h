@@ -81,7 +81,7 @@ struct pcc_tenant_save {
     bool aborted;          /* messages that are under way are dropped */
     int abort_error;       /* why */
     bool writing;          /* its first chunk has gone to the disk */
-    bool silent;           /* begin itself reported the failure */
+    bool silent;           /* its owner knows how it ended: no event */
     bool immovable;        /* a chunk of it was re-used: it cannot move to another slot */
     uint64_t *seen;        /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
@@ -151,6 +151,24 @@ struct pcc_tenant_load {
     int result;
 };
 
+struct pcc_tenant_wait {        /* a requested snapshot without a lane and a slot */
+    struct pcc_request request; /* copied out of the page, and checked */
+    uint64_t sequence;          /* 0: it has no number yet */
+    uint64_t incarnation;
+    uint32_t world_size;
+};
+
+struct pcc_tenant_queue {                        /* of the attached session */
+    struct pcc_tenant_wait waits[PCC_SNAPSHOTS]; /* the oldest one first */
+    uint32_t count;
+    uint32_t unnoted; /* REQUESTED events that the loop has not noted */
+    uint64_t newest;  /* the largest snapshot id that was requested */
+    bool look;        /* the first one is to be tried */
+    int told;         /* why it waits, as the loop was told and has not answered; 0 = nothing */
+    bool crowded;     /* the next message is `message`, once `unnoted` allows it */
+    struct pcc_message message;
+};
+
 struct pcc_tenant {
     pthread_mutex_t control;
     pthread_mutex_t growing;
@@ -191,6 +209,10 @@ struct pcc_tenant {
     struct pcc_page_view view; /* the drain thread alone consumes to_daemon, without the lock */
     pthread_t drain;
     uint64_t *checksums; /* one chunk's, copied out of the page */
+
+    struct pcc_tenant_queue queue;
+    struct pcc_tenant_policy policy;
+    uint64_t last_sequence; /* no later sequence of this tenant is as low, in any volume */
 
     struct pcc_tenant_load load;
     struct pcc_tenant_pull pull;
@@ -298,7 +320,28 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
  * client has overwritten the word. */
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
-/* -- pcc_tenant_admit.c; with the lock held -- */
+/* -- pcc_tenant_queue.c; with the lock held, but for run -- */
+/* The drain thread tries the first one again. */
+void pcc_tenant_queue_look(struct pcc_tenant *tenant);
+/* The drain thread: begins what can begin. */
+void pcc_tenant_queue_run(struct pcc_tenant *tenant);
+/* The session ends: everything that waits is refused. */
+void pcc_tenant_queue_end(struct pcc_tenant *tenant);
+/* A PCC_MSG_REQUEST. Codes of take_full. */
+int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message);
+
+/* -- pcc_tenant_admit.c; with the lock held, the first three with a session attached -- */
+/* Takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out chunks
+ * (none for what is to be offered), and has the device part of the request's map pulled. BEGUN
+ * follows. Codes of pcc_save_begin; -ENODEV without a volume; -PCC_E_ABORTED when the client has
+ * abandoned it; -PCC_E_BAD_HANDLE when the map is not the one exposed last. */
+PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait);
+/* As pcc_tenant_number and pcc_tenant_refuse, for what has left the queue. */
+PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                                           uint64_t sequence, uint64_t incarnation,
+                                           uint32_t world_size);
+bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                             const struct pcc_tenant_end *end);
 /* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */
 struct pcc_tenant_save *pcc_tenant_save_take(struct pcc_tenant *tenant, uint32_t chunk_count);
 /* The entry becomes the save that has begun as `saved` in the volume bound last. */

@@ -90,6 +90,12 @@ static inline struct pcc_device_words *pcc_page_words(const struct pcc_page_view
     return &view->page->devices[snapshot % PCC_SNAPSHOTS][device];
 }
 
+static inline struct pcc_request *pcc_page_request(const struct pcc_page_view *view,
+                                                   uint64_t snapshot)
+{
+    return &view->page->requests[snapshot % PCC_SNAPSHOTS];
+}
+
 static inline uint64_t pcc_word(uint64_t snapshot, unsigned state)
 {
     return snapshot << 8 | state;

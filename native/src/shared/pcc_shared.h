@@ -10,9 +10,9 @@
  * The checksum table has a row for each chunk, and then PCC_OFFERS rows for what is offered.
  *
  * Both rings are single producer, single consumer, with room for every chunk, every segment, the
- * loads and the offers, so that an honest peer never finds one full. Bells are futex words: the
- * side that produced something increments the other's bell and wakes it (FUTEX_WAKE, shared); a
- * waiter reads the bell, looks for work, and sleeps only on the value it read. */
+ * loads, the offers and the requests, so that an honest peer never finds one full. Bells are futex
+ * words: the side that produced something increments the other's bell and wakes it (FUTEX_WAKE,
+ * shared); a waiter reads the bell, looks for work, and sleeps only on the value it read. */
 #ifndef PCC_SHARED_H
 #define PCC_SHARED_H
 
@@ -27,7 +27,7 @@
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
 
 /* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
- *   client: IDLE -> REQUESTED, REQUESTED|COPYING -> ABANDONED
+ *   client: IDLE -> REQUESTED (then it sends PCC_MSG_REQUEST), REQUESTED|COPYING -> ABANDONED
  *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
  *           REQUESTED|COPYING -> REFUSED
  * So either the client abandons a snapshot or the daemon accepts it, never both (P4). VOUCHING
@@ -64,13 +64,21 @@ enum pcc_cause {
     PCC_CAUSE_CODE = 0,     /* stage and error say why */
     PCC_CAUSE_REPLACED = 1, /* a newer one became durable first */
     PCC_CAUSE_OTHER_RANK = 2,
+    PCC_CAUSE_ENDED_BEFORE = 5,
+    PCC_CAUSE_SLOTS_BUSY = 12,
+    /* Of requests that no honest client of this version makes. */
+    PCC_CAUSE_BAD_TREE = 23,
+    PCC_CAUSE_BAD_TYPES = 24,
+    PCC_CAUSE_BAD_LEVEL = 25, /* these three with the number as argument */
+    PCC_CAUSE_BAD_KIND = 26,
+    PCC_CAUSE_BAD_FLAGS = 27,
 };
 
 struct pcc_reason {
     uint16_t cause;    /* enum pcc_cause, or the daemon's */
     uint16_t stage;    /* enum pcc_stage */
     int32_t error;     /* negative code; 0: none */
-    uint64_t argument; /* of the cause: a rank, a limit, a sequence */
+    uint64_t argument; /* of the cause: a rank, a limit, a sequence; of CODE the daemon's uid */
 };
 
 struct pcc_snapshot {
@@ -95,13 +103,63 @@ _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot")
  * words of an entry only grow, since each holds a snapshot id.
  *   ready: the trainer's stream -> daemon: all that the snapshot depends on has been computed
  *   done:  daemon -> the trainer's stream: this GPU's part was read, or never will be
+ *   withdrawn: no code writes this word yet. It is for a part that the trainer takes back
  * The daemon's CPU reads ready and writes done; a client that lets its trainer go writes done, too.
  * Words per snapshot, not one counter: snapshots may come from different streams, and letting go of
  * one must not release another. */
 struct pcc_device_words {
     _Atomic uint64_t ready;
     _Atomic uint64_t done;
+    _Atomic uint64_t withdrawn;
 };
+_Static_assert(sizeof(struct pcc_device_words) == 24, "words of one GPU");
+
+/* The request of a snapshot. The client fills the block before it sends PCC_MSG_REQUEST, and
+ * changes nothing in it until the word has left REQUESTED. The daemon copies the block once and
+ * checks the copy: a number that cannot be is the end of this checkpoint (REFUSED, FAILED). */
+enum pcc_level { PCC_LEVEL_DISK = 0, PCC_LEVEL_MEMORY = 1, PCC_LEVEL_DEVICE = 2 };
+enum pcc_kind { PCC_KIND_TENSORS = 0 };
+enum pcc_request_flags {
+    PCC_REQUEST_SKIP = 1
+}; /* ends SKIPPED, not waiting, without a lane or slot */
+
+struct pcc_request {
+    uint64_t snapshot; /* whose block this is */
+    int64_t step;
+    uint64_t payload_bytes;
+    uint64_t tree_offset_bytes; /* within the payload */
+    uint64_t tree_bytes;
+    uint64_t map; /* the exposure that the daemon pulls the device part by; 0: none */
+    /* The bytes of the payload that are of tensors that do not train. Unless 0, the checkpoint may
+     * refer to an earlier one, whose slot is then kept; checksums decide what is written again. */
+    uint64_t frozen_bytes;
+    /* If there is such an earlier one, whole chunks of the payload before this byte are offered. */
+    uint64_t offered_bytes;
+    /* Where in the payload a table of the tensors' types by range lies; both 0: there is none. */
+    uint64_t types_offset_bytes;
+    uint64_t types_bytes;
+    /* When the gate first held the trainer since the request before (CLOCK_MONOTONIC), and for how
+     * long in total; for metrics and traces. */
+    uint64_t held_at_ns;
+    uint64_t held_ns;
+    /* With `step` the name of this checkpoint, the same on every rank of a group: the sequence that
+     * was restored last in this start (0: none) with the turn of its `Restored`, how often the step
+     * has gone down since then, and how often the step was repeated directly. */
+    uint64_t base;
+    uint64_t turn;
+    uint64_t descents;
+    uint64_t row;
+    uint64_t
+        interval; /* steps between checkpoints, as should_checkpoint() chose; 0: the script does */
+    /* Of replicated state: a hash of the sizes of what is divided among the ranks. Ranks with
+     * another one divide it in another way, and together store no whole. 0: nothing is divided. */
+    uint64_t division;
+    uint32_t level;       /* enum pcc_level: where the checkpoint is to be safe */
+    uint32_t kind;        /* enum pcc_kind: what the payload holds */
+    uint32_t flags;       /* enum pcc_request_flags */
+    uint32_t reserved[3]; /* 0 */
+};
+_Static_assert(sizeof(struct pcc_request) == 168, "request");
 
 struct pcc_ring_index { /* own cache lines for producer and consumer; free-running, mod capacity */
     _Alignas(64) _Atomic uint32_t head; /* consumer */
@@ -119,6 +177,7 @@ enum pcc_message_kind {
     PCC_MSG_OFFER = 8,  /* to daemon: as FULL, but of a piece that was only read: its checksums are
                            in row `chunk`. It is not copied if all of it lies in the base */
     PCC_MSG_ANSWER = 9, /* to client, of each offer: result 1 = it does, 0 = copy it */
+    PCC_MSG_REQUEST = 10, /* to daemon: snapshot id is requested by its block; ids only grow */
 };
 
 /* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table
@@ -155,7 +214,7 @@ struct pcc_page {
     uint32_t chunk_bytes;
     uint32_t block_bytes;
     uint32_t chunk_capacity; /* chunk indices are below this */
-    uint32_t ring_capacity;  /* power of two, > 2 * chunk_capacity + 4 * PCC_OFFERS */
+    uint32_t ring_capacity;  /* power of two; see pcc_page_plan */
     uint64_t session;
     _Alignas(64) _Atomic uint32_t client_bell; /* client sleeps here */
     /* Stored once, when the session is over: */
@@ -166,6 +225,7 @@ struct pcc_page {
     struct pcc_ring_index to_daemon;
     _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];
     _Alignas(64) struct pcc_device_words devices[PCC_SNAPSHOTS][PCC_DEVICES];
+    _Alignas(64) struct pcc_request requests[PCC_SNAPSHOTS]; /* snapshot s uses block s % 64 */
 };
 
 /* Segments come over the attach socket (SOCK_SEQPACKET) in packets of their own, daemon to client,

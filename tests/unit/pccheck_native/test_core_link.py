@@ -31,6 +31,7 @@ from pccheck_native import (
 )
 from pccheck_wire.messages import CheckpointState as State
 from tests.support.coreloop import BLOCK_BYTES, CHUNK_BYTES, Loop, deadline, make_volume, pack
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def events_until(loop: Loop, kind: str) -> list[Event]:
     while not any(event.kind == kind for event in seen):
         ready, _, _ = select.select([loop.events.fileno()], [], [], 60)
         assert ready, f"no {kind} after {seen}"
-        seen.extend(loop.events.take())
+        seen.extend(loop.take())
     return seen
 
 
@@ -83,9 +84,9 @@ def test_what_goes_in_comes_out(loop: Loop, sizes: tuple[int, ...]) -> None:
 def test_inline_ranges_are_copied_during_the_call(loop: Loop) -> None:
     extents = random_extents(90_000, 5_000)
     wanted = [bytes(extent) for extent in extents]
-    layout = loop.submit(1, extents, b"tree", inline=1)
+    loop.submit(1, extents, b"tree", inline=1)
     extents[1][:] = bytes(5_000)
-    sequence = loop.begin(1, 1, layout, b"tree")
+    sequence = loop.begin(1)
     assert loop.link.wait(1, "read", deadline())
     extents[0][:] = bytes(90_000)
     assert loop.link.wait(1, "durable", deadline())
@@ -140,7 +141,7 @@ def test_events_tell_the_way_of_a_checkpoint(loop: Loop) -> None:
     times = durable.times
     assert 0 < times.begin <= times.first_write <= times.written <= times.flushed <= times.durable
     assert times.sealed <= times.flushed
-    assert loop.events.take() == []
+    assert loop.take() == []
 
 
 def test_memory_is_counted(loop: Loop) -> None:
@@ -167,7 +168,8 @@ def test_refused_and_abandoned_snapshots(loop: Loop) -> None:
     assert state is not None
     assert state.word == WORD_REQUESTED
     assert not loop.link.wait(1, "read", deadline(0))
-    loop.channel.refuse(1, State.SKIPPED)
+    until(lambda: loop.channel.refuse(1, State.SKIPPED))  # once its request has come
+    assert not loop.channel.refuse(1, State.SKIPPED)
     for what in ("read", "host_read", "copied", "durable", "global"):
         assert loop.link.wait(1, what, deadline())
     with pytest.raises(ValueError, match="no snapshot becomes 'written'"):
@@ -176,12 +178,9 @@ def test_refused_and_abandoned_snapshots(loop: Loop) -> None:
     assert state is not None
     assert (state.word, state.outcome) == (WORD_REFUSED, State.SKIPPED)
 
-    layout = loop.submit(2, extents, b"tree")
+    loop.submit(2, extents, b"tree")
     assert loop.link.abandon(2)
     assert not loop.link.abandon(2)
-    with pytest.raises(NativeError) as caught:
-        loop.begin(2, 2, layout, b"tree")
-    assert caught.value.code_name == "ABORTED"
     state = loop.link.state(2)
     assert state is not None
     assert state.word == WORD_ABANDONED
@@ -207,25 +206,51 @@ def test_set_outcome_reaches_the_trainer(loop: Loop) -> None:
         loop.channel.refuse(1, 255)
 
 
-def test_too_large_and_too_many(loop: Loop) -> None:
-    loop.link.request(1)
-    with pytest.raises(NativeError) as caught:
-        loop.channel.begin(
-            1, step=1, incarnation=1, world_size=1, payload_bytes=1 << 40, tree_offset=0,
-            tree_bytes=1,
-        )  # fmt: skip
-    assert caught.value.code_name == "TOO_LARGE"
-    loop.channel.refuse(1, State.FAILED)
-    for snapshot in (2, 3):
-        layout = loop.submit(snapshot, random_extents(10), b"tree")
-        loop.link.abandon(snapshot)
-    for snapshot in (4, 5, 6):
-        loop.link.request(snapshot)
-    for snapshot in (4, 5):
-        loop.begin(snapshot, snapshot, layout, b"tree")
-    with pytest.raises(NativeError) as caught:
-        loop.begin(6, 6, layout, b"tree")
-    assert caught.value.code_name == "NO_LANE"
+def test_the_queue_reports_what_it_does(loop: Loop) -> None:
+    asked = {
+        "step": 7, "base": 1, "turn": 2, "descents": 3, "row": 4, "interval": 5, "division": 2**63,
+    }  # fmt: skip
+    loop.channel.policy(numbers=True, above=40)
+    loop.submit(1, random_extents(10), b"tree", **asked)
+    assert loop.link.wait(1, "durable", deadline())
+    reported: list[Event] = []
+    until(lambda: reported.extend(loop.events.take()) or reported[-1].kind == "durable")
+    requested, begun = reported[:2]
+    assert (requested.kind, requested.error, requested.id) == ("requested", 0, 1)
+    assert requested.request is not None
+    assert asked.items() <= requested.request._asdict().items()
+    assert (requested.request.payload_bytes, requested.request.tree_offset) == (68, 64)
+    assert (begun.kind, begun.sequence, begun.request) == ("begun", 41, None)
+
+
+def test_one_of_several_ranks_is_numbered_while_it_is_copied(loop: Loop) -> None:
+    loop.channel.policy()
+    loop.submit(1, random_extents(10), b"tree")
+    assert loop.link.wait(1, "read", deadline())
+    assert not loop.link.wait(1, "copied", deadline(0))
+    loop.channel.number(1, 9, 4, 1)
+    assert loop.link.wait(1, "durable", deadline())
+    assert [(e.incarnation, e.sequence) for e in loop.volume.table() if e.sequence] == [(4, 9)]
+    loop.submit(2, random_extents(10), b"tree")
+    until(lambda: any(e.id == 2 and e.kind == "begun" for e in loop.events.take()))
+    with pytest.raises(OSError, match="Invalid"):
+        loop.channel.number(2, 9, 4, 1)
+    assert loop.channel.refuse(2, State.FAILED)
+
+
+def test_what_waits_or_cannot_be_is_refused(loop: Loop) -> None:
+    loop.submit(1, random_extents(2 << 20), b"tree")
+    loop.submit(2, random_extents(10), b"tree", map=1)
+    loop.channel.policy(numbers=True)
+    refused: list[tuple[int, str]] = []
+
+    def both() -> bool:
+        events = loop.events.take()
+        refused.extend((e.id, e.error_name) for e in events if e.kind == "refused")
+        return len(refused) == 2
+
+    until(both)
+    assert refused == [(1, "TOO_LARGE"), (2, "BAD_HANDLE")]
 
 
 def test_ranges_are_checked(loop: Loop) -> None:
@@ -313,8 +338,8 @@ def test_borrowed_objects_outlive_their_borrower(tmp_path: Path) -> None:
     loop.events.close()
     with pytest.raises(ValueError, match="this Pool is closed"):
         loop.pool.usage()
-    layout = loop.submit(1, extents, b"tree")
-    loop.begin(1, 1, layout, b"tree")
+    loop.submit(1, extents, b"tree")
+    loop.begin(1)
     assert loop.link.wait(1, "durable", deadline())
     with pytest.raises(NativeError) as caught:
         Volume(loop.path, writable=True)

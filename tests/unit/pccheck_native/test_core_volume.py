@@ -300,7 +300,7 @@ def test_start_marks_digest_and_notes_are_on_the_media(tmp_path: Path) -> None:
     assert len({entry.digest for entry in table.values()}) == 2
     assert volume.info().start == start
     assert volume.info().promise == (7, start, other)
-    assert volume.notes(after) == (0, 0, 0, bytes(16), (0, 0), (0, 0))
+    assert volume.notes(after) == ((0, 0, 0), bytes(16), (0, 0), (0, 0))
     with pytest.raises(ValueError, match="16 bytes"):
         volume.begin_incarnation(2, 1, b"short")
     volume.close()

@@ -11,7 +11,7 @@ from argparse import Namespace
 
 import pytest
 
-from pccheck_store import whole
+from pccheck_store.reading import state_reader
 from pccheck_wire.errors import DaemonUnreachableError
 from pccheckctl import cli
 from pccheckctl.output import progress
@@ -149,7 +149,7 @@ def test_a_bar_says_how_far_how_fast_and_how_long() -> None:
 def test_long_reads_are_cut_without_loss() -> None:
     ranges = [(1000, 0, 10), (5000, 10, 25), (9000, 50, 5)]
     packed = b"".join(struct.pack("<QQQ", *one) for one in ranges)
-    pieces = list(whole.cut(packed, 8))
+    pieces = list(state_reader.cut(packed, 8))
     assert [nbytes for _, nbytes in pieces] == [8, 8, 8, 8, 8]
     seen = {}
     for piece, nbytes in pieces:

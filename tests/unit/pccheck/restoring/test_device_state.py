@@ -18,7 +18,7 @@ from pccheck.state.extents import Shape
 from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck.state.rng import capture_rng
-from pccheck_store.loads import devices_of
+from pccheck_store.reading.loads import devices_of
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 from tests.support import payload

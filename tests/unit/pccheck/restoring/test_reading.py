@@ -13,9 +13,9 @@ import pytest
 from pccheck.restoring import reading
 from pccheck.restoring.reading import ask_open, read_newest
 from pccheck_native import _core
-from pccheck_store import loads, state_reader
-from pccheck_store.errors import RecycledError
-from pccheck_store.loads import DaemonPayloads
+from pccheck_store.reading import loads, state_reader
+from pccheck_store.reading.errors import RecycledError
+from pccheck_store.reading.loads import DaemonPayloads
 from pccheck_wire.errors import (
     DaemonUnreachableError,
     DamagedError,
@@ -106,7 +106,7 @@ def test_after_damage_the_previous_one_is_read_and_the_result_says_so(code: int)
     ("code", "error", "why"),
     [
         (DAMAGED, DamagedError, "the data does not match its checksums"),
-        (UNREADABLE, UnreadableError, "the disk reported an error"),
+        (UNREADABLE, UnreadableError, "the disk could not read the data"),
     ],
 )
 def test_when_none_is_left_the_error_names_all(

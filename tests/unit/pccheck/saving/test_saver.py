@@ -18,6 +18,8 @@ from pccheck import (
     PccheckError,
     PccheckWarning,
 )
+from pccheck.saving.gate import Gate
+from pccheck.state.plan import AttachedPlan, Snapshot
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DeviceError,
@@ -25,7 +27,7 @@ from pccheck_wire.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Begin, Expose
+from pccheck_wire.messages import Expose
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices
 
@@ -34,13 +36,11 @@ class Kit:
     """A client whose daemon is a fake, with a model that is said to be on GPU 0."""
 
     def __init__(self, path: Path, fakes: FakeDevices, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PCcheckClient, "_first_connect", lambda _: None)
-            self.client = PCcheckClient("job", socket=path / "none", **options)
         self.step = 0
         self.connection = FakeConnection()
-        session: Any = FakeSession(self.connection)
-        self.client._session = self.client._saver._session = session
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pccheck.client.Session", lambda *_, **__: FakeSession(self.connection))
+            self.client = PCcheckClient("job", socket=path / "none", **options)
         self.link = self.connection.link
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -52,13 +52,28 @@ class Kit:
         self.optimizer.step()  # from then on its hook is trusted
         self.link.calls.clear()  # memory was exposed ahead, as a snapshot without staging needs it
         self.connection.sent.clear()
+        self.link.requests.clear()
 
     def checkpoint(self) -> Checkpoint:
         self.step += 1
         return self.client.checkpoint(step=self.step)
 
-    def begun(self) -> list[Begin]:
-        return [body for body in self.connection.sent if isinstance(body, Begin)]
+    def returns_when_copied(self) -> bool:
+        """Whether checkpoint() waits until the daemon has a copy."""
+        copied: list[int] = []
+
+        def wait_copied(number: int, _deadline_ns: int) -> bool:
+            copied.append(number)
+            self.link.copied(number)
+            return True
+
+        self.link.wait_copied = wait_copied  # type: ignore[method-assign]
+        state = self.checkpoint().state
+        assert (state is CheckpointState.COPIED) == bool(copied)
+        return bool(copied)
+
+    def begun(self) -> list[Any]:
+        return self.link.requests
 
     def submitted(self) -> tuple[Any, ...]:
         return self.link.named("submit")[-1]
@@ -81,7 +96,7 @@ def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
     names = [call[0] for call in kit.link.calls]
     assert names == ["staging", "expose", "request", "stage", "mark", "submit"]
     kinds = [type(body) for body in kit.connection.sent]
-    assert kinds == [Expose, tuple, Begin]  # exposed before memory is made
+    assert kinds == [Expose, tuple]  # exposed before memory is made
     assert kit.begun()[0].map == 2
     _, number, _, _, device_ranges, pulled, mask = kit.submitted()
     assert (number, device_ranges, pulled, mask) == (1, b"", 4096, 1)
@@ -162,8 +177,7 @@ def test_without_room_for_staging_checkpoints_wait(kit: Kit) -> None:
 def test_without_a_gate_it_returns_when_copied(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes)
     kit.client.attach(model=kit.model)
-    kit.link.wait_copied = lambda number, _: kit.link.copied(number)  # type: ignore[assignment, func-returns-value]
-    assert kit.checkpoint().state is CheckpointState.COPIED
+    assert kit.returns_when_copied()
     assert not kit.link.named("stage") and kit.link.named("mark")
 
 
@@ -223,7 +237,8 @@ def test_a_daemon_that_ends_during_the_call_is_named(
 
 def test_a_broken_copy_has_the_next_one_exposed_anew(kit: Kit) -> None:
     for number in range(1, 6):
-        assert kit.checkpoint()._in_flight.snapshot == number
+        kit.checkpoint()
+        assert kit.submitted()[1] == number
         kit.link.refuse(number)
     kit.checkpoint()
     assert [begin.map for begin in kit.begun()] == [2, 3, 4, 5, 6, 7]
@@ -252,16 +267,17 @@ def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
 def test_a_checkpoint_that_the_daemon_was_not_told_of_counts_once(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_body: object) -> None:
+    def full(*_: object, **_named: object) -> None:
         raise WaitTimeoutError("the daemon accepts no more requests")
 
-    saver = kit.client._saver
     with monkeypatch.context() as patch, pytest.warns(PccheckWarning, match="no more requests"):
-        patch.setattr(kit.connection, "post", full)
+        patch.setattr(kit.link, "submit", full)
         assert kit.checkpoint().state is CheckpointState.FAILED
-    assert kit.link.calls[-1] == ("abandon", 1) and saver.failures.count == 1
-    kit.checkpoint()  # notes how earlier ones ended
-    assert saver.failures.count == 1
+    assert kit.link.calls[-1] == ("abandon", 1)
+    kit.client.flush(0)  # notes how earlier ones ended
+    kit.connection.lives = False
+    with pytest.warns(PccheckWarning, match="1 checkpoint failed, up to step 1"):
+        kit.client.close()
 
 
 def test_no_checkpoint_while_a_graph_is_recorded(kit: Kit, fakes: FakeDevices) -> None:
@@ -286,15 +302,14 @@ def test_a_recorded_step_is_not_trusted_any_more(kit: Kit, fakes: FakeDevices) -
     assert not kit.link.named("hold")  # nothing gets into the graph
     assert kit.link.named("wait_read") == [("wait_read", 1, False)]  # but it is waited for
     fakes.captures = False
-    kit.link.wait_copied = lambda number, _: kit.link.copied(number)  # type: ignore[assignment, func-returns-value]
-    assert kit.checkpoint().state is CheckpointState.COPIED
+    assert kit.returns_when_copied()
 
 
 def test_an_optimizer_on_a_gpu_must_first_be_seen_to_step(kit: Kit) -> None:
     kit.client.attach(model=kit.model, optimizer=kit.optimizer)
-    assert kit.client._planner.wait == "copied"  # its graph may be older than our hook
+    assert kit.returns_when_copied()  # its graph may be older than our hook
     kit.optimizer.step()
-    assert kit.client._planner.wait == ""
+    assert not kit.returns_when_copied()
 
 
 def test_a_recorded_step_is_noticed_without_a_daemon(kit: Kit, fakes: FakeDevices) -> None:
@@ -302,7 +317,8 @@ def test_a_recorded_step_is_noticed_without_a_daemon(kit: Kit, fakes: FakeDevice
     fakes.captures = True
     with pytest.warns(PccheckWarning, match="CUDA graph"):
         kit.optimizer.step()
-    assert kit.client._planner.wait == "copied"
+    kit.connection.lives, fakes.captures = True, False
+    assert kit.returns_when_copied()
 
 
 def test_with_a_manual_gate_graphs_are_the_users_affair(tmp_path: Path, fakes: FakeDevices) -> None:
@@ -316,7 +332,7 @@ def test_with_a_manual_gate_graphs_are_the_users_affair(tmp_path: Path, fakes: F
     with pytest.warns(PccheckWarning, match="before every replay"):
         kit.client.gate()
     fakes.captures = False
-    assert kit.client._planner.wait == ""
+    assert not kit.returns_when_copied()
 
 
 @pytest.mark.parametrize("where", ["request", "submit", "mark"])
@@ -344,22 +360,35 @@ def test_interrupted_after_it_was_handed_over_nothing_is_vouched_for(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kit.client._saver._gate, "add", interrupted)
+    monkeypatch.setattr(Gate, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kit.checkpoint()
     assert kit.link.named("abandon") == [("abandon", 1)]
-    assert not kit.client._saver._gate._pending
+    kit.client.gate()
+    assert not kit.link.named("hold", "wait_read")
 
 
-def test_a_plan_that_was_interrupted_is_made_anew(kit: Kit) -> None:
+def test_a_plan_that_was_interrupted_is_made_anew(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[AttachedPlan] = []
+
+    class Plan(AttachedPlan):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+        def snapshot(self, *arguments: Any) -> Snapshot:
+            if kit.step == 2:
+                raise KeyboardInterrupt
+            return super().snapshot(*arguments)
+
+    monkeypatch.setattr("pccheck.saving.planner.AttachedPlan", Plan)
+    kit.attach()
     kit.checkpoint()
-    plan = kit.client._planner._plan
-    assert plan is not None
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    plan.snapshot = interrupted  # type: ignore[method-assign, assignment]
+    before = len(made)
     with pytest.raises(KeyboardInterrupt):
         kit.checkpoint()
-    assert kit.client._planner._plan is None
+    assert len(made) == before
+    kit.checkpoint()
+    assert len(made) == before + 1

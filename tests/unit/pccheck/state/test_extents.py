@@ -17,7 +17,7 @@ from pccheck.state.extents import (
     View,
     lay_out,
 )
-from pccheck_store.loads import devices_of
+from pccheck_store.reading.loads import devices_of
 from pccheck_wire import tree
 
 CHUNK = 4096

@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,13 +16,11 @@ from pccheck_native import (
     ChannelUsage,
     GpuInfo,
     Gpus,
-    NativeError,
 )
 from pccheck_native.transfer import PUSHED, DriverState
 from pccheck_wire import codec
 from pccheck_wire.ends import Why, sentence
 from pccheck_wire.messages import (
-    Begin,
     Chose,
     Done,
     Expose,
@@ -34,7 +31,6 @@ from pccheck_wire.messages import (
     Role,
     Status,
 )
-from pccheck_wire.messages import CheckpointState as State
 from pccheckctl.output.documents import part, rows
 from pccheckd.config.options import Config
 from pccheckd.control.handlers import Handlers
@@ -43,15 +39,9 @@ from pccheckd.core.port import Owner
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
-from pccheckd.tenancy.volumes import Key, OpenVolume
+from pccheckd.tenancy.volumes import Key
 
 KEY = Key(os.geteuid(), "job", 0)
-
-
-def native_error(code_name: str) -> NativeError:
-    error = NativeError("no")
-    error.code_name = code_name
-    return error
 
 
 @dataclass
@@ -59,23 +49,14 @@ class FakeChannel:
     """Remembers what it is asked."""
 
     answer: str = ""
-    error: NativeError | None = None
     exposed: list[tuple[int, bytes]] = field(default_factory=list)
-    begun: list[dict[str, int]] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
 
     def expose(self, number: int, exposure: bytes) -> str:
         self.exposed.append((number, exposure))
         return self.answer
 
-    def begin(self, snapshot: int, **numbers: int) -> int:
-        self.begun.append({"snapshot": snapshot, **numbers})
-        if self.error is not None:
-            raise self.error
-        return len(self.begun)
-
-    def refuse(self, snapshot: int, outcome: int, sequence: int = 0, **_why: int) -> None:
-        self.refused.append(snapshot)
+    def policy(self, **_: object) -> None:
+        pass
 
     def usage(self) -> ChannelUsage:
         return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2, 1)
@@ -132,9 +113,7 @@ class Place:
         self.tenant.seat.leave()
         self.tenant.seat.free()
 
-    async def ask(
-        self, body: Expose | Chose | Begin | Status, session: Session | None = None
-    ) -> object:
+    async def ask(self, body: Expose | Chose | Status, session: Session | None = None) -> object:
         chosen = session or self.session
         data = await self.handlers.answer(
             chosen.uid, codec.encode(Request(1, chosen.token, body)), chosen
@@ -228,7 +207,7 @@ async def test_only_trainers_share_memory(place: Place, role: Role) -> None:
     assert not place.channel.exposed
 
 
-# -- Chose, Begin ------------------------------------------------------------------------------
+# -- Chose, Status -----------------------------------------------------------------------------
 
 
 async def test_what_was_chosen_is_shown(place: Place) -> None:
@@ -258,44 +237,6 @@ async def test_status_tells_of_gpus_and_transfers(place: Place) -> None:
     daemon = part(document, "daemon")
     assert (daemon["state"], daemon["transfer"]) == ("degraded", "pull")
     assert "lost" in str(document["warnings"])
-
-
-async def begun(place: Place) -> State:
-    """The end of a checkpoint that names map 5."""
-    volume = SimpleNamespace(info=SimpleNamespace(next_sequence=41, keep=1), checkpoints=[])
-    place.tenant.volumes.open = [cast(OpenVolume, volume)]
-    assert await place.ask(Begin(1, 10, 4096, 0, 64, map=5)) is None
-    task = place.tenant.queue._task
-    assert task is not None
-    await task
-    place.tenant.volumes.open = []
-    found = place.tenant.ledger.find(1, 1)
-    assert found is not None
-    return found.state
-
-
-async def test_the_map_reaches_the_channel(place: Place) -> None:
-    assert await begun(place) is State.COPYING
-    assert [(one["map"], one["sequence"]) for one in place.channel.begun] == [(5, 41)]
-
-
-async def test_a_checkpoint_that_begins_while_the_daemon_stops_is_refused(place: Place) -> None:
-    place.sessions.draining = True
-    assert await place.ask(Begin(1, 10, 4096, 0, 64)) is None
-    found = place.tenant.ledger.find(1, 1)
-    assert found is not None and found.state is State.FAILED
-    assert found.sentence.reason == "the daemon is stopping"
-    assert (place.channel.begun, place.channel.refused) == ([], [1])
-
-
-@pytest.mark.parametrize("code_name", ["BAD_HANDLE", "DEVICE_LOST"])
-async def test_a_stale_map_fails_the_checkpoint_at_once(place: Place, code_name: str) -> None:
-    place.channel.error = native_error(code_name)
-    assert await begun(place) is State.FAILED
-    found = place.tenant.ledger.find(1, 1)
-    assert found is not None and "GPU" in found.sentence.reason and found.sentence.hint
-    assert len(place.channel.begun) == 1
-    assert place.channel.refused == [1]
 
 
 @pytest.mark.parametrize(

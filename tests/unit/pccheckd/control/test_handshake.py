@@ -6,19 +6,16 @@ import contextlib
 import errno
 import os
 import socket
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError
-from pccheck_wire.messages import Begin, Hello, Role
-from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Hello, Role
 from pccheckd.control import attach
 from pccheckd.control.attach import AttachServer, _hung_up
 from pccheckd.jobs.sessions import Peer, Session
-from pccheckd.tenancy.volumes import OpenVolume
 from tests.unit.pccheckd.control.test_handlers import KEY, Place
 from tests.unit.pccheckd.control.test_handlers import place as place  # a fixture
 
@@ -82,22 +79,3 @@ async def test_a_peer_that_has_hung_up_does_not_join(place: Place, occupied: boo
     with pytest.raises(RefusedError, match="disconnected"):
         await place.sessions._attach_trainer(session, hello, peer)
     assert place.job.members.starts.of(KEY.rank, session.process) is None
-
-
-async def test_a_request_that_comes_while_its_session_ends_ends_with_it(place: Place) -> None:
-    """A restore waits for every checkpoint that was asked for: none may stay for ever."""
-    place.session.ending = True
-    assert await place.ask(Begin(1, 5, 100, 90, 10, "wait")) is None
-    found = place.tenant.ledger.find(1, 1)
-    assert found is not None and found.state is State.FAILED and not found.live
-    volume = SimpleNamespace(info=SimpleNamespace(next_sequence=41, keep=1), checkpoints=[])
-    place.tenant.volumes.open = [cast(OpenVolume, volume)]
-    place.session.ending = False
-    assert await place.ask(Begin(2, 6, 4096, 0, 64)) is None
-    place.leave()  # before it is admitted
-    task = place.tenant.queue._task
-    assert task is not None
-    await task
-    place.tenant.volumes.open = []
-    found = place.tenant.ledger.find(1, 2)
-    assert found is not None and found.state is State.FAILED and not found.live

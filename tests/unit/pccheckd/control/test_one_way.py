@@ -7,14 +7,12 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from pccheck_wire import codec
-from pccheck_wire.messages import Begin, Request, Restored
-from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Chose, Request, Restored
 from pccheckd.base.logs import LOG
 from pccheckd.control.attach import AttachServer
 from tests.unit.pccheckd.control.test_handlers import Place
@@ -38,41 +36,12 @@ def log(
     yield caplog
 
 
-def one_way(place: Place, body: Begin | Restored) -> bytes:
+def one_way(place: Place, body: Chose | Restored) -> bytes:
     return codec.encode(Request(0, place.session.token, body))
 
 
 def told(log: pytest.LogCaptureFixture) -> list[str]:
     return [str(one.exc_info[1]) for one in log.records if one.exc_info]
-
-
-async def test_a_fault_in_a_request_for_a_checkpoint_is_logged_and_ends_that_checkpoint(
-    place: Place, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place.tenant.ledger, "add", fail)
-    body = Begin(1, 5, 100, 90, 10, "wait")
-    assert (
-        await place.handlers.answer(place.session.uid, one_way(place, body), place.session) is None
-    )
-    assert place.channel.refused == [1]  # the trainer is not held for it
-    assert told(log) == ["of ours"]
-
-
-async def test_a_fault_behind_the_ledger_ends_that_checkpoint_with_a_reason(
-    place: Place, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place.tenant.volumes, "open", [SimpleNamespace(checkpoints=[])])
-    monkeypatch.setattr(place.job, "number", fail)
-    body = Begin(1, 5, 100, 90, 10, "wait")
-    assert (
-        await place.handlers.answer(place.session.uid, one_way(place, body), place.session) is None
-    )
-    found = place.tenant.ledger.find(1, 1)
-    assert found is not None and found.state is State.FAILED
-    assert found.hint == "see the daemon's log"
-    assert place.channel.refused == [1]
-    monkeypatch.setattr(place.tenant.volumes, "open", [])
-    assert told(log) == ["of ours"]
 
 
 async def test_a_fault_in_what_needs_no_answer_is_logged(
@@ -81,7 +50,7 @@ async def test_a_fault_in_what_needs_no_answer_is_logged(
     monkeypatch.setattr(place.job, "restored", fail)
     message = one_way(place, Restored(7))
     assert await place.handlers.answer(place.session.uid, message, place.session) is None
-    refused = codec.encode(Request(0, place.session.token, Begin(1, 5, 100, 90, 10, "wait")))
+    refused = codec.encode(Request(0, place.session.token, Chose("push", "")))
     place.session.role = next(r for r in type(place.session.role) if r.value == "reader")
     assert await place.handlers.answer(place.session.uid, refused, place.session) is None
     assert told(log) == ["of ours"]

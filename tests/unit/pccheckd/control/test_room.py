@@ -17,6 +17,7 @@ from pccheck_wire.messages import Role
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.storage import space as room_module
+from pccheckd.storage.quota import Need
 from pccheckd.tenancy.volumes import Key, VolumeSet
 from tests.unit.pccheckd.control.test_handlers import Place
 from tests.unit.pccheckd.control.test_handlers import place as place  # a fixture
@@ -95,13 +96,13 @@ async def test_room_that_a_failed_volume_had_reserved_is_anothers(
     engine.config.max_storage_bytes = volume_bytes(engine.config)
     checked = asyncio.Event()
     loop = asyncio.get_running_loop()
-    refused = VolumeSet._droppable
+    refused = Need.droppable
 
-    def droppable(volumes: VolumeSet, lacking: int) -> str:
+    def droppable(need: Need, lacking: int) -> str:
         loop.call_soon_threadsafe(checked.set)
-        return refused(volumes, lacking)
+        return refused(need, lacking)
 
-    monkeypatch.setattr(VolumeSet, "_droppable", droppable)
+    monkeypatch.setattr(Need, "droppable", droppable)
     slow.fails = True
     first = asyncio.create_task(make(engine, 1))
     assert await asyncio.to_thread(slow.begun.wait, LIMIT_S)

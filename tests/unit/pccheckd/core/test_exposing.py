@@ -92,11 +92,12 @@ def ended(
     number: int = 1,
 ) -> None:  # fmt: skip
     checkpoint = Checkpoint(
-        session=session, snapshot=1, step=1, payload_bytes=1, tree_offset=0, tree_bytes=1,
+        session=session, snapshot=1, step=1, payload_bytes=1,
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
     )  # fmt: skip
     times = SaveTimes(*[0] * len(SaveTimes._fields))
-    pulling.note(checkpoint, Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, times))
+    event = Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, times, None)
+    pulling.note(checkpoint, event)
 
 
 def test_failed_copies_of_a_session_are_counted() -> None:

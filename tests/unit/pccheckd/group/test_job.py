@@ -346,3 +346,20 @@ def test_no_trainer_attaches_while_a_job_closes() -> None:
     ranks = Ranks()
     asyncio.run(ranks.job.close())
     assert [tenant.calls for tenant in ranks.tenants] == [["stop attaches", "close"]] * 2
+
+
+# -- how the ranks stand -----------------------------------------------------------------------
+
+
+def test_a_common_checkpoint_that_is_away_leaves_no_step() -> None:
+    """Its file may come back, so the ranks still keep it; but none of them could restore it now."""
+    ranks = connected()
+    ranks.hold(1)
+    ranks.settle()
+    found = ranks.job.standing()
+    assert found is not None and (found.sequence, found.step) == (1, 10)
+    volumes = ranks.tenants[1].volumes
+    volumes.lost, volumes.held = volumes.held, []
+    ranks.settle()
+    found = ranks.job.standing()
+    assert found is not None and (found.sequence, found.step) == (1, None)

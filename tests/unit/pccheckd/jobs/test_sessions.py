@@ -215,16 +215,3 @@ def test_who_has_to_end_is_told_by_its_event(ends: Callable[[Session], None]) ->
     ends(session)
     assert session.broken.is_set()
     assert session.gives_way is (ends is Session.give_way)
-
-
-def test_lost_requests_are_refused_for_trainers_of_that_uid_only() -> None:
-    kit = Kit()
-    refused: list[int] = []
-    for uid, role in ((7, Role.TRAINER), (7, Role.READER), (8, Role.TRAINER)):
-        session = kit.open(uid=uid, role=role)
-        number = session.number
-        session.tenant = SimpleNamespace(  # type: ignore[assignment]
-            refuse_lost=lambda number=number: refused.append(number)
-        )
-    kit.sessions.interrupted(7)
-    assert refused == [1]

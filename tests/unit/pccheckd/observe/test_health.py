@@ -10,9 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from pccheck_wire.messages import Begin
 from pccheckd.observe.health import ANSWER_LIMIT_S, Health
-from pccheckd.tenancy.tenant import _held
 
 
 class Place:
@@ -83,14 +81,3 @@ async def test_a_disk_that_hangs_is_no_fault(place: Place) -> None:
     await place.answered()
     assert place.health.faults == []
     assert place.health.stalled() == [place.engine.stalled, "job: no progress"]
-
-
-@pytest.mark.parametrize(
-    ("at", "length", "believed"),
-    [(0, 0, False), (900, 100, True), (900, 101, False), (1001, 0, False), (1, 2**62, False)],
-)
-def test_what_a_trainer_says_of_its_gate_must_be_possible(
-    at: int, length: int, believed: bool
-) -> None:
-    body = Begin(1, 10, 4096, 0, 64, held_at_ns=at, held_ns=length)
-    assert _held(body, 1000) == ((at, length) if believed else (0, 0))

@@ -1,195 +1,335 @@
-"""Admission: in order, waiting or skipping as asked, and never stuck."""
+"""What the loop answers to the queue of the core: numbers, slots, and ends with a reason."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from pccheck_native import NativeError
-from pccheck_wire.ends import Cause, in_words, sentence
+from pccheck_native import _core
+from pccheck_wire.ends import Cause, Why, in_words
+from pccheck_wire.errors import StorageFullError
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.base.logs import LOG
-from pccheckd.tenancy.admission import PENDING_MAX, Admission
-from pccheckd.tenancy.checkpoint import Checkpoint, End, failed
+from pccheckd.tenancy.admission import Admission
+from pccheckd.tenancy.checkpoint import Checkpoint, End
+from pccheckd.tenancy.group import Numbered
+from pccheckd.tenancy.ledger import Ledger
+from pccheckd.tenancy.volumes import Key
+
+SESSION = 3
+_TIMES = _core.SaveTimes(*[0] * len(_core.SaveTimes._fields))
+_ASKED = _core.SaveRequest(*[0] * len(_core.SaveRequest._fields))._replace(payload_bytes=10)
 
 
-def checkpoint(snapshot: int, *, skip: bool = False, session: int = 1) -> Checkpoint:
-    return Checkpoint(
-        session=session, snapshot=snapshot, step=snapshot, payload_bytes=10, tree_offset=0,
-        tree_bytes=1, skip_when_busy=skip, incarnation=1, world_size=1, requested_ns=0,
-    )  # fmt: skip
+def event(kind: str, snapshot: int = 1, *, sequence: int = 0, why: str = "") -> _core.Event:
+    error = -1 if why else 0
+    return _core.Event(
+        kind, 1, SESSION, snapshot, sequence, 0, error, why, "", 0, 0, 0, _TIMES, None
+    )
 
 
-class Desk(Admission):
-    """Stands for a volume with so many free lanes; time passes only in `sleep`."""
+class Core:
+    """The channel: refuses what is not in `copied`."""
 
-    def __init__(self, free: int, answer: str = "NO_LANE") -> None:
-        super().__init__(cast(Any, self))
-        self.key = "a rank"
-        self.free = free
-        self.answer = answer
-        self.cause = Cause.CODE
-        self.begun: list[int] = []
-        self.refused: list[tuple[int, State, str]] = []
-        self.sleeps = 0
-        self.on_sleep: Callable[[], None] = lambda: None
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.copied: set[int] = set()
+        self.policies: list[dict[str, Any]] = []
 
-    async def attempt(self, item: Checkpoint) -> str:
-        if not self.free:
-            return self.answer
-        self.free -= 1
-        self.begun.append(item.snapshot)
-        return ""
+    def noted(self) -> None:
+        self.calls.append(("noted",))
 
-    def refuse(self, item: Checkpoint, end: End) -> None:
-        self.refused.append((item.snapshot, end.to, sentence(end.why).reason))
+    def number(self, *numbers: int) -> None:
+        self.calls.append(("number", *numbers))
 
-    async def end_without_slot(self) -> End | None:
-        return failed(self.cause, 7) if self.cause else None
+    def retry(self) -> None:
+        self.calls.append(("retry",))
 
-    async def sleep(self, seconds: float) -> None:
-        self.sleeps += 1
-        self.on_sleep()
+    def refuse(self, snapshot: int, _outcome: int, _sequence: int = 0) -> bool:
+        return snapshot not in self.copied
+
+    def policy(self, **policy: Any) -> None:
+        self.policies.append(policy)
+
+
+class Ranks:
+    """The group, as one rank sees it; `given` is its next answer."""
+
+    def __init__(self) -> None:
+        self.given = Numbered(5, 0)
+        self.given_up: set[int] = set()
+        self.asked_slot = 0
+        self.newest_common = 0
+
+    def alone(self, _rank: int, _owner: object) -> tuple[int, int] | None:
+        return 5, 40
+
+    def number(self, _rank: int, _requested: object) -> Numbered:
+        return self.given
+
+    def took(self, _rank: int, sequence: int) -> int:
+        return sequence or 41
+
+    def gives_up(self, sequence: int) -> bool:
+        return sequence in self.given_up
+
+    def why_given_up(self, _sequence: int) -> Why:
+        return Why(Cause.RANK_ENDED, 1)
+
+    async def request_slot(self, _rank: int) -> list[int]:
+        self.asked_slot += 1
+        return []
+
+    def decide_soon(self) -> None: ...
+
+
+class Desk:
+    """The tenant: a volume whose slots are all in use until `recycles` says otherwise."""
+
+    def __init__(self, *, grouped: bool = False) -> None:
+        self.key = Key(7, "job", 0)
+        self.ledger = Ledger()
+        self.group: Any = Ranks()
+        self.core = Core()
+        self.undelivered: list[_core.Event] = []
+        self.engine: Any = SimpleNamespace(deliver=self._deliver)
+        self.owner: Any = SimpleNamespace(session=SESSION, world_size=2 if grouped else 1)
+        self.port: Any = SimpleNamespace(channel=self.core)
+        self.chronicle: Any = SimpleNamespace(requested=lambda *_: None)
+        self.interval_steps, self.room_bytes, self.incarnation = 0, 100, 5
+        self.is_read, self.stops = False, 0
+        self.binding: Any = SimpleNamespace(is_usable=True, stop=self._stop)
+        self.is_grouped = grouped
+        self.recycles: list[bool] = []
+        full = SimpleNamespace(
+            info=SimpleNamespace(free_slots=0), quarantined=2, path="v", checkpoints=[],
+            volume=SimpleNamespace(has_expendable=lambda: False),
+        )  # fmt: skip
+        self.volumes: Any = SimpleNamespace(
+            recycle=self._recycle, refresh=self._refresh, current=full
+        )
+        self.retention: Any = SimpleNamespace(protected=set())
+        self.unready: Exception | None = None  # what reopen() raises
+        self.readied = 0
+        self.queue = Admission(cast(Any, self))
+
+    def port_of(self, session: int) -> Any:
+        return self.port if session == SESSION else None
+
+    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
+        if self.core.refuse(checkpoint.snapshot, int(end.to)):
+            self.ended(checkpoint, end)
+
+    def ended(self, checkpoint: Checkpoint, end: End) -> None:
+        self.ledger.refuse(checkpoint, end)
+
+    def _deliver(self) -> None:
+        while self.undelivered:
+            self.queue.on_event(self.undelivered.pop(0))
+
+    def _stop(self) -> None:
+        self.stops += 1
+
+    def end_lease(self, *, waits: bool) -> bool:
+        return False
+
+    async def reopen(self) -> None:
+        self.readied += 1
+        if self.unready is not None:
+            raise self.unready
+
+    async def _recycle(self) -> bool:
+        return self.recycles.pop(0) if self.recycles else False
+
+    async def _refresh(self) -> None: ...
+
+    def request(self, snapshot: int = 1, **about: Any) -> Checkpoint:
+        asked = event("requested", snapshot)
+        self.queue.on_event(asked._replace(request=_ASKED._replace(**about)))
+        found = self.ledger.find(SESSION, snapshot)
+        assert found is not None
+        return found
+
+    def begin(self, snapshot: int = 1, sequence: int = 0) -> None:
+        self.queue.on_event(event("begun", snapshot, sequence=sequence))
+
+    async def waits(self, why: str, snapshot: int = 1) -> None:
+        """The core says so; until the loop has done what it can."""
+        self.queue.on_event(event("waits", snapshot, why=why))
+        await passes()
+
+
+async def passes() -> None:
+    for _ in range(20):
         await asyncio.sleep(0)
 
-    def work_off(self, *items: Checkpoint) -> None:
-        async def work() -> None:
-            for item in items:
-                self.submit(item)
-            while len(self):
-                await asyncio.sleep(0)
 
-        asyncio.run(asyncio.wait_for(work(), 10))
-
-
-def test_first_come_first_served() -> None:
-    desk = Desk(free=5)
-    desk.work_off(*(checkpoint(n) for n in (1, 2, 3)))
-    assert desk.begun == [1, 2, 3] and not desk.sleeps
+def test_a_rank_alone_is_numbered_by_the_core() -> None:
+    desk = Desk()
+    desk.queue.instruct()
+    assert desk.core.policies == [{"held": False, "numbers": True, "incarnation": 5, "above": 40}]
+    found = desk.request(step=7, interval=50)
+    assert (found.step, found.sequence, desk.interval_steps, len(desk.queue)) == (7, 0, 50, 1)
+    desk.begin(sequence=44)
+    assert (found.sequence, found.state, len(desk.queue)) == (44, State.COPYING, 0)
+    assert desk.ledger.of_sequence(44) is found and desk.ledger.last_sequence == 44
+    assert desk.core.calls == [("noted",)]
 
 
-def test_waiting_ends_when_a_lane_comes_free() -> None:
-    desk = Desk(free=1)
-
-    def one_ends() -> None:
-        if desk.sleeps % 3 == 0:
-            desk.free += 1
-
-    desk.on_sleep = one_ends
-    desk.work_off(*(checkpoint(n) for n in (1, 2, 3)))
-    assert desk.begun == [1, 2, 3] and desk.sleeps == 6 and not desk.refused
+def test_a_rank_alone_that_began_without_a_number_gets_one() -> None:
+    desk = Desk()
+    found = desk.request()
+    desk.begin()
+    assert found.sequence == 41 and ("number", 1, 41, 5, 1) in desk.core.calls
 
 
-def test_skip_does_not_wait() -> None:
-    desk = Desk(free=1)
-    desk.work_off(checkpoint(1), checkpoint(2, skip=True))
-    assert desk.begun == [1] and desk.sleeps == 0
-    assert [(n, to) for n, to, _ in desk.refused] == [(2, State.SKIPPED)]
+def test_one_of_several_ranks_is_numbered_at_its_request() -> None:
+    desk = Desk(grouped=True)
+    desk.group.given = Numbered(6, 12)
+    found = desk.request()
+    assert (found.incarnation, found.sequence) == (6, 12)
+    assert desk.core.calls == [("noted",), ("number", 1, 12, 6, 2)]
+    desk.begin()
+    assert (found.sequence, found.state) == (12, State.COPYING)
 
 
-def test_a_slot_that_can_never_come_free_fails_at_once() -> None:
-    desk = Desk(free=0, answer="NO_SLOT")
-    desk.cause = Cause.SLOTS_PROTECTED
-    desk.work_off(checkpoint(1))
-    (refused,) = desk.refused
-    assert refused[:2] == (1, State.FAILED) and "previous run" in refused[2]
+def test_a_fenced_one_is_refused_while_it_is_copied() -> None:
+    desk = Desk()
+    desk.group.given = Numbered(4, 0, End(State.FAILED, in_words("a newer start runs")))
+    found = desk.request()
+    assert (found.state, found.sentence.reason) == (State.FAILED, "a newer start runs")
+    desk.begin()  # reported before the core had read the refusal
+    assert found.state is State.FAILED
 
 
-def test_a_session_that_ends_takes_its_waiting_ones_along() -> None:
-    desk = Desk(free=0)
-
-    def ends() -> None:
-        desk.drop(1)
-        desk.free = 9
-
-    desk.on_sleep = ends
-    desk.work_off(checkpoint(1), checkpoint(2), checkpoint(3, session=2))
-    assert [n for n, _, _ in desk.refused] == [1, 2] and desk.begun == [3]
+def test_what_the_core_has_copied_is_not_refused() -> None:
+    desk = Desk()
+    desk.core.copied = {1}
+    desk.queue.stop()
+    assert desk.core.policies[-1]["held"]
+    assert desk.request().state is State.REQUESTED  # its events follow
+    assert desk.request(2).sentence.reason == "the daemon is stopping"
 
 
-@pytest.mark.parametrize("answer", ["", "NO_SLOT"])
-async def test_the_core_ends_what_it_was_beginning_when_the_session_ended(answer: str) -> None:
-    """The core may have copied the checkpoint already. If it were refused here, the other ranks
-    would give it up."""
-    desk = Desk(free=0)
-    entered, goes_on = asyncio.Event(), asyncio.Event()
-
-    async def attempt(item: Checkpoint) -> str:
-        entered.set()
-        await goes_on.wait()
-        return answer
-
-    desk.attempt = attempt  # type: ignore[method-assign]
-    desk.submit(checkpoint(1))
-    desk.submit(checkpoint(2))
-    await entered.wait()
-    desk.drop(1)
-    assert [n for n, _, _ in desk.refused] == [2]
-    goes_on.set()
-    assert desk._task is not None
-    await asyncio.wait_for(desk._task, 10)
-    assert [n for n, _, _ in desk.refused] == ([2, 1] if answer else [2])
-    assert not desk.sleeps
+def test_a_checkpoint_without_registered_room_fails() -> None:
+    desk = Desk()
+    desk.volumes.current, desk.room_bytes = None, 0
+    assert "no space was registered" in desk.request().sentence.reason
 
 
-async def test_the_queue_is_bounded() -> None:
-    desk = Desk(free=0)
-    for number in range(PENDING_MAX + 5):
-        desk.submit(checkpoint(number))
-    assert len(desk.refused) == 5 and len(desk) == PENDING_MAX
-    await desk.close()
+def test_what_the_core_refused_at_once_has_its_words() -> None:
+    found = Desk().request(cause=int(Cause.BAD_LEVEL), argument=2)
+    assert found.state is State.FAILED and "not to level 2" in found.sentence.reason
 
 
-def test_one_that_breaks_something_fails_alone() -> None:
-    """The queue continues: otherwise every later checkpoint of the rank would wait for ever."""
-    desk = Desk(free=5)
-    attempt = desk.attempt
-
-    async def broken(item: Checkpoint) -> str:
-        if item.snapshot == 1:
-            raise RuntimeError("fault")
-        return await attempt(item)
-
-    desk.attempt = broken  # type: ignore[method-assign]
-    desk.work_off(checkpoint(1), checkpoint(2))
-    assert desk.begun == [2]
-    assert desk.refused == [(1, State.FAILED, "an internal error of the daemon")]
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_an_error_of_one_that_was_refused_meanwhile_is_no_fault(
-    caplog: pytest.LogCaptureFixture, ends: bool
-) -> None:
-    """The session ended while the core began the checkpoint, and found its word changed. Otherwise
-    only a trainer that violates the protocol changes the word, and that is no traceback, either."""
-    refused: list[str] = []
-
-    class Tenant:
-        key = "key"
-        group = SimpleNamespace(gives_up=lambda _: False)
-
-        async def begin_save(self, item: Checkpoint) -> int:
-            if ends:
-                item.end(State.FAILED, 1, in_words("the trainer ended"))
-            raise native("BAD_PEER")
-
-        def refuse(self, item: Checkpoint, end: End) -> None:
-            refused.append(sentence(end.why).reason)
-
-    LOG.addHandler(caplog.handler)
-    try:
-        assert asyncio.run(Admission(cast(Any, Tenant())).attempt(checkpoint(1))) == ""
-    finally:
-        LOG.removeHandler(caplog.handler)
-    assert refused == ([] if ends else ["the trainer violated the protocol"])
-    assert "cannot begin" not in caplog.text
+@pytest.mark.parametrize(
+    ("code", "to", "reason"),
+    [
+        ("NO_LANE", State.SKIPPED, "every slot was busy"),
+        ("ABORTED", State.FAILED, "abandoned"),
+        ("ENOTCONN", State.FAILED, "before the checkpoint began"),
+        ("DEVICE_LOST", State.FAILED, "lost the GPU"),
+        ("TOO_LARGE", State.FAILED, "slots smaller"),
+    ],
+)
+def test_the_core_ends_what_waits(code: str, to: State, reason: str) -> None:
+    desk = Desk()
+    found = desk.request()
+    for _ in range(2):  # nothing happens twice
+        desk.queue.on_event(event("refused", why=code))
+        assert found.state is to and reason in found.sentence.reason
 
 
-def native(code_name: str) -> NativeError:
-    error = NativeError(code_name)
-    error.code, error.code_name = -1, code_name
-    return error
+def test_a_given_up_one_does_not_wait_any_more() -> None:
+    desk = Desk(grouped=True)
+    desk.group.given = Numbered(6, 12)
+    found = desk.request()
+    desk.group.given_up = {12}
+    desk.queue.obey()
+    assert (found.state, found.sentence.reason) == (
+        State.SKIPPED, "rank 1 ended without this checkpoint, so no rank keeps it"
+    )  # fmt: skip
+    assert desk.request(2).state is State.SKIPPED  # the same sequence
+
+
+async def test_a_slot_that_was_recycled_is_tried() -> None:
+    desk = Desk(grouped=True)
+    desk.group.given = Numbered(6, 12)
+    desk.recycles = [True]
+    desk.request()
+    await desk.waits("NO_SLOT")
+    assert desk.core.calls[-1] == ("retry",) and desk.group.asked_slot == 1
+    desk.begin()
+    await desk.queue.close()
+
+
+async def test_without_a_slot_one_waits_and_another_is_skipped() -> None:
+    desk = Desk()
+    desk.request(9)
+    desk.begin(9, 39)  # its end may free a slot
+    waiting = desk.request(1)
+    await desk.waits("NO_SLOT")
+    assert waiting.state is State.REQUESTED and ("retry",) not in desk.core.calls
+    desk.recycles = [True]
+    desk.queue.look()
+    await passes()
+    assert desk.core.calls[-1] == ("retry",)
+    desk.begin(1, 50)
+    skipping = desk.request(2, skip=True)
+    await desk.waits("NO_SLOT", 2)
+    assert (skipping.state, skipping.sentence.reason) == (State.SKIPPED, "every slot was busy")
+    await desk.queue.close()
+
+
+async def test_a_slot_that_never_comes_fails_at_once() -> None:
+    desk = Desk()
+    desk.retention.protected = {4}
+    found = desk.request()
+    await desk.waits("NO_SLOT")
+    assert found.state is State.FAILED and "up to sequence 4" in found.sentence.reason
+
+
+async def test_a_stopped_volume_is_opened_again_once() -> None:
+    desk = Desk()
+    found = desk.request()
+    await desk.waits("STOPPED")
+    assert (desk.stops, desk.readied, desk.core.calls[-1]) == (1, 1, ("retry",))
+    await desk.waits("STOPPED")
+    assert desk.readied == 1 and found.state is State.FAILED
+    assert "could not write a commit record" in found.sentence.reason
+
+
+async def test_a_volume_that_cannot_be_made_ends_the_checkpoint() -> None:
+    desk = Desk()
+    desk.unready = StorageFullError("no space left", hint="free some")
+    found = desk.request()
+    await desk.waits("EBUSY")
+    assert found.state is State.FAILED
+    assert (found.sentence.reason, found.sentence.hint) == ("no space left", "free some")
+
+
+def test_a_fault_ends_one_checkpoint_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every later checkpoint of the rank would wait for ever."""
+    desk = Desk()
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.group, "number", lambda *_: 1 / 0)
+        assert desk.request().sentence.reason == "an internal error of the daemon"
+    assert desk.request(2).state is State.REQUESTED
+
+
+def test_an_ended_session_says_nothing_more() -> None:
+    desk = Desk()
+    desk.owner = None
+    desk.queue.on_event(event("requested")._replace(request=_ASKED))
+    assert not desk.ledger.checkpoints and not desk.core.calls
+
+
+async def test_one_that_got_the_missing_slot_meanwhile_is_not_refused() -> None:
+    """The last free slot is gone because the core gave it to this very checkpoint."""
+    desk = Desk()
+    found = desk.request()
+    desk.undelivered.append(event("begun", sequence=44))
+    await desk.waits("NO_SLOT")
+    assert (found.state, found.sequence) == (State.COPYING, 44)

@@ -17,7 +17,7 @@ ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
 
 def checkpoint(state: State = State.REQUESTED) -> Checkpoint:
     made = Checkpoint(
-        session=1, snapshot=1, step=5, payload_bytes=10, tree_offset=0, tree_bytes=1,
+        session=1, snapshot=1, step=5, payload_bytes=10,
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0,
     )  # fmt: skip
     made.state = state
@@ -55,12 +55,12 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
 ) -> None:
     ledger, item = Ledger(), checkpoint(start)
     item.sequence = 7
-    assert ledger.add(item)
+    ledger.add(item)
     ledger.apply(event(kind), lambda _: Why(Cause.RANK_NEVER, 1))
     assert item.state is not State.SKIPPED and not item.is_given_up
     ledger, item = Ledger(), checkpoint(start)
     item.sequence = 7
-    assert ledger.add(item)
+    ledger.add(item)
     assert ledger.apply(event("given_up"), lambda _: Why(Cause.RANK_NEVER, 1)) is item
     assert (item.state, item.is_given_up, item.live) == (State.SKIPPED, True, False)
     assert item.sentence.reason.startswith("rank 1 did not ask for this checkpoint")
@@ -68,7 +68,7 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
 
 
 def event(kind: str, ended: int = 0) -> Event:
-    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0, ended))
+    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0, ended), None)
 
 
 @pytest.mark.parametrize("kind", ["durable", "superseded", "failed"])
@@ -77,7 +77,7 @@ def test_it_ended_when_the_core_freed_its_lane(kind: str) -> None:
     ledger, item = Ledger(), checkpoint(State.COPYING)
     item.sequence = 7
     ledger.newest = (8, 8)
-    assert ledger.add(item)
+    ledger.add(item)
     assert ledger.apply(event(kind, ended=5), lambda _: Why()) is item
     assert item.ended_ns == 5
 

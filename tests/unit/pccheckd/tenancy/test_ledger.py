@@ -38,7 +38,7 @@ def test_a_client_that_lies_counts_no_further_than_a_document_holds() -> None:
 def durable(ledger: Ledger, sequence: int) -> Checkpoint:
     """One of two ranks' checkpoints that has become durable here."""
     made = Checkpoint(
-        session=1, snapshot=sequence, step=sequence, payload_bytes=1, tree_offset=0, tree_bytes=1,
+        session=1, snapshot=sequence, step=sequence, payload_bytes=1,
         skip_when_busy=False, incarnation=1, world_size=2, requested_ns=1, sequence=sequence,
     )  # fmt: skip
     ledger.add(made)

@@ -34,7 +34,7 @@ def durable(
     tenant: Tenant, patch: pytest.MonkeyPatch, sequence: int, *, requested_ns: int = 1
 ) -> None:
     """A checkpoint of a session that has ended is durable, and not yet read from the volume."""
-    saved = Checkpoint(9, 1, 1, 10, 0, 1, False, 1, 1, requested_ns, sequence=sequence)
+    saved = Checkpoint(9, 1, 1, 10, False, 1, 1, requested_ns, sequence=sequence)
     patch.setattr(tenant.ledger, "apply", lambda *_: saved)
     tenant.on_event(SimpleNamespace(kind="durable", session=9))  # type: ignore[arg-type]
 

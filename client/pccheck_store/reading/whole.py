@@ -6,10 +6,9 @@ import dataclasses
 import math
 import struct
 
+from pccheck_store.selection import contiguous_strides
 from pccheck_wire import parts, tree
 from pccheck_wire.blocks import Block, Blocks
-
-from .selection import contiguous_strides
 
 
 class WholeTensors:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, UnreadableError
 
-_DAMAGED, _UNREADABLE = " is damaged: ", " could not be read: "
+_DAMAGED = " is damaged: "
+_UNREADABLE = " could not be read: the disk reported an error"
 
 
 class RecycledError(PccheckError):
@@ -30,15 +31,16 @@ def damaged(step: int, sequence: int, rank: int, problem: str) -> DamagedError:
 
 def unreadable(step: int, sequence: int, rank: int) -> UnreadableError:
     return UnreadableError(
-        f"the checkpoint of step {step} (sequence {sequence}, rank {rank}){_UNREADABLE}the disk "
-        "reported an error",
+        f"the checkpoint of step {step} (sequence {sequence}, rank {rank}){_UNREADABLE}",
         hint="see the log of the kernel (dmesg), then try again",
     )
 
 
 def problem_of(error: PccheckError) -> str:
     """What is wrong, for a line that names the checkpoint already."""
-    return error.message.rpartition(_DAMAGED)[2].rpartition(_UNREADABLE)[2]
+    if error.message.endswith(_UNREADABLE):
+        return "the disk could not read the data"
+    return error.message.rpartition(_DAMAGED)[2]
 
 
 def lacking(rank: int, step: int) -> NoCheckpointError:

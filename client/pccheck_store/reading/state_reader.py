@@ -107,7 +107,7 @@ class StateReader:
             self._read(ranges, device_ranges)
             return
         for some in [ranges] if self._whole is None else self._whole.divided(ranges):
-            for piece, nbytes in _cut(some, SLICE_BYTES):  # so that a bar moves during long reads
+            for piece, nbytes in cut(some, SLICE_BYTES):  # so that a bar moves during long reads
                 self._read(piece)
                 if self._progress is not None:
                     self._progress.advance(nbytes)
@@ -123,7 +123,7 @@ def _payload_bytes(content: tree.Tree) -> int:
     return sum(extent.nbytes for extent in content.extents)
 
 
-def _cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
+def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
     """Packed ranges (address, offset, length) in pieces of limited size, and their bytes."""
     piece, held = [], 0
     for address, offset, length in struct.iter_unpack("<QQQ", ranges):

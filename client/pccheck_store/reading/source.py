@@ -1,6 +1,6 @@
 """A place that holds checkpoints, and how one of them is read.
 
-Two places so far: a storage directory (`directory.py`), and a daemon (`remote.py`). A peer and a
+Two places so far: a storage directory (`directory.py`) and a daemon (`remote.py`). A peer and a
 bucket are places, too: nothing here is about files of this machine or about a session's memory.
 restore() asks its daemon which checkpoint it gets, since all ranks of a job get the same one there;
 it reads that checkpoint like everyone else, through `Payloads` and `state_reader.py`.

@@ -1,0 +1,1 @@
+"""Reading one checkpoint, wherever it is."""

@@ -1,0 +1,314 @@
+/* The queue: requested snapshots wait here, first come first served, for a lane and a slot. The
+ * drain thread takes requests out of the page and tries the first one; whoever frees a lane or a
+ * slot, and whoever changes what may begin, has it look again. Nothing here waits or polls.
+ *
+ * The daemon's loop is told of every request, and asked only where policy decides: the number of a
+ * checkpoint of several ranks, and what to do when nothing frees a slot by itself. */
+#include <string.h>
+
+#include "base/pcc_futex.h"
+#include "daemon/pcc_tenant_private.h"
+
+/* A request is taken when the loop has noted all but so many of those before it, so that the events
+ * of a client that requests without an end have room. */
+#define UNNOTED_MAX 16u
+
+/* With the lock held: the drain thread looks at the first one soon. */
+void pcc_tenant_queue_look(struct pcc_tenant *tenant)
+{
+    tenant->queue.look = true;
+    if (tenant->attached)
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+}
+
+void pcc_tenant_retry(struct pcc_tenant *tenant)
+{
+    pcc_tenant_lock(tenant);
+    tenant->queue.told = 0;
+    pcc_tenant_queue_look(tenant);
+    pcc_tenant_unlock(tenant);
+}
+
+void pcc_tenant_policy(struct pcc_tenant *tenant, const struct pcc_tenant_policy *policy)
+{
+    pcc_tenant_lock(tenant);
+    tenant->policy = *policy;
+    if (policy->above > tenant->last_sequence)
+        tenant->last_sequence = policy->above;
+    tenant->queue.told = 0;
+    pcc_tenant_queue_look(tenant);
+    pcc_tenant_unlock(tenant);
+}
+
+void pcc_tenant_noted(struct pcc_tenant *tenant)
+{
+    pcc_tenant_lock(tenant);
+    if (tenant->queue.unnoted > 0)
+        tenant->queue.unnoted--;
+    if (tenant->queue.crowded && tenant->attached)
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+    pcc_tenant_unlock(tenant);
+}
+
+/* -- taking requests -- */
+
+/* Why no honest client requests this; cause CODE: it may. */
+static struct pcc_reason fault_of(const struct pcc_request *request)
+{
+    const uint64_t payload_bytes = request->payload_bytes;
+    const uint32_t unknown_flags = (request->flags & ~(uint32_t)PCC_REQUEST_SKIP) |
+                                   request->reserved[0] | request->reserved[1] |
+                                   request->reserved[2];
+
+    if (request->level != PCC_LEVEL_DISK)
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_LEVEL, .argument = request->level};
+    if (request->kind != PCC_KIND_TENSORS)
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
+    if (unknown_flags != 0)
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_FLAGS, .argument = unknown_flags};
+    if (payload_bytes == 0 || request->tree_offset_bytes > payload_bytes ||
+        request->tree_bytes > payload_bytes - request->tree_offset_bytes)
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TREE};
+    if (request->types_offset_bytes > payload_bytes ||
+        request->types_bytes > payload_bytes - request->types_offset_bytes ||
+        (request->types_bytes == 0 && request->types_offset_bytes != 0))
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TYPES};
+    return (struct pcc_reason){.cause = PCC_CAUSE_CODE};
+}
+
+/* What is only reported, and cannot be, counts as not reported. */
+static void make_plausible(struct pcc_request *request)
+{
+    const uint64_t now_ns = pcc_now_ns();
+
+    if (request->held_at_ns > now_ns || request->held_ns > now_ns - request->held_at_ns)
+        request->held_at_ns = request->held_ns = 0;
+    if (request->frozen_bytes > request->payload_bytes)
+        request->frozen_bytes = request->payload_bytes;
+}
+
+static void put(struct pcc_tenant *tenant, enum pcc_event_kind kind, uint64_t snapshot, int error)
+{
+    const struct pcc_event event = {
+        .kind = kind, .session = tenant->session, .id = snapshot, .error = error};
+
+    pcc_tenant_put(tenant, &event);
+}
+
+/* The word, if the client has not abandoned the snapshot, and the outcome. */
+static void refuse_word(struct pcc_tenant *tenant, uint64_t snapshot,
+                        const struct pcc_tenant_end *end)
+{
+    struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
+
+    if (pcc_page_word(&tenant->view, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED)) {
+        /* The outcome first: a client that sees REFUSED finds the reason. */
+        pcc_tenant_outcome(tenant, snapshot, end);
+        (void)pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_REFUSED);
+    }
+    if (tenant->gpus != NULL)
+        pcc_pull_release_streams(tenant, snapshot);
+    pcc_tenant_wake_client(tenant);
+}
+
+static void enter(struct pcc_tenant *tenant, const struct pcc_request *request)
+{
+    struct pcc_tenant_queue *queue = &tenant->queue;
+
+    PCC_ASSERT(queue->count < PCC_SNAPSHOTS); /* each has an entry of the page, by its word */
+    queue->waits[queue->count++] = (struct pcc_tenant_wait){.request = *request};
+    queue->look = queue->look || queue->count == 1;
+}
+
+static void drop_abandoned(struct pcc_tenant *tenant);
+
+int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    struct pcc_tenant_queue *queue = &tenant->queue;
+    const uint64_t snapshot = message->id;
+
+    if (snapshot <= queue->newest || snapshot >> 56 != 0)
+        return -PCC_E_BAD_PEER;
+    if (queue->unnoted >= UNNOTED_MAX &&
+        !atomic_load_explicit(&tenant->stopping, memory_order_relaxed)) {
+        queue->crowded = true; /* taken again when the loop has noted some */
+        queue->message = *message;
+        return 0;
+    }
+    queue->newest = snapshot;
+    struct pcc_request request = *pcc_page_request(&tenant->view, snapshot);
+    /* Its entry may be another one's by now, because it was abandoned, and the block may have
+     * changed under the copy: the word, read afterwards, tells. */
+    atomic_thread_fence(memory_order_acquire);
+    const uint64_t word = pcc_page_word(&tenant->view, snapshot);
+    if (word >> 8 > snapshot)
+        return 0;
+    if (request.snapshot != snapshot || (word != pcc_word(snapshot, PCC_WORD_REQUESTED) &&
+                                         word != pcc_word(snapshot, PCC_WORD_ABANDONED)))
+        return -PCC_E_BAD_PEER;
+    make_plausible(&request);
+    const struct pcc_reason fault = fault_of(&request);
+    const bool is_bad = fault.cause != PCC_CAUSE_CODE;
+    const struct pcc_event event = {.kind = PCC_EVENT_REQUESTED,
+                                    .error = is_bad ? -EINVAL : 0,
+                                    .session = tenant->session,
+                                    .id = snapshot,
+                                    .requested = {.request = request, .fault = fault}};
+    queue->unnoted++;
+    pcc_tenant_put(tenant, &event);
+    if (is_bad) {
+        refuse_word(tenant, snapshot,
+                    &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED, .reason = fault});
+        return 0;
+    }
+    drop_abandoned(tenant);
+    enter(tenant, &request);
+    return 0;
+}
+
+/* -- leaving -- */
+
+static uint32_t find(const struct pcc_tenant_queue *queue, uint64_t snapshot)
+{
+    uint32_t i = 0;
+
+    while (i < queue->count && queue->waits[i].request.snapshot != snapshot)
+        i++;
+    return i;
+}
+
+static void leave(struct pcc_tenant_queue *queue, uint32_t index)
+{
+    queue->count--;
+    memmove(&queue->waits[index], &queue->waits[index + 1],
+            (queue->count - index) * sizeof(queue->waits[0]));
+    if (index == 0) {
+        queue->told = 0;
+        queue->look = true;
+    }
+}
+
+/* The queue itself ends a snapshot, and the loop is told why. */
+static void end(struct pcc_tenant *tenant, uint32_t index, int error)
+{
+    const struct pcc_tenant_wait wait = tenant->queue.waits[index];
+    struct pcc_tenant_end how = {.outcome = PCC_OUTCOME_FAILED, .sequence = wait.sequence};
+
+    if (error == -PCC_E_NO_LANE) {
+        how.outcome = PCC_OUTCOME_SKIPPED;
+        how.reason.cause = PCC_CAUSE_SLOTS_BUSY;
+    } else if (error == -ENOTCONN) {
+        how.reason.cause = PCC_CAUSE_ENDED_BEFORE;
+    } else {
+        how.reason = (struct pcc_reason){.stage = PCC_STAGE_BEGIN, .error = error};
+    }
+    leave(&tenant->queue, index);
+    refuse_word(tenant, wait.request.snapshot, &how);
+    put(tenant, PCC_EVENT_REFUSED, wait.request.snapshot, error);
+}
+
+static void drop_abandoned(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_queue *queue = &tenant->queue;
+
+    for (uint32_t i = queue->count; i > 0; i--) {
+        const uint64_t snapshot = queue->waits[i - 1].request.snapshot;
+        if (pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_REQUESTED))
+            end(tenant, i - 1, -PCC_E_ABORTED);
+    }
+}
+
+void pcc_tenant_queue_end(struct pcc_tenant *tenant)
+{
+    while (tenant->queue.count > 0)
+        end(tenant, 0, -ENOTCONN);
+    tenant->queue = (struct pcc_tenant_queue){0};
+}
+
+bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
+                       const struct pcc_tenant_end *how)
+{
+    bool refused = false;
+
+    pcc_tenant_lock(tenant);
+    const uint32_t index = find(&tenant->queue, snapshot);
+    if (index < tenant->queue.count) {
+        leave(&tenant->queue, index);
+        refuse_word(tenant, snapshot, how);
+        pcc_tenant_queue_look(tenant);
+        refused = true;
+    } else if (tenant->attached) {
+        refused = pcc_tenant_refuse_begun(tenant, snapshot, how);
+    }
+    pcc_tenant_unlock(tenant);
+    return refused;
+}
+
+/* -- the number, and the turn of the first one -- */
+
+int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence,
+                      uint64_t incarnation, uint32_t world_size)
+{
+    int error = 0;
+
+    pcc_tenant_lock(tenant);
+    const uint32_t index = find(&tenant->queue, snapshot);
+    if (index < tenant->queue.count) {
+        struct pcc_tenant_wait *wait = &tenant->queue.waits[index];
+        wait->sequence = sequence;
+        wait->incarnation = incarnation;
+        wait->world_size = world_size;
+        pcc_tenant_queue_look(tenant); /* with its number it may have to be skipped */
+    } else {
+        error = pcc_tenant_number_begun(tenant, snapshot, sequence, incarnation, world_size);
+    }
+    pcc_tenant_unlock(tenant);
+    return error;
+}
+
+/* Whether a code means that the first one waits, for what others do or the loop decides. */
+static bool is_waited_for(int error)
+{
+    return error == -PCC_E_NO_LANE || error == -PCC_E_NO_SLOT || error == -PCC_E_STOPPED ||
+           error == -EBUSY || error == -ENODEV;
+}
+
+/* 0: the first one has begun, or has ended. Else why it waits. */
+static int try_first(struct pcc_tenant *tenant)
+{
+    const struct pcc_tenant_wait *wait = &tenant->queue.waits[0];
+    const bool skips = (wait->request.flags & PCC_REQUEST_SKIP) != 0;
+    const bool numbered = wait->sequence != 0 || tenant->policy.numbers;
+    const int error = tenant->policy.held ? -EBUSY : pcc_tenant_begin(tenant, wait);
+
+    if (error == 0)
+        leave(&tenant->queue, 0);
+    else if (!is_waited_for(error) || /* and a group decides before a rank skips */
+             (error == -PCC_E_NO_LANE && skips && numbered))
+        end(tenant, 0, error);
+    else
+        return error;
+    return 0;
+}
+
+void pcc_tenant_queue_run(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_queue *queue = &tenant->queue;
+    int error = 0;
+
+    pcc_tenant_lock(tenant);
+    if (!tenant->broken) {
+        drop_abandoned(tenant);
+        while (queue->look && queue->count > 0 && error == 0) {
+            queue->look = false;
+            error = try_first(tenant);
+            queue->look = queue->look || error == 0;
+        }
+        /* A lane is freed by a save that ends. For the rest the loop can do something. */
+        if (error != 0 && error != -PCC_E_NO_LANE && queue->told != error) {
+            queue->told = error;
+            put(tenant, PCC_EVENT_WAITS, queue->waits[0].request.snapshot, error);
+        }
+    }
+    pcc_tenant_unlock(tenant);
+}
