@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
-COLD = ("pccheckd", "pccheckctl")
+COLD = ("pccheckd", "pccheckctl", "tests.support.forked")
 Main = Callable[[list[str]], None]
 
 
