@@ -223,6 +223,7 @@ class SaveRequest(NamedTuple):
     row: int
     interval: int
     division: int
+    taken_ns: int  # CLOCK_MONOTONIC
     cause: int  # of pccheck_wire.ends, why the core has refused it; 0: it has not
     argument: int
 

@@ -110,12 +110,12 @@ static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event 
     const struct pcc_reason *fault = &event->requested.fault;
     return pcc_py_result(
         state, PCC_PY_SAVE_REQUEST,
-        Py_BuildValue("(LKKKNKKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
+        Py_BuildValue("(LKKKNKKKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
                       request->tree_offset_bytes, request->tree_bytes,
                       PyBool_FromLong(request->flags & PCC_REQUEST_SKIP), request->map,
                       request->frozen_bytes, request->offered_bytes, request->held_at_ns,
                       request->held_ns, request->base, request->turn, request->descents,
-                      request->row, request->interval, request->division,
+                      request->row, request->interval, request->division, event->requested.taken_ns,
                       (unsigned int)fault->cause, fault->argument));
 }
 

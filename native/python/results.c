@@ -19,7 +19,7 @@ static const struct {
     [PCC_PY_SAVE_REQUEST] = {"SaveRequest",
                              "step payload_bytes tree_offset tree_bytes skip map frozen_bytes "
                              "offered_bytes held_at_ns held_ns base turn descents row interval "
-                             "division cause argument"},
+                             "division taken_ns cause argument"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
         {"ChannelUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "

@@ -121,7 +121,7 @@ class Admission:
             session=event.session, snapshot=event.id, step=asked.step,
             payload_bytes=asked.payload_bytes, skip_when_busy=asked.skip,
             incarnation=tenant.incarnation, world_size=owner.world_size,
-            requested_ns=time.monotonic_ns(), map=asked.map,
+            requested_ns=asked.taken_ns, map=asked.map,
             held_at_ns=asked.held_at_ns, held_ns=asked.held_ns,
         )  # fmt: skip
         tenant.ledger.add(checkpoint)

@@ -58,6 +58,7 @@ struct pcc_event {
         struct pcc_event_requested {
             struct pcc_request request;
             struct pcc_reason fault; /* of one that has ended */
+            uint64_t taken_ns;       /* CLOCK_MONOTONIC: when the drain thread read it */
         } requested;
     };
 };

@@ -152,11 +152,12 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
     make_plausible(&request);
     const struct pcc_reason fault = fault_of(&request);
     const bool is_bad = fault.cause != PCC_CAUSE_CODE;
-    const struct pcc_event event = {.kind = PCC_EVENT_REQUESTED,
-                                    .error = is_bad ? -EINVAL : 0,
-                                    .session = tenant->session,
-                                    .id = snapshot,
-                                    .requested = {.request = request, .fault = fault}};
+    const struct pcc_event event = {
+        .kind = PCC_EVENT_REQUESTED,
+        .error = is_bad ? -EINVAL : 0,
+        .session = tenant->session,
+        .id = snapshot,
+        .requested = {.request = request, .fault = fault, .taken_ns = pcc_now_ns()}};
     queue->unnoted++;
     pcc_tenant_put(tenant, &event);
     if (is_bad) {
