@@ -272,8 +272,8 @@ def test_a_dead_daemon_ends_every_wait(loop: Loop) -> None:
     assert loop.link.alive()
     loop.channel.close()
     loop.far.close()
-    with pytest.raises(ConnectionResetError):
-        loop.link.wait(1, "durable", deadline())
+    with pytest.raises(ConnectionResetError):  # it may be durable, but nobody makes it global
+        loop.link.wait(1, "global", deadline())
     assert not loop.link.alive()
 
 
