@@ -127,11 +127,12 @@ static PyObject *outcomes_new(const struct pcc_kept_outcome *outcomes, uint32_t 
 {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < count; i++) {
-        const struct pcc_kept_outcome *one = &outcomes[i];
+        const struct pcc_slot_entry *one = &outcomes[i].entry;
+        const int error = outcomes[i].error;
         pcc_py_append(&list, Py_BuildValue("(KLKKKKIs)", one->sequence, (long long)one->step,
                                            one->incarnation, one->payload_bytes,
                                            one->tree_offset_bytes, one->tree_bytes, one->world_size,
-                                           one->error != 0 ? pcc_error_name(one->error) : ""));
+                                           error != 0 ? pcc_error_name(error) : ""));
     }
     return list;
 }

@@ -253,14 +253,14 @@ MUTANTS = (
         "sequence given out again",
         "after the daemon's death a new checkpoint takes that of one which went on",
         source="disk/pcc_save_adopt.c",
-        old="(void)pcc_volume_take_sequence(saver->volume, found->sequence);",
+        old="(void)pcc_volume_take_sequence(saver->volume, found->entry.sequence);",
         new="(void)found;",
     ),
     Mutant(
         "durable, and saved again",
         "killed between the record and the end of the save, the next daemon continues it",
         source="disk/pcc_save_adopt.c",
-        old="if (is_durable(saver->volume, found->sequence))",
+        old="if (is_durable(saver->volume, found->entry.sequence))",
         new="(void)is_durable; if (0)",
     ),
     Mutant(

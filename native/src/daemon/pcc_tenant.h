@@ -24,13 +24,13 @@
 
 enum pcc_event_kind {
     PCC_EVENT_REQUESTED = 1, /* with an error it has ended, and `fault` says why */
-    PCC_EVENT_BEGUN,      /* it has a lane and a slot, and is being copied; sequence 0: the loop
-                             numbers it */
-    PCC_EVENT_WAITS,      /* the first of the queue, for `error`: nothing ends that by itself */
-    PCC_EVENT_REFUSED,    /* the queue has ended it for `error`. NO_LANE: skipped; ABORTED: the
-                             client has abandoned it; ENOTCONN: the session has ended */
-    PCC_EVENT_COPIED, /* the snapshot is complete in our memory and the word says COPIED */
-    PCC_EVENT_WRITING,    /* its first chunk went to the disk; comes after COPIED */
+    PCC_EVENT_BEGUN,         /* it has a lane and a slot, and is being copied; sequence 0: the loop
+                                numbers it */
+    PCC_EVENT_WAITS,         /* the first of the queue, for `error`: nothing ends that by itself */
+    PCC_EVENT_REFUSED,       /* the queue has ended it for `error`. NO_LANE: skipped; ABORTED: the
+                                client has abandoned it; ENOTCONN: the session has ended */
+    PCC_EVENT_COPIED,        /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_WRITING,       /* its first chunk went to the disk; comes after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,
     PCC_EVENT_GIVEN_UP,   /* by the group of ranks */
@@ -102,13 +102,7 @@ PCC_MUST_CHECK int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volum
 /* -- what a daemon that was killed has left in the descriptor store; before the first session -- */
 
 struct pcc_kept_outcome { /* a save that it had copied */
-    uint64_t sequence;
-    int64_t step;
-    uint64_t incarnation;
-    uint64_t payload_bytes;
-    uint64_t tree_offset_bytes;
-    uint64_t tree_bytes;
-    uint32_t world_size;
+    struct pcc_slot_entry entry;
     int error; /* 0: it continues; codes of pcc_save_adopt; -EBADMSG: its chunks cannot be */
 };
 #define PCC_KEPT_OUTCOMES_MAX 64u
