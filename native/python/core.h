@@ -15,7 +15,6 @@
 enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_SLOT_ENTRY,
                      PCC_PY_VOLUME_INFO,
-                     PCC_PY_MANIFEST_NOTES,
                      PCC_PY_SAVE_TIMES,
                      PCC_PY_EVENT,
                      PCC_PY_SAVE_REQUEST,

@@ -287,18 +287,6 @@ static PyObject *volume_own_bytes(PyObject *self, PyObject *number)
     return PyLong_FromUnsignedLongLong(pcc_load_own_bytes(load));
 }
 
-static PyObject *volume_notes(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(sequence, number);
-    LOAD_OPEN(load, sequence);
-    const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
-    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_MANIFEST_NOTES,
-                         Py_BuildValue("((KKK)y#(KK)(KK))", notes->name_base, notes->name_descents,
-                                       notes->name_row, ID_BYTES(notes->base_volume),
-                                       notes->statistics.offset_bytes, notes->statistics.bytes,
-                                       notes->dtypes.offset_bytes, notes->dtypes.bytes));
-}
-
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", NULL};
@@ -381,7 +369,6 @@ static PyMethodDef methods[] = {
     {"has_expendable", volume_has_expendable, METH_NOARGS, NULL},
     {"recycle", volume_recycle, METH_NOARGS, NULL},
     {"own_bytes", volume_own_bytes, METH_O, NULL},
-    {"notes", volume_notes, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
     {"verify", volume_verify, METH_O, NULL},
