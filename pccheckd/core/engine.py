@@ -82,7 +82,7 @@ class Turns:
         return await asyncio.wrap_future(begun)
 
 
-class Shape(NamedTuple):
+class PortShape(NamedTuple):
     """What a channel is made with."""
 
     chunk_bytes: int
@@ -199,7 +199,7 @@ class Engine:
         return await loop.run_in_executor(self._growers, function, wanted_bytes)
 
     async def open_channel(
-        self, uid: int, listener: Callable[[_core.Event], None], shape: Shape
+        self, uid: int, listener: Callable[[_core.Event], None], shape: PortShape
     ) -> tuple[int, _core.Channel]:
         """A channel whose events go to `listener`, on the loop."""
         number = self._next_channel

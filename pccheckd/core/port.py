@@ -18,7 +18,7 @@ from pccheckd.base.background import happened
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 
-from .engine import Engine, Shape
+from .engine import Engine, PortShape
 
 #: A detach drains what is in the ring; the disk is not waited for.
 DETACH_LIMIT_S = 60.0
@@ -92,7 +92,7 @@ class Port:
 
     @classmethod
     async def opened(
-        cls, engine: Engine, uid: int, listener: Callable[[_core.Event], None], shape: Shape
+        cls, engine: Engine, uid: int, listener: Callable[[_core.Event], None], shape: PortShape
     ) -> Port:
         port = cls(engine, uid, listener, shape.chunk_bytes)
         port.number, port.channel = await engine.open_channel(uid, port._on_event, shape)

@@ -22,7 +22,7 @@ from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
-from pccheckd.core.engine import Shape
+from pccheckd.core.engine import PortShape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
@@ -353,7 +353,7 @@ class Sessions:
             raise NoCheckpointError(f"{key} has no volume any more", hint="see: pccheckctl list")
         block = tenant.volumes.open[-1].info.block_bytes
         chunk = -(-self.config.chunk_bytes // block) * block
-        shape = Shape(chunk, block, READER_CHUNKS, lanes=1, writers=1)
+        shape = PortShape(chunk, block, READER_CHUNKS, lanes=1, writers=1)
         session.port = await Port.opened(
             self.engine, session.uid, lambda event: self._on_event(session, event), shape
         )

@@ -15,7 +15,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.core.port import Port
 from pccheckd.tenancy import inherited
 from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.inherited import Descriptor, Left, State, Summary
+from pccheckd.tenancy.inherited import Descriptor, Left, StoredState, Summary
 from pccheckd.tenancy.tenant import INHERITED, Tenant
 from pccheckd.tenancy.volumes import Key
 
@@ -78,7 +78,7 @@ async def _adopt(port: Port, number: int, left: Left, tenant: Tenant) -> bool:
     return True
 
 
-async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> None:
+async def _bind(state: StoredState, left: Left, tenant: Tenant, summary: Summary) -> None:
     try:
         outcomes = await _continue(state, tenant)
     except (OSError, PccheckError, _core.NativeError) as error:
@@ -93,7 +93,7 @@ async def _bind(state: State, left: Left, tenant: Tenant, summary: Summary) -> N
         _report(tenant.key, sequence, step, why, summary)
 
 
-async def _continue(state: State, tenant: Tenant) -> list[tuple[int, int, str]]:
+async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, str]]:
     """Begins the copied checkpoints that a state memfd lists: (sequence, step, why not). Raises
     when their volume is gone or was replaced."""
     port, ledger = tenant.port, tenant.ledger

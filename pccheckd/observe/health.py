@@ -45,7 +45,7 @@ class Health(Background):
         self._thread.stop()
 
     def stalled(self) -> list[str]:
-        """Disks without progress, as `Progress` found: the daemon is degraded, and continues."""
+        """Disks without progress, as `DiskProgress` found: the daemon is degraded and continues."""
         found = [self._engine.stalled] if self._engine.stalled else []
         return found + [f"{t.key}: {t.stalled}" for t in self._registry.tenants() if t.stalled]
 

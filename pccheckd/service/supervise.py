@@ -18,7 +18,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.base.notify import Notifier
 from pccheckd.jobs.sessions import Sessions
 from pccheckd.observe import report
-from pccheckd.upkeep.stalls import Progress
+from pccheckd.upkeep.stalls import DiskProgress
 
 PERIOD_S = 5.0
 #: While starting or stopping, each step extends the manager's limit to this.
@@ -40,7 +40,7 @@ class Supervisor(Background):
         self._config = sessions.config
         self._registry = sessions.registry
         self._sessions = sessions
-        self._progress = Progress(sessions.registry, time.monotonic)
+        self._progress = DiskProgress(sessions.registry, time.monotonic)
 
     @property
     def period_s(self) -> float:

@@ -11,7 +11,7 @@ from pccheck_native import _core
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.moves import moved
-from pccheckd.core.engine import Engine, Shape
+from pccheckd.core.engine import Engine, PortShape
 from pccheckd.core.port import Port
 from pccheckd.core.uses import Uses
 
@@ -104,7 +104,7 @@ class Binding:
         config = self._engine.config
         capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
         gpus, label = await self._engine.driver.ready(), inherited.label_of(self._key)
-        shape = Shape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
+        shape = PortShape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
         self.port = await Port.opened(self._engine, self._key.uid, self._listener, shape)
         return self.port
 

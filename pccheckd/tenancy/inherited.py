@@ -35,7 +35,7 @@ class Descriptor:
 
 
 @dataclass(slots=True)
-class State:
+class StoredState:
     """A state memfd and its contents."""
 
     descriptor: Descriptor
@@ -47,7 +47,7 @@ class State:
 class Left:
     """What a killed daemon has left of one tenant."""
 
-    states: list[State] = field(default_factory=list)
+    states: list[StoredState] = field(default_factory=list)
     segments: dict[int, Descriptor] = field(default_factory=dict)
 
     def segments_by_need(self) -> list[int]:
@@ -106,7 +106,7 @@ def sort(found: list[Descriptor]) -> tuple[dict[Key, Left], list[Descriptor]]:
             segments.append(item)
         elif (says := _read(item)) is not None and (key := _key(says, label)) is not None:
             labels[label] = key
-            left.setdefault(key, Left()).states.append(State(item, number, says))
+            left.setdefault(key, Left()).states.append(StoredState(item, number, says))
         else:
             useless.append(item)
         seen.add(item.name)

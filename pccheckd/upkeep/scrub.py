@@ -53,7 +53,7 @@ _R = TypeVar("_R")
 
 
 @dataclass(slots=True)
-class State:
+class ScrubState:
     """Times are wall clock seconds: they must survive a reboot."""
 
     since_s: float = 0.0  # when the first pass could have begun: the daemon's first start here
@@ -66,7 +66,7 @@ class State:
     checked: int = 0
 
     @classmethod
-    def load(cls, storage: Path) -> State:
+    def load(cls, storage: Path) -> ScrubState:
         """Values of another type than the field's are ignored."""
         stored, new = state_file.load(storage / STATE_NAME, STATE_SCHEMA), asdict(cls())
         same = {name for name in new if type(stored.get(name)) is type(new[name])}
@@ -113,7 +113,7 @@ class Scrubber(Background):
         self._storage = registry.config.storage
         self._registry = registry
         self._wall = wall
-        self.state = State()
+        self.state = ScrubState()
         self._changed = asyncio.Event()
         self._thread = Threads(1, "scrub")
         self._pieces = Pieces(PIECE_BYTES, threads=0)  # used in that thread
@@ -155,7 +155,7 @@ class Scrubber(Background):
     # -- passes --------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self.state = await self._read(State.load, self._storage)
+        self.state = await self._read(ScrubState.load, self._storage)
         if not self.state.since_s:
             self.state.since_s = self._wall()
             await self._remember()
@@ -196,7 +196,7 @@ class Scrubber(Background):
         """Reads every volume, or continues behind the one that was finished before a restart."""
         state, files = self.state, await self._read(layout.list_volumes, self._storage)
         if not state.running:
-            self.state = state = State(
+            self.state = state = ScrubState(
                 since_s=state.since_s, began_s=self._wall(), ended_s=state.ended_s, running=True
             )
         left = sorted((file for file in files if self._name(file) > state.after), key=self._name)

@@ -13,18 +13,18 @@ from pccheckd.tenancy.volumes import Key
 
 
 @dataclass(slots=True)
-class _Seen:
+class _LastMark:
     mark: object
     since_s: float
 
 
-class Progress:
+class DiskProgress:
     """Checks every tenant with something to write, and remembers since when nothing changed."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self._registry = registry
         self._clock = clock
-        self._seen: dict[Key, _Seen] = {}
+        self._seen: dict[Key, _LastMark] = {}
 
     def look(self) -> None:
         """Reports stalls to every tenant, job and the engine. Never blocks on a disk."""
@@ -39,7 +39,7 @@ class Progress:
             present.add(tenant.key)
             seen = self._seen.get(tenant.key)
             if seen is None or seen.mark != mark:
-                self._seen[tenant.key] = _Seen(mark, now_s)
+                self._seen[tenant.key] = _LastMark(mark, now_s)
                 tenant.note_stall("")
             elif now_s - seen.since_s > limit_s + self._allowance_s():
                 tenant.note_stall(

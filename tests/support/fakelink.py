@@ -162,7 +162,7 @@ class FakeConnection:
     def __init__(self, *, transfer: str = "pull", reason: str = "") -> None:
         self.link = FakeLink()
         self.welcome = SimpleNamespace(
-            transfer=transfer, transfer_reason=reason, transfer_later=False, pid=1
+            transfer=transfer, transfer_reason=reason, transfer_later=False, pid=1, start=bytes(16)
         )
         self.sent: list[Any] = []
         self.refusal: PccheckError | None = None

@@ -13,7 +13,7 @@ import pytest
 
 from pccheck_native import _core
 from pccheckd.tenancy import inherited
-from pccheckd.tenancy.inherited import Descriptor, Left, State
+from pccheckd.tenancy.inherited import Descriptor, Left, StoredState
 from pccheckd.tenancy.volumes import Key
 
 KEY = Key(1000, "job.1", 3)
@@ -48,9 +48,9 @@ def test_the_store_is_as_large_as_it_says() -> None:
 
 
 def test_the_newest_checkpoint_comes_first() -> None:
-    def state(*copied: tuple[int, set[int]]) -> State:
+    def state(*copied: tuple[int, set[int]]) -> StoredState:
         says = _core.KeptState(b"", 0, "j", 0, 4096, 4096, 2, list(copied))
-        return State(Descriptor(3, ""), 1, says)
+        return StoredState(Descriptor(3, ""), 1, says)
 
     segments = {number: Descriptor(number, "") for number in (1, 2, 3, 4, 5)}
     left = Left([state((7, {4, 9})), state((8, {2, 1}), (3, {5}))], segments)

@@ -37,7 +37,7 @@ class Connection:
     def __init__(self, daemon: Daemons, hello: Hello) -> None:
         self.daemon = daemon
         self.welcome = SimpleNamespace(
-            pid=77, incarnation=daemon.incarnation, storage=daemon.storage,
+            pid=77, incarnation=daemon.incarnation, start=bytes(16), storage=daemon.storage,
             newest_step=daemon.newest_step, protected_step=daemon.protected_step,
         )  # fmt: skip
         self.hello = hello

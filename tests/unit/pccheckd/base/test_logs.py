@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest.capture import CaptureResult
 
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base import journal, logs
 from pccheckd.base.log_queue import LINES_MAX, Queued
@@ -73,7 +74,12 @@ def test_a_durable_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str]) -> 
 
 def test_a_failure_says_why_and_what_helps(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
-    Chronicle().ended(KEY, checkpoint(State.FAILED, reason="write: EIO", hint="check the disk"))
+    Chronicle().ended(
+        KEY,
+        checkpoint(
+            State.FAILED, why=Why(Cause.DESCRIBED, words="write: EIO", hint="check the disk")
+        ),
+    )
     err = written(capfd).err
     assert "WARNING" in err and "step 100 failed: write: EIO; check the disk" in err
 
@@ -113,7 +119,9 @@ def test_the_journal_gets_fields(tmp_path: Path, capfd: pytest.CaptureFixture[st
         handler = Queued(output)
         LOG.handlers[:], LOG.propagate = [handler], False
         LOG.setLevel(logging.INFO)
-        Chronicle().ended(KEY, checkpoint(State.FAILED, reason="disk\nfull", error="ENOSPC"))
+        Chronicle().ended(
+            KEY, checkpoint(State.FAILED, why=Why(Cause.DESCRIBED, words="disk\nfull"))
+        )
         entry = ears.recv(1 << 16)
     lines = entry.split(b"\n")
     assert b"PRIORITY=4" in lines and b"SYSLOG_IDENTIFIER=pccheckd" in lines

@@ -22,7 +22,7 @@ from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import RefusedError, StoreLockedError
 from pccheck_wire.messages import Drop, Hello, Role, Verify
 from pccheckd.control import verification
-from pccheckd.core.engine import Shape
+from pccheckd.core.engine import PortShape
 from pccheckd.core.port import Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs import registry as registry_module
@@ -147,7 +147,7 @@ async def test_a_job_is_unloaded_after_its_last_file_user_has_left(
 ) -> None:
     """A thread may be inside a method of a volume for a process that has ended."""
     _, tenant = await registry.tenant(KEY)
-    shape = Shape(1 << 16, BLOCK_BYTES, 2, lanes=1, writers=1)
+    shape = PortShape(1 << 16, BLOCK_BYTES, 2, lanes=1, writers=1)
     port = await Port.opened(registry.engine, KEY.uid, lambda event: None, shape)
     volume = tenant.volumes.open[0].volume
     port.channel.bind(volume)

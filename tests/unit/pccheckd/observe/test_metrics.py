@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pccheck_wire.ends import Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.observe import metrics as module
 from pccheckd.observe.gauges import Family
@@ -49,7 +50,7 @@ def test_an_end_is_counted_by_its_result() -> None:
         item = checkpoint(state, held_ns=500_000_000)
         metrics.requested(item.record(KEY))
         metrics.ended(item.record(KEY))
-    failed = checkpoint(State.FAILED, stage="write", error="EIO", rehomed=2)
+    failed = checkpoint(State.FAILED, why=Why(stage="write", code="EIO"), rehomed=2)
     metrics.ended(failed.record(KEY))
     found = read(metrics)
     rank = ("gpt", "3")

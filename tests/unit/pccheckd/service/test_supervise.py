@@ -18,7 +18,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
 from pccheckd.service.supervise import Supervisor
-from pccheckd.upkeep.stalls import Progress
+from pccheckd.upkeep.stalls import DiskProgress
 
 
 class Heard(Notifier):
@@ -133,11 +133,11 @@ class Clock:
         return self.now
 
 
-def progress(config: Config, clock: Clock, *tenants: Rank) -> Progress:
+def progress(config: Config, clock: Clock, *tenants: Rank) -> DiskProgress:
     engine = Engine.__new__(Engine)
     engine._running, engine.stalled = {}, ""
     known = SimpleNamespace(tenants=lambda: tenants, jobs={}, engine=engine, config=config)
-    return Progress(cast(Registry, known), clock)
+    return DiskProgress(cast(Registry, known), clock)
 
 
 def test_a_disk_that_finishes_nothing_is_found_and_forgiven(config: Config) -> None:

@@ -18,7 +18,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.volumes import Key
 from pccheckd.upkeep import scrub as module
-from pccheckd.upkeep.scrub import Pieces, Scrubber, State
+from pccheckd.upkeep.scrub import Pieces, Scrubber, ScrubState
 from tests.support.volumes import UID, Rank, damage, make
 
 KEY = Key(UID, "job", 0)
@@ -45,7 +45,7 @@ class Place:
 
     async def pass_(self) -> None:
         """One pass, at once."""
-        self.scrubber.state = State.load(self.config.storage)
+        self.scrubber.state = ScrubState.load(self.config.storage)
         await self.scrubber._pass()
 
     @property
@@ -292,7 +292,7 @@ async def test_a_pass_goes_on_where_a_restart_interrupted_it(place: Place) -> No
         await place.pass_()
     assert (seen, place.results) == (["job"], {"ok": 3})
     place.now = 2050.0
-    place.fresh().state = State.load(place.config.storage)
+    place.fresh().state = ScrubState.load(place.config.storage)
     assert place.scrubber._due_in_s() == 0.0  # it continues at once
     await place.pass_()
     assert place.results == {"ok": 1}  # the other job's only
@@ -320,15 +320,17 @@ async def test_the_first_pass_comes_after_one_interval(place: Place) -> None:
     assert place.scrubber.state.ended_s == 1100.0
 
 
-@pytest.mark.parametrize("state", [State(since_s=1e9), State(since_s=1.0, began_s=1e9)])
-async def test_a_time_of_a_wrong_clock_does_not_stop_the_check(place: Place, state: State) -> None:
+@pytest.mark.parametrize("state", [ScrubState(since_s=1e9), ScrubState(since_s=1.0, began_s=1e9)])
+async def test_a_time_of_a_wrong_clock_does_not_stop_the_check(
+    place: Place, state: ScrubState
+) -> None:
     """The clock was years ahead at an earlier start, or at an earlier pass."""
     state.store(place.config.storage)
     place.scrubber.start()
-    stored = State()
+    stored = ScrubState()
     while not 0 < max(stored.since_s, stored.began_s) < 1e9:
         await asyncio.sleep(0.001)
-        stored = State.load(place.config.storage)
+        stored = ScrubState.load(place.config.storage)
     assert place.scrubber._due_in_s() == 100.0
     await all_read_at(place, 1100.0)
 
@@ -389,13 +391,13 @@ async def test_another_rate_counts_at_once(place: Place, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 2}', '{"schema": 1, "began_s": "x"}'])
 def test_what_was_stored_wrongly_is_as_good_as_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / module.STATE_NAME).write_text(text)
-    assert State.load(tmp_path) == State()
+    assert ScrubState.load(tmp_path) == ScrubState()
 
 
 def test_what_was_stored_comes_back(tmp_path: Path) -> None:
-    state = State(1.0, 2.0, 3.0, "7/job/rank-0.0.pcc", True, 4, 5)
+    state = ScrubState(1.0, 2.0, 3.0, "7/job/rank-0.0.pcc", True, 4, 5)
     state.store(tmp_path)
-    assert State.load(tmp_path) == state
+    assert ScrubState.load(tmp_path) == state
     assert (tmp_path / module.STATE_NAME).stat().st_mode & 0o077 == 0
 
 
