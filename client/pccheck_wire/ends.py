@@ -113,7 +113,7 @@ class Why(NamedTuple):
     """Why a checkpoint ended so, as the page has it; `words` and `hint` are of DESCRIBED."""
 
     cause: int = Cause.CODE
-    argument: float = 0  # of the cause: a rank, a limit, a sequence
+    argument: float = 0  # of the cause: a rank, a limit, a sequence; of CODE the daemon's uid
     stage: str = ""  # of a failure: begin, copy, base, write, flush, publish
     code: str = ""  # its name: "EIO", "NO_SLOT"
     number: int = 0  # of the code: negative, as the page has it
@@ -196,7 +196,7 @@ def sentence(why: Why) -> Sentence:
     if why.words:
         return Sentence(why.words, why.hint, asks=False)
     if why.cause == Cause.CODE and why.stage:
-        return _of_code(why.stage, why.code)
+        return _of_code(why.stage, why.code, int(why.argument))
     try:
         cause = Cause(why.cause)
     except ValueError:  # a newer daemon's
@@ -206,12 +206,12 @@ def sentence(why: Why) -> Sentence:
     return Sentence(reason, cause.hint, asks=not reason or cause in _ASKS)
 
 
-def _of_code(stage: str, code: str) -> Sentence:
+def _of_code(stage: str, code: str, uid: int) -> Sentence:
     for key in ((stage, code), (stage, ""), ("", code)):
         if key in _BY_CODE:
             reason, hint = _BY_CODE[key]
             return Sentence(reason.format(stage=stage), hint, asks=False)
-    fix = fix_of(getattr(errno, code, 0)) or CHECK_DISK
+    fix = fix_of(getattr(errno, code, 0), uid) or CHECK_DISK
     return Sentence(f"{stage}: {code}", fix, asks=stage == "begin")
 
 
@@ -221,11 +221,11 @@ def continues_not(code: str) -> str:
     return _NOT_CONTINUED.get(code, code)
 
 
-def fix_of(number: int, owner: str = "its uid") -> str:
-    """What to do about an error of the kernel that concerns a file; "" for an unknown one. `owner`:
-    the uid that pccheckd runs as."""
+def fix_of(number: int, uid: int) -> str:
+    """What to do about an error of the kernel that concerns a file; "" for an unknown one. `uid`:
+    the one that pccheckd runs as."""
     if number in (errno.EACCES, errno.EPERM):
-        to = f"pccheckd's user: chown {owner}, chmod u+rwX"
+        to = f"pccheckd's user: chown {uid}, chmod u+rwX"
         flag = "; if lsattr shows i or a: chattr -i -a" if number == errno.EPERM else ""
         return f"give it, and the directories above it, to {to}{flag}"
     if number == errno.EROFS:

@@ -99,12 +99,29 @@ static PyObject *link_request(PyObject *self, PyObject *number)
 
 static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot",     "ranges",         "inline_ranges", "tail",
-                            "tail_offset",  "device_ranges",  "pulled_bytes",  "pulled_devices",
-                            "provisional",  "offered_bytes",  "step",          "skip",
-                            "map",          "frozen_bytes",   "held_at_ns",    "held_ns",
-                            "base",         "turn",           "descents",      "row",
-                            "interval",     "division",       NULL};
+    static char *names[] = {"snapshot",
+                            "ranges",
+                            "inline_ranges",
+                            "tail",
+                            "tail_offset",
+                            "device_ranges",
+                            "pulled_bytes",
+                            "pulled_devices",
+                            "provisional",
+                            "offered_bytes",
+                            "step",
+                            "skip",
+                            "map",
+                            "frozen_bytes",
+                            "held_at_ns",
+                            "held_ns",
+                            "base",
+                            "turn",
+                            "descents",
+                            "row",
+                            "interval",
+                            "division",
+                            NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
     struct pcc_request *request = &submission.request;

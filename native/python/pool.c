@@ -122,13 +122,12 @@ static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event 
 static PyObject *times_new(struct pcc_py_state *state, const struct pcc_event *event)
 {
     static const struct pcc_save_times none;
-    const struct pcc_save_times *times =
-        event->kind == PCC_EVENT_REQUESTED ? &none : &event->times;
+    const struct pcc_save_times *times = event->kind == PCC_EVENT_REQUESTED ? &none : &event->times;
 
-    return pcc_py_result(
-        state, PCC_PY_SAVE_TIMES,
-        Py_BuildValue("(KKKKKKK)", times->begin, times->first_write, times->sealed, times->written,
-                      times->flushed, times->durable, times->ended));
+    return pcc_py_result(state, PCC_PY_SAVE_TIMES,
+                         Py_BuildValue("(KKKKKKK)", times->begin, times->first_write, times->sealed,
+                                       times->written, times->flushed, times->durable,
+                                       times->ended));
 }
 
 static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *event)
@@ -136,8 +135,8 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
     PyObject *when = times_new(state, event);
     if (when == NULL)
         return NULL;
-    PyObject *request = event->kind == PCC_EVENT_REQUESTED ? request_new(state, event)
-                                                           : Py_NewRef(Py_None);
+    PyObject *request =
+        event->kind == PCC_EVENT_REQUESTED ? request_new(state, event) : Py_NewRef(Py_None);
     if (request == NULL) {
         Py_DECREF(when);
         return NULL;

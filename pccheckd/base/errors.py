@@ -105,7 +105,7 @@ def translated(error: BaseException, what: str) -> PccheckError:
             return NoCheckpointError(f"{error.filename or what} does not exist")
         place = f": {error.filename}" if error.filename and str(error.filename) not in what else ""
         why = f"{what}{place}: {error.strerror or error}"
-        return CheckpointFailedError(why, hint=fix_of(error.errno or 0, str(os.geteuid())))
+        return CheckpointFailedError(why, hint=fix_of(error.errno or 0, os.geteuid()))
     return InternalError(f"{what}: {type(error).__name__}", hint="see the daemon's log")
 
 

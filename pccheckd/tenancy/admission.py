@@ -227,7 +227,10 @@ class Admission:
                 LOG.exception("%s: step %d cannot begin", self._tenant.key, first.step)
                 end = _BROKEN
             if end is not None:
-                self._tenant.refuse(first, end)
+                # The slot that was missing may be the one that this checkpoint has just got.
+                self._tenant.engine.deliver()
+                if self._waiting() is first:
+                    self._tenant.refuse(first, end)
             if self._waiting() is first:
                 await happened(self._changed, LOOK_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
@@ -189,7 +190,7 @@ class Ledger:
         elif event.kind == "given_up":
             self.refuse(checkpoint, End(State.SKIPPED, why_given_up(checkpoint.sequence)))
         elif event.kind == "failed":
-            why = Why(stage=event.stage, code=event.error_name, number=event.error)
+            why = Why(Cause.CODE, os.geteuid(), event.stage, event.error_name, event.error)
             self.refuse(checkpoint, End(State.FAILED, why))
         self._notify()
         return checkpoint

@@ -91,7 +91,7 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
     ),
     "a cached plan silently dropped a shard (Megatron-LM)": (
         "complaints/test_saves.py::test_a_cached_plan_silently_dropped_a_shard",
-        "unit/test_shards.py::test_a_local_part_that_was_replaced_is_seen",
+        "unit/pccheck/restoring/test_shards.py::test_a_local_part_that_was_replaced_is_seen",
     ),
     "host memory grew by a checkpoint with every save (PyTorch, Megatron-Bridge)": (
         "complaints/test_saves.py::test_host_memory_grew_by_a_checkpoint_with_every_save",

@@ -321,7 +321,7 @@ def test_ctrl_c_in_close_keeps_no_later_client_out(daemon: Daemon) -> None:
 def test_ctrl_c_in_checkpoint_leaves_no_entry_of_the_page_in_use(client: PCcheckClient) -> None:
     """An entry that nothing ends would cost one of every 64 later checkpoints."""
     Kit(client)
-    codes = {Saver.submit.__code__, saver._request.__code__, saver._submit.__code__}
+    codes = {Saver.submit.__code__, saver._request.__code__, saver._sources.__code__}
     at, handle = 0, None
     while handle is None:
         at += 1
@@ -342,7 +342,10 @@ def test_ctrl_c_in_checkpoint_leaves_no_entry_of_the_page_in_use(client: PCcheck
 def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
+    keep = Saver._keep
+
+    def interrupted(*about: Any) -> None:
+        keep(*about)
         raise KeyboardInterrupt
 
     client = PCcheckClient(job="job", socket=daemon.socket)
@@ -351,7 +354,7 @@ def test_ctrl_c_in_checkpoint_is_named_as_the_reason(
     client.checkpoint(step=1).wait_durable(60)
     kit.optimizer.step()
     with monkeypatch.context() as context, suppress(KeyboardInterrupt):
-        context.setattr(Connection, "post", interrupted)
+        context.setattr(Saver, "_keep", interrupted)
         client.checkpoint(step=2)
     with pytest.warns(PccheckWarning, match="1 checkpoint failed") as told:
         client.close()

@@ -205,11 +205,11 @@ struct daemon {
     struct pcc_client *client;
     uint8_t *payload; /* what was handed over */
     uint64_t handed_bytes;
-    uint32_t taken;    /* chunks that came back */
+    uint32_t taken;     /* chunks that came back */
     uint64_t requested; /* the snapshot of the last PCC_MSG_REQUEST */
-    uint32_t damaged;  /* of them, those that the client reports as damaged */
-    uint32_t returned; /* segments that did */
-    bool retiring;     /* full chunks are not the client's again */
+    uint32_t damaged;   /* of them, those that the client reports as damaged */
+    uint32_t returned;  /* segments that did */
+    bool retiring;      /* full chunks are not the client's again */
 };
 
 static inline void *sealed(uint64_t length, int *fd_out)

@@ -34,10 +34,11 @@ struct fixture {
     uint64_t session;
     int32_t trainer; /* its process, for those that are pulled from */
     struct pcc_client *client;
-    uint64_t frozen_bytes;     /* of each snapshot, which offers them */
-    uint32_t flags;            /* of each request */
-    struct pcc_event queued[PCC_SNAPSHOTS]; /* the queue's last event of a snapshot; session 0: none */
-    struct pcc_event other[256];            /* events of another kind, not looked at yet */
+    uint64_t frozen_bytes; /* of each snapshot, which offers them */
+    uint32_t flags;        /* of each request */
+    struct pcc_event
+        queued[PCC_SNAPSHOTS];   /* the queue's last event of a snapshot; session 0: none */
+    struct pcc_event other[256]; /* events of another kind, not looked at yet */
     uint32_t other_first, other_count;
     struct pcc_page_view page; /* of the hand-made client */
 };
@@ -112,8 +113,8 @@ static inline struct pcc_event event_next(struct fixture *f)
     return f->other[f->other_first++ % 256];
 }
 
-/* The queue's event of a snapshot that says what has become of it: BEGUN, WAITS, REFUSED; or that it
- * was refused at once. */
+/* The queue's event of a snapshot that says what has become of it: BEGUN, WAITS, REFUSED; or that
+ * it was refused at once. */
 static inline struct pcc_event queue_event(struct fixture *f, uint64_t snapshot)
 {
     const uint64_t deadline = soon();

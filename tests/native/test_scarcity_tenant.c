@@ -57,11 +57,10 @@ static int begun(struct fixture *f, uint64_t snapshot, uint64_t *sequence)
 static bool try_save(struct fixture *f, uint64_t snapshot, uint64_t count)
 {
     const struct pcc_range range = {.address = (uintptr_t)bytes, .length_bytes = count};
-    const struct pcc_submission submission = {
-        .ranges = &range,
-        .range_count = 1,
-        .tail_offset_bytes = count,
-        .request = request_of(f, snapshot, count)};
+    const struct pcc_submission submission = {.ranges = &range,
+                                              .range_count = 1,
+                                              .tail_offset_bytes = count,
+                                              .request = request_of(f, snapshot, count)};
     struct pcc_client_state state;
     uint64_t sequence = 0;
     int error;

@@ -174,7 +174,7 @@ static void test_several_in_flight(void)
     struct pcc_client_state state;
     CHECK(pcc_client_state(f.client, 4, &state) == 0);
     CHECK(state.word == PCC_WORD_REFUSED && state.outcome == PCC_OUTCOME_SKIPPED);
-    CHECK(state.reason.cause == 12 && state.reason.argument == 3);
+    CHECK(state.reason.cause == PCC_CAUSE_SLOTS_BUSY);
     for (uint64_t i = 1; i <= 3; i++)
         CHECK(pcc_client_wait(f.client, i, PCC_WAIT_COPIED, soon()) == 0);
     pcc_tenant_usage(f.tenant, &usage);
@@ -285,16 +285,18 @@ static void test_daemon_gone(void)
     (void)save(&f, 1, bytes, sizeof(bytes));
     CHECK(pcc_client_alive(f.client));
     pcc_tenant_policy(f.tenant, &held);
-    submit(&f, 2, bytes, sizeof(bytes)); /* never admitted */
+    submit(&f, 2, bytes, sizeof(bytes));
+    CHECK(queue_event(&f, 2).kind == PCC_EVENT_WAITS); /* and is refused at the end */
     CHECK(pcc_client_load_start(f.client, 9, NULL, 0, NULL, 0) == 0);
     pcc_tenant_detach(f.tenant);
     CHECK(shutdown(f.sockets[0], SHUT_RDWR) == 0);
-    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_READ, soon()) == -ECONNRESET);
-    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_DURABLE, soon()) == -ECONNRESET);
-    CHECK(pcc_client_wait(f.client, 1, PCC_WAIT_DURABLE, soon()) == 0);
     CHECK(pcc_client_load_wait(f.client, 9, soon()) == -ECONNRESET);
+    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_READ, soon()) == 0);
+    CHECK(pcc_client_wait(f.client, 2, PCC_WAIT_DURABLE, soon()) == 0);
+    CHECK(pcc_client_wait(f.client, 1, PCC_WAIT_DURABLE, soon()) == 0);
     CHECK(pcc_client_state(f.client, 2, &state) == 0);
-    CHECK(state.word == PCC_WORD_ABANDONED && state.source_read);
+    CHECK(state.word == PCC_WORD_REFUSED && state.source_read);
+    CHECK(state.reason.cause == PCC_CAUSE_ENDED_BEFORE);
     CHECK(!pcc_client_alive(f.client));
     CHECK(pcc_client_request(f.client, 3) == -ECONNRESET);
     ends_close(&f);

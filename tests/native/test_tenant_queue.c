@@ -1,5 +1,5 @@
-/* The queue of requests: who begins when, who is told, and what no honest client requests. The client
- * is hand-made, so that each request comes when the test says so. */
+/* The queue of requests: who begins when, who is told, and what no honest client requests. The
+ * client is hand-made, so that each request comes when the test says so. */
 #include "handmade_client.h"
 
 static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 24 * CHUNK};
@@ -84,7 +84,8 @@ static void test_first_come_first_served(void)
     fixture_end(&f);
 }
 
-/* Whoever frees a lane rings: the drain thread does not look by itself before a second has passed. */
+/* Whoever frees a lane rings: the drain thread does not look by itself before a second has passed.
+ */
 static void test_a_freed_lane_wakes_the_queue(void)
 {
     struct fixture f;
@@ -120,8 +121,7 @@ static void test_a_skipping_one_does_not_wait(void)
     const struct pcc_event event = queue_event(&f, 4);
     CHECK(event.kind == PCC_EVENT_REFUSED && event.error == -PCC_E_NO_LANE);
     CHECK(word_get(&f, 4) == pcc_word(4, PCC_WORD_REFUSED));
-    CHECK(atomic_load(&pcc_page_snapshot(&f.page, 4)->outcome) ==
-          pcc_word(4, PCC_OUTCOME_SKIPPED));
+    CHECK(atomic_load(&pcc_page_snapshot(&f.page, 4)->outcome) == pcc_word(4, PCC_OUTCOME_SKIPPED));
     fixture_end(&f);
 }
 
@@ -553,8 +553,10 @@ static void test_lies(void)
         page_open(&f);
         request(&f, 5);
         CHECK(queue_event(&f, 5).kind == PCC_EVENT_BEGUN);
-        const uint64_t ids[COUNT] = {[ID_AGAIN] = 5,      [ID_LOWER] = 4,
-                                     [ID_HUGE] = 1ull << 56, [NOT_ITS_BLOCK] = 6,
+        const uint64_t ids[COUNT] = {[ID_AGAIN] = 5,
+                                     [ID_LOWER] = 4,
+                                     [ID_HUGE] = 1ull << 56,
+                                     [NOT_ITS_BLOCK] = 6,
                                      [NOT_REQUESTED] = 6};
         struct pcc_request block = request_of(&f, ids[lie], PAYLOAD);
         block.snapshot += lie == NOT_ITS_BLOCK;

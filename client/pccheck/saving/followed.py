@@ -57,9 +57,9 @@ class Followed:
         """How far those have come whose end is not noted."""
         return [(save, save.phase) for save in self._open]
 
-    def note(self, save: InFlight, phase: Phase) -> Phase:
-        """Takes note of a phase that `look` found, and reports an end when its reason is known.
-        Returns the phase that was noted before."""
+    def note(self, save: InFlight, phase: Phase, *, told: bool = False) -> Phase:
+        """Takes note of a phase that `look` found, and reports an end when its reason is known,
+        unless the user was `told`. Returns the phase that was noted before."""
         before, save.noted = save.noted, phase
         if phase in SAFE and before not in SAFE:
             self._failures.durable(save.step, save.requested_ns)
@@ -70,7 +70,8 @@ class Followed:
         elif phase in EXPLAINED:
             if SHOWN[phase] in NOT_SAVED and SHOWN[before] not in NOT_SAVED:
                 self._failures.failed(save)
-            self._explain(save)
+            if not told:
+                self._explain(save)
         elif phase in SAFE and not self._may_become_global(save):
             self.drop(save)
         return before

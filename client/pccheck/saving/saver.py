@@ -243,8 +243,8 @@ class Saver:
         for save, phase in seen:
             self._note(save, save.phase if phase is Phase.LET_GO else phase)
 
-    def _note(self, save: InFlight, phase: Phase) -> None:
-        before = self.followed.note(save, phase)
+    def _note(self, save: InFlight, phase: Phase, *, told: bool = False) -> None:
+        before = self.followed.note(save, phase, told=told)
         if phase is not before and SHOWN[phase] >= CheckpointState.COPIED:
             if SHOWN[phase] not in NOT_SAVED:
                 self._breaker.copied()
@@ -255,7 +255,7 @@ class Saver:
 
     def raised(self, save: InFlight) -> None:
         """checkpoint() itself raises why it failed, and no later call does so again."""
-        self._note(save, save.phase)
+        self._note(save, save.phase, told=True)
         self.followed.drop(save)
 
     def leave(self) -> None:

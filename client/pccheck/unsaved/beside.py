@@ -83,12 +83,10 @@ class Beside:
         for thing in self._attached.values():
             if isinstance(thing, Values) and _has_key(thing.values, "last_epoch"):
                 return True
-            if not is_known(thing):
-                return True
             # One of a wrapper may be of this optimizer.
             if isinstance(thing, _Scheduler) and not any(thing.optimizer is o for o in others):
                 return True
-        return False
+        return not all(map(is_known, self._attached.values()))  # last: it looks at every module
 
 
 def _optimizers() -> list[_Optimizer]:

@@ -66,13 +66,14 @@ struct pcc_submission {
     /* What the daemon is asked for. The call fills in snapshot, payload, tree and offered bytes. */
     struct pcc_request request;
 };
-/* Step 2: the request goes to the daemon; and the copy itself, done by the thread once the daemon admits it. All kinds of ranges
- * ascending and disjoint, together, too; gaps become zeros; the lists are copied during the call.
- * `inline_ranges` are copied *bytes and all* during the call (volatile buffers). `tail` (the tree)
- * follows at tail_offset. The memory behind `ranges` and `device_ranges` stays valid until
- * pcc_client_wait(.., PCC_WAIT_READ) says so. A chunk of the payload takes ranges of one GPU only,
- * and pulled_bytes is a number of whole chunks. -EINVAL; -PCC_E_DEVICE when a GPU is broken;
- * -EFAULT and the like when memory of `inline_ranges` is not there. */
+/* Step 2: the request goes to the daemon; and the copy itself, done by the thread once the daemon
+ * admits it. All kinds of ranges ascending and disjoint, together, too; gaps become zeros; the
+ * lists are copied during the call. `inline_ranges` are copied *bytes and all* during the call
+ * (volatile buffers). `tail` (the tree) follows at tail_offset. The memory behind `ranges` and
+ * `device_ranges` stays valid until pcc_client_wait(.., PCC_WAIT_READ) says so. A chunk of the
+ * payload takes ranges of one GPU only, and pulled_bytes is a number of whole chunks. -EINVAL;
+ * -PCC_E_DEVICE when a GPU is broken; -EFAULT and the like when memory of `inline_ranges` is not
+ * there. */
 PCC_MUST_CHECK int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
                                      const struct pcc_submission *submission);
 

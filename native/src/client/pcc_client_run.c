@@ -170,8 +170,8 @@ void *pcc_client_run(void *argument)
         if (atomic_load_explicit(&client->stop, memory_order_acquire))
             return NULL;
         const uint64_t deadline_ns = pcc_client_expire(client);
-        if (pcc_client_ended(client) || !send_requests(client) ||
-            !pcc_client_take_grants(client) || !take_messages(client))
+        if (pcc_client_ended(client) || !send_requests(client) || !pcc_client_take_grants(client) ||
+            !take_messages(client))
             break;
         const int worked = pcc_client_work(client);
         const int retired = worked < 0 ? -1 : pcc_client_retire(client); /* it adds to `polling` */

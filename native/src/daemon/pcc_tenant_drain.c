@@ -1,6 +1,7 @@
 /* The drain thread, which reads the client's messages (the ring to_daemon), and the callbacks of
  * the savers. Every message is checked against the tenant's own table before it has any effect. */
 #include <string.h>
+#include <unistd.h>
 
 #include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
@@ -142,8 +143,7 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
-    bool complete =
-        save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
+    bool complete = save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
 
     for (uint32_t i = 0; i < PCC_SOURCES; i++)
         complete = complete && save->sources[i].judged == save->sources[i].parts;
@@ -415,7 +415,8 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
         .newer = result->newer,
         .reason = {.cause = causes[result->end],
                    .stage = (uint16_t)result->stage,
-                   .error = result->error},
+                   .error = result->error,
+                   .argument = geteuid()},
     };
 
     pcc_tenant_outcome(tenant, save->snapshot, &end);

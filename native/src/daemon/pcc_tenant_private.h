@@ -151,14 +151,14 @@ struct pcc_tenant_load {
     int result;
 };
 
-struct pcc_tenant_wait { /* a requested snapshot without a lane and a slot */
+struct pcc_tenant_wait {        /* a requested snapshot without a lane and a slot */
     struct pcc_request request; /* copied out of the page, and checked */
     uint64_t sequence;          /* 0: it has no number yet */
     uint64_t incarnation;
     uint32_t world_size;
 };
 
-struct pcc_tenant_queue { /* of the attached session */
+struct pcc_tenant_queue {                        /* of the attached session */
     struct pcc_tenant_wait waits[PCC_SNAPSHOTS]; /* the oldest one first */
     uint32_t count;
     uint32_t unnoted; /* REQUESTED events that the loop has not noted */

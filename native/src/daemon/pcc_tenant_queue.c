@@ -137,8 +137,8 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
     }
     queue->newest = snapshot;
     struct pcc_request request = *pcc_page_request(&tenant->view, snapshot);
-    /* Its entry may be another one's by now, because it was abandoned, and the block may have changed
-     * under the copy: the word, read afterwards, tells. */
+    /* Its entry may be another one's by now, because it was abandoned, and the block may have
+     * changed under the copy: the word, read afterwards, tells. */
     atomic_thread_fence(memory_order_acquire);
     const uint64_t word = pcc_page_word(&tenant->view, snapshot);
     if (word >> 8 > snapshot)

@@ -10,9 +10,9 @@
  * The checksum table has a row for each chunk, and then PCC_OFFERS rows for what is offered.
  *
  * Both rings are single producer, single consumer, with room for every chunk, every segment, the
- * loads, the offers and the requests, so that an honest peer never finds one full. Bells are futex words: the
- * side that produced something increments the other's bell and wakes it (FUTEX_WAKE, shared); a
- * waiter reads the bell, looks for work, and sleeps only on the value it read. */
+ * loads, the offers and the requests, so that an honest peer never finds one full. Bells are futex
+ * words: the side that produced something increments the other's bell and wakes it (FUTEX_WAKE,
+ * shared); a waiter reads the bell, looks for work, and sleeps only on the value it read. */
 #ifndef PCC_SHARED_H
 #define PCC_SHARED_H
 
@@ -78,7 +78,7 @@ struct pcc_reason {
     uint16_t cause;    /* enum pcc_cause, or the daemon's */
     uint16_t stage;    /* enum pcc_stage */
     int32_t error;     /* negative code; 0: none */
-    uint64_t argument; /* of the cause: a rank, a limit, a sequence */
+    uint64_t argument; /* of the cause: a rank, a limit, a sequence; of CODE the daemon's uid */
 };
 
 struct pcc_snapshot {
@@ -114,12 +114,14 @@ struct pcc_device_words {
 };
 _Static_assert(sizeof(struct pcc_device_words) == 24, "words of one GPU");
 
-/* The request of a snapshot. The client fills the block before it sends PCC_MSG_REQUEST, and changes
- * nothing in it until the word has left REQUESTED. The daemon copies the block once and checks the
- * copy: a number that cannot be is the end of this checkpoint (REFUSED, FAILED). */
+/* The request of a snapshot. The client fills the block before it sends PCC_MSG_REQUEST, and
+ * changes nothing in it until the word has left REQUESTED. The daemon copies the block once and
+ * checks the copy: a number that cannot be is the end of this checkpoint (REFUSED, FAILED). */
 enum pcc_level { PCC_LEVEL_DISK = 0, PCC_LEVEL_MEMORY = 1, PCC_LEVEL_DEVICE = 2 };
 enum pcc_kind { PCC_KIND_TENSORS = 0 };
-enum pcc_request_flags { PCC_REQUEST_SKIP = 1 }; /* ends SKIPPED, not waiting, without a lane or slot */
+enum pcc_request_flags {
+    PCC_REQUEST_SKIP = 1
+}; /* ends SKIPPED, not waiting, without a lane or slot */
 
 struct pcc_request {
     uint64_t snapshot; /* whose block this is */
@@ -147,13 +149,14 @@ struct pcc_request {
     uint64_t turn;
     uint64_t descents;
     uint64_t row;
-    uint64_t interval; /* steps between checkpoints, as should_checkpoint() chose; 0: the script does */
+    uint64_t
+        interval; /* steps between checkpoints, as should_checkpoint() chose; 0: the script does */
     /* Of replicated state: a hash of the sizes of what is divided among the ranks. Ranks with
      * another one divide it in another way, and together store no whole. 0: nothing is divided. */
     uint64_t division;
-    uint32_t level; /* enum pcc_level: where the checkpoint is to be safe */
-    uint32_t kind;  /* enum pcc_kind: what the payload holds */
-    uint32_t flags; /* enum pcc_request_flags */
+    uint32_t level;       /* enum pcc_level: where the checkpoint is to be safe */
+    uint32_t kind;        /* enum pcc_kind: what the payload holds */
+    uint32_t flags;       /* enum pcc_request_flags */
     uint32_t reserved[3]; /* 0 */
 };
 _Static_assert(sizeof(struct pcc_request) == 168, "request");

@@ -117,25 +117,23 @@ def test_a_flipped_byte_never_crashes(message: messages.Request, data: st.DataOb
         codec.decode(bytes(damaged), messages.Request)
 
 
-BEGIN = {
-    "t": "begin", "snapshot": 1, "step": 2, "payload_bytes": 3, "tree_offset": 0, "tree_bytes": 1
-}  # fmt: skip
+PIN = {"t": "pin", "step": 2}
 
 
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (request(BEGIN | {"step": "7"}), r"\$\.body\.step: an integer is expected, not str"),
-        (request(BEGIN | {"step": True}), r"\$\.body\.step: an integer is expected, not bool"),
-        (request(BEGIN | {"step": 2**63}), r"\$\.body\.step: .* outside"),
-        (request(BEGIN | {"snapshot": -1}), r"\$\.body\.snapshot: -1 is outside"),
-        (request(BEGIN | {"extra": 1}), r"\$\.body\.extra: no such field"),
-        (request({k: v for k, v in BEGIN.items() if k != "step"}), r"\$\.body\.step: missing"),
+        (request(PIN | {"step": "7"}), r"\$\.body\.step: an integer is expected, not str"),
+        (request(PIN | {"step": True}), r"\$\.body\.step: an integer is expected, not bool"),
+        (request(PIN | {"step": 2**63}), r"\$\.body\.step: .* outside"),
+        (request({"t": "describe", "snapshot": -1}), r"\$\.body\.snapshot: -1 is outside"),
+        (request(PIN | {"extra": 1}), r"\$\.body\.extra: no such field"),
+        (request({"t": "pin"}), r"\$\.body\.step: missing"),
         (request({"t": "hello"}), r"\$\.body\.t: one of"),
-        (request({"t": ["begin"]}), r"\$\.body\.t: one of"),
+        (request({"t": ["pin"]}), r"\$\.body\.t: one of"),
         (request(None), r"\$\.body: a map is expected"),
-        (request(BEGIN, number=1.0), r"\$\.number: an integer"),
-        (request(BEGIN, token="t"), r"\$\.token: bytes is expected"),
+        (request(PIN, number=1.0), r"\$\.number: an integer"),
+        (request(PIN, token="t"), r"\$\.token: bytes is expected"),
         (msgpack.packb({1: 2}), r"\$: a map key|strict_map_key|not a message"),
         (b"\x82\xa1t\xa1a\xa1t\xa1b", r"the key 't' comes twice"),
         (msgpack.packb(msgpack.ExtType(5, b"x")), r"\$: (extension|not a message)"),
@@ -184,7 +182,7 @@ def test_a_request_of_many_small_items_is_refused_before_they_are_built(
 
 
 def test_the_largest_request_is_within_the_limits() -> None:
-    assert len(dataclasses.fields(messages.Begin)) < packing.REQUEST_ITEMS_MAX
+    assert len(dataclasses.fields(messages.Register)) < packing.REQUEST_ITEMS_MAX
     assert len(dataclasses.fields(messages.Hello)) < packing.REQUEST_ITEMS_MAX
     pieces = [b"x" * codec.PIECE_BYTES] * codec.PIECES_MAX
     codec.decode(

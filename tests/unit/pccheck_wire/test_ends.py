@@ -38,7 +38,7 @@ def test_a_full_disk_is_named_with_what_was_being_done() -> None:
 
 def test_the_argument_is_a_rank_a_limit_or_two_ranks() -> None:
     assert "rank 7 ended without" in sentence(Why(Cause.RANK_ENDED, 7)).reason
-    assert "more than 64 " in sentence(Why(Cause.QUEUE_FULL, 64)).reason
+    assert "not to level 7" in sentence(Why(Cause.BAD_LEVEL, 7)).reason
     assert sentence(Why(Cause.UNLIKE, 3 << 32 | 5)).reason.startswith("ranks 3 and 5 have")
 
 

@@ -93,6 +93,8 @@ class Desk:
         self.ledger = Ledger()
         self.group: Any = Ranks()
         self.core = Core()
+        self.undelivered: list[_core.Event] = []
+        self.engine: Any = SimpleNamespace(deliver=self._deliver)
         self.owner: Any = SimpleNamespace(session=SESSION, world_size=2 if grouped else 1)
         self.port: Any = SimpleNamespace(channel=self.core)
         self.chronicle: Any = SimpleNamespace(requested=lambda *_: None)
@@ -122,6 +124,10 @@ class Desk:
 
     def ended(self, checkpoint: Checkpoint, end: End) -> None:
         self.ledger.refuse(checkpoint, end)
+
+    def _deliver(self) -> None:
+        while self.undelivered:
+            self.queue.on_event(self.undelivered.pop(0))
 
     def _stop(self) -> None:
         self.stops += 1
@@ -318,3 +324,12 @@ def test_an_ended_session_says_nothing_more() -> None:
     desk.owner = None
     desk.queue.on_event(event("requested")._replace(request=_ASKED))
     assert not desk.ledger.checkpoints and not desk.core.calls
+
+
+async def test_one_that_got_the_missing_slot_meanwhile_is_not_refused() -> None:
+    """The last free slot is gone because the core gave it to this very checkpoint."""
+    desk = Desk()
+    found = desk.request()
+    desk.undelivered.append(event("begun", sequence=44))
+    await desk.waits("NO_SLOT")
+    assert (found.state, found.sequence) == (State.COPYING, 44)
