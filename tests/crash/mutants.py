@@ -123,7 +123,7 @@ MUTANTS = (
         "failed flush ignored",
         "published although the flush said EIO",
         source="disk/pcc_save_work.c",
-        old='    if (result != 0) {\n        slot_error(save, result, PCC_STAGE_FLUSH);',
+        old="    if (result != 0) {\n        slot_error(save, result, PCC_STAGE_FLUSH);",
         new="    if (0) {",
         seed="10",
     ),
