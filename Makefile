@@ -105,7 +105,7 @@ gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS 
 	$(BIN)/python -m tests.integration.gpu_campaign --rounds $(ROUNDS) --seed $(SEED)
 	$(BIN)/python -m tests.integration.gpu_restart_campaign --rounds $(ROUNDS) --seed $(SEED)
 
-guest: $(READY) ## systemd, DAX, two NUMA nodes, power cuts: virtual machines, see CONTRIBUTING.md
+guest: $(READY) ## systemd, DAX, power cuts: virtual machines, see CONTRIBUTING.md
 	$(BIN)/python -m tests.guest --seed $(SEED) $(SCENARIO)
 
 arm64-check: $(READY) ## as root: the C tests and TESTS on emulated arm64 processors, see CONTRIBUTING.md

@@ -23,7 +23,6 @@ static const struct {
     {"memory_pools", 115},
     {"memory_ops_64", CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS},
     {"ipc_events", 125},
-    {"host_numa_id", 134},
 };
 
 static void say_attributes(CUdevice device)
@@ -50,24 +49,10 @@ static void say_attributes(CUdevice device)
     say_number("memory_free_gib", (double)free_bytes / (double)GIB);
 }
 
-static void say_place(CUdevice device)
+static void say_device_file(void)
 {
-    int domain = 0, bus = 0, slot = 0, node = -1;
-    char path[96], mode[16];
+    char mode[16];
     struct stat about;
-    (void)cu.device_attribute(&domain, CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, device);
-    (void)cu.device_attribute(&bus, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, device);
-    (void)cu.device_attribute(&slot, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID, device);
-    snprintf(path, sizeof(path), "/sys/bus/pci/devices/%04x:%02x:%02x.0/numa_node",
-             (unsigned)domain, (unsigned)bus, (unsigned)slot);
-    FILE *file = fopen(path, "re");
-    if (file != NULL) {
-        if (fscanf(file, "%d", &node) == 1)
-            say_count("numa_node", node);
-        fclose(file);
-    } else {
-        say_text("numa_node_unknown", path);
-    }
     if (stat("/dev/nvidia0", &about) == 0) {
         snprintf(mode, sizeof(mode), "%04o", (unsigned)(about.st_mode & 07777));
         say_text("device_file_mode", mode);
@@ -153,7 +138,7 @@ void step_facts(void)
     CUdevice device = gpu_begin();
     say_number("context_seconds", now_s() - start_s);
     say_attributes(device);
-    say_place(device);
+    say_device_file();
     say_kinds_of_memory(device);
     CU(cu.memory_info(&before, &total));
     tell(peer.socket, &note);

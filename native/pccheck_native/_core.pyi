@@ -245,7 +245,6 @@ class Events:
 class GpuInfo(NamedTuple):
     uuid: bytes
     name: str
-    numa_node: int  # -1 = unknown
     lost: bool
     copied_bytes: int
     copies: int
@@ -279,7 +278,6 @@ class ChannelUsage(NamedTuple):
     pinned_bytes: int
     exposed_bytes: int
     mappings: int
-    numa_node: int  # that new chunks lie near, and writers run near; -1 = anywhere
 
 class KeptState(NamedTuple):
     uuid: bytes

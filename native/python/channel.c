@@ -299,11 +299,10 @@ static PyObject *channel_usage(PyObject *self, PyObject *Py_UNUSED(unused))
     struct pcc_tenant_usage usage;
     PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_usage(channel, &usage));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
-                         Py_BuildValue("(KKKKKKKIKKIi)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKKIKKI)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
                                        usage.lent_chunks, usage.left_chunks, usage.in_flight,
-                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings,
-                                       usage.numa_node));
+                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings));
 }
 
 /* "" or why not. */

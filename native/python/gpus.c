@@ -65,8 +65,8 @@ static PyObject *gpu_new(struct pcc_py_state *state, const struct pcc_gpu_info *
     if (name == NULL)
         return NULL;
     return pcc_py_result(state, PCC_PY_GPU_INFO,
-                         Py_BuildValue("(y#NiNKKK)", (const char *)info->uuid,
-                                       (Py_ssize_t)sizeof(info->uuid), name, info->numa_node,
+                         Py_BuildValue("(y#NNKKK)", (const char *)info->uuid,
+                                       (Py_ssize_t)sizeof(info->uuid), name,
                                        PyBool_FromLong(info->lost), info->copied_bytes,
                                        info->copies, info->failures));
 }

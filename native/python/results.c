@@ -19,11 +19,10 @@ static const struct {
                              "step payload_bytes tree_offset tree_bytes skip map frozen_bytes "
                              "offered_bytes held_at_ns held_ns base turn descents row interval "
                              "division cause argument"},
-    [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name numa_node lost copied_bytes copies failures"},
+    [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_CHANNEL_USAGE] =
-        {"ChannelUsage",
-         "bytes free_chunks granted_chunks full_chunks cached_chunks "
-         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings numa_node"},
+        {"ChannelUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "
+                         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings"},
     [PCC_PY_LINK_STATE] = {"LinkState",
                            "word outcome sequence newer source_read error error_name fault "
                            "cause stage code argument"},

@@ -171,9 +171,8 @@ _NONE = cast(Path, dataclasses.MISSING)  # the default of an option that must be
 
 
 def _option(
-    default: _T, flag: str, kind: Kind, group: Group, text: str, metavar: str = "",
-    **more: object,
-) -> _T:  # fmt: skip
+    default: _T, flag: str, kind: Kind, group: Group, text: str, metavar: str = "", **more: object
+) -> _T:
     made = Option(flag, kind, group, text, metavar, **more)  # type: ignore[arg-type]
     return field(default=default, metadata={"option": made})
 

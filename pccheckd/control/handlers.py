@@ -300,9 +300,8 @@ class Handlers:
                 volumes = [(item.path, item.volume) for item in tenant.volumes.open]
                 reports = tenant.retention.reports
                 document = await self._engine.scan(
-                    session.uid, verification.verify, volumes, body.sequence, part,
-                    ends=gone.is_set,
-                )  # fmt: skip
+                    session.uid, verification.verify, volumes, body.sequence, part, ends=gone.is_set
+                )
                 if part is None:
                     await _judge(tenant, document, reports)
             if body.sequence and not document["checkpoints"]:

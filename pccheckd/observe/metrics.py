@@ -29,9 +29,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: Ranks with series of their own; users choose the names of jobs, so there has to be a limit.
 SERIES_MAX = 256
 JOB = RANK[:2]
-SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300,
-)  # fmt: skip
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 #: By the name behind "pccheck_": the text, and labels besides those of a rank.
 COUNTERS = {
     "requests": ("Checkpoints that trainers requested",),

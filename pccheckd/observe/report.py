@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TypeVar
 
-from pccheck_native import _core, catalog
+from pccheck_native import catalog
 from pccheck_native.identity import hexadecimal
 from pccheck_native.transfer import Case, offered
 from pccheck_wire.basics import plural
@@ -71,7 +71,7 @@ async def status(
             "budget_bytes": budget, "used_bytes": used, "pinned_bytes": pinned_bytes(registry),
         },
         "kept": _kept(engine, left, dropped),
-        "gpus": [_gpu(gpu) for gpu in engine.driver.info()],
+        "gpus": [gpu._asdict() | {"uuid": gpu_uuid(gpu.uuid)} for gpu in engine.driver.info()],
         "storage": _storage(config, await engine.room.fresh()),
         "users": [
             {"uid": uid, "dram_bytes": nbytes, "max_dram_bytes": config.max_dram_per_user_bytes}
@@ -175,19 +175,8 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
 
 
 def _worth_showing(tenant: Tenant) -> bool:
-    if tenant.owner is not None or tenant.refused is not None:
-        return True
-    return bool(tenant.volumes.open) or bool(tenant.ledger.checkpoints)
-
-
-def _gpu(gpu: _core.GpuInfo) -> Document:
-    """A GPU that trainers have exposed memory of; counted since the daemon started."""
-    names = ("name", "lost", "copied_bytes", "copies", "failures")
-    return {
-        "uuid": gpu_uuid(gpu.uuid),
-        "numa_node": None if gpu.numa_node < 0 else gpu.numa_node,
-        **{name: getattr(gpu, name) for name in names},
-    }
+    has_run = tenant.owner is not None or tenant.refused is not None
+    return has_run or bool(tenant.volumes.open or tenant.ledger.checkpoints)
 
 
 def gpu_uuid(raw: bytes) -> str:
@@ -218,7 +207,6 @@ def _session(session: Session) -> Document:
 
 def _rank(tenant: Tenant, memory: Memory) -> Document:
     owner, current, why = tenant.owner, tenant.volumes.current, tenant.refused
-    usage = tenant.usage()
     return {
         **tenant.key._asdict(),
         "connected": owner is not None,
@@ -237,7 +225,6 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "interval_steps": tenant.interval_steps or None,
         "waiting": len(tenant.queue),
         "chunks": chunks(tenant),
-        "numa_node": usage.numa_node if usage and usage.numa_node >= 0 else None,
         "dram": {
             "bytes": tenant.port.granted_bytes if tenant.port else 0,
             "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,

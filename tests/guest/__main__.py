@@ -1,7 +1,7 @@
 """Scenarios that need a machine of their own, each in a fresh one of qemu's; `make guest`.
 
 python -m tests.guest              # all
-python -m tests.guest dax numa
+python -m tests.guest dax systemd
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ from tests.guest.machine import Scenario
 SCENARIOS = (
     Scenario("systemd", minutes=20),
     Scenario("dax", minutes=15, memory_mib=2048, kernel="memmap=512M!1G"),
-    Scenario(
-        "numa", minutes=10,
-        qemu=(
-            "-object", "memory-backend-ram,id=near,size=768M",
-            "-object", "memory-backend-ram,id=far,size=768M",
-            "-numa", "node,cpus=0,memdev=near", "-numa", "node,cpus=1,memdev=far",
-        ),
-    ),
     Scenario("powercut", minutes=60),
 )  # fmt: skip
 

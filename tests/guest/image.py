@@ -21,7 +21,7 @@ CACHE = ROOT / ".guest"
 SUITE, PYTHON = "bookworm", "3.11"
 PACKAGES = (
     "linux-image-amd64,initramfs-tools,systemd,systemd-sysv,udev,dbus,kmod,procps,python3,"
-    "python3-venv,e2fsprogs,xfsprogs,dmsetup,numactl"
+    "python3-venv,e2fsprogs,xfsprogs,dmsetup"
 )
 #: As in constraints.txt; those of the daemon, and what runs the scenarios.
 WHEELS = ("msgpack", "pyzmq", "psutil", "uvloop", "pytest")

@@ -26,7 +26,6 @@ class Scenario:
     name: str
     minutes: int
     memory_mib: int = 1536
-    qemu: tuple[str, ...] = ()
     kernel: str = ""
 
 
@@ -79,7 +78,6 @@ def _command(scenario: Scenario, image: Image, payload: Path, place: Path, seed:
         "-drive", f"file={image.root},if=virtio,format=raw,snapshot=on",
         "-drive", f"file={payload},if=virtio,format=raw,readonly=on",
         "-drive", f"file={disk},if=virtio,format=raw,cache=unsafe",
-        *scenario.qemu,
     ]  # fmt: skip
 
 

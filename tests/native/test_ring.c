@@ -30,7 +30,7 @@ static void test_page(void)
     CHECK(pcc_page_plan(65536, 4096, 8, &geometry) == 0);
     CHECK(geometry.ring_capacity == 512 && geometry.blocks_per_chunk == 16); /* and requests */
 
-    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, -1, &fd, &bytes) == 0);
+    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, &fd, &bytes) == 0);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &client) == -PCC_E_BAD_PEER); /* zeros */
     pcc_page_make(bytes, &geometry, 5, &daemon);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &client) == 0);
@@ -97,7 +97,7 @@ static void test_rings(void)
     void *bytes;
 
     CHECK(pcc_page_plan(65536, 4096, 8, &geometry) == 0);
-    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, -1, &fd, &bytes) == 0);
+    CHECK(pcc_memfd_make("test-page", geometry.page_bytes, &fd, &bytes) == 0);
     pcc_page_make(bytes, &geometry, 5, &consumer);
     CHECK(pcc_page_accept(bytes, geometry.page_bytes, &producer) == 0);
     CHECK(pcc_ring_pop(&consumer.to_daemon, &message) == 0);
@@ -128,9 +128,9 @@ static void test_pool(void)
     uint64_t budget, used;
 
     CHECK(pcc_pool_open(8u << 20, &pool) == 0);
-    CHECK(pcc_pool_take(pool, 5u << 20, -1, "", &first) == 0);
-    CHECK(pcc_pool_take(pool, 4u << 20, -1, "", &second) == -PCC_E_NO_MEMORY);
-    CHECK(pcc_pool_take(pool, 3u << 20, -1, "", &second) == 0);
+    CHECK(pcc_pool_take(pool, 5u << 20, "", &first) == 0);
+    CHECK(pcc_pool_take(pool, 4u << 20, "", &second) == -PCC_E_NO_MEMORY);
+    CHECK(pcc_pool_take(pool, 3u << 20, "", &second) == 0);
     pcc_pool_usage(pool, &budget, &used);
     CHECK(budget == 8u << 20 && used == 8u << 20);
     CHECK((uintptr_t)first.bytes % PCC_IO_ALIGN == 0 && first.bytes[(5u << 20) - 1] == 0);

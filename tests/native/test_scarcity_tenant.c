@@ -1,6 +1,5 @@
 /* A daemon's tenant with its client, and the next daemon that continues with what was copied, on a
  * machine that has run out of resources. */
-#include "base/pcc_numa.h"
 #include "scarcity.h"
 #include "store_fixture.h"
 #include "tenant_fixture.h"
@@ -475,7 +474,6 @@ static void test_next_daemon(void)
 
 int main(void)
 {
-    (void)pcc_numa_count(); /* once for each process, and nothing depends on it: test_numa.c */
     scarcity_begin(directory);
     RUN(test_events);
     RUN(test_tenant);

@@ -217,7 +217,7 @@ static void test_a_segment_that_does_not_fit(void)
     for (uint32_t i = 0; i < 2; i++) {
         void *bytes;
         int fd;
-        CHECK(pcc_memfd_make("test", unfit[i].length_bytes, -1, &fd, &bytes) == 0);
+        CHECK(pcc_memfd_make("test", unfit[i].length_bytes, &fd, &bytes) == 0);
         CHECK_EQUAL(pcc_tenant_adopt(f.tenant, fd, 1 + i), unfit[i].error);
         CHECK(close(fd) == 0);
         CHECK(munmap(bytes, unfit[i].length_bytes) == 0);

@@ -243,6 +243,46 @@ static void test_abandoned_before_the_last_message(void)
     fixture_end(&f);
 }
 
+/* -- words that turn back -- */
+
+static struct fixture *turned; /* whose word turns; NULL: none does */
+
+void __real_pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
+void __wrap_pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
+
+void __wrap_pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
+{
+    if (turned != NULL && event->kind == PCC_EVENT_REQUESTED && event->id > PCC_SNAPSHOTS)
+        word_set(turned, event->id - PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
+    __real_pcc_events_put(events, event);
+}
+
+/* An entry whose word says one snapshot and then an earlier one again: the queue holds no more than
+ * the page has entries. */
+static void test_turning_words(void)
+{
+    struct fixture f;
+
+    fixture_open(&f, &roomy);
+    pcc_tenant_policy(f.tenant, &held);
+    page_open(&f);
+    for (uint64_t snapshot = 1; snapshot <= PCC_SNAPSHOTS; snapshot++) {
+        const struct pcc_request request = request_of(&f, snapshot, PAYLOAD);
+        word_set(&f, snapshot, PCC_WORD_REQUESTED);
+        ask(&f, snapshot, &request);
+        while (f.queued[snapshot % PCC_SNAPSHOTS].id != snapshot)
+            events_sort(&f);
+    }
+    turned = &f;
+    const struct pcc_request more = request_of(&f, 1 + PCC_SNAPSHOTS, PAYLOAD);
+    word_set(&f, 1 + PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
+    ask(&f, 1 + PCC_SNAPSHOTS, &more);
+    while (f.queued[1].id != 1 + PCC_SNAPSHOTS)
+        events_sort(&f);
+    turned = NULL;
+    fixture_end(&f);
+}
+
 /* -- a process that outlives its session -- */
 
 /* A mapping of its own, as a client has one. */
@@ -409,6 +449,45 @@ static void test_doubts(void)
     while (load_next(&f, -PCC_E_DAMAGED).result != PCC_DATA_CHECKED)
         continue;
     CHECK_EQUAL(event_until(&f, PCC_EVENT_BAD_PEER).session, f.session);
+    fixture_end(&f);
+}
+
+/* Chunks of a save that has no number yet are nobody's cache: not that of another rank's payload. */
+static void test_no_number_is_no_cache(void)
+{
+    struct fixture f;
+    uint32_t chunks[4], cached;
+    uint64_t none;
+    struct pcc_message message;
+    static uint8_t bytes[PAYLOAD];
+    const uint64_t deadline = soon();
+
+    fixture_open(&f, &(struct settings){.payload_capacity = 1u << 20, .memory_bytes = 24 * CHUNK});
+    pattern(bytes, sizeof(bytes), 3);
+    link_open(&f);
+    const uint64_t sequence = save(&f, 1, bytes, sizeof(bytes));
+    detach(&f);
+    page_open(&f);
+    pcc_tenant_policy(f.tenant, &asks);
+    word_set(&f, 1, PCC_WORD_REQUESTED);
+    CHECK(begin(&f, 1, PAYLOAD, &none) == 0 && none == 0);
+    for (uint32_t i = 0; i < 4; i++)
+        chunks[i] = data_next(&f).chunk;
+    say_all(&f, 1, chunks);
+    ring(&f);
+    do {
+        cached = 0;
+        CHECK(pcc_now_ns() < deadline);
+        pcc_tenant_lock(f.tenant);
+        for (uint32_t i = 0; i < 4; i++)
+            cached += f.tenant->chunks[chunks[i]].state == PCC_CHUNK_CACHED;
+        pcc_tenant_unlock(f.tenant);
+    } while (cached < 4);
+    CHECK(pcc_tenant_load(f.tenant, f.volume, false, sequence, 0, PAYLOAD, 5) == 0);
+    while ((message = load_next(&f, 0)).kind == PCC_MSG_DATA)
+        CHECK_EQUAL(message.result, PCC_DATA_UNCHECKED);
+    CHECK(message.kind == PCC_MSG_END && message.result == 0);
+    CHECK_EQUAL(event_until(&f, PCC_EVENT_LOAD_ENDED).error, 0);
     fixture_end(&f);
 }
 
@@ -600,10 +679,12 @@ int main(void)
     RUN(test_lies);
     RUN(test_ring_is_drained);
     RUN(test_abandoned_before_the_last_message);
+    RUN(test_turning_words);
     RUN(test_load_never_taken);
     RUN(test_late_writes);
     RUN(test_scribbling_is_no_damage);
     RUN(test_doubts);
+    RUN(test_no_number_is_no_cache);
     RUN(test_late_doubts);
     RUN(test_nothing_else_is_left);
     RUN(test_the_dead_write_nothing);

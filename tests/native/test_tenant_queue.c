@@ -376,6 +376,17 @@ static void test_the_loop_is_told_once_why_the_first_waits(void)
 }
 
 /* The loop reads no event: requests stay in the ring, and what is in it afterwards comes, too. */
+/* How long the drain thread has run. */
+static uint64_t drained_ns(const struct fixture *f)
+{
+    clockid_t clock;
+    struct timespec ran;
+
+    CHECK(pthread_getcpuclockid(f->tenant->drain, &clock) == 0);
+    CHECK(clock_gettime(clock, &ran) == 0);
+    return (uint64_t)ran.tv_sec * SECOND + (uint64_t)ran.tv_nsec;
+}
+
 static void test_a_loop_that_is_late_bounds_the_requests(void)
 {
     struct fixture f;
@@ -393,6 +404,9 @@ static void test_a_loop_that_is_late_bounds_the_requests(void)
         CHECK(pcc_now_ns() < deadline);
     }
     (void)usleep(1000);
+    const uint64_t before_ns = drained_ns(&f);
+    (void)usleep(200000);
+    CHECK(drained_ns(&f) - before_ns < SECOND / 100); /* it sleeps until the loop has noted some */
     pcc_tenant_lock(f.tenant);
     CHECK_EQUAL(f.tenant->queue.count, 16);
     CHECK_EQUAL(f.tenant->queue.unnoted, 16);
@@ -571,6 +585,26 @@ static void test_lies(void)
     fixture_close(&f);
 }
 
+/* An entry that is used again: what waits has no sequence, not that of the snapshot before. */
+static void test_what_waits_has_no_sequence(void)
+{
+    struct fixture f;
+    struct pcc_client_state state;
+    static uint8_t bytes[PAYLOAD];
+
+    fixture_open(&f, &roomy);
+    link_open(&f);
+    for (uint64_t snapshot = 1; snapshot <= PCC_SNAPSHOTS; snapshot++)
+        CHECK(save(&f, snapshot, bytes, sizeof(bytes)) > 0);
+    pcc_tenant_policy(f.tenant, &held);
+    submit(&f, 1 + PCC_SNAPSHOTS, bytes, sizeof(bytes));
+    CHECK(queue_event(&f, 1 + PCC_SNAPSHOTS).kind == PCC_EVENT_WAITS);
+    CHECK(pcc_client_state(f.client, 1 + PCC_SNAPSHOTS, &state) == 0);
+    CHECK(state.word == PCC_WORD_REQUESTED && state.outcome == PCC_OUTCOME_REQUESTED);
+    CHECK_EQUAL(state.sequence, 0);
+    fixture_end(&f);
+}
+
 int main(void)
 {
     RUN(test_first_come_first_served);
@@ -588,5 +622,6 @@ int main(void)
     RUN(test_impossible_requests);
     RUN(test_the_event_has_the_request);
     RUN(test_lies);
+    RUN(test_what_waits_has_no_sequence);
     return 0;
 }

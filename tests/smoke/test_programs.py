@@ -48,7 +48,7 @@ def test_no_campaign_is_left_out() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_demo_ends_well(run: Run) -> None:
-    said = run("examples.demo", "--steps", 20, "--every", 4, "--rounds", 1).out
+    said = run("examples.demo", "--steps", 10, "--every", 2, "--rounds", 1).out
     assert "OK: all" in said
     ways = ("none", "PCcheck, 3 in flight", "PCcheck, 1 at a time", "torch.save and fsync")
     assert all(said.count(f"   {way} ") == 2 for way in ways)  # the run, and the table

@@ -100,15 +100,6 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     if (result != CUDA_SUCCESS)
         return result;
     switch (attribute) {
-    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
-        *value = standin.physical[device] + 1;
-        break;
-    case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
-        *value = 0;
-        break;
-    case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
-        *value = 0xfffe; /* no machine has it: /sys must not be believed for these */
-        break;
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
         *value = 1;
         break;

@@ -156,17 +156,36 @@ class One(NamedTuple):
     lone: bool  # its volume belongs to a start of one rank
 
 
+Known = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+class Kinds:
+    """Numbers for what is known of a rank (held, pending, asked): a number is a key that costs
+    little to hash."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Known, int] = {}
+        self.made: list[Known] = []
+
+    def number(self, known: Known) -> int:
+        number = self._numbers.setdefault(known, len(self.made))
+        if number == len(self.made):
+            self.made.append(known)
+        return number
+
+
 class Rank:
     """A One that the search has met, and values derived from it."""
 
     __slots__ = (
-        "copied", "has", "held", "is_unseen", "known", "moving", "number", "numbers", "one", "runs",
-        "steps", "waiting", "waits",
+        "copied", "has", "has_lost", "held", "is_unseen", "known", "moving", "names", "number",
+        "numbered", "numbers", "one", "runs", "steps", "waiting", "waits",
     )  # fmt: skip
 
-    def __init__(self, number: int, one: One, config: Config) -> None:
+    def __init__(self, number: int, one: One, config: Config, kinds: Kinds) -> None:
         self.number = number
         self.one = one
+        self.has_lost = bool(one.lost)
         pending = tuple([flying >> 2 for flying in one.flight])
         codes = [*one.held, *one.lost, *(flying >> 2 for flying in one.flight)]
         seen = one.seen or ((), ())
@@ -177,6 +196,9 @@ class Rank:
         self.steps = _bits(steps if one.process == DEAD else [*steps, one.step])
         self.runs = frozenset(code >> RUN & 15 for code in codes)
         self.has = frozenset([*one.held, *pending])
+        #: Steps of runs, without and with their sequences.
+        self.numbered = frozenset([code & ~DAMAGED for code in self.has])
+        self.names = frozenset([code & (1 << SEQUENCE) - 1 for code in self.numbered])
         copied = [flying >> 2 for flying in one.flight if flying & 3 == COPIED]
         self.copied = frozenset([*one.held, *copied])  # the daemon has all bytes
         self.waiting = waiting = sum(flying & 3 == WAITING for flying in one.flight)
@@ -186,10 +208,10 @@ class Rank:
         self.waits = (
             waiting > 0 and lanes < config.lanes and (lanes + len(one.held) >= config.slots)
         )
-        #: What the daemon knows of the rank, and what is on the disk.
+        #: What the daemon knows of the rank, and what is on the disk: their numbers in `kinds`.
         asked = -1 if one.process == AWAY else one.asked
-        self.known = (*(one.seen or (one.held, pending)), asked)
-        self.held = one.held
+        self.known = kinds.number((*(one.seen or (one.held, pending)), asked))
+        self.held = kinds.number((one.held, (), -1))
         self.is_unseen = one.seen is not None and one.seen != (one.held, pending)
 
 
@@ -309,9 +331,11 @@ class Search:
         self.unseen = config.mode == "unseen"
         self._ranks: list[Rank] = []
         self._numbers: dict[One, int] = {}
+        self._kinds = Kinds()
         # Results of pure functions, which get the same arguments again and again:
         self._lowered: dict[tuple[int, Smaller], int] = {}
         self._moves: dict[Any, list[Move]] = {}
+        self._asked: dict[tuple[int, int], int] = {}
         self._told: dict[tuple[int, Obeyed], int] = {}
         self._records: dict[Any, tuple[int, bool]] = {}
         self._gone: dict[Any, tuple[int, ...]] = {}
@@ -339,13 +363,15 @@ class Search:
             following: list[State] = []
             for state in frontier:
                 for label, raw in self.successors(state):
-                    if raw in met:
-                        continue
+                    known = len(met)  # a state is hashed once: its hash takes longer than the rest
                     met.add(raw)
-                    made = self.canonical(raw)
-                    if made in seen:
+                    if len(met) == known:
                         continue
+                    made = self.canonical(raw)
+                    known = len(seen)
                     seen.add(made)
+                    if len(seen) == known:
+                        continue
                     if parents is not None:
                         parents[made] = state, label
                     wrong = self.violation(made)
@@ -426,7 +452,7 @@ class Search:
         number = self._numbers.get(one)
         if number is None:
             number = self._numbers[one] = len(self._ranks)
-            self._ranks.append(Rank(number, one, self.config))
+            self._ranks.append(Rank(number, one, self.config, self._kinds))
         return number
 
     def canonical(self, state: State) -> State:
@@ -435,9 +461,19 @@ class Search:
         known = self._ranks
         ranks, last, given, top, ever, choice, above, run, world, mark, budget, decided = state
         found = [known[number] for number in ranks]
-        if any(rank.one.lost for rank in found):
-            ranks = self._forget(state)
+        numbers = steps = 0
+        has_lost = False
+        for rank in found:
+            numbers |= rank.numbers
+            steps |= rank.steps
+            has_lost = has_lost or rank.has_lost
+        if has_lost and (kept := self._forget(state)) != ranks:
+            ranks = kept
             found = [known[number] for number in ranks]
+            numbers = steps = 0
+            for rank in found:
+                numbers |= rank.numbers
+                steps |= rank.steps
         if given:
             ones = [found[place].one for place in self._members(world)]
             next_ones = [one.step for one in ones if one.process in (LIVE, AWAY)]
@@ -451,10 +487,6 @@ class Search:
             mark = 0
         if not choice:
             above = 0
-        numbers = steps = 0
-        for rank in found:
-            numbers |= rank.numbers
-            steps |= rank.steps
         named = [*given, choice] if choice > NOTHING else given
         if named:
             numbers |= _bits([code >> SEQUENCE for code in named])
@@ -535,18 +567,20 @@ class Search:
         ranks = [self._ranks[number] for number in state.ranks]
         found: list[Made] = []
         agreed = self.agreed(state)
+        said = self._said(state, agreed) if self.late else []
+        heard = [state.decided] if self.stale else said
         for place in self._asking(state):
-            found.append(self._begin(state, place, ranks[place].one))
+            found.append(self._begin(state, place, ranks[place]))
         for place, rank in enumerate(ranks):
             if rank.one.flight:
                 self._own(found, state, place, rank, agreed)
             if self.late:
-                self._hear(found, state, place, rank, agreed)
+                self._hear(found, state, place, rank, heard)
             self._suffer(found, state, place, rank.one)
         if self.stale:
-            for said in self._said(state, agreed):
-                if said != state.decided:
-                    found.append(((-1, "agrees", said), state._replace(decided=said)))
+            for decided in said:
+                if decided != state.decided:
+                    found.append(((-1, "agrees", decided), state._replace(decided=decided)))
         if any(state.budget):
             self._disasters(found, state, [rank.one for rank in ranks])
         return found
@@ -574,7 +608,7 @@ class Search:
                 made = self._at_end(state, place, number)
             else:
                 made = _spend(_at(state, place, number), cost)
-            found.append(((place, *label[1:]), made))
+            found.append(((place, label[1], label[2]), made))
         for flying in one.flight:
             if flying & 3 == COPIED:
                 found.append(self._publish(state, place, rank, flying, obeys))
@@ -594,29 +628,34 @@ class Search:
             and rank.waiting < self.config.queue
         }
 
-    def _begin(self, state: State, place: int, one: One) -> Made:
+    def _begin(self, state: State, place: int, rank: Rank) -> Made:
+        one = rank.one
         number, is_found = self._take(state, one)
         if is_found and (number <= one.asked or not self._is_there(state, number)):
             passed = one._replace(asked=max(one.asked, number), step=one.step + 1)
             return (place, "skips", number), _at(state, place, self.number(passed))
         code = number << SEQUENCE | one.step << STEP | state.run << RUN | state.world
-        seen = (one.seen[0], (*one.seen[1], code)) if one.seen is not None else None
-        made = _at(
-            state,
-            place,
-            self.number(
-                one._replace(
-                    flight=(*one.flight, code << 2),
-                    asked=number,
-                    step=one.step + 1,
-                    seen=seen,
-                    lone=state.world == 1,
-                )
-            ),
-        )
+        key = rank.number, code
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = self._asked[key] = self._ask(one, code)
+        made = _at(state, place, asked)
         if number > state.last:
             made = made._replace(last=number, given=(*state.given, code))
         return (place, "asks for", number), made
+
+    def _ask(self, one: One, code: int) -> int:
+        """The rank with a checkpoint more in flight."""
+        seen = (one.seen[0], (*one.seen[1], code)) if one.seen is not None else None
+        return self.number(
+            one._replace(
+                flight=(*one.flight, code << 2),
+                asked=code >> SEQUENCE,
+                step=one.step + 1,
+                seen=seen,
+                lone=code & WORLD == 1,
+            )
+        )
 
     def _take(self, state: State, one: One) -> tuple[int, bool]:
         """The sequence of the next name, from the real Numbers, and whether another rank has asked
@@ -754,7 +793,7 @@ class Search:
         return gone
 
     def _hear(
-        self, found: list[Made], state: State, place: int, rank: Rank, agreed: Obeyed
+        self, found: list[Made], state: State, place: int, rank: Rank, agreements: list[Obeyed]
     ) -> None:
         """The publisher gets an agreement; the daemon looks at the volume."""
         one = rank.one
@@ -762,7 +801,7 @@ class Search:
             now = one.held, tuple([flying >> 2 for flying in one.flight])
             number = self.number(one._replace(seen=now))
             found.append(((place, "is looked at", ""), _at(state, place, number)))
-        for said in [state.decided] if self.stale else self._said(state, agreed):
+        for said in agreements:
             heard = self._told.get((rank.number, said))
             if heard is None:
                 heard = self.number(one._replace(obeys=said))
@@ -935,8 +974,9 @@ class Search:
             )  # fmt: skip
         return found
 
-    def _as_ranks(self, known: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
+    def _as_ranks(self, kinds: Iterable[int]) -> dict[int, Any]:
         group = self.rules.group
+        known = [self._kinds.made[kind] for kind in kinds]
         return {
             rank: group.Rank(
                 held=[self._as_held(code) for code in held],
@@ -965,9 +1005,10 @@ class Search:
             found = self._restored[key] = self._restore(key)
         return found
 
-    def _restore(self, volumes: tuple[tuple[int, ...], ...]) -> tuple[int, int, str]:
+    def _restore(self, kinds: tuple[int, ...]) -> tuple[int, int, str]:
         group = self.rules.group
-        ranks = self._as_ranks((held, (), -1) for held in volumes)
+        ranks = self._as_ranks(kinds)
+        volumes = [self._kinds.made[kind][0] for kind in kinds]
         common = group.common(ranks)
         world = common[0].world_size if common else self.config.world
         holder = next((r for r in ranks if common and common[0] in ranks[r].held), 0)
@@ -1031,10 +1072,14 @@ class Search:
 
     def _numbered_twice(self, state: State) -> str:
         """A step of a run with two sequences; "" when there is none."""
+        ranks = [self._ranks[number] for number in state.ranks]
+        names = ranks[0].names.union(*[rank.names for rank in ranks])
+        if len(names) == len(ranks[0].numbered.union(*[rank.numbered for rank in ranks])):
+            return ""
         found: dict[int, int] = {}
-        for number in state.ranks:
-            for code in self._ranks[number].has:
-                step = code & ~DAMAGED & (1 << SEQUENCE) - 1
+        for rank in ranks:
+            for code in rank.numbered:
+                step = code & (1 << SEQUENCE) - 1
                 if found.setdefault(step, code >> SEQUENCE) != code >> SEQUENCE:
                     return f"(8) step {code >> STEP & 31} has two sequences"
         return ""
@@ -1052,7 +1097,7 @@ class Search:
     def _is_coming(self, state: State, ranks: list[Rank], place: int) -> bool:
         """The rank gets its slot without a rank that waits for a slot: some checkpoint can still
         become common, or be given up."""
-        if self.expendable(ranks[place].held, self.agreed(state, place), ranks[place].one.lone):
+        if self.expendable(ranks[place].one.held, self.agreed(state, place), ranks[place].one.lone):
             return True
         if any(rank.is_unseen for rank in ranks):
             return True

@@ -7,13 +7,19 @@ import runpy
 import sys
 
 from pccheck.job import origin
+from tests.support import warm
 
 
 def main() -> None:
-    del sys.argv[0]
+    _run(sys.argv[1:])
+
+
+def _run(words: list[str]) -> None:
+    warm.begin(_run)
+    sys.argv = words
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in places if place and place not in sys.path]
-    what = sys.argv[0]
+    what = words[0]
     importlib.reload(origin)  # it notes when it is imported how the process was started
     if what.endswith(".py"):
         runpy.run_path(what, run_name="__main__")

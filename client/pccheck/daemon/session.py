@@ -143,15 +143,13 @@ class Session:
     def _attach(self, timeout_s: float) -> attach.Attachment:
         """Continues an attempt that was not answered in time: a daemon that opens volumes on a slow
         disk answers late."""
-        attempt, self._attempt = self._attempt or self._begin(timeout_s), None
+        attempt = self._attempt or attach.Attempt(self._hello(), self._where(), timeout_s=timeout_s)
+        self._attempt = None
         try:
             return attempt.finish(timeout_s=timeout_s)
         except WaitTimeoutError:
             self._attempt = attempt
             raise
-
-    def _begin(self, timeout_s: float) -> attach.Attempt:
-        return attach.Attempt(self._hello(), self._where(), timeout_s=timeout_s)
 
     def warn_disconnected(self, *, private: bool) -> None:
         """Warns why there is no connection, once for each kind of error: a daemon of another

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from .verdict import Verdict
 
 NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
-FINAL = NOT_SAVED | {
-    CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED
-}  # fmt: skip
+FINAL = NOT_SAVED | {CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED}
 _UNTOLD = "the daemon ended before it gave the reason"
 
 

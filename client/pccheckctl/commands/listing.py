@@ -56,17 +56,11 @@ def _nothing(arguments: argparse.Namespace, every: Document) -> PccheckError:
 
 def filtered(document: Document, rank: int | None) -> Document:
     """Only the entries of one rank."""
-    kept = {
-        key: [item for item in rows(document, key) if rank in (None, item.get("rank"))]
-        for key in ("volumes", "checkpoints")
+    wanted = (rank, None)  # None: a directory that may hold volumes of each rank
+    return document | {
+        key: [item for item in rows(document, key) if rank is None or item.get("rank") in wanted]
+        for key in ("volumes", "checkpoints", "unreadable", "incomplete")
     }
-    kept |= {  # without a rank: a directory that may hold volumes of each
-        key: [
-            item for item in rows(document, key) if rank is None or item.get("rank") in (None, rank)
-        ]
-        for key in ("unreadable", "incomplete")
-    }
-    return document | kept
 
 
 def as_text(document: Document, *, now_s: float | None = None) -> str:

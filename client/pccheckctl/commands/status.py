@@ -121,12 +121,11 @@ def _scrub(scrub: Document, now_s: float) -> list[str]:
 
 def _gpu(gpu: Document) -> str:
     """A GPU whose memory trainers share."""
-    node, failures = number(gpu, "numa_node"), whole(gpu, "failures")
-    place = "" if node is None else f" (NUMA node {int(node)})"
+    failures = whole(gpu, "failures")
     failed = f", {render.plural(failures, 'failure')}" if failures else ""
     lost = ", LOST: trainers push its tensors" if gpu.get("lost") is True else ""
     pulled = _size(gpu, "copied_bytes")
-    return f"gpu      {text(gpu, 'name')}{place}: {pulled} pulled{failed}{lost}"
+    return f"gpu      {text(gpu, 'name')}: {pulled} pulled{failed}{lost}"
 
 
 def _groups(groups: list[Document], now_s: float) -> str:
@@ -162,12 +161,12 @@ def _shown(ranks: list[Document], *, every: bool) -> list[Document]:
 
 
 def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
-    """A line per rank. Columns that only a daemon knows are left out without one, and NUMA nodes
-    where nothing is placed."""
+    """A line per rank. Columns that only a daemon knows are left out without one."""
     columns: dict[str, list[object]] = {"job": [job_of(rank, ranks) for rank in ranks]}
     columns["rank"] = [rank.get("rank") for rank in ranks]
     if served:
-        columns["trouble"] = [_trouble(rank) for rank in ranks]
+        if any(troubles := [_trouble(rank) for rank in ranks]):
+            columns["trouble"] = [*troubles]
         columns["pid"] = [rank.get("pid") for rank in ranks]
     columns["run"] = [rank.get("incarnation") for rank in ranks]
     newest = [part(rank, "newest") for rank in ranks]
@@ -181,10 +180,6 @@ def _ranks(ranks: list[Document], now_s: float, *, served: bool) -> str:
         columns["DRAM"] = [_dram(part(rank, "dram")) for rank in ranks]
         for name in ("durable", "superseded", "skipped", "failed"):
             columns[name] = [part(rank, "counters").get(name) for rank in ranks]
-        columns["node"] = [rank.get("numa_node") for rank in ranks]
-        for name in ("trouble", "node"):
-            if all(cell in (None, "") for cell in columns[name]):
-                del columns[name]
     return render.table(list(columns), zip(*columns.values(), strict=True))
 
 

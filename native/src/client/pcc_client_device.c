@@ -1,7 +1,6 @@
 /* The GPUs of a client: streams, and the mapping of the page. */
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <time.h>
 
 #include "client/pcc_client_private.h"

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "base/pcc_futex.h"
-#include "base/pcc_numa.h"
 #include "base/pcc_thread.h"
 #include "daemon/pcc_tenant_private.h"
 
@@ -65,8 +64,6 @@ int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc
     tenant->bound = PCC_TENANT_VOLUMES;
     tenant->socket_fd = -1;
     tenant->trainer_fd = -1;
-    atomic_init(&tenant->trainer_node, PCC_NUMA_ANYWHERE);
-    atomic_init(&tenant->numa_node, PCC_NUMA_ANYWHERE);
     *out = tenant;
     return 0;
 }
@@ -113,7 +110,6 @@ int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t index, struct pc
                                         .chunk_bytes = tenant->spec.chunk_bytes,
                                         .events = &pcc_tenant_save_events,
                                         .owner = tenant,
-                                        .near_node = &tenant->numa_node,
                                         .kept =
                                             binding->kept.bytes != NULL ? &binding->kept : NULL};
     struct pcc_saver *saver;
@@ -216,11 +212,9 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
         return -errno;
     const int trainer_fd = pcc_process_watch(pid);
     struct pcc_process trainer = pcc_process_open(tenant->gpus != NULL ? pid : 0);
-    int error = pcc_memfd_make("pccheck-page", tenant->geometry.page_bytes, PCC_NUMA_ANYWHERE,
-                               &page_fd, &bytes);
+    int error = pcc_memfd_make("pccheck-page", tenant->geometry.page_bytes, &page_fd, &bytes);
     if (error != 0)
         goto fail;
-    atomic_store_explicit(&tenant->trainer_node, pcc_numa_of_process(pid), memory_order_relaxed);
     pcc_tenant_lock(tenant);
     pcc_page_make(bytes, &tenant->geometry, session, &tenant->view);
     tenant->session = session;

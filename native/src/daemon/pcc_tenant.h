@@ -220,7 +220,6 @@ struct pcc_tenant_usage {
     uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
     uint32_t mappings;      /* open IPC handles */
     uint32_t in_flight;
-    int32_t numa_node; /* that new chunks lie near, and writers run near; -1: anywhere */
 };
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out);
 

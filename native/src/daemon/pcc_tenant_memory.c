@@ -4,7 +4,6 @@
 #include <time.h>
 
 #include "base/pcc_futex.h"
-#include "base/pcc_numa.h"
 #include "daemon/pcc_tenant_private.h"
 
 void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh)
@@ -26,7 +25,6 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
             .bytes = segment->bytes + (size_t)i * chunk_bytes, .segment = index};
     }
     pcc_tenant_chunks_add(tenant, added->memory.first_chunk, added->memory.chunk_count);
-    atomic_store_explicit(&tenant->numa_node, segment->numa_node, memory_order_relaxed);
     pcc_tenant_grant_segments(tenant);
     pcc_tenant_pass_on(tenant);
     pcc_tenant_unlock(tenant);
@@ -66,16 +64,11 @@ static void pull_stop(struct pcc_tenant *tenant)
 /* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
 static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
 
-/* With growing held. Near the GPU that reads into it, and pinned for it; else near the trainer. */
+/* With growing held. Pinned for the GPU that reads into it, if there is one. */
 static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
 {
-    const struct pcc_gpu *gpu = tenant->pull.pinner;
-
     *out = (struct pcc_tenant_segment){0};
-    const int32_t node = gpu != NULL
-                             ? gpu->device.numa_node
-                             : atomic_load_explicit(&tenant->trainer_node, memory_order_relaxed);
-    int error = pcc_pool_take(tenant->pool, length, node, tenant->label, &out->memory);
+    int error = pcc_pool_take(tenant->pool, length, tenant->label, &out->memory);
     if (error != 0)
         return error;
     if (segment_pin(tenant, out) != 0)
@@ -139,7 +132,6 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
         tenant->segment_count = tenant->lasting_count = 0;
         tenant->chunk_count = 0;
         pcc_tenant_lists_clear(tenant);
-        atomic_store_explicit(&tenant->numa_node, PCC_NUMA_ANYWHERE, memory_order_relaxed);
     }
     pcc_tenant_unlock(tenant);
     /* They are in no list any more, and `growing` keeps new ones away while they are unmapped. */
@@ -171,7 +163,6 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
         .pinned_bytes = tenant->pull.pinned_bytes,
         .exposed_bytes = tenant->pull.exposed_bytes,
         .mappings = tenant->pull.mappings,
-        .numa_node = atomic_load_explicit(&tenant->numa_node, memory_order_relaxed),
     };
     pcc_tenant_unlock(tenant);
 }

@@ -188,8 +188,6 @@ struct pcc_tenant {
     uint32_t granted_count;
     struct pcc_tenant_segment *segments;
     uint32_t segment_count;
-    _Atomic int32_t trainer_node; /* that the last trainer is bound to */
-    _Atomic int32_t numa_node;    /* of the segment that was added last: writers run near it */
     uint32_t
         lasting_count; /* of them; those behind are retiring: their chunks are not filled again */
     uint32_t segment_number; /* the last one given */

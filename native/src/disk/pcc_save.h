@@ -74,8 +74,6 @@ struct pcc_saver_spec {
     uint32_t chunk_bytes;      /* b; multiple of the volume's block size and of PCC_IO_ALIGN */
     const struct pcc_save_events *events;
     void *owner;
-    /* The NUMA node that the chunks lie near, as it is at the time; borrowed. NULL: anywhere. */
-    const _Atomic int32_t *near_node;
     const struct pcc_kept *kept; /* borrowed; NULL: nothing outlives us */
 };
 

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_numa.h"
 #include "base/pcc_thread.h"
 #include "disk/pcc_save_private.h"
 #include "io/pcc_pace.h"
@@ -29,13 +28,10 @@ static bool work_take(struct pcc_lane *lane, bool wait, uint64_t *item_out)
 static void *run_lane(void *argument)
 {
     struct pcc_lane *lane = argument;
-    int32_t here = PCC_NUMA_ANYWHERE;
     uint64_t item;
 
-    while (work_take(lane, true, &item)) {
-        pcc_numa_follow(lane->saver->spec.near_node, &here);
+    while (work_take(lane, true, &item))
         pcc_save_work(lane, item);
-    }
     return NULL;
 }
 

@@ -179,30 +179,9 @@ void pcc_cuda_describe(CUresult result, char *out, size_t out_bytes)
 
 /* -- devices -- */
 
-/* The PCI slot's NUMA node; -1 when the system does not say or has only one. */
-static int numa_node(const struct pcc_cuda *cuda, CUdevice device)
-{
-    int domain, bus, slot, node = -1;
-    char path[80];
-
-    if (cuda->device_attribute(&domain, CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID, device) != 0 ||
-        cuda->device_attribute(&bus, CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, device) != 0 ||
-        cuda->device_attribute(&slot, CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID, device) != 0)
-        return -1;
-    (void)snprintf(path, sizeof(path), "/sys/bus/pci/devices/%04x:%02x:%02x.0/numa_node",
-                   (unsigned)domain, (unsigned)bus, (unsigned)slot);
-    FILE *const file = fopen(path, "re");
-    if (file == NULL)
-        return -1;
-    if (fscanf(file, "%d", &node) != 1 || node < 0)
-        node = -1;
-    (void)fclose(file);
-    return node;
-}
-
 int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out)
 {
-    struct pcc_gpu_device opened = {.numa_node = -1};
+    struct pcc_gpu_device opened = {0};
     int memory_ops = 0;
     int error = pcc_cuda_load(&opened.cuda);
 
@@ -221,7 +200,6 @@ int pcc_gpu_device_open(uint32_t ordinal, struct pcc_gpu_device *out)
     result = opened.cuda->device_attribute(
         &memory_ops, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, opened.device);
     opened.memory_ops = result == CUDA_SUCCESS && memory_ops != 0;
-    opened.numa_node = numa_node(opened.cuda, opened.device);
     *out = opened;
     return 0;
 }
@@ -263,7 +241,7 @@ void pcc_gpu_device_close(struct pcc_gpu_device *device)
     if (device->cuda == NULL)
         return;
     (void)device->cuda->primary_release(device->device);
-    *device = (struct pcc_gpu_device){.numa_node = -1};
+    *device = (struct pcc_gpu_device){0};
 }
 
 int pcc_gpu_enter(const struct pcc_gpu_device *device)

@@ -72,10 +72,7 @@ enum {
     CU_POINTER_ATTRIBUTE_RANGE_SIZE = 12,
     CU_COMPUTEMODE_DEFAULT = 0,
     CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20,
-    CU_DEVICE_ATTRIBUTE_PCI_BUS_ID = 33,
-    CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID = 34,
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
-    CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID = 50,
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
 };
 
@@ -156,7 +153,6 @@ struct pcc_gpu_device { /* one GPU as this process sees it */
     CUcontext context; /* primary, retained */
     CUuuid uuid;
     bool memory_ops; /* streams can wait for and write 64-bit words */
-    int numa_node;   /* of its PCI slot; -1 = unknown */
 };
 /* Retains the primary context of the device with this ordinal, or with this UUID, beside another
  * process's (-ENODEV: this process sees no such GPU; -EBUSY: the GPU takes one process only). */

@@ -77,7 +77,6 @@ struct pcc_gpu_jobs {
 
 struct pcc_gpu {
     CUuuid uuid; /* these three are fixed before the GPU is in the table */
-    int numa_node;
     char name[PCC_GPU_NAME_BYTES];
     bool open; /* guarded by `making`: what follows down to the lock is there while it is */
     struct pcc_gpu_device device;

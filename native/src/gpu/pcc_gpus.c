@@ -124,7 +124,6 @@ static int gpu_open(const uint8_t uuid[16], struct pcc_gpu **out)
         gpu_free(gpu);
         return error;
     }
-    gpu->numa_node = gpu->device.numa_node;
     if (gpu->device.cuda->device_name(gpu->name, sizeof(gpu->name) - 1, gpu->device.device) !=
         CUDA_SUCCESS)
         gpu->name[0] = '\0';
@@ -193,7 +192,6 @@ uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t
         const struct pcc_gpu *gpu = gpus->gpus[i];
         struct pcc_gpu_info *info = &out[i];
         *info = (struct pcc_gpu_info){
-            .numa_node = gpu->numa_node,
             .lost = pcc_gpu_is_lost(gpu),
             .copied_bytes = atomic_load_explicit(&gpu->copied_bytes, memory_order_relaxed),
             .copies = atomic_load_explicit(&gpu->copies, memory_order_relaxed),

@@ -24,7 +24,6 @@ void pcc_gpus_close(struct pcc_gpus *gpus); /* every tenant must be closed */
 struct pcc_gpu_info { /* of a GPU that was used */
     uint8_t uuid[16];
     char name[PCC_GPU_NAME_BYTES];
-    int32_t numa_node; /* -1 = unknown */
     bool lost;
     uint64_t copied_bytes; /* since the start */
     uint64_t copies;       /* calls of the driver for them */

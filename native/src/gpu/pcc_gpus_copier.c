@@ -3,7 +3,6 @@
  * asks the driver and never waits in it, so that no job can hold up another one. */
 #include <stdlib.h>
 
-#include "base/pcc_numa.h"
 #include "base/pcc_thread.h"
 #include "gpu/pcc_gpu.h"
 
@@ -306,7 +305,6 @@ void *pcc_gpu_copier_run(void *argument)
     uint64_t nap_ns = NAP_MIN_NS;
     bool moved = true;
 
-    pcc_numa_run_near(gpu->device.numa_node);
     const bool entered = pcc_gpu_enter(&gpu->device) == 0;
     if (!entered)
         pcc_gpu_lose(gpu);

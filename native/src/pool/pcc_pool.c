@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include "base/pcc_map.h"
-#include "base/pcc_numa.h"
 
 struct pcc_pool {
     pthread_mutex_t lock;
@@ -98,8 +97,7 @@ static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, int *fd_out,
-                   void **bytes_out)
+int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out, void **bytes_out)
 {
     void *bytes = NULL;
 
@@ -113,7 +111,6 @@ int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node, i
         error = pcc_map_shared(fd, length_bytes, &bytes);
     if (error != 0)
         goto fail;
-    pcc_numa_prefer(bytes, length_bytes, numa_node);
     error = populate(fd, bytes, length_bytes);
     /* A memfd that shrank would kill the process that has it mapped. */
     if (error == 0 && fcntl(fd, F_ADD_SEALS, SEALS) != 0)
@@ -209,8 +206,8 @@ static void budget_return(struct pcc_pool *pool, uint64_t length_bytes)
     (void)pthread_mutex_unlock(&pool->lock);
 }
 
-int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
-                  const char *label, struct pcc_segment *out)
+int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, const char *label,
+                  struct pcc_segment *out)
 {
     int fd;
     void *bytes = NULL;
@@ -220,7 +217,7 @@ int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_nod
     int error = budget_take(pool, length_bytes);
     if (error != 0)
         return error;
-    error = pcc_memfd_make("pccheck-segment", length_bytes, numa_node, &fd, &bytes);
+    error = pcc_memfd_make("pccheck-segment", length_bytes, &fd, &bytes);
     if (error != 0) {
         budget_return(pool, length_bytes);
         return error;
@@ -228,7 +225,6 @@ int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_nod
     *out = (struct pcc_segment){.fd = fd,
                                 .bytes = bytes,
                                 .length_bytes = length_bytes,
-                                .numa_node = numa_node,
                                 .id = keep(pool, fd, label, "segment")};
     return 0;
 }
@@ -250,11 +246,7 @@ int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label
         budget_return(pool, length_bytes);
         return error;
     }
-    *out = (struct pcc_segment){.fd = fd,
-                                .bytes = bytes,
-                                .length_bytes = length_bytes,
-                                .numa_node = pcc_numa_of_memory(bytes),
-                                .id = id};
+    *out = (struct pcc_segment){.fd = fd, .bytes = bytes, .length_bytes = length_bytes, .id = id};
     return 0;
 }
 
@@ -307,7 +299,7 @@ int pcc_pool_state_make(struct pcc_pool *pool, const char *label, uint64_t lengt
     *id_out = 0;
     if (pool->store == NULL || label[0] == '\0')
         return 0;
-    const int error = pcc_memfd_make("pccheck-state", length_bytes, PCC_NUMA_ANYWHERE, &fd, &bytes);
+    const int error = pcc_memfd_make("pccheck-state", length_bytes, &fd, &bytes);
     if (error != 0)
         return error;
     *id_out = keep(pool, fd, label, "state");

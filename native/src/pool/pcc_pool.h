@@ -21,8 +21,7 @@ struct pcc_segment {
     int fd;
     uint8_t *bytes;
     uint64_t length_bytes;
-    int32_t numa_node; /* that its pages were asked from, or were found on; -1: wherever */
-    uint64_t id;       /* in the descriptor store; 0 = it is not there */
+    uint64_t id; /* in the descriptor store; 0 = it is not there */
     uint32_t first_chunk;
     uint32_t chunk_count;
 };
@@ -35,11 +34,11 @@ void pcc_pool_keep(struct pcc_pool *pool, struct pcc_store *store);
 struct pcc_store_usage pcc_pool_stored(struct pcc_pool *pool); /* zeros without a store */
 void pcc_pool_close(struct pcc_pool *pool);                    /* every segment must be back */
 void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_out);
-/* From the memory of `numa_node` if it has room (-1: wherever). `label` says whose it is; "" is for
- * memory that need not outlive us. What the store has no room for is used all the same (id 0).
- * -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the machine is. */
-PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, int32_t numa_node,
-                                 const char *label, struct pcc_segment *out);
+/* `label` says whose it is; "" is for memory that need not outlive us. What the store has no room
+ * for is used all the same (id 0). -PCC_E_NO_MEMORY when the budget is used up, -ENOMEM when the
+ * machine is. */
+PCC_MUST_CHECK int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, const char *label,
+                                 struct pcc_segment *out);
 /* A segment that an earlier daemon put into the store as `id`. Takes `fd` on success. -EINVAL when
  * no pccheckd made it: not sealed, not whole, too large; -PCC_E_NO_MEMORY. */
 PCC_MUST_CHECK int pcc_pool_adopt(struct pcc_pool *pool, int fd, uint64_t id, const char *label,
@@ -62,8 +61,8 @@ void pcc_pool_return(struct pcc_pool *pool, const char *label, struct pcc_segmen
 void pcc_pool_retire(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
 /* A lost GPU may still write to it: stays mapped and counted until the process ends. */
 void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segment *segment);
-/* A new sealed memfd, outside the budget, with pages of that NUMA node. */
-PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int32_t numa_node,
-                                  int *fd_out, void **bytes_out);
+/* A new sealed memfd, outside the budget. */
+PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out,
+                                  void **bytes_out);
 
 #endif

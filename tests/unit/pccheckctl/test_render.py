@@ -131,19 +131,6 @@ def test_status_shows_daemon_ranks_and_what_is_in_flight() -> None:
     assert not status.degraded(STATUS)
 
 
-def test_status_shows_numa_nodes_where_something_is_placed() -> None:
-    def table(document: dict[str, object]) -> list[str]:
-        blocks = status.as_text(document, now_s=5).split("\n\n")
-        return next(block for block in blocks if "superseded" in block).splitlines()
-
-    assert "node" not in table(STATUS)[0]
-    (rank,) = STATUS["ranks"]
-    ranks = [rank | {"numa_node": 1}, rank | {"numa_node": None}]
-    heading, first, second = table(STATUS | {"ranks": ranks})
-    assert heading.endswith("  node")
-    assert (first.split()[-1], second.split()[-1]) == ("1", "-")
-
-
 @pytest.mark.parametrize(
     ("reason", "line"),
     [
@@ -163,9 +150,9 @@ def test_status_shows_gpus_and_how_tensors_come() -> None:
     document = STATUS | {
         "pool": {"budget_bytes": 4 * GIB, "used_bytes": GIB, "pinned_bytes": GIB},
         "gpus": [
-            {"name": "NVIDIA H200", "numa_node": 1, "lost": False, "copied_bytes": 3 * GIB,
+            {"name": "NVIDIA H200", "lost": False, "copied_bytes": 3 * GIB,
              "failures": 0},
-            {"name": "NVIDIA H200", "numa_node": None, "lost": True, "copied_bytes": 0,
+            {"name": "NVIDIA H200", "lost": True, "copied_bytes": 0,
              "failures": 1},
         ],
         "sessions": [
@@ -177,7 +164,7 @@ def test_status_shows_gpus_and_how_tensors_come() -> None:
     }  # fmt: skip
     text = status.as_text(document, now_s=5)
     assert "1.00 GiB used of 4.00 GiB, 1.00 GiB pinned for GPUs" in text
-    assert "NVIDIA H200 (NUMA node 1): 3.00 GiB pulled\n" in text
+    assert "NVIDIA H200: 3.00 GiB pulled\n" in text
     assert "NVIDIA H200: 0 B pulled, 1 failure, LOST" in text
     (table,) = [block for block in text.split("\n\n") if "GPU tensors" in block]
     heading, first, second = table.splitlines()

@@ -59,7 +59,7 @@ class FakeChannel:
         pass
 
     def usage(self) -> ChannelUsage:
-        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2, 1)
+        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2)
 
     def close(self) -> None:
         pass
@@ -67,7 +67,7 @@ class FakeChannel:
 
 class FakeGpus:
     def info(self) -> list[GpuInfo]:
-        return [GpuInfo(bytes(range(16)), "NVIDIA H200", -1, True, 5, 2, 1)]
+        return [GpuInfo(bytes(range(16)), "NVIDIA H200", True, 5, 2, 1)]
 
 
 class Place:
@@ -226,13 +226,12 @@ async def test_status_tells_of_gpus_and_transfers(place: Place) -> None:
     (gpu,), (session,) = rows(document, "gpus"), rows(document, "sessions")
     assert gpu == {
         "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f", "name": "NVIDIA H200",
-        "numa_node": None, "lost": True, "copied_bytes": 5, "copies": 2, "failures": 1,
+        "lost": True, "copied_bytes": 5, "copies": 2, "failures": 1,
     }  # fmt: skip
     shown = {key: session[key] for key in ("transfer", "transfer_reason", "exposed_bytes",
                                            "mappings")}  # fmt: skip
     assert shown == {"transfer": "pull", "transfer_reason": "CUDA IPC", "exposed_bytes": 8192,
                      "mappings": 2}  # fmt: skip
-    assert [rank["numa_node"] for rank in rows(document, "ranks")] == [1]
     assert part(document, "pool")["pinned_bytes"] == 4096
     daemon = part(document, "daemon")
     assert (daemon["state"], daemon["transfer"]) == ("degraded", "pull")
