@@ -68,14 +68,6 @@ class SlotEntry(NamedTuple):
     start: bytes  # the id of the start that saved it, 16 bytes; zeros: not known
     digest: bytes  # of its manifest, 16 bytes
 
-class ManifestNotes(NamedTuple):
-    """What a checkpoint's manifest says and its SlotEntry does not."""
-
-    name: tuple[int, int, int]  # base, descents and row of its name within its start (names.py)
-    base_volume: bytes  # the volume of its base, 16 bytes; zeros: its own
-    statistics: tuple[int, int]  # offset and bytes within the payload; (0, 0): none
-    dtypes: tuple[int, int]
-
 class VolumeInfo(NamedTuple):
     uuid: bytes
     job: str
@@ -170,7 +162,6 @@ class Volume:
     def has_expendable(self) -> bool: ...  # whether a slot may be recycled now
     def recycle(self) -> None: ...  # durably, when no slot is free
     def own_bytes(self, sequence: int, /) -> int: ...  # of its payload, not in its base's slot
-    def notes(self, sequence: int, /) -> ManifestNotes: ...
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
@@ -358,6 +349,7 @@ class Channel:
     ) -> None: ...  # of a save that is asked for or being copied; OSError EINVAL: it is too low
     def retry(self) -> None: ...  # a slot may be free: the first of the queue tries again
     # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
+    # Returns whether it was not copied yet.
     def refuse(
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,

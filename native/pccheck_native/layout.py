@@ -134,21 +134,9 @@ def volume_path(storage: Path, uid: int, job: str, rank: int, generation: int = 
     return storage / owner / check_job(job) / f"rank-{rank}.{generation}.pcc"
 
 
-def start_path(storage: Path, uid: int, job: str, start: bytes) -> Path:
-    """The record of a start, of which the volumes keep the digest (native/FORMAT.md, Promise)."""
-    _check_number("uid", uid, UID_MAX)
-    return storage / str(uid) / check_job(job) / f"start-{start.hex()}.json"
-
-
-def start_digest(path: Path) -> bytes:
-    """What a promise says of it, 16 bytes. Raises OSError."""
-    from hashlib import blake2b  # slow to import, and seldom needed
-
-    return blake2b(path.read_bytes(), digest_size=16).digest()
-
-
 def start_records(directory: Path) -> list[Path]:
-    """Those in the directory of a job that has no volume there any more; else none."""
+    """The records of starts (native/FORMAT.md, Promise) in the directory of a job that has no
+    volume there any more; else none."""
     names = [entry.name for entry in _entries(directory)]
     if any(_VOLUME.fullmatch(name) for name in names):
         return []

@@ -143,15 +143,13 @@ class Numbers:
         """The name that has this sequence, if it is remembered."""
         return self._names.get(sequence)
 
-    def give(self, name: Name | None, above: int) -> int:
-        """The next sequence, for a rank that has had sequences up to `above`. None: for a rank that
-        saves alone."""
+    def give(self, name: Name, above: int) -> int:
+        """The next sequence, for a rank that has had sequences up to `above`."""
         self.last = max(self.last, above) + 1
-        if name is not None:
-            self._given[name] = self.last
-            self._names[self.last] = name
-            for gone in _trim(self._names):
-                del self._given[gone]
+        self._given[name] = self.last
+        self._names[self.last] = name
+        for gone in _trim(self._names):
+            del self._given[gone]
         return self.last
 
 

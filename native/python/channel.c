@@ -127,11 +127,12 @@ static PyObject *outcomes_new(const struct pcc_kept_outcome *outcomes, uint32_t 
 {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < count; i++) {
-        const struct pcc_kept_outcome *one = &outcomes[i];
+        const struct pcc_slot_entry *one = &outcomes[i].entry;
+        const int error = outcomes[i].error;
         pcc_py_append(&list, Py_BuildValue("(KLKKKKIs)", one->sequence, (long long)one->step,
                                            one->incarnation, one->payload_bytes,
                                            one->tree_offset_bytes, one->tree_bytes, one->world_size,
-                                           one->error != 0 ? pcc_error_name(one->error) : ""));
+                                           error != 0 ? pcc_error_name(error) : ""));
     }
     return list;
 }
@@ -260,11 +261,7 @@ static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromLong(page_fd);
 }
 
-static PyObject *channel_detach(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_detach(channel));
-    Py_RETURN_NONE;
-}
+PCC_PY_CALLS(channel_detach, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_detach)
 
 /* -- its memory -------------------------------------------------------------------------------- */
 
@@ -286,18 +283,15 @@ static PyObject *channel_shrink(PyObject *self, PyObject *number)
     return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
 }
 
-static PyObject *channel_release_memory(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_RETURN_DONE(struct pcc_tenant, channel, pcc_tenant_release_memory(channel));
-}
+PCC_PY_CALLS(channel_release_memory, struct pcc_tenant, PCC_PY_RETURN_DONE,
+             pcc_tenant_release_memory)
 
 static PyObject *channel_rest(PyObject *self, PyObject *seconds)
 {
     uint64_t unmapped_ns;
     if (!pcc_py_seconds(seconds, &unmapped_ns))
         return NULL;
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_rest(channel, unmapped_ns));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_tenant, channel, pcc_tenant_rest(channel, unmapped_ns));
 }
 
 static PyObject *channel_usage(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -356,15 +350,10 @@ static PyObject *channel_policy(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     policy.held = held != 0;
     policy.numbers = numbers != 0;
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_policy(channel, &policy));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_tenant, channel, pcc_tenant_policy(channel, &policy));
 }
 
-static PyObject *channel_noted(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_noted(channel));
-    Py_RETURN_NONE;
-}
+PCC_PY_CALLS(channel_noted, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_noted)
 
 static PyObject *channel_number(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -379,11 +368,7 @@ static PyObject *channel_number(PyObject *self, PyObject *args, PyObject *kwargs
                        pcc_tenant_number(channel, snapshot, sequence, incarnation, world_size));
 }
 
-static PyObject *channel_retry(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_retry(channel));
-    Py_RETURN_NONE;
-}
+PCC_PY_CALLS(channel_retry, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_retry)
 
 /* For O&. */
 static int outcome_of(PyObject *number, void *out)
@@ -437,8 +422,7 @@ static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *k
     struct pcc_tenant_end end;
     if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_set_outcome(channel, snapshot, &end));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_tenant, channel, pcc_tenant_set_outcome(channel, snapshot, &end));
 }
 
 /* -- what an earlier daemon has left ----------------------------------------------------------- */
@@ -453,11 +437,7 @@ static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
     PCC_PY_RETURN_DONE(struct pcc_tenant, channel, pcc_tenant_adopt(channel, fd, id));
 }
 
-static PyObject *channel_settle(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_settle(channel));
-    Py_RETURN_NONE;
-}
+PCC_PY_CALLS(channel_settle, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_settle)
 
 static PyMethodDef methods[] = {
     PCC_PY_METHOD("bind", channel_bind),

@@ -15,7 +15,6 @@
 enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_SLOT_ENTRY,
                      PCC_PY_VOLUME_INFO,
-                     PCC_PY_MANIFEST_NOTES,
                      PCC_PY_SAVE_TIMES,
                      PCC_PY_EVENT,
                      PCC_PY_SAVE_REQUEST,
@@ -124,7 +123,13 @@ static inline void pcc_py_left(PyObject **entered)
     } while (0)
 /* The same without the GIL, as most methods do. */
 #define PCC_PY_CALL(type, handle, statement) PCC_PY_WITH(type, handle, PCC_PY_UNLOCKED(statement))
-/* How most of these end: returns None, or NULL with the exception of a negative code. */
+/* How these end. Returns None. */
+#define PCC_PY_RETURN_NONE(type, handle, statement)                                                \
+    do {                                                                                           \
+        PCC_PY_CALL(type, handle, statement);                                                      \
+        Py_RETURN_NONE;                                                                            \
+    } while (0)
+/* The same, or NULL with the exception of a negative code. */
 #define PCC_PY_RETURN_DONE(type, handle, expression)                                               \
     do {                                                                                           \
         int done_code;                                                                             \
@@ -138,6 +143,13 @@ static inline void pcc_py_left(PyObject **entered)
         PCC_PY_CALL(type, handle, answer = (expression));                                          \
         return PyBool_FromLong(answer);                                                            \
     } while (0)
+/* Defines the method `name` without arguments: calls `function` with the handle, and returns in one
+ * of these three ways. */
+#define PCC_PY_CALLS(name, type, returns, function)                                                \
+    static PyObject *name(PyObject *self, PyObject *Py_UNUSED(unused))                             \
+    {                                                                                              \
+        returns(type, handle, function(handle));                                                   \
+    }
 
 /* -- errors: the one place where a code becomes an exception ----------------------------------- */
 

@@ -87,8 +87,7 @@ static PyObject *gpus_rest(PyObject *self, PyObject *seconds)
     uint64_t unused_ns;
     if (!pcc_py_seconds(seconds, &unused_ns))
         return NULL;
-    PCC_PY_CALL(struct pcc_gpus, gpus, pcc_gpus_rest(gpus, unused_ns));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_gpus, gpus, pcc_gpus_rest(gpus, unused_ns));
 }
 
 static PyMethodDef methods[] = {

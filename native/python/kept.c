@@ -6,7 +6,7 @@
 /* The ids of the segments that a copied save lies in, each once per run of its chunks. */
 static PyObject *segments_new(const struct pcc_kept *kept, uint32_t place)
 {
-    const uint64_t payload_bytes = pcc_kept_save(kept, place)->payload_bytes;
+    const uint64_t payload_bytes = pcc_kept_save(kept, place)->entry.payload_bytes;
     const uint64_t pieces = pcc_ceil_div(payload_bytes, pcc_kept_header(kept)->chunk_bytes);
     uint64_t last = 0;
     PyObject *ids PCC_PY_OWNED(pcc_py_drop) = PyList_New(0);
@@ -28,10 +28,10 @@ static PyObject *copied_new(const struct pcc_kept *kept)
         if (!pcc_kept_is_copied(kept, i))
             continue;
         PyObject *segments = segments_new(kept, i);
-        pcc_py_append(&list,
-                      segments == NULL
-                          ? NULL
-                          : Py_BuildValue("(KN)", pcc_kept_save(kept, i)->sequence, segments));
+        pcc_py_append(
+            &list, segments == NULL
+                       ? NULL
+                       : Py_BuildValue("(KN)", pcc_kept_save(kept, i)->entry.sequence, segments));
     }
     return list;
 }

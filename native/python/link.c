@@ -160,8 +160,7 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 static PyObject *link_confirm(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_CALL(struct pcc_client, link, pcc_client_confirm(link, snapshot));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_client, link, pcc_client_confirm(link, snapshot));
 }
 
 static PyObject *link_abandon(PyObject *self, PyObject *number)
@@ -354,11 +353,7 @@ static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(address);
 }
 
-static PyObject *link_staging_trim(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_CALL(struct pcc_client, link, pcc_client_staging_trim(link));
-    Py_RETURN_NONE;
-}
+PCC_PY_CALLS(link_staging_trim, struct pcc_client, PCC_PY_RETURN_NONE, pcc_client_staging_trim)
 
 static PyObject *link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -459,10 +454,7 @@ static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
                       : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
 }
 
-static PyObject *link_exposure_holds(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_RETURN_BOOL(struct pcc_client, link, pcc_client_exposure_holds(link));
-}
+PCC_PY_CALLS(link_exposure_holds, struct pcc_client, PCC_PY_RETURN_BOOL, pcc_client_exposure_holds)
 
 /* -- the type ---------------------------------------------------------------------------------- */
 

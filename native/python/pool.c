@@ -49,8 +49,7 @@ static PyObject *pool_unstore(PyObject *self, PyObject *args)
     const char *name;
     if (!PyArg_ParseTuple(args, "s:unstore", &name))
         return NULL;
-    PCC_PY_CALL(struct pcc_pool, pool, pcc_pool_unstore(pool, name));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_pool, pool, pcc_pool_unstore(pool, name));
 }
 
 static PyMethodDef pool_methods[] = {

@@ -12,7 +12,6 @@ static const struct {
                             "payload_capacity volume_bytes record_number next_sequence "
                             "incarnation done stopped free_slots valid_replicas "
                             "repaired_replicas damaged_records record_lost start promise"},
-    [PCC_PY_MANIFEST_NOTES] = {"ManifestNotes", "name base_volume statistics dtypes"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind channel session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times request"},

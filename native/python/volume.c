@@ -108,10 +108,7 @@ static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
     return table;
 }
 
-static PyObject *volume_require_in_place(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_in_place(volume));
-}
+PCC_PY_CALLS(volume_require_in_place, struct pcc_volume, PCC_PY_RETURN_DONE, pcc_volume_in_place)
 
 /* The name outlives the engine. */
 static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
@@ -133,8 +130,8 @@ static PyObject *volume_closed(PyObject *self, void *Py_UNUSED(unused))
 static PyObject *volume_limit(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(bytes_per_second, number);
-    PCC_PY_CALL(struct pcc_volume, volume, pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
-    Py_RETURN_NONE;
+    PCC_PY_RETURN_NONE(struct pcc_volume, volume,
+                       pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
 }
 
 static PyObject *volume_bytes_per_second(PyObject *self, void *Py_UNUSED(unused))
@@ -203,10 +200,7 @@ static PyObject *volume_finish(PyObject *self, PyObject *number)
     PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_finish(volume, keep));
 }
 
-static PyObject *volume_recycle(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_recycle(volume));
-}
+PCC_PY_CALLS(volume_recycle, struct pcc_volume, PCC_PY_RETURN_DONE, pcc_volume_recycle)
 
 /* Fills `group` from a sequence of integers; false with an exception set. */
 static bool given_up_from(PyObject *sequences, struct pcc_volume_group *group)
@@ -238,10 +232,8 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
     PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_set_group(volume, &group));
 }
 
-static PyObject *volume_has_expendable(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_RETURN_BOOL(struct pcc_volume, volume, pcc_volume_has_expendable(volume));
-}
+PCC_PY_CALLS(volume_has_expendable, struct pcc_volume, PCC_PY_RETURN_BOOL,
+             pcc_volume_has_expendable)
 
 /* -- verified reads of one checkpoint ---------------------------------------------------------- */
 
@@ -285,18 +277,6 @@ static PyObject *volume_own_bytes(PyObject *self, PyObject *number)
     PCC_PY_NUMBER(sequence, number);
     LOAD_OPEN(load, sequence);
     return PyLong_FromUnsignedLongLong(pcc_load_own_bytes(load));
-}
-
-static PyObject *volume_notes(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(sequence, number);
-    LOAD_OPEN(load, sequence);
-    const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
-    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_MANIFEST_NOTES,
-                         Py_BuildValue("((KKK)y#(KK)(KK))", notes->name_base, notes->name_descents,
-                                       notes->name_row, ID_BYTES(notes->base_volume),
-                                       notes->statistics.offset_bytes, notes->statistics.bytes,
-                                       notes->dtypes.offset_bytes, notes->dtypes.bytes));
 }
 
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -381,7 +361,6 @@ static PyMethodDef methods[] = {
     {"has_expendable", volume_has_expendable, METH_NOARGS, NULL},
     {"recycle", volume_recycle, METH_NOARGS, NULL},
     {"own_bytes", volume_own_bytes, METH_O, NULL},
-    {"notes", volume_notes, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
     {"verify", volume_verify, METH_O, NULL},

@@ -93,8 +93,8 @@ class Numbering:
 
     def took(self, rank: int, sequence: int, used: int) -> int:
         """A rank that saves alone has taken a sequence; 0: it gets one."""
+        sequence = sequence or max(self.last, self.asked(rank), used) + 1
         self._numbers.passed(sequence)
-        sequence = sequence or self._numbers.give(None, max(self.asked(rank), used))
         return self._take(rank, Given(sequence)).sequence
 
     def _take(self, rank: int, given: Given) -> Given:

@@ -57,7 +57,8 @@ static struct live *live_in(struct workload *workload, uint32_t place)
     for (uint32_t i = 0; i < WORKLOAD_LANES_MAX; i++) {
         struct live *live = &workload->lives[i];
         const struct oracle_save *save = &workload->oracle->saves[live->tag];
-        if (live->memory && save->sequence == found->sequence && save->request.step == found->step)
+        if (live->memory && save->sequence == found->entry.sequence &&
+            save->request.step == found->entry.step)
             return live;
     }
     return NULL;
@@ -128,9 +129,9 @@ static uint32_t newest_copied(const struct pcc_kept *kept, uint64_t below)
     const uint32_t places = pcc_kept_header(kept)->places;
     uint32_t newest = places;
     for (uint32_t i = 0; i < places; i++)
-        if (pcc_kept_is_copied(kept, i) && pcc_kept_save(kept, i)->sequence < below &&
+        if (pcc_kept_is_copied(kept, i) && pcc_kept_save(kept, i)->entry.sequence < below &&
             (newest == places ||
-             pcc_kept_save(kept, i)->sequence > pcc_kept_save(kept, newest)->sequence))
+             pcc_kept_save(kept, i)->entry.sequence > pcc_kept_save(kept, newest)->entry.sequence))
             newest = i;
     return newest;
 }
@@ -158,7 +159,7 @@ static void take_over(struct workload *workload)
     uint64_t below = UINT64_MAX;
     uint32_t place;
     while ((place = newest_copied(&workload->kept, below)) < places) {
-        below = pcc_kept_save(&workload->kept, place)->sequence;
+        below = pcc_kept_save(&workload->kept, place)->entry.sequence;
         struct live *live = live_in(workload, place);
         if (live)
             adopt(workload, live, place);

@@ -53,9 +53,11 @@ static void looked(void)
     if (copied) {
         truth.copied_seen++;
         const struct pcc_kept_save *save = pcc_kept_save(&kept, 1);
-        CHECK(save->sequence == truth.sequence && save->payload_bytes == PIECES * BYTES_CHUNK - 7);
-        CHECK(save->step == (int64_t)truth.sequence * 10 && save->world_size == 3);
-        CHECK(save->flags == PCC_SLOT_HEALTHY && save->start_id[0] == (uint8_t)truth.sequence);
+        CHECK(save->entry.sequence == truth.sequence &&
+              save->entry.payload_bytes == PIECES * BYTES_CHUNK - 7);
+        CHECK(save->entry.step == (int64_t)truth.sequence * 10 && save->entry.world_size == 3);
+        CHECK(save->entry.flags == PCC_SLOT_HEALTHY &&
+              save->entry.start_id[0] == (uint8_t)truth.sequence);
         CHECK(save->notes.name_row == truth.sequence);
         for (uint32_t i = 0; i < PIECES; i++) {
             const struct pcc_kept_piece *piece = pcc_kept_piece(&kept, 1, i);
@@ -90,7 +92,8 @@ static void sums_set(uint32_t position, uint64_t value)
 
 static struct pcc_slot_entry entry_of(uint64_t sequence)
 {
-    return (struct pcc_slot_entry){.sequence = sequence,
+    return (struct pcc_slot_entry){.state = PCC_SLOT_DURABLE,
+                                   .sequence = sequence,
                                    .step = (int64_t)sequence * 10,
                                    .payload_bytes = PIECES * BYTES_CHUNK - 7,
                                    .tree_offset_bytes = 100,
@@ -148,7 +151,7 @@ static void one_save(uint64_t sequence, bool moves, bool loses)
     }
     if (is_numbered_later(sequence)) {
         const struct pcc_slot_entry entry = entry_of(sequence);
-        pcc_kept_number(&truth.kept, 1, &entry);
+        pcc_kept_entry(&truth.kept, 1, &entry, &(struct pcc_manifest_notes){.name_row = sequence});
     }
     truth.may_be_copied = true;
     pcc_kept_copied(&truth.kept, 1);
@@ -215,8 +218,9 @@ static void test_noise(void)
     for (uint32_t round = 0; round < 20000; round++) {
         memset(bytes, 0, length);
         pcc_kept_make(&kept, bytes, &shape, &record);
-        pcc_kept_save(&kept, 0)->sequence = 9;
-        pcc_kept_save(&kept, 0)->payload_bytes = 9;
+        pcc_kept_save(&kept, 0)->entry.state = PCC_SLOT_DURABLE;
+        pcc_kept_save(&kept, 0)->entry.sequence = 9;
+        pcc_kept_save(&kept, 0)->entry.payload_bytes = 9;
         pcc_kept_copied(&kept, 0);
         CHECK(pcc_kept_is_copied(&kept, 0));
         for (uint32_t i = 0; i < 1 + round % 4; i++) {
@@ -231,7 +235,7 @@ static void test_noise(void)
         accepted++;
         for (uint32_t place = 0; place < pcc_kept_header(&kept)->places; place++)
             if (pcc_kept_is_copied(&kept, place))
-                CHECK(pcc_kept_save(&kept, place)->payload_bytes <=
+                CHECK(pcc_kept_save(&kept, place)->entry.payload_bytes <=
                       pcc_kept_header(&kept)->slot_stride_bytes);
         CHECK(kept.length_bytes == length);
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import time
 from collections.abc import Collection
@@ -30,9 +31,40 @@ from .inplace import Placement
 from .loaders import Iterators, begin_again, has_position
 from .reading import Found, RestoreResult, ask_open, read_newest
 from .rebuild import state_of_tree
-from .stages import MOVES, Move, State
 
 LIST_LIMIT_S = 30.0
+
+
+class State(enum.Enum):
+    """What is attached, as far as restores have changed it."""
+
+    WHOLE = "of one step"
+    CHANGING = "a restore changes all of it, or did not finish"
+    CHANGING_PART = "a restore changes a part of it, or did not finish"
+    MIX = "of two steps, though the last restore, of a part, has finished"
+    CHANGING_PART_OF_MIX = "the same while a restore changes a part of it"
+
+
+class Move(enum.Enum):
+    ALL = "a restore of all begins to change it"
+    PART = "a restore of a part begins to change it"
+    END = "the restore has finished"
+
+
+#: After an error or Ctrl-C the state stays as it is until the next restore begins.
+MOVES: dict[State, dict[Move, State]] = {
+    State.WHOLE: {Move.ALL: State.CHANGING, Move.PART: State.CHANGING_PART},
+    State.CHANGING: {
+        Move.ALL: State.CHANGING, Move.PART: State.CHANGING_PART_OF_MIX, Move.END: State.WHOLE
+    },
+    State.CHANGING_PART: {
+        Move.ALL: State.CHANGING, Move.PART: State.CHANGING_PART_OF_MIX, Move.END: State.WHOLE
+    },
+    State.MIX: {Move.ALL: State.CHANGING, Move.PART: State.CHANGING_PART_OF_MIX},
+    State.CHANGING_PART_OF_MIX: {
+        Move.ALL: State.CHANGING, Move.PART: State.CHANGING_PART_OF_MIX, Move.END: State.MIX
+    },
+}  # fmt: skip
 
 
 class Saved(NamedTuple):

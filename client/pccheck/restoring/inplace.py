@@ -27,8 +27,7 @@ from .loaders import count_once, is_loader, is_torchdata, set_again, undo_draws
 from .optimizers import Optimizers, load_optimizer
 from .pairing import mapping, only_hint, some
 from .rebuild import Loader, Memory, state_of
-from .stages import Stage, Stages
-from .targets import Targets
+from .targets import Stage, Targets
 from .values import Dicts, leaves, trained
 
 _COMPILED = (
@@ -54,12 +53,12 @@ class Placement:
         `others` reads the trees of other ranks, for tensors that are cut in another way. Raises
         StateMismatchError by path."""
         self._attached = attached
-        self._targets, self._stages = Targets(described, others), Stages()
+        self._targets = Targets(described, others)
         named = _named(described, attached, only)
         self._restored = {name: thing for name, _, thing in named if name not in leave}
         both = {name: thing for name, _, thing in named}
-        self._optimizers = Optimizers(self._targets, self._stages, both, strict=strict_optimizer)
-        self._dicts = Dicts(self._targets, self._stages)
+        self._optimizers = Optimizers(self._targets, both, strict=strict_optimizer)
+        self._dicts = Dicts(self._targets)
         for name, node, thing in named:
             if name in self._restored:
                 self._place(name, node, thing, both)
@@ -77,11 +76,7 @@ class Placement:
 
     def load(self, load: Loader) -> None:
         """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
-        memory = self._targets.memory()
-        self._stages.run(Stage.OBJECTS, memory)
-        self._targets.load(load, memory)
-        self._stages.run(Stage.STATES, memory)
-        self._stages.run(Stage.GENERATORS, memory)
+        self._targets.load(load)
 
     def _place(self, name: str, node: tree.Node, thing: Any, both: Mapping[str, Any]) -> None:
         if name == RNG and thing is True:
@@ -94,7 +89,7 @@ class Placement:
             isinstance(thing, torch.optim.Optimizer) and self._optimizers.place(name, node, thing)
         ):
             _same_scheduler(self._targets.tree, name, thing, both)
-            _place_object(name, node, thing, self._targets, self._stages, self._attached)
+            _place_object(name, node, thing, self._targets, self._attached)
 
     def _module(self, name: str, node: tree.Node, module: torch.nn.Module) -> None:
         saved = mapping(node, name)
@@ -119,7 +114,7 @@ class Placement:
                 elif is_torchdata(type(thing)):
                     undo_draws(thing)
 
-        self._stages.add(Stage.GENERATORS, finish)
+        self._targets.then(Stage.GENERATORS, finish)
 
 
 def _named(
@@ -192,12 +187,7 @@ def _same_scheduler(
 
 
 def _place_object(
-    name: str,
-    node: tree.Node,
-    thing: Any,
-    targets: Targets,
-    stages: Stages,
-    attached: Mapping[str, Any],
+    name: str, node: tree.Node, thing: Any, targets: Targets, attached: Mapping[str, Any]
 ) -> None:
     """Something with a load_state_dict() of its own gets the state as it was, when its tensors are
     there."""
@@ -214,7 +204,7 @@ def _place_object(
                 hint="let it copy the values into its tensors (without assign=True)",
             )
 
-    stages.add(Stage.STATES if has_tensors else Stage.OBJECTS, finish)
+    targets.then(Stage.STATES if has_tensors else Stage.OBJECTS, finish)
 
 
 def _load(name: str, thing: Any, state: Any) -> None:

@@ -22,8 +22,7 @@ from pccheck_wire.errors import StateMismatchError
 from . import overlaps, pairing
 from .pairing import mapping, only_hint, some
 from .rebuild import Memory, state_of
-from .stages import Stage, Stages
-from .targets import Targets
+from .targets import Stage, Targets
 
 #: What schedulers of torch write into the groups, and may not have written yet.
 _BY_SCHEDULERS = frozenset(
@@ -38,11 +37,8 @@ _OF_ANY_CLASS = _BY_SCHEDULERS | {"lr", "weight_decay"}
 class Optimizers:
     """The attached optimizers of one restore; `both` is all that it restores, by name."""
 
-    def __init__(
-        self, targets: Targets, stages: Stages, both: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        self._targets, self._stages = targets, stages
-        self._both, self._strict = both, strict
+    def __init__(self, targets: Targets, both: Mapping[str, Any], *, strict: bool) -> None:
+        self._targets, self._both, self._strict = targets, both, strict
         self._taken: dict[int, tuple[int, ...]] = {}  # what goes into the tensors in groups
 
     def place(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> bool:
@@ -115,7 +111,7 @@ class Optimizers:
                         del group[key]
                         continue
                 self._targets.want(value)
-        self._stages.add(Stage.STATES, functools.partial(_set_groups, optimizer, options))
+        self._targets.then(Stage.STATES, functools.partial(_set_groups, optimizer, options))
 
     def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         saved_groups, new = _groups_of(name, node), self._new_optimizer(name)
@@ -156,7 +152,7 @@ class Optimizers:
                 {"state": optimizer.state, "param_groups": optimizer.param_groups}
             )
 
-        self._stages.add(Stage.STATES, finish)
+        self._targets.then(Stage.STATES, finish)
 
     def _entry(
         self, path: str, node: tree.Node, optimizer: torch.optim.Optimizer, parameter: torch.Tensor

@@ -1,8 +1,11 @@
-"""Which memory takes which tensor of a checkpoint, and the ranges that fill this memory."""
+"""Which memory takes which tensor of a checkpoint, the ranges that fill this memory, and what is
+called before and after."""
 
 from __future__ import annotations
 
+import enum
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -21,9 +24,18 @@ from .rebuild import Loader, Memory
 _OnDevice: TypeAlias = tuple[int, Range]  # the device, and what goes to its memory
 
 
+class Stage(enum.Enum):
+    """In this order. Only OBJECTS comes before the tensors: an object that refuses its state does
+    so while the tensors are as they were."""
+
+    OBJECTS = "states without tensors"
+    STATES = "states with tensors, of objects, optimizers and dicts"
+    GENERATORS = "random generators: nothing may draw after them"
+
+
 class Targets:
-    """Used in this order: `tensor`, `shard`, `of_dict` and `want` for all that is attached, then
-    `settle`, `compare`, `memory`, `load`."""
+    """Used in this order: `tensor`, `shard`, `of_dict`, `want` and `then` for all that is attached,
+    then `settle`, `compare`, `load`."""
 
     def __init__(self, described: tree.Tree, others: Callable[[], Mapping[int, tree.Tree]]) -> None:
         self.tree = described
@@ -35,6 +47,7 @@ class Targets:
         self._filled: set[int] = set()  # identities of nodes that need no memory of their own
         self._rebuilt: set[int] = set()  # extents that are wanted in memory of their own
         self._pieces = b""  # the ranges that fill what is cut in another way
+        self._calls: dict[Stage, list[Callable[[Memory], None]]] = defaultdict(list)
 
     def tensor(self, path: str, node: tree.Node, live: object) -> None:
         """Raises StateMismatchError when the attached tensor cannot take the node's value."""
@@ -62,6 +75,10 @@ class Targets:
         self._rebuilt |= found
         return bool(found)
 
+    def then(self, stage: Stage, call: Callable[[Memory], None]) -> None:
+        """Has `load` call this in a stage, with the memory of the tensors that were wanted."""
+        self._calls[stage].append(call)
+
     @property
     def lives(self) -> list[torch.Tensor]:
         """The memory that is filled."""
@@ -84,15 +101,23 @@ class Targets:
         StateMismatchError by path."""
         overlaps.require_one_value(self._pairs, self.tree.extents, load)
 
-    def memory(self) -> Memory:
+    def load(self, load: Loader) -> None:
+        """Has `load` fill the attached tensors, and runs the stages. Raises what `load` raises."""
+        memory = self._memory()
+        for stage in Stage:
+            if stage is Stage.STATES:
+                self._fill(load, memory)
+            for call in self._calls[stage]:
+                call(memory)
+
+    def _memory(self) -> Memory:
         """For all that does not go straight into attached tensors."""
         copied = {n.extent for _, n, _ in self._pairs if n.extent >= 0} - self._direct.keys()
         memory = Memory(self.tree.extents, self._rebuilt | copied)
         memory.shards.update(self._shards)
         return memory
 
-    def load(self, load: Loader, memory: Memory) -> None:
-        """Fills the attached tensors and `memory`. Raises what `load` raises."""
+    def _fill(self, load: Loader, memory: Memory) -> None:
         for device in sorted(set(map(devices.device_of, self.lives)) - {devices.HOST}):
             devices.synchronize(device)  # what is enqueued may still use the tensors
         host, gpus = _packed([*self._direct.values(), *((devices.HOST, r) for r in memory.ranges)])

@@ -25,8 +25,7 @@ from . import overlaps
 from .loaders import is_loader
 from .pairing import mapping
 from .rebuild import Memory, numpy_dtype, state_of
-from .stages import Stage, Stages
-from .targets import Targets
+from .targets import Stage, Targets
 
 _Maker: TypeAlias = Callable[[Memory], Any]
 _PARTS = (tree.Sequence, tree.Mapping, tree.Tensor, tree.Array, tree.Shard)
@@ -35,8 +34,8 @@ _PARTS = (tree.Sequence, tree.Mapping, tree.Tensor, tree.Array, tree.Shard)
 class Dicts:
     """The attached dicts of one restore."""
 
-    def __init__(self, targets: Targets, stages: Stages) -> None:
-        self._targets, self._stages = targets, stages
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
         self._placed: dict[str, dict[Any, Any]] = {}
         self._seen: dict[int, tuple[str, tree.Node]] = {}  # what goes into a list or dict
 
@@ -45,7 +44,7 @@ class Dicts:
         mapping(node, name)
         make = self._value(name, node, live)
         has_tensors = bool(tree.extents_of(node))
-        self._stages.add(Stage.STATES if has_tensors else Stage.OBJECTS, make)
+        self._targets.then(Stage.STATES if has_tensors else Stage.OBJECTS, make)
         self._targets.want(node)
         self._placed[name] = live
 

@@ -143,12 +143,12 @@ static int save_adopt(struct pcc_tenant *tenant, uint32_t binding, uint32_t plac
 {
     const struct pcc_kept *kept = &tenant->bindings[binding].kept;
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
-    struct pcc_save_request request = {.payload_bytes = found->payload_bytes};
+    struct pcc_save_request request = {.payload_bytes = found->entry.payload_bytes};
     struct pcc_source sources[PCC_SOURCES] = {{.ops = &pcc_source_kept}};
     struct pcc_save *saved;
 
     struct pcc_tenant_save *save =
-        pcc_tenant_save_take(tenant, piece_count(tenant, found->payload_bytes));
+        pcc_tenant_save_take(tenant, piece_count(tenant, found->entry.payload_bytes));
     if (save == NULL)
         return -ENOMEM;
     int error = begin(tenant, &sources[0], place, &request);
@@ -158,8 +158,8 @@ static int save_adopt(struct pcc_tenant *tenant, uint32_t binding, uint32_t plac
     error = pcc_save_adopt(tenant->bindings[binding].saver, place, request.tag, &saved);
     if (error != 0)
         return error;
-    pcc_tenant_save_enter(tenant, save, saved, &request, found->sequence, sources);
-    save->snapshot = found->sequence;
+    pcc_tenant_save_enter(tenant, save, saved, &request, found->entry.sequence, sources);
+    save->snapshot = found->entry.sequence;
     save->received = save->chunk_count;
     save->copied = true;
     want(tenant, save, &save->sources[0], 0, save->payload_bytes);
@@ -179,22 +179,15 @@ static uint32_t saves_adopt(struct pcc_tenant *tenant, uint32_t binding,
     while (count < PCC_KEPT_OUTCOMES_MAX) {
         uint32_t newest = places;
         for (uint32_t i = 0; i < places; i++)
-            if (pcc_kept_is_copied(kept, i) && pcc_kept_save(kept, i)->sequence < before &&
-                (newest == places ||
-                 pcc_kept_save(kept, i)->sequence > pcc_kept_save(kept, newest)->sequence))
+            if (pcc_kept_is_copied(kept, i) && pcc_kept_save(kept, i)->entry.sequence < before &&
+                (newest == places || pcc_kept_save(kept, i)->entry.sequence >
+                                         pcc_kept_save(kept, newest)->entry.sequence))
                 newest = i;
         if (newest == places)
             break;
-        const struct pcc_kept_save *save = pcc_kept_save(kept, newest);
-        before = save->sequence;
         struct pcc_kept_outcome *out = &outcomes[count++];
-        *out = (struct pcc_kept_outcome){.sequence = save->sequence,
-                                         .step = save->step,
-                                         .incarnation = save->incarnation,
-                                         .payload_bytes = save->payload_bytes,
-                                         .tree_offset_bytes = save->tree_offset_bytes,
-                                         .tree_bytes = save->tree_bytes,
-                                         .world_size = save->world_size};
+        out->entry = pcc_kept_save(kept, newest)->entry;
+        before = out->entry.sequence;
         out->error = save_adopt(tenant, binding, newest);
         if (out->error != 0)
             pcc_kept_end(kept, newest);

@@ -103,13 +103,7 @@ PCC_MUST_CHECK int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volum
 /* -- what a daemon that was killed has left in the descriptor store; before the first session -- */
 
 struct pcc_kept_outcome { /* a save that it had copied */
-    uint64_t sequence;
-    int64_t step;
-    uint64_t incarnation;
-    uint64_t payload_bytes;
-    uint64_t tree_offset_bytes;
-    uint64_t tree_bytes;
-    uint32_t world_size;
+    struct pcc_slot_entry entry;
     int error; /* 0: it continues; codes of pcc_save_adopt; -EBADMSG: its chunks cannot be */
 };
 #define PCC_KEPT_OUTCOMES_MAX 64u

@@ -123,14 +123,16 @@ uint8_t *pcc_kept_manifest(const struct pcc_kept *kept, uint32_t place)
 bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place)
 {
     const struct pcc_kept_save *save = pcc_kept_save(kept, place);
+    const struct pcc_slot_entry *entry = &save->entry;
     const uint64_t commit = atomic_load_explicit(&save->commit, memory_order_acquire);
     const uint64_t room = pcc_kept_header(kept)->slot_stride_bytes;
 
-    return commit != 0 && commit == save->sequence && save->payload_bytes > 0 &&
-           save->payload_bytes <= room && save->tree_offset_bytes <= save->payload_bytes &&
-           save->tree_bytes <= save->payload_bytes - save->tree_offset_bytes &&
-           (save->flags & ~(PCC_SLOT_IMAGE | PCC_SLOT_MARKS)) == 0 &&
-           pcc_notes_are_sound(&save->notes, save->payload_bytes);
+    return commit != 0 && commit == entry->sequence && entry->state == PCC_SLOT_DURABLE &&
+           entry->payload_bytes > 0 && entry->payload_bytes <= room &&
+           entry->tree_offset_bytes <= entry->payload_bytes &&
+           entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes &&
+           (entry->flags & ~(PCC_SLOT_IMAGE | PCC_SLOT_MARKS)) == 0 &&
+           pcc_notes_are_sound(&save->notes, entry->payload_bytes);
 }
 
 /* -- the writer -- */
@@ -143,42 +145,21 @@ void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pc
         return;
     struct pcc_kept_save *save = pcc_kept_save(kept, place);
     store64(&save->commit, 0);
-    /* The request must not be seen with the commit before it. */
+    /* The entry must not be seen with the commit before it. */
     atomic_thread_fence(memory_order_release);
     memset(pcc_kept_piece(kept, place, 0), 0, piece_count * sizeof(struct pcc_kept_piece));
-    save->sequence = entry->sequence;
-    save->step = entry->step;
-    save->incarnation = entry->incarnation;
-    save->world_size = entry->world_size;
-    save->flags = entry->flags;
-    memcpy(save->start_id, entry->start_id, PCC_UUID_BYTES);
-    pcc_kept_length(kept, place, entry, notes);
+    pcc_kept_entry(kept, place, entry, notes);
     store64(&save->base_sequence, base_sequence);
     store32(&save->slot, slot);
 }
 
-void pcc_kept_length(const struct pcc_kept *kept, uint32_t place,
-                     const struct pcc_slot_entry *entry, const struct pcc_manifest_notes *notes)
+void pcc_kept_entry(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
+                    const struct pcc_manifest_notes *notes)
 {
     if (kept == NULL)
         return;
-    struct pcc_kept_save *save = pcc_kept_save(kept, place);
-    save->payload_bytes = entry->payload_bytes;
-    save->tree_offset_bytes = entry->tree_offset_bytes;
-    save->tree_bytes = entry->tree_bytes;
-    save->notes = *notes;
-}
-
-void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
-                     const struct pcc_slot_entry *entry)
-{
-    if (kept == NULL)
-        return;
-    struct pcc_kept_save *save = pcc_kept_save(kept, place);
-    save->sequence = entry->sequence;
-    save->incarnation = entry->incarnation;
-    save->world_size = entry->world_size;
-    memcpy(save->start_id, entry->start_id, PCC_UUID_BYTES);
+    pcc_kept_save(kept, place)->entry = *entry;
+    pcc_kept_save(kept, place)->notes = *notes;
 }
 
 void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence)
@@ -257,7 +238,7 @@ void pcc_kept_moved(const struct pcc_kept *kept, uint32_t place, uint32_t slot,
 void pcc_kept_copied(const struct pcc_kept *kept, uint32_t place)
 {
     if (kept != NULL)
-        store64(&pcc_kept_save(kept, place)->commit, pcc_kept_save(kept, place)->sequence);
+        store64(&pcc_kept_save(kept, place)->commit, pcc_kept_save(kept, place)->entry.sequence);
 }
 
 void pcc_kept_end(const struct pcc_kept *kept, uint32_t place)

@@ -10,9 +10,9 @@
  * It is only ever read after the writer's death, which may come between any two instructions.
  * Memory outlives the process as its stores left it, in order (all stores here are releases), so:
  *
- *   begin    commit = 0, pieces cleared, then the request      commit 0: the place holds nothing
- *   number   sequence, incarnation, world size, if the save began without them
- *   length   of an open save: its bitmap moved, then the length, before `copied`
+ *   begin    commit = 0, pieces cleared, then the entry        commit 0: the place holds nothing
+ *   entry    once more before `copied`, when a save gets its number or its length after begin; the
+ *            bitmap of an open save is moved first
  *   chunk    checksums, flags, chunk number, then segment      segment 0: not in DRAM
  *   hashed   checksums, then PCC_KEPT_HASHED                   without it: no checksum yet; such a
  *            chunk was pulled by the daemon, its writer had not got to it, and it is hashed again
@@ -39,7 +39,7 @@
 #include "disk/pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */
-#define PCC_KEPT_VERSION 5u
+#define PCC_KEPT_VERSION 6u
 #define PCC_KEPT_HASHED 1u
 #define PCC_KEPT_WRITTEN 2u
 #define PCC_KEPT_REFERRED 4u
@@ -62,21 +62,13 @@ struct pcc_kept_header {
 
 struct pcc_kept_save {
     _Atomic uint64_t commit;
-    uint64_t sequence;
-    int64_t step;
-    uint64_t incarnation;
-    uint64_t payload_bytes;
-    uint64_t tree_offset_bytes;
-    uint64_t tree_bytes;
-    uint32_t world_size;
-    _Atomic uint32_t slot;
     _Atomic uint64_t base_sequence; /* of the checkpoint that it may refer to; 0: none */
-    uint32_t flags;                 /* of its slot entry */
+    _Atomic uint32_t slot;
     uint32_t reserved;
-    uint8_t start_id[PCC_UUID_BYTES];
+    struct pcc_slot_entry entry; /* without base, manifest and time, which come with the end */
     struct pcc_manifest_notes notes;
 };
-_Static_assert(sizeof(struct pcc_kept_save) == 168, "kept save");
+_Static_assert(sizeof(struct pcc_kept_save) == 208, "kept save");
 
 struct pcc_kept_piece {
     _Atomic uint64_t segment; /* its id in the pool; 0 = not in DRAM */
@@ -125,11 +117,9 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place);
 void pcc_kept_begin(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
                     const struct pcc_manifest_notes *notes, uint32_t slot, uint32_t piece_count,
                     uint64_t base_sequence);
-void pcc_kept_length(const struct pcc_kept *kept, uint32_t place,
-                     const struct pcc_slot_entry *entry, const struct pcc_manifest_notes *notes);
-/* Sequence, incarnation and world size of a save that began without them; before `copied`. */
-void pcc_kept_number(const struct pcc_kept *kept, uint32_t place,
-                     const struct pcc_slot_entry *entry);
+/* When its number or its length is known; before `copied`. */
+void pcc_kept_entry(const struct pcc_kept *kept, uint32_t place, const struct pcc_slot_entry *entry,
+                    const struct pcc_manifest_notes *notes);
 void pcc_kept_base(const struct pcc_kept *kept, uint32_t place, uint64_t base_sequence);
 void pcc_kept_chunk(const struct pcc_kept *kept, uint32_t place, uint32_t position,
                     uint64_t segment, uint32_t chunk, bool hashed);

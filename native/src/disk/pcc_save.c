@@ -6,36 +6,34 @@
 #include "disk/pcc_save_private.h"
 
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
-                    uint64_t sequence, uint32_t slot, const struct pcc_base *base)
+                    const struct pcc_slot_entry *entry, uint32_t slot, const struct pcc_base *base)
 {
     const struct pcc_saver *saver = save->lane->saver;
 
     pcc_save_lock(save);
     PCC_ASSERT(!save->active && !save->has_slot);
+    memset(&save->active, 0, sizeof *save - offsetof(struct pcc_save, active));
     save->request = *request;
-    save->sequence = sequence;
+    save->entry = *entry;
     save->slot = slot;
     save->has_slot = true;
     save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
     PCC_ASSERT(save->piece_count <= saver->piece_capacity);
     memset(save->pieces, 0, save->piece_count * sizeof *save->pieces);
-    save->handed_over = save->written = save->uncached = save->offered = 0;
-    save->pending = save->moves = 0;
-    save->adopted = false;
-    save->last_step = PCC_SAVE_STEP_NONE;
-    save->sealed = save->superseded = save->given_up = save->slot_failed = save->slot_bad =
-        save->slot_doubtful = false;
-    save->durable = save->quarantined = save->failed = false;
-    save->error = 0;
-    save->stage = PCC_STAGE_NONE;
-    save->copied_bytes = save->written_bytes = 0;
     save->has_base = base != NULL;
-    save->base_lost = false;
     if (base != NULL)
         save->base = *base;
     save->flush_failures =
         atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
-    save->entry = (struct pcc_slot_entry){
+    save->times.begin = pcc_now_ns();
+    save->active = true;
+    pcc_save_unlock(save);
+}
+
+static struct pcc_slot_entry entry_of(struct pcc_volume *volume,
+                                      const struct pcc_save_request *request, uint64_t sequence)
+{
+    struct pcc_slot_entry entry = {
         .state = PCC_SLOT_DURABLE,
         .flags = request->flags,
         .sequence = sequence,
@@ -46,10 +44,9 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
         .tree_offset_bytes = request->tree_offset_bytes,
         .tree_bytes = request->tree_bytes,
     };
-    pcc_volume_start_id(saver->volume, request->incarnation, save->entry.start_id);
-    save->times = (struct pcc_save_times){.begin = pcc_now_ns()};
-    save->active = true;
-    pcc_save_unlock(save);
+
+    pcc_volume_start_id(volume, request->incarnation, entry.start_id);
+    return entry;
 }
 
 static bool is_possible(const struct pcc_save_request *request)
@@ -94,21 +91,20 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         return -PCC_E_NO_LANE;
     const int result = pcc_volume_take_slot(saver->volume, &slot);
     if (result != 0) {
-        pcc_save_leave_lane(save);
-        pcc_save_leave_place(save);
+        pcc_save_leave(save);
         return result;
     }
     const uint64_t sequence =
         request->unnumbered ? 0 : pcc_volume_take_sequence(saver->volume, request->sequence);
     if (sequence == 0 && !request->unnumbered) {
         pcc_volume_return_slot(saver->volume, slot);
-        pcc_save_leave_lane(save);
-        pcc_save_leave_place(save);
+        pcc_save_leave(save);
         return -EINVAL;
     }
     const bool has_base = begin_base(save, request, &base);
-    pcc_save_reset(save, request, sequence, slot, has_base ? &base : NULL);
-    pcc_kept_begin(saver->spec.kept, save->kept_place, &save->entry, &request->notes, slot,
+    const struct pcc_slot_entry entry = entry_of(saver->volume, request, sequence);
+    pcc_save_reset(save, request, &entry, slot, has_base ? &base : NULL);
+    pcc_kept_begin(saver->spec.kept, save->kept_place, &entry, &request->notes, slot,
                    save->piece_count, has_base ? base.entry.sequence : 0);
     *out = save;
     *sequence_out = sequence;
@@ -124,13 +120,13 @@ int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnati
     pcc_save_lock(save);
     if (!save->active) {
         result = -PCC_E_ABORTED;
-    } else if (save->sequence == 0 && sequence != 0 &&
+    } else if (save->entry.sequence == 0 && sequence != 0 &&
                pcc_volume_take_sequence(saver->volume, sequence) != 0) {
-        save->sequence = save->entry.sequence = sequence;
+        save->entry.sequence = sequence;
         save->entry.incarnation = incarnation;
         save->entry.world_size = world_size;
         pcc_volume_start_id(saver->volume, incarnation, save->entry.start_id);
-        pcc_kept_number(saver->spec.kept, save->kept_place, &save->entry);
+        pcc_kept_entry(saver->spec.kept, save->kept_place, &save->entry, &save->request.notes);
         result = 0;
     }
     pcc_save_unlock(save);
@@ -238,7 +234,7 @@ static void take_length(struct pcc_save *save, const struct pcc_save_request *re
     save->entry.payload_bytes = request->payload_bytes;
     save->entry.tree_offset_bytes = request->tree_offset_bytes;
     save->entry.tree_bytes = request->tree_bytes;
-    pcc_kept_length(saver->spec.kept, save->kept_place, &save->entry, &request->notes);
+    pcc_kept_entry(saver->spec.kept, save->kept_place, &save->entry, &request->notes);
 }
 
 int pcc_save_set_length(struct pcc_save *save, const struct pcc_save_length *length)
@@ -271,7 +267,7 @@ int pcc_save_seal(struct pcc_save *save)
     pcc_save_lock(save);
     if (!save->active) {
         result = -PCC_E_ABORTED;
-    } else if (save->sealed || save->request.is_open || save->sequence == 0 ||
+    } else if (save->sealed || save->request.is_open || save->entry.sequence == 0 ||
                save->handed_over < save->piece_count) {
         result = -EINVAL;
     } else {

@@ -69,18 +69,10 @@ static int places_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_c
 static void save_fill(struct pcc_save *save, const struct pcc_kept_save *kept, uint64_t tag,
                       uint32_t slot, const struct pcc_base *base)
 {
-    const struct pcc_save_request request = {.tag = tag,
-                                             .step = kept->step,
-                                             .incarnation = kept->incarnation,
-                                             .world_size = kept->world_size,
-                                             .flags = kept->flags,
-                                             .payload_bytes = kept->payload_bytes,
-                                             .tree_offset_bytes = kept->tree_offset_bytes,
-                                             .tree_bytes = kept->tree_bytes,
-                                             .notes = kept->notes};
+    const struct pcc_save_request request = {
+        .tag = tag, .payload_bytes = kept->entry.payload_bytes, .notes = kept->notes};
 
-    pcc_save_reset(save, &request, kept->sequence, slot, base);
-    memcpy(save->entry.start_id, kept->start_id, PCC_UUID_BYTES);
+    pcc_save_reset(save, &request, &kept->entry, slot, base);
 }
 
 /* Whether the volume has the checkpoint, even if it is damaged by now, or a newer one. */
@@ -110,19 +102,20 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
     const uint64_t base_sequence =
         atomic_load_explicit(&found->base_sequence, memory_order_acquire);
-    if (!pcc_geometry_fits(&saver->geometry, found->payload_bytes, base_sequence != 0))
+    if (!pcc_geometry_fits(&saver->geometry, found->entry.payload_bytes, base_sequence != 0))
         return -PCC_E_TOO_LARGE;
-    (void)pcc_volume_take_sequence(saver->volume, found->sequence); /* the next ones are above */
-    if (is_durable(saver->volume, found->sequence))
+    (void)pcc_volume_take_sequence(saver->volume,
+                                   found->entry.sequence); /* the next ones are above */
+    if (is_durable(saver->volume, found->entry.sequence))
         return -EALREADY;
-    const uint32_t pieces = (uint32_t)pcc_ceil_div(found->payload_bytes, saver->spec.chunk_bytes);
+    const uint32_t pieces =
+        (uint32_t)pcc_ceil_div(found->entry.payload_bytes, saver->spec.chunk_bytes);
     save = pcc_saver_take_place(saver, place);
     if (save == NULL)
         return -PCC_E_NO_LANE;
     const int error = places_take(saver, place, pieces, &slot, &base, &has_base);
     if (error != 0) {
-        pcc_save_leave_lane(save);
-        pcc_save_leave_place(save);
+        pcc_save_leave(save);
         return error;
     }
     if (slot != atomic_load_explicit(&found->slot, memory_order_relaxed))

@@ -71,10 +71,9 @@ struct pcc_save {
     uint8_t *manifest;             /* header, then the checksums where they are collected */
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
 
-    /* Guarded by the lane's lock, like all that follows. */
+    /* Guarded by the lane's lock, like all that follows, and zero when the save begins. */
     bool active;                     /* from begin to the moment its end is decided */
     struct pcc_save_request request; /* once the length is known, as if it had not been open */
-    uint64_t sequence;
     uint32_t slot;
     bool has_slot;
     uint32_t piece_count;
@@ -197,7 +196,7 @@ PCC_MUST_CHECK int pcc_save_rescue(const struct pcc_save *save, uint32_t positio
 /* -- pcc_save.c -- */
 /* A place that was just taken becomes this save, with no chunk handed over. `base` may be NULL. */
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
-                    uint64_t sequence, uint32_t slot, const struct pcc_base *base);
+                    const struct pcc_slot_entry *entry, uint32_t slot, const struct pcc_base *base);
 
 /* -- pcc_saver.c -- */
 /* A free place of a free lane, both taken: this one of all of the saver's, or any; NULL when there
@@ -206,8 +205,9 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
 struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place);
 /* The lane may take the next save; the place itself is free when `ended` has returned. */
 void pcc_save_leave_lane(struct pcc_save *save);
-void pcc_save_leave_place(struct pcc_save *save);
-/* The same after `ended`, and calls `freed`. */
+/* Both, for a save that does not begin. */
+void pcc_save_leave(struct pcc_save *save);
+/* Leaves the place after `ended`, and calls `freed`. */
 void pcc_save_over(struct pcc_save *save);
 
 #endif

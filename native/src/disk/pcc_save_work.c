@@ -79,8 +79,8 @@ static void look_for_newer(struct pcc_save *save)
 
     if (!save->sealed || save->superseded)
         return;
-    save->given_up = pcc_volume_gives_up(volume, save->sequence);
-    save->superseded = save->given_up || pcc_volume_superseding(volume) > save->sequence;
+    save->given_up = pcc_volume_gives_up(volume, save->entry.sequence);
+    save->superseded = save->given_up || pcc_volume_superseding(volume) > save->entry.sequence;
 }
 
 /* A resource is short now, here or behind the disk (a thin pool): the slot is not to blame. */
@@ -507,9 +507,10 @@ static void end(struct pcc_save *save)
     result.error = save->superseded && !save->durable ? 0 : save->error;
     result.stage = result.error == 0 ? PCC_STAGE_NONE : save->stage;
     result.tag = save->request.tag;
-    result.sequence = save->sequence;
+    result.sequence = save->entry.sequence;
     const uint64_t newer = pcc_volume_superseding(saver->volume);
-    if (result.end == PCC_SAVE_SUPERSEDED && newer > save->sequence) /* else damaged meanwhile */
+    if (result.end == PCC_SAVE_SUPERSEDED &&
+        newer > save->entry.sequence) /* else damaged meanwhile */
         result.newer = newer;
     result.slot = save->slot;
     result.rehomed = save->moves;

@@ -224,10 +224,11 @@ void pcc_save_leave_lane(struct pcc_save *save)
     (void)pthread_mutex_unlock(&saver->lock);
 }
 
-void pcc_save_leave_place(struct pcc_save *save)
+void pcc_save_leave(struct pcc_save *save)
 {
     struct pcc_saver *saver = save->lane->saver;
 
+    pcc_save_leave_lane(save);
     (void)pthread_mutex_lock(&saver->lock);
     save->used = false;
     (void)pthread_cond_broadcast(&saver->ended);

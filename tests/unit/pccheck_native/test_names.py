@@ -49,7 +49,7 @@ def test_numbers_of_volumes_are_passed() -> None:
     numbers.passed(7)
     numbers.passed(3)
     assert numbers.give(name(1), 0) == 8
-    assert numbers.give(None, 11) == 12
+    assert numbers.give(name(2), 11) == 12
 
 
 def test_the_oldest_names_are_forgotten() -> None:

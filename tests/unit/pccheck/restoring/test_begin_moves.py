@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from pccheck.restoring.stages import MOVES, Move, State
+from pccheck.restoring.begin import MOVES, Move, State
 
 #: A restore of all or of a part, which finishes or breaks off.
 RESTORES = list(itertools.product((Move.ALL, Move.PART), (True, False)))
