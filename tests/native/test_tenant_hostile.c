@@ -452,7 +452,8 @@ static void test_doubts(void)
     fixture_end(&f);
 }
 
-/* Chunks of a save that has no number yet are nobody's cache: not that of another rank's payload. */
+/* Chunks of a save that has no number yet are nobody's cache: not that of another rank's payload.
+ */
 static void test_no_number_is_no_cache(void)
 {
     struct fixture f;

@@ -270,7 +270,6 @@ def test_ranges_are_checked(loop: Loop) -> None:
 def test_a_dead_daemon_ends_every_wait(loop: Loop) -> None:
     loop.submit(1, random_extents(1000), b"tree")
     assert loop.link.alive()
-    loop.channel.close()
     loop.far.close()
     with pytest.raises(ConnectionResetError):  # it may be durable, but nobody makes it global
         loop.link.wait(1, "global", deadline())
