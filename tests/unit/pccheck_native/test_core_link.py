@@ -269,10 +269,14 @@ def test_ranges_are_checked(loop: Loop) -> None:
 
 def test_a_dead_daemon_ends_every_wait(loop: Loop) -> None:
     loop.submit(1, random_extents(1000), b"tree")
+    loop.link.load_start(7, b"")
     assert loop.link.alive()
+    loop.channel.close()
     loop.far.close()
-    with pytest.raises(ConnectionResetError):  # it may be durable, but nobody makes it global
-        loop.link.wait(1, "global", deadline())
+    assert loop.link.wait(1, "durable", deadline())
+    assert loop.link.state(1).word == WORD_REFUSED  # what still waited ends with the daemon
+    with pytest.raises(ConnectionResetError):
+        loop.link.load_wait(7, deadline())
     assert not loop.link.alive()
 
 
