@@ -1,7 +1,8 @@
 """Link and Channel in one process: what goes in comes out, and who may close what when."""
 
-from __future__ import contextlib
+from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
