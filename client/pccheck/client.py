@@ -469,12 +469,12 @@ class PCcheckClient:
         self, connection: Connection, state: object, step: int, metadata: tree.Node
     ) -> InFlight:
         self._planner.hooks.follow()
-        snapshot = self._planner.snapshot(connection.link.chunk_bytes, state, step, metadata)
+        snapshot = self._planner.snapshot(connection.native.chunk_bytes, state, step, metadata)
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
         try:
             return self._saver.submit(connection, step, snapshot, self._steps, interval)
-        except ConnectionError as error:  # the link noticed it first
+        except ConnectionError as error:  # the core noticed it first
             raise connection.gone() from error
 
     def _failed(self, step: int, error: PccheckError | OSError) -> Checkpoint:
@@ -723,7 +723,7 @@ class PCcheckClient:
     def _expose(self, connection: Connection, step: int) -> None:
         """Shares GPU memory before the first checkpoint, which meets the same failure again."""
         try:
-            made = self._planner.snapshot(connection.link.chunk_bytes, None, step, None)
+            made = self._planner.snapshot(connection.native.chunk_bytes, None, step, None)
             self._saver.expose(connection, made)
         except (PccheckError, OSError) as error:
             LOG.debug("before the first checkpoint: %s", error)

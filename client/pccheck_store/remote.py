@@ -120,7 +120,7 @@ class LeasedPayloads(DaemonPayloads):
             opened = self._attachment.request(Open(step=one.step, before=one.sequence + 1))
             if not isinstance(opened, Opened) or opened.sequence != one.sequence:
                 raise recycled(one.step, one.sequence)
-            self.link = _core.Link(self._attachment.link_fd, self._attachment.page_fd)
+            self.native = _core.Client(self._attachment.memory_fd, self._attachment.page_fd)
         except BaseException as error:
             self._attachment.close()
             if isinstance(error, NoCheckpointError):
@@ -142,7 +142,7 @@ class LeasedPayloads(DaemonPayloads):
         )
 
     def close(self) -> None:
-        self.link.close()
+        self.native.close()
         self._attachment.close()
 
     def _part(self, rank: int) -> Part:

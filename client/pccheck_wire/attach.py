@@ -22,14 +22,14 @@ CONNECT_LIMIT_S = 10.0
 class Attachment:
     """A connection to the daemon after its handshake. Closing the connection ends the session.
 
-    `page_fd` and `link_fd` (-1 for observers) are for the native link, which duplicates them:
-    `Link(attachment.link_fd, attachment.page_fd)`.
+    `page_fd` and `memory_fd` (-1 for observers) are for the native client, which duplicates them:
+    `Client(attachment.memory_fd, attachment.page_fd)`.
     """
 
     def __init__(self, connection: Connection, welcome: Welcome, descriptors: list[int]) -> None:
         self.welcome = welcome
         self.path = Path(connection.path)
-        self.page_fd, self.link_fd = descriptors if descriptors else (-1, -1)
+        self.page_fd, self.memory_fd = descriptors if descriptors else (-1, -1)
         self._connection = connection
         self._number = 0
 
@@ -61,8 +61,8 @@ class Attachment:
 
     def close(self) -> None:
         self._connection.close()
-        open_fds = {self.page_fd, self.link_fd} - {-1}
-        self.page_fd = self.link_fd = -1  # before: Ctrl-C must not close a number twice
+        open_fds = {self.page_fd, self.memory_fd} - {-1}
+        self.page_fd = self.memory_fd = -1  # before: Ctrl-C must not close a number twice
         for descriptor in open_fds:
             os.close(descriptor)
 

@@ -6,7 +6,7 @@ packed little-endian u64 triples (address, offset, length), ascending and disjoi
 ranges are packed "<QQQII" (address, offset, length, CUDA ordinal, 0), ascending and disjoint, too.
 
 `close()` may be called several times. It forbids new calls (ValueError). The object is freed when
-calls in other threads have ended and no channel borrows it. A forked child may not use what its
+calls in other threads have ended and no tenant borrows it. A forked child may not use what its
 parent opened (ValueError).
 """
 
@@ -44,8 +44,8 @@ WORD_ABANDONED: int
 WORD_REFUSED: int
 CAUSE_REPLACED: int  # of pccheck_wire.ends
 CAUSE_OTHER_RANK: int
-OUTCOME_GIVEN_UP: int  # in LinkState.outcome, beside the numbers of CheckpointState
-#: Results of Link.load_wait, and NativeError.code. The module has all PCC_E_* codes of pcc_base.h.
+OUTCOME_GIVEN_UP: int  # in ClientState.outcome, beside the numbers of CheckpointState
+#: Results of Client.load_wait, and NativeError.code. It has all PCC_E_* codes of pcc_base.h.
 E_DAMAGED: int
 E_UNREADABLE: int
 E_NO_DRIVER: int
@@ -166,11 +166,11 @@ class Volume:
     def read_into(
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
     ) -> None:
-        """Verified, parallel read into memory; ranges as for Link.submit."""
+        """Verified, parallel read into memory; ranges as for Client.submit."""
     def verify(self, sequence: int, /) -> None: ...  # DAMAGED, UNREADABLE
     def close(self) -> None:
         """From now on its methods raise ValueError. The file is closed when the last of them has
-        returned, in other threads too, and no channel is bound to it."""
+        returned, in other threads too, and no tenant is bound to it."""
     @property
     def closed(self) -> bool: ...  # its file is closed
 
@@ -222,7 +222,7 @@ class Event(NamedTuple):
     #: requested begun waits refused copied writing durable superseded failed load_ended bad_peer
     #: detached
     kind: str
-    channel: int
+    tenant: int
     session: int
     id: int
     sequence: int
@@ -267,7 +267,7 @@ class Gpus:
     def rest(self, unused_s: float, /) -> None: ...  # releases contexts unused for so long
     def close(self) -> None: ...
 
-class ChannelUsage(NamedTuple):
+class TenantUsage(NamedTuple):
     bytes: int
     free_chunks: int
     granted_chunks: int
@@ -293,7 +293,7 @@ class KeptState(NamedTuple):
 def kept_state(fd: int) -> KeptState: ...  # OSError EINVAL, NativeError DAMAGED NEWER_FORMAT
 
 @final
-class Channel:
+class Tenant:
     def __init__(
         self,
         pool: Pool,
@@ -365,18 +365,18 @@ class Channel:
         offset: int,
         length: int,
         load_id: int,
-        own: bool = True,  # what this channel has cached of the sequence is of this volume
+        own: bool = True,  # what this tenant has cached of the sequence is of this volume
     ) -> None: ...
-    def usage(self) -> ChannelUsage: ...
+    def usage(self) -> TenantUsage: ...
     def close(self) -> None: ...
 
-class LinkState(NamedTuple):
+class ClientState(NamedTuple):
     word: int  # WORD_*
     outcome: int
     sequence: int
     newer: int  # of a superseded one: the sequence that is durable instead; 0: not known
     source_read: bool
-    error: int  # why the link itself gave it up: 0 or a negative code
+    error: int  # why the client itself gave it up: 0 or a negative code
     error_name: str  # "" or e.g. "ETIMEDOUT" (of a hold), "DEVICE", "EFAULT" (of memory)
     fault: int  # the address of memory that could not be read; 0: all could
     # Why the daemon ended it so (pccheck_wire.ends):
@@ -386,7 +386,7 @@ class LinkState(NamedTuple):
     argument: int
 
 @final
-class Link:
+class Client:
     """The client's end. `close()` returns with its thread gone."""
 
     def __init__(self, socket_fd: int, page_fd: int) -> None: ...
@@ -429,7 +429,7 @@ class Link:
         """Requests the snapshot and starts the copy. `provisional`: the daemon cannot vouch for it
         before confirm()."""
     def device_open(self, device: int, /) -> str:
-        """Readies a GPU for this link; "" or why the daemon cannot pull from it. NativeError
+        """Readies a GPU for this client; "" or why the daemon cannot pull from it. NativeError
         NO_DRIVER, DEVICE."""
 
     def staging(self, device: int, nbytes: int) -> int: ...  # address; MemoryError
@@ -463,7 +463,7 @@ class Link:
         """The source of a provisional snapshot was not changed before it was read."""
 
     def abandon(self, snapshot: int, /) -> bool: ...
-    def state(self, snapshot: int, /) -> LinkState | None: ...
+    def state(self, snapshot: int, /) -> ClientState | None: ...
     def load_start(self, load_id: int, ranges: _Packed, device_ranges: _Packed = b"") -> None: ...
     def load_wait(self, load_id: int, deadline_ns: int) -> int:
         """0 or the daemon's code; TimeoutError, ConnectionResetError. However it ends, nothing

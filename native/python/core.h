@@ -19,8 +19,8 @@ enum pcc_py_result { /* the named tuples of _core.pyi */
                      PCC_PY_EVENT,
                      PCC_PY_SAVE_REQUEST,
                      PCC_PY_GPU_INFO,
-                     PCC_PY_CHANNEL_USAGE,
-                     PCC_PY_LINK_STATE,
+                     PCC_PY_TENANT_USAGE,
+                     PCC_PY_CLIENT_STATE,
                      PCC_PY_KEPT_STATE,
                      PCC_PY_RESULT_COUNT,
 };
@@ -30,8 +30,8 @@ enum pcc_py_type_id {
     PCC_PY_POOL,
     PCC_PY_EVENTS,
     PCC_PY_GPUS,
-    PCC_PY_CHANNEL,
-    PCC_PY_LINK,
+    PCC_PY_TENANT,
+    PCC_PY_CLIENT,
     PCC_PY_TYPE_COUNT,
 };
 
@@ -223,8 +223,8 @@ extern const struct pcc_py_type pcc_py_volume;
 extern const struct pcc_py_type pcc_py_pool;
 extern const struct pcc_py_type pcc_py_events;
 extern const struct pcc_py_type pcc_py_gpus;
-extern const struct pcc_py_type pcc_py_channel;
-extern const struct pcc_py_type pcc_py_link;
+extern const struct pcc_py_type pcc_py_tenant;
+extern const struct pcc_py_type pcc_py_client;
 
 PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);

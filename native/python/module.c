@@ -46,9 +46,9 @@ static int add_constants(PyObject *module)
 }
 
 static const struct pcc_py_type *const types[PCC_PY_TYPE_COUNT] = {
-    [PCC_PY_VOLUME] = &pcc_py_volume,   [PCC_PY_POOL] = &pcc_py_pool,
-    [PCC_PY_EVENTS] = &pcc_py_events,   [PCC_PY_GPUS] = &pcc_py_gpus,
-    [PCC_PY_CHANNEL] = &pcc_py_channel, [PCC_PY_LINK] = &pcc_py_link,
+    [PCC_PY_VOLUME] = &pcc_py_volume, [PCC_PY_POOL] = &pcc_py_pool,
+    [PCC_PY_EVENTS] = &pcc_py_events, [PCC_PY_GPUS] = &pcc_py_gpus,
+    [PCC_PY_TENANT] = &pcc_py_tenant, [PCC_PY_CLIENT] = &pcc_py_client,
 };
 
 static PyTypeObject *type_new(PyObject *module, const struct pcc_py_type *type)

@@ -179,7 +179,7 @@ static PyMethodDef events_methods[] = {
 
 const struct pcc_py_type pcc_py_events = {
     .name = "pccheck_native._core.Events",
-    .doc = "What the channels report, behind an eventfd.",
+    .doc = "What the tenants report, behind an eventfd.",
     .make = events_new,
     .methods = events_methods,
 };

@@ -118,7 +118,7 @@ static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
     return PyUnicode_FromString(name);
 }
 
-/* close() only marks it while another thread, or a channel, uses it. */
+/* close() only marks it while another thread, or a tenant, uses it. */
 static PyObject *volume_closed(PyObject *self, void *Py_UNUSED(unused))
 {
     return PyBool_FromLong(pcc_py_lease(self)->handle == NULL);

@@ -1,1 +1,1 @@
-"""The native core on asyncio: calls in threads, events on the loop, channels, GPUs."""
+"""The native core on asyncio: calls in threads, events on the loop, tenants, GPUs."""

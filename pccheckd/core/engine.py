@@ -1,9 +1,9 @@
 """The native core on asyncio: events arrive on the loop, calls that may block run in threads.
 
-The loop itself calls only what takes no lock that is held over I/O: of a channel `refuse`,
+The loop itself calls only what takes no lock that is held over I/O: of a tenant `refuse`,
 `requested`, `set_outcome`, `usage`; of a volume `set_group`, `limit`, `has_expendable`, `spare`; of
 the pool and the GPUs the usage. All else goes through `call`, `grow` or
-`open_channel`; the integration tests enforce this (tests/support/loopcheck.py)."""
+`open_native`; the integration tests enforce this (tests/support/loopcheck.py)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Turns:
 
 
 class PortShape(NamedTuple):
-    """What a channel is made with."""
+    """What a tenant is made with."""
 
     chunk_bytes: int
     block_bytes: int
@@ -114,7 +114,7 @@ class Engine:
         self.io = IoEngine(config)
         self._events = _core.Events()
         self._listeners: dict[int, Callable[[_core.Event], None]] = {}
-        self._next_channel = 1
+        self._next_number = 1
         self._calls = Turns("call", THREADS, THREADS_PER_UID)
         self.drive = Turns("drive", DRIVERS, DRIVERS_PER_UID)  # may wait for a GPU or its driver
         self.scan = Turns("scan", SCANS, 1)  # reads for minutes (verify)
@@ -136,13 +136,13 @@ class Engine:
         self.driver.start()
 
     async def close_gpus(self) -> None:
-        """After every channel is closed. Waits for the copiers to end."""
+        """After every tenant is closed. Waits for the copiers to end."""
         gpus = self.driver.take_away()
         if gpus is not None:
             await self.drive(os.getuid(), gpus.close)
 
     def stop(self) -> None:
-        """After every channel is closed."""
+        """After every tenant is closed."""
         if self._loop is not None:
             self._loop.remove_reader(self._events.fileno())
         for threads in self._pools():
@@ -198,31 +198,31 @@ class Engine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._growers, function, wanted_bytes)
 
-    async def open_channel(
+    async def open_native(
         self, uid: int, listener: Callable[[_core.Event], None], shape: PortShape
-    ) -> tuple[int, _core.Channel]:
-        """A channel whose events go to `listener`, on the loop."""
-        number = self._next_channel
-        self._next_channel += 1
+    ) -> tuple[int, _core.Tenant]:
+        """A tenant whose events go to `listener`, on the loop."""
+        number = self._next_number
+        self._next_number += 1
         self._listeners[number] = listener
         try:  # in a thread: it starts lanes x writers threads
             return number, await self.call(
-                uid, _core.Channel, self.pool, self._events, id=number, **shape._asdict()
+                uid, _core.Tenant, self.pool, self._events, id=number, **shape._asdict()
             )
         except BaseException:
-            self.forget_channel(number)
+            self.forget_native(number)
             raise
 
-    def forget_channel(self, number: int) -> None:
+    def forget_native(self, number: int) -> None:
         self._listeners.pop(number, None)
 
     def deliver(self) -> None:
         """Passes on what the core has reported."""
         for event in self._events.take():
-            listener = self._listeners.get(event.channel)
+            listener = self._listeners.get(event.tenant)
             if listener is None:
                 continue
             try:
                 listener(event)
             except Exception:  # an error with one checkpoint must not stop the events of others
-                LOG.exception("event %s of channel %d", event.kind, event.channel)
+                LOG.exception("event %s of tenant %d", event.kind, event.tenant)

@@ -71,7 +71,7 @@ class Driver:
         threading.Thread(target=load, name="cuda-load", daemon=True).start()
 
     async def ready(self) -> _core.Gpus | None:
-        """The GPUs to open a channel with; None when tensors are always pushed. Waits until the
+        """The GPUs to open a tenant with; None when tensors are always pushed. Waits until the
         driver has answered once, but only soon after the start."""
         left_s = self._until_s - time.monotonic()
         if not self._tried.is_set() and left_s > 0:

@@ -1,4 +1,4 @@
-"""A native channel with its session: attached, detached, loaded through, closed, in that order."""
+"""A native tenant with its session: attached, detached, loaded through, closed, in that order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEP_S = 0.02
 #: faults; in small steps of a small budget, since only whole segments can be given back.
 GROW_STEP_BYTES = 256 << 20
 GROW_STEPS = 16  # at least, from nothing to the whole budget
-CHUNKS_MIN = 2  # of a channel: one is filled while one is written
+CHUNKS_MIN = 2  # of a tenant: one is filled while one is written
 #: A trainer that was asked for a segment and returns none for this long loses its session. Between
 #: two checks at most half of it counts: the daemon or the machine may have been stopped.
 BACK_LIMIT_S = 60.0
@@ -41,7 +41,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The live trainer of a channel: its session and what its Hello said."""
+    """The live trainer of a tenant: its session and what its Hello said."""
 
     session: int
     pid: int
@@ -62,15 +62,15 @@ def load_chunks(writers: int) -> int:
 
 
 class Port:
-    """Owns one channel. Its events reach `listener` on the loop, except DETACHED."""
+    """Owns one tenant. Its events reach `listener` on the loop, except DETACHED."""
 
     number: int
-    channel: _core.Channel
+    native: _core.Tenant
 
     def __init__(
         self, engine: Engine, uid: int, listener: Callable[[_core.Event], None], chunk_bytes: int
     ) -> None:
-        """Without its channel: see `opened`."""
+        """Without its tenant: see `opened`."""
         self._engine = engine
         self._uid = uid
         self._listener = listener
@@ -95,14 +95,14 @@ class Port:
         cls, engine: Engine, uid: int, listener: Callable[[_core.Event], None], shape: PortShape
     ) -> Port:
         port = cls(engine, uid, listener, shape.chunk_bytes)
-        port.number, port.channel = await engine.open_channel(uid, port._on_event, shape)
+        port.number, port.native = await engine.open_native(uid, port._on_event, shape)
         return port
 
     async def attach(self, socket_fd: int, session: int, kernel_pid: int = 0) -> int:
         """The session page's descriptor, the caller's to send and close."""
         try:  # busy while the previous session is being drained
             page_fd = await self._unless_busy(
-                DETACH_LIMIT_S, self.channel.attach, socket_fd, session, kernel_pid
+                DETACH_LIMIT_S, self.native.attach, socket_fd, session, kernel_pid
             )
         except OSError as error:
             raise translated(error, "the session page") from error
@@ -115,15 +115,15 @@ class Port:
         aborted one may come later, when its writes are done."""
         if not self.attached:
             return
-        await self._engine.drive(self._uid, self.channel.detach)
+        await self._engine.drive(self._uid, self.native.detach)
         await happened(self._drained, DETACH_LIMIT_S)
         self.attached = False
         self._look()
 
-    def usage(self) -> _core.ChannelUsage | None:
+    def usage(self) -> _core.TenantUsage | None:
         """What its memory is used for; None once it is closed. Never blocks for long."""
         with contextlib.suppress(ValueError):
-            return self.channel.usage()
+            return self.native.usage()
         return None
 
     def _look(self) -> None:
@@ -134,7 +134,7 @@ class Port:
         """Maps the GPU memory that the trainer shares; "" or why the daemon cannot pull. Raises
         DeviceError when GPU memory is short: the trainer may have some to release."""
         try:
-            return await self._engine.drive(self._uid, self.channel.expose, number, exposure)
+            return await self._engine.drive(self._uid, self.native.expose, number, exposure)
         except MemoryError as error:
             raise DeviceError(str(error), hint=PUSHED, retryable=True) from error
         except (OSError, _core.NativeError) as error:
@@ -143,7 +143,7 @@ class Port:
     async def rest(self, after_s: float) -> None:
         """Unpins its memory when no GPU memory was mapped for this long."""
         with contextlib.suppress(ValueError):  # closed meanwhile
-            await self._engine.drive(self._uid, self.channel.rest, after_s)
+            await self._engine.drive(self._uid, self.native.rest, after_s)
 
     # -- its memory ----------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Port:
 
     async def send_segments(self) -> None:
         """Sends the existing segments to a session that has reconnected."""
-        await self._engine.call(self._uid, self.channel.grow, 0)
+        await self._engine.call(self._uid, self.native.grow, 0)
 
     def resize(
         self, aim_bytes: int, changed: Callable[[], None], stuck: Callable[[], None]
@@ -206,12 +206,12 @@ class Port:
         if self._aim_bytes == before or self._stopping:
             return False
         if before < self.least_bytes:  # does not wait for the page faults of others
-            grown = await self._engine.call(self._uid, self.channel.grow, self.least_bytes)
+            grown = await self._engine.call(self._uid, self.native.grow, self.least_bytes)
         else:
             step = self._engine.pool.usage()[0] // GROW_STEPS // self.chunk_bytes
             step = min(max(step, CHUNKS_MIN) * self.chunk_bytes, GROW_STEP_BYTES)
             step = max(step, self.chunk_bytes)
-            grown = await self._engine.grow(self.channel.grow, min(self._aim_bytes, before + step))
+            grown = await self._engine.grow(self.native.grow, min(self._aim_bytes, before + step))
         self.granted_bytes = self.lasting_bytes = grown
         return before < grown < self._aim_bytes
 
@@ -223,12 +223,12 @@ class Port:
         return self._loading and grows and self.granted_bytes >= used and not self._stopping
 
     async def _take_back(self, stuck: Callable[[], None]) -> None:
-        """Returns when what was asked for has come back, or the channel is about to close."""
+        """Returns when what was asked for has come back, or the tenant is about to close."""
         looked, waited_s, asked_before = time.monotonic(), 0.0, 0
         while True:
             aim = min(self._aim_bytes, self.lasting_bytes)
             self.granted_bytes, self.lasting_bytes, asked = await self._engine.drive(
-                self._uid, self.channel.shrink, aim
+                self._uid, self.native.shrink, aim
             )
             if self.granted_bytes == self.lasting_bytes and self.granted_bytes > aim:
                 self.floor_bytes = self.granted_bytes
@@ -254,7 +254,7 @@ class Port:
         """Gives the segments back when detached and idle; whether it did."""
         await self._stop_resizing()
         try:
-            await self._engine.call(self._uid, self.channel.release_memory)
+            await self._engine.call(self._uid, self.native.release_memory)
         except OSError:
             return False
         self.adopted(0)
@@ -270,11 +270,11 @@ class Port:
         *,
         own: bool = True,
     ) -> None:
-        """`own`: of the rank that saves through this channel."""
+        """`own`: of the rank that saves through this tenant."""
         self._loading, started = True, False
         try:
             await self._engine.call(
-                self._uid, self.channel.load, volume, sequence, offset, length, load, own
+                self._uid, self.native.load, volume, sequence, offset, length, load, own
             )
             started = True
         except ValueError as error:  # a volume that could not be opened again after an error
@@ -300,9 +300,9 @@ class Port:
         self._look_again.set()
 
     async def unbind(self, volume: _core.Volume, limit_s: float) -> bool:
-        """Whether the channel released the volume; False when saves on it outlast the limit."""
+        """Whether the tenant released the volume; False when saves on it outlast the limit."""
         try:
-            await self._unless_busy(limit_s, self.channel.unbind, volume)
+            await self._unless_busy(limit_s, self.native.unbind, volume)
         except OSError as error:
             if error.errno not in (errno.EBUSY, errno.ENOENT):
                 raise
@@ -325,8 +325,8 @@ class Port:
     async def close(self) -> None:
         """Drains sealed saves; the memory goes back to the pool."""
         await self._stop_resizing()
-        await self._engine.drive(self._uid, self.channel.close)
-        self._engine.forget_channel(self.number)
+        await self._engine.drive(self._uid, self.native.close)
+        self._engine.forget_native(self.number)
 
     def _on_event(self, event: _core.Event) -> None:
         if event.kind == "detached":

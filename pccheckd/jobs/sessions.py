@@ -395,7 +395,7 @@ class Sessions:
 
 @contextlib.contextmanager
 def _descriptors() -> Iterator[tuple[socket.socket, list[int]]]:
-    """The daemon's end of the socket over which a session gets its memory, which the native channel
+    """The daemon's end of the socket over which a session gets its memory, which the native port
     duplicates; and what the peer gets: the other end, with the page's descriptor to come before it.
     If the block fails, all are closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -58,7 +58,7 @@ async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant)
-            usage = port.channel.usage()
+            usage = port.native.usage()
             port.adopted(usage.bytes)
             for state in list(left.states):
                 await _bind(state, left, tenant, summary)
@@ -70,7 +70,7 @@ async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
 async def _adopt(port: Port, number: int, left: Left, tenant: Tenant) -> bool:
     fd = left.segments[number].fd
     try:
-        await tenant.engine.call(tenant.key.uid, port.channel.adopt, fd, number)
+        await tenant.engine.call(tenant.key.uid, port.native.adopt, fd, number)
     except (OSError, _core.NativeError) as error:
         LOG.warning("%s: a segment cannot be taken over: %s", tenant.key, _refused(error))
         return False
@@ -103,7 +103,7 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
         raise RefusedError("its volume no longer exists")
     outcomes = []
     for found in await tenant.engine.call(
-        tenant.key.uid, port.channel.bind, item.volume, state.descriptor.fd, state.id
+        tenant.key.uid, port.native.bind, item.volume, state.descriptor.fd, state.id
     ):
         sequence, step, incarnation, payload, _, _, world_size, why = found
         outcomes.append((sequence, step, why))
@@ -125,7 +125,7 @@ async def _settle(tenant: Tenant, port: Port) -> None:
     if not tenant.ledger.live():
         await tenant.binding.abandon_port()
         return
-    tenant.spawn(tenant.engine.drive(tenant.key.uid, port.channel.settle))
+    tenant.spawn(tenant.engine.drive(tenant.key.uid, port.native.settle))
     if tenant.volumes.current is not None:
         await tenant.binding.bind(tenant.volumes.current)
 

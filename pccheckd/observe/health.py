@@ -18,7 +18,7 @@ from pccheckd.core.port import Port
 from pccheckd.jobs.registry import Registry
 
 BEAT_S = 1.0
-#: The pool and every channel answer in microseconds unless a thread ended with their lock; a
+#: The pool and every port answer in microseconds unless a thread ended with their lock; a
 #: machine that swaps or was suspended needs some time.
 ANSWER_LIMIT_S = 20.0
 

@@ -1,1 +1,1 @@
-"""One rank of one job: its volumes, its channel, and its checkpoints from request to end."""
+"""One rank of one job: its volumes, its port, and its checkpoints from request to end."""

@@ -65,7 +65,7 @@ class Admission:
         alone = tenant.group.alone(tenant.key.rank, tenant.owner) if tenant.owner else None
         incarnation, above = alone or (0, 0)
         with contextlib.suppress(ValueError):  # closed
-            tenant.port.channel.policy(
+            tenant.port.native.policy(
                 held=self._stops or not tenant.binding.is_usable, numbers=alone is not None,
                 incarnation=incarnation, above=above,
             )  # fmt: skip
@@ -114,7 +114,7 @@ class Admission:
         owner, port = tenant.owner, tenant.port_of(event.session)
         if owner is None or port is None or event.request is None:
             return
-        port.channel.noted()
+        port.native.noted()
         asked = event.request
         tenant.interval_steps = asked.interval
         checkpoint = Checkpoint(
@@ -155,7 +155,7 @@ class Admission:
 
     def _tell_number(self, checkpoint: Checkpoint, port: Port) -> End | None:
         try:
-            port.channel.number(
+            port.native.number(
                 checkpoint.snapshot, checkpoint.sequence, checkpoint.incarnation,
                 checkpoint.world_size,
             )  # fmt: skip
@@ -262,7 +262,7 @@ class Admission:
         port = tenant.port_of(first.session)
         if port is not None:
             with contextlib.suppress(ValueError):  # closed
-                port.channel.retry()
+                port.native.retry()
         return None
 
     async def end_without_slot(self) -> End | None:

@@ -1,4 +1,4 @@
-"""What a rank writes to: its channel, and the volumes on the disk that the channel is bound to."""
+"""What a rank writes to: its port, and the volumes on the disk that the port is bound to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BINDINGS_MAX = 4  # PCC_TENANT_VOLUMES
 
 
 class BindingState(Enum):
-    UNBOUND = "unbound"  # no writers: no volume yet, no channel yet, or the rank rests
+    UNBOUND = "unbound"  # no writers: no volume yet, no port yet, or the rank rests
     BOUND = "bound"  # saves may begin
     STOPPED = "stopped"  # a commit record failed: the next save opens the volume again
     LOST = "lost"  # the volume's file is gone: the next save opens or makes another volume
@@ -49,11 +49,11 @@ class Binding:
     ) -> None:
         # Locks, taken in this order.
         self._looking = asyncio.Lock()  # while the files are compared with their paths
-        self.lock = asyncio.Lock()  # while volumes, channel and trainers come and go
+        self.lock = asyncio.Lock()  # while volumes, port and trainers come and go
         self._key = key
         self._engine = engine
         self._uses = uses
-        self._listener = listener  # of the channel's events
+        self._listener = listener  # of the port's events
         self.volumes = VolumeSet(key, engine)
         self.port: Port | None = None
         self.state = BindingState.UNBOUND
@@ -77,17 +77,17 @@ class Binding:
         self.state = moved(BINDING_MOVES, self.state, to, self._key)
 
     async def close(self) -> None:
-        """Drains sealed saves, then closes channel and volumes."""
+        """Drains sealed saves, then closes port and volumes."""
         async with self.lock:
             await self.abandon_port()
             await self.volumes.close()
             if self.state is not BindingState.CLOSED:
                 self._move(BindingState.CLOSED)
 
-    # -- the channel; the caller holds the lock ------------------------------------------------
+    # -- the port; the caller holds the lock ------------------------------------------------
 
     async def open_port(self, *, in_use: bool) -> Port:
-        """The channel, bound to the current volume, whose block size it has. A channel with chunks
+        """The port, bound to the current volume, whose block size it has. A port with chunks
         of another size, of before --chunk was changed, is replaced unless it is `in_use`."""
         config, current = self._engine.config, self.volumes.current
         block = current.info.block_bytes if current else config.block_bytes
@@ -100,7 +100,7 @@ class Binding:
         return port
 
     async def make_port(self, chunk_bytes: int, block_bytes: int, lanes: int) -> Port:
-        """Opens a channel; also for chunks that the previous daemon has left."""
+        """Opens a port; also for chunks that the previous daemon has left."""
         config = self._engine.config
         capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
         gpus, label = await self._engine.driver.ready(), inherited.label_of(self._key)
@@ -109,7 +109,7 @@ class Binding:
         return self.port
 
     async def abandon_port(self) -> None:
-        """Closes the channel, after sealed saves are written."""
+        """Closes the port, after sealed saves are written."""
         port, self.port = self.port, None
         if self.state is BindingState.BOUND:
             self._move(BindingState.UNBOUND)
@@ -120,7 +120,7 @@ class Binding:
         """New saves go to this volume. Does nothing for the one that is bound."""
         assert self.port is not None
         try:
-            await self._engine.call(self._key.uid, self.port.channel.bind, item.volume)
+            await self._engine.call(self._key.uid, self.port.native.bind, item.volume)
         except (OSError, _core.NativeError) as error:
             raise translated(error, f"the volume {item.path}") from error
         if self.state is BindingState.UNBOUND:
@@ -169,12 +169,12 @@ class Binding:
         self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,
         last_sequence: int,
     ) -> OpenVolume:  # fmt: skip
-        """A volume whose slots hold `payload_bytes`, bound to the channel: the current one, or a
+        """A volume whose slots hold `payload_bytes`, bound to the port: the current one, or a
         new one. The caller holds the lock. Raises PccheckError."""
         current = self.volumes.current
         too_small = current is None or payload_bytes > current.info.payload_capacity
         if current is None or too_small or self.volumes.is_followed:
-            # The channel numbers no save lower than one in the old volume.
+            # The port numbers no save lower than one in the old volume.
             current = await self.volumes.make(
                 payload_bytes, incarnation=incarnation, start=start, world_size=world_size,
                 next_sequence=last_sequence + 1,

@@ -1,5 +1,5 @@
 """A tenant: what the daemon keeps for one (uid, job, rank), with or without a live trainer: its
-volumes, its channel with the cached chunks, and the states of its checkpoints."""
+volumes, its port with the cached chunks, and the states of its checkpoints."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Tenant:
     # -- coming and going ----------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Opens what is on the disk; the channel comes with the first trainer."""
+        """Opens what is on the disk; the port comes with the first trainer."""
         await self.volumes.load()
         self.ledger.newest = self.volumes.newest()
 
@@ -189,7 +189,7 @@ class Tenant:
         self.seat.close()
 
     async def close(self) -> None:
-        """Drains sealed saves, then closes channel and volumes."""
+        """Drains sealed saves, then closes port and volumes."""
         self.seat.close()
         await self.queue.close()
         await self._tasks.settle()
@@ -203,8 +203,8 @@ class Tenant:
             return self.volumes.newest_incarnation()
         return self.group.incarnation(self.key.rank, self.owner)
 
-    def usage(self) -> _core.ChannelUsage | None:
-        """What its memory is used for; None without a channel. Waits for no disk."""
+    def usage(self) -> _core.TenantUsage | None:
+        """What its memory is used for; None without a port. Waits for no disk."""
         return self.port.usage() if self.port is not None else None
 
     @property
@@ -298,7 +298,7 @@ class Tenant:
         await self.retention.stage_again()
 
     async def register(self, payload_bytes: int) -> OpenVolume:
-        """A volume whose slots hold `payload_bytes`, bound to the channel. Raises PccheckError."""
+        """A volume whose slots hold `payload_bytes`, bound to the port. Raises PccheckError."""
         await self.look()
         if await self.binding.reopen():
             await self._mark_again()
@@ -371,7 +371,7 @@ class Tenant:
         """Ends a checkpoint that is not copied yet. If the core has copied or ended it meanwhile,
         an event says how it went on."""
         port, why = self.port_of(checkpoint.session), end.why
-        if port is not None and port.channel.refuse(
+        if port is not None and port.native.refuse(
             checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
             error=why.number, argument=int(why.argument),
         ):  # fmt: skip
@@ -432,7 +432,7 @@ class Tenant:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
         if (port := self.port_of(found.session)) is not None:
-            port.channel.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
+            port.native.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
         await self.volumes.refresh()

@@ -74,7 +74,7 @@ def test_bytes_come_back_from_dram_and_from_the_volume(daemon: Daemon) -> None:
             assert rank.welcome.newest_step == 7
             opened, data = rank.restore()
             assert (opened.step, opened.sequence, data) == (7, 7, payload_of(7, SIZE))
-            assert rank.link.loaded == ((SIZE, 0) if source == "dram" else (0, SIZE))
+            assert rank.native.loaded == ((SIZE, 0) if source == "dram" else (0, SIZE))
         assert daemon.stop() == 0
         daemon.start()
 
@@ -262,7 +262,7 @@ def test_sigterm_with_live_ranks_drains_what_they_copied(start_daemon: Start) ->
         rank.wait(rank.begin(1, payload_of(1, SIZE)), copied=True)
         rank.begin(2, payload_of(2, SIZE), fill=False)
     assert daemon.stop() == 0
-    assert not ranks[0].link.alive()
+    assert not ranks[0].native.alive()
     for rank in ranks:
         rank.close()
     daemon.start()

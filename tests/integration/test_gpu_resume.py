@@ -76,7 +76,7 @@ def train_on(trainer: Any) -> None:
     for step in range(1, 100_000):
         train(trainer, step, step, 2)
         if any(h.step >= 8 and h.state.name == "DURABLE" for h in trainer.handles[-100:]):
-            trainer.link.send(("durable", step))
+            trainer.native.send(("durable", step))
 
 
 def resume(trainer: Any) -> int:

@@ -445,6 +445,6 @@ def test_a_reader_that_requests_a_checkpoint_is_hung_up_on(start_daemon: Start) 
     with Session(daemon.socket, role=Role.READER) as reader:
         page = Page(reader.attachment.page_fd)
         page.request(1, block_of(1, SIZE))
-        until(lambda: not reader.link.alive())
+        until(lambda: not reader.native.alive())
         page.close()
     daemon.logs("violated the protocol")

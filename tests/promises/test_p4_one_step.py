@@ -277,7 +277,7 @@ def test_a_change_is_noticed_when_the_trainer_never_calls_again(
     client.checkpoint(step=0).wait_durable(60)
     daemon.kill(signal.SIGSTOP)
     handle = client.checkpoint(step=1)
-    link, number = handle._in_flight.connection.link, handle._in_flight.snapshot  # type: ignore[union-attr]
+    link, number = handle._in_flight.connection.native, handle._in_flight.snapshot  # type: ignore[union-attr]
     changes[0]()
     daemon.kill(signal.SIGCONT)
     assert link.wait(number, "copied", time.monotonic_ns() + int(60e9))  # it has ended, not copied
@@ -290,7 +290,7 @@ def test_a_trainer_that_never_calls_again_is_saved(client: PCcheckClient) -> Non
     changes = decay_by_hand(client)
     changes[1]()
     handle = client.checkpoint(step=1)
-    link = handle._in_flight.connection.link  # type: ignore[union-attr]
+    link = handle._in_flight.connection.native  # type: ignore[union-attr]
     assert link.wait(handle._in_flight.snapshot, "durable", time.monotonic_ns() + int(60e9))
     assert handle.state is CheckpointState.DURABLE
 

@@ -317,7 +317,7 @@ def test_training_goes_on_without_the_daemon(daemon: Daemon, trainer: Trainer) -
 
 def copied_in_a_step(commands: Commands) -> bool:
     commands.checkpoint()
-    commands.link.send(("durable", 1))  # it begins now
+    commands.native.send(("durable", 1))  # it begins now
     commands.step()  # its gate waits for the copy
     return commands.wait_durable(-1) == "durable"
 
@@ -325,7 +325,7 @@ def copied_in_a_step(commands: Commands) -> bool:
 def answered(commands: Commands) -> bool:
     connection = commands.client._session.current()
     assert connection is not None
-    commands.link.send(("durable", 1))
+    commands.native.send(("durable", 1))
     return isinstance(connection.request(ListVolumes(), timeout_s=STALL_LIMIT_S), Report)
 
 

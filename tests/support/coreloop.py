@@ -17,11 +17,11 @@ from typing import Self
 from pccheck_native import (
     WORD_REFUSED,
     WORD_REQUESTED,
-    Channel,
+    Client,
     Event,
     Events,
-    Link,
     Pool,
+    Tenant,
     Volume,
     create_volume,
 )
@@ -90,17 +90,17 @@ class Loop:
         self.volume = Volume(self.path, writable=True, engine=engine)
         self.pool = Pool(64 << 20)
         self.events = Events()
-        self.channel = Channel(
+        self.tenant = Tenant(
             self.pool, self.events, id=1, chunk_bytes=CHUNK_BYTES, block_bytes=BLOCK_BYTES,
             chunk_capacity=64, lanes=2, writers=2,
         )  # fmt: skip
-        self.channel.policy(held=True)
-        self.channel.bind(self.volume)
-        self.channel.grow(chunks * CHUNK_BYTES)
+        self.tenant.policy(held=True)
+        self.tenant.bind(self.volume)
+        self.tenant.grow(chunks * CHUNK_BYTES)
         self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        page = self.channel.attach(self.far.fileno(), 1)
+        page = self.tenant.attach(self.far.fileno(), 1)
         try:
-            self.link = Link(self.near.fileno(), page)
+            self.client = Client(self.near.fileno(), page)
         finally:
             os.close(page)
 
@@ -115,8 +115,8 @@ class Loop:
             for extent, offset in zip(extents, layout.offsets, strict=True)
         ]
         kept = len(ranges) - inline
-        self.link.request(snapshot)
-        self.link.submit(
+        self.client.request(snapshot)
+        self.client.submit(
             snapshot, pack(ranges[:kept]), pack(ranges[kept:]), tree, layout.tree_offset,
             **{"step": snapshot} | request,  # type: ignore[arg-type]
         )  # fmt: skip
@@ -124,14 +124,14 @@ class Loop:
 
     def begin(self, snapshot: int) -> int:
         """Lets one begin that was submitted; its sequence."""
-        self.channel.policy(numbers=True, incarnation=self.incarnation, world_size=self.world_size)
-        self.channel.noted()
+        self.tenant.policy(numbers=True, incarnation=self.incarnation, world_size=self.world_size)
+        self.tenant.noted()
         until_s = time.monotonic() + LIMIT_S
-        while (now := self.link.state(snapshot)) is None or now.word == WORD_REQUESTED:
+        while (now := self.client.state(snapshot)) is None or now.word == WORD_REQUESTED:
             assert time.monotonic() < until_s, now
-            self.channel.retry()
+            self.tenant.retry()
             time.sleep(0.001)
-        self.channel.policy(held=True)
+        self.tenant.policy(held=True)
         assert now.word != WORD_REFUSED, now
         return now.sequence
 
@@ -146,8 +146,8 @@ class Loop:
         """Saves, waits until the checkpoint is durable, and returns its sequence."""
         self.submit(snapshot, extents, tree, inline=inline, step=step, frozen_bytes=frozen)
         sequence = self.begin(snapshot)
-        assert self.link.wait(snapshot, "copied", deadline())
-        assert self.link.wait(snapshot, "durable", deadline())
+        assert self.client.wait(snapshot, "copied", deadline())
+        assert self.client.wait(snapshot, "durable", deadline())
         return sequence
 
     def load(self, sequence: int, sizes: Sequence[int], tree_bytes: int) -> list[bytearray]:
@@ -156,15 +156,15 @@ class Loop:
         into = [bytearray(size) for size in (*sizes, tree_bytes)]
         places = (*layout.offsets, layout.tree_offset)
         ranges = [(address(m), o, len(m)) for m, o in zip(into, places, strict=True) if m]
-        self.link.load_start(sequence, pack(ranges))
-        self.channel.load(self.volume, sequence, 0, layout.payload_bytes, sequence)
-        assert self.link.load_wait(sequence, deadline()) == 0
+        self.client.load_start(sequence, pack(ranges))
+        self.tenant.load(self.volume, sequence, 0, layout.payload_bytes, sequence)
+        assert self.client.load_wait(sequence, deadline()) == 0
         return into
 
     def close(self) -> None:
-        self.link.close()
+        self.client.close()
         self.near.close()
-        self.channel.close()
+        self.tenant.close()
         self.far.close()
         self.events.close()
         self.pool.close()

@@ -282,7 +282,7 @@ class EndCommands(Commands):
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
         client = PCcheckClient("ranks", rank, world_size, socket=socket, on_error="raise")
-        return until_stopped(client, lambda step: self.link.send(("durable", step)))
+        return until_stopped(client, lambda step: self.native.send(("durable", step)))
 
     def paced(self, socket: str, rank: int, store: str, steps: int, pause_s: float) -> list[int]:
         """One of two ranks: returns the steps at which should_checkpoint() was true, at least three

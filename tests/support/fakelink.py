@@ -1,4 +1,4 @@
-"""A connection whose link and daemon only record calls."""
+"""A connection whose native and daemon only record calls."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class FakeLink:
             cause=0, stage="copy", code="BAD_HANDLE", argument=0,
         )  # fmt: skip
 
-    # -- what a real link and daemon would do by themselves
+    # -- what a real native and daemon would do by themselves
 
     def copied(self, snapshot: int) -> None:
         self.words[snapshot] = WORD_COPIED
@@ -160,7 +160,7 @@ class FakeConnection:
     """The part of a Connection that the saving side uses."""
 
     def __init__(self, *, transfer: str = "pull", reason: str = "") -> None:
-        self.link = FakeLink()
+        self.native = FakeLink()
         self.welcome = SimpleNamespace(
             transfer=transfer, transfer_reason=reason, transfer_later=False, pid=1, start=bytes(16)
         )

@@ -235,7 +235,7 @@ class GpuCommands(Commands):
             durable = [h.step for h in self.handles[-100:] if h.state.name in ("DURABLE", "GLOBAL")]
             if durable and max(durable) > told:
                 told = max(durable)
-                self.link.send(("durable", told))
+                self.native.send(("durable", told))
         states = [h.state.name.lower() for h in self.handles if h._in_flight.snapshot]
         return self.optimizer.now, collections.Counter(states)
 

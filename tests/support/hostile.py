@@ -269,7 +269,7 @@ class Attacker:
         """Requests checkpoints that are far larger than its volume, each after one that fits."""
         with Rank(Path(self.path), job="evil") as rank:
             rank.register(1 << 20)
-            size = rank.link.chunk_bytes << 28
+            size = rank.native.chunk_bytes << 28
             for step in itertools.count(1, 2):
                 rank.save(step, payload_of(step, 1 << 20))
                 with contextlib.suppress(PccheckError, OSError), self.attach(job="big") as session:

@@ -24,11 +24,11 @@ from pccheck_native import _core
 #: fault or a call of the CUDA driver: `lock` of the channel, the volume, the pool and the GPUs
 #: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
-    "Channel": {"noted", "number", "policy", "refuse", "retry", "set_outcome", "usage"},
+    "Tenant": {"noted", "number", "policy", "refuse", "retry", "set_outcome", "usage"},
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group", "spare"},
     "Pool": {"stored", "usage"},
 }
-_FUNCTIONS = ("Channel", "Volume", "create_volume", "cuda_driver", "cuda_missing")
+_FUNCTIONS = ("Tenant", "Volume", "create_volume", "cuda_driver", "cuda_missing")
 _ON_FILES = ("open", "os.", "shutil.")
 
 
@@ -76,7 +76,7 @@ def watch_files(storage: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    for kind in (_core.Channel, _core.Volume, _core.Pool, _core.Gpus):
+    for kind in (_core.Tenant, _core.Volume, _core.Pool, _core.Gpus):
         for name, found in list(vars(kind).items()):
             short = name not in LOCK_ONLY.get(kind.__name__, {"info"})
             if short and callable(found) and not name.startswith("_"):

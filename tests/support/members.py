@@ -24,7 +24,7 @@ from pccheck_native import (
     WORD_COPIED,
     WORD_COPYING,
     WORD_REFUSED,
-    LinkState,
+    ClientState,
 )
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheck_wire.messages import CheckpointState as State
@@ -311,14 +311,14 @@ class WireMember(_Member):
         deadline = time.monotonic_ns() + int(STALL_LIMIT_S * 1e9)
         for index, snapshot in list(self.flying.items()):
             with contextlib.suppress(ValueError, OSError):
-                if not session.link.wait(snapshot, "read", deadline):
-                    session.link.abandon(snapshot)
+                if not session.native.wait(snapshot, "read", deadline):
+                    session.native.abandon(snapshot)
                     self.say(index, "STALLED", "the copy did not end within the limit")
 
     def save(self, index: int, step: int, *, fail: bool) -> None:
         self.steps.called(step)
         self._free_entry()
-        if self.session is not None and not self.session.link.alive():
+        if self.session is not None and not self.session.native.alive():
             self.look()
             self.session.close()
             self.session = None
@@ -343,7 +343,7 @@ class WireMember(_Member):
         )  # fmt: skip
         if fail:
             time.sleep(0.002)
-            self.session.link.abandon(snapshot)
+            self.session.native.abandon(snapshot)
         self.flying[index] = snapshot
 
     def _free_entry(self) -> None:
@@ -370,9 +370,9 @@ class WireMember(_Member):
         session = self.session
         if session is None:
             return
-        alive = session.link.alive()
+        alive = session.native.alive()
         for index, snapshot in list(self.flying.items()):
-            found = session.link.state(snapshot)
+            found = session.native.state(snapshot)
             if found is None:  # its entry in the page is used again; the daemon still knows it
                 try:
                     grouped = alive and self.world > 1  # it may have become global since
@@ -401,7 +401,7 @@ class WireMember(_Member):
                 del self.flying[index]
 
 
-def _state_of(found: LinkState) -> State:
+def _state_of(found: ClientState) -> State:
     if found.word == WORD_ABANDONED:
         return State.FAILED
     if found.word == WORD_REFUSED:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import zmq
 
-from pccheck_native import WORD_COPYING, Link, LinkState
+from pccheck_native import WORD_COPYING, Client, ClientState
 from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, error_from_wire
@@ -79,7 +79,7 @@ class Rank:
         self.rank = rank
         self.attachment = attach.connect(hello, socket, timeout_s=LIMIT_S)
         self.welcome = self.attachment.welcome
-        self.link = Link(self.attachment.link_fd, self.attachment.page_fd)
+        self.native = Client(self.attachment.memory_fd, self.attachment.page_fd)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -120,7 +120,7 @@ class Rank:
         while time.monotonic() < deadline:
             if self._socket.poll(SLICE_NS // 1_000_000):
                 return True
-            if not self.link.alive():
+            if not self.native.alive():
                 raise DaemonUnreachableError("the daemon has ended")
         return False
 
@@ -140,9 +140,9 @@ class Rank:
         for old in [old for old in self._kept if self._is_read(old)]:
             del self._kept[old]
         self._kept[snapshot] = buffer
-        self.link.request(snapshot)
+        self.native.request(snapshot)
         ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, len(body))
-        self.link.submit(
+        self.native.submit(
             snapshot, ranges, b"", tail, len(body), provisional=not fill, step=step,
             skip=on_busy == "skip", frozen_bytes=frozen,
             offered_bytes=frozen if offered is None else offered, **name,
@@ -151,29 +151,31 @@ class Rank:
 
     def until_copying(self, snapshot: int) -> None:
         """Waits until the snapshot has a slot."""
-        until(lambda: (now := self.link.state(snapshot)) is not None and now.word == WORD_COPYING)
+        until(lambda: (now := self.native.state(snapshot)) is not None and now.word == WORD_COPYING)
 
     def _is_read(self, snapshot: int) -> bool:
-        state = self.link.state(snapshot)
+        state = self.native.state(snapshot)
         return state is None or state.source_read
 
-    def wait(self, snapshot: int, *, copied: bool = False) -> LinkState:
+    def wait(self, snapshot: int, *, copied: bool = False) -> ClientState:
         """Raises DaemonUnreachableError when the daemon ends first."""
         what = "copied" if copied else "durable"
         deadline = time.monotonic_ns() + int(LIMIT_S * 1e9)
         try:
-            while not self.link.wait(snapshot, what, min(deadline, time.monotonic_ns() + SLICE_NS)):
-                state = self.link.state(snapshot)
+            while not self.native.wait(
+                snapshot, what, min(deadline, time.monotonic_ns() + SLICE_NS)
+            ):
+                state = self.native.state(snapshot)
                 assert time.monotonic_ns() < deadline, f"snapshot {snapshot}: {state}"
-                if not self.link.alive():
+                if not self.native.alive():
                     raise DaemonUnreachableError("the daemon has ended")
         except ConnectionResetError:  # the link noticed it
             raise DaemonUnreachableError("the daemon has ended") from None
-        state = self.link.state(snapshot)
+        state = self.native.state(snapshot)
         assert state is not None
         return state
 
-    def save(self, step: int, data: bytes) -> LinkState:
+    def save(self, step: int, data: bytes) -> ClientState:
         """Saves, and waits until this checkpoint or a newer one is durable."""
         state = self.wait(self.begin(step, data))
         durable = (CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED)
@@ -203,14 +205,14 @@ class Rank:
         load = next(self._loads)
         buffer = ctypes.create_string_buffer(opened.payload_bytes)
         ranges = struct.pack("<QQQ", ctypes.addressof(buffer), 0, opened.payload_bytes)
-        self.link.load_start(load, ranges)
+        self.native.load_start(load, ranges)
         try:
             self.ask(Read(load, opened.sequence, 0, opened.payload_bytes, self.rank))
         except PccheckError:
             with contextlib.suppress(TimeoutError):  # the session is closed in any case
-                self.link.load_wait(load, 0)
+                self.native.load_wait(load, 0)
             raise
-        code = self.link.load_wait(load, time.monotonic_ns() + int(LIMIT_S * 1e9))
+        code = self.native.load_wait(load, time.monotonic_ns() + int(LIMIT_S * 1e9))
         return code, buffer.raw
 
     def restore(self) -> tuple[Opened, bytes]:
@@ -222,7 +224,7 @@ class Rank:
         return opened, data
 
     def close(self) -> None:
-        self.link.close()
+        self.native.close()
         self._socket.close(0)
         self._context.term()
         self.attachment.close()

@@ -77,7 +77,7 @@ class Commands:
     """The commands of a trainer; one instance per process."""
 
     def __init__(self, link: Connection) -> None:
-        self.link = link
+        self.native = link
         self.handles: list[Any] = []
 
     def open(
@@ -187,7 +187,7 @@ class Commands:
             durable = [h.step for h in self.handles[-64:] if h.state.name in ("DURABLE", "GLOBAL")]
             if durable and max(durable) > told:
                 told = max(durable)
-                self.link.send(("durable", told))
+                self.native.send(("durable", told))
         return self.optimizer.now
 
     def recover(self, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One connection to a daemon: the attach socket, the native link, and ZeroMQ for requests."""
+"""One connection to a daemon: the attach socket, the native client, and ZeroMQ for requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import zmq
 
-from pccheck_native import Link
+from pccheck_native import Client
 from pccheck_wire import attach, codec, packing
 from pccheck_wire.basics import START_HINT
 from pccheck_wire.errors import (
@@ -119,8 +119,8 @@ class Connection:
         self._break_count = 0
         with contextlib.ExitStack() as undo:  # an attempt that fails leaves no descriptor open
             undo.callback(attachment.close)
-            self.link = Link(attachment.link_fd, attachment.page_fd)
-            undo.callback(self.link.close)
+            self.native = Client(attachment.memory_fd, attachment.page_fd)
+            undo.callback(self.native.close)
             self._socket: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
             undo.callback(self._socket.close, 0)
             self._socket.linger = 0
@@ -132,7 +132,7 @@ class Connection:
     def alive(self) -> bool:
         """About a microsecond; False once the daemon or this session has ended."""
         try:
-            return os.getpid() == self.pid and self.link.alive()
+            return os.getpid() == self.pid and self.native.alive()
         except ValueError:  # closed
             return False
 
@@ -245,10 +245,10 @@ class Connection:
     def gone(self) -> PccheckError:
         """Why this connection does not live any more."""
         with contextlib.suppress(ValueError):  # closed
-            if self.link.unmapped:
+            if self.native.unmapped:
                 return RefusedError(
                     "this process cannot map the daemon's memory: "
-                    f"{os.strerror(self.link.unmapped)}",
+                    f"{os.strerror(self.native.unmapped)}",
                     hint="raise the limit: ulimit -v, or vm.max_map_count", retryable=True,
                 )  # fmt: skip
         return DaemonUnreachableError(
@@ -256,14 +256,14 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Ends the session, also when Ctrl-C comes meanwhile; may be called again. What the link
+        """Ends the session, also when Ctrl-C comes meanwhile; may be called again. What the core
         had not handed over is lost."""
         with self._lock, contextlib.ExitStack() as ends:  # the last one comes first
             ends.callback(self._attachment.close)
             ends.callback(self._socket.close, 0)
             ends.callback(self._breaks.close, 0)
             ends.callback(self._stop_monitor)
-            ends.callback(self.link.close)
+            ends.callback(self.native.close)
 
     def _stop_monitor(self) -> None:
         with contextlib.suppress(zmq.ZMQError):
@@ -273,5 +273,5 @@ class Connection:
         """In a forked child: closes the sockets, so that the daemon notices the parent's end."""
         with contextlib.suppress(OSError):
             os.close(self._attachment.socket.detach())
-            os.close(self._attachment.link_fd)
+            os.close(self._attachment.memory_fd)
             os.close(self._attachment.page_fd)

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pccheck.daemon.connection import Connection
-from pccheck_native import WORD_ABANDONED, LinkState
+from pccheck_native import WORD_ABANDONED, ClientState
 from pccheck_wire.ends import Cause, Why, in_words, sentence
 from pccheck_wire.messages import CheckpointState
 
@@ -23,11 +23,11 @@ FINAL = NOT_SAVED | {CheckpointState.DURABLE, CheckpointState.GLOBAL, Checkpoint
 _UNTOLD = "the daemon ended before it gave the reason"
 
 
-def entry_of(connection: Connection, snapshot: int) -> LinkState | None:
-    """The snapshot's entry in the session page; None when the link is closed, or when a younger
+def entry_of(connection: Connection, snapshot: int) -> ClientState | None:
+    """The snapshot's entry in the session page; None when the core is closed, or when a younger
     snapshot has the entry."""
     try:
-        return connection.link.state(snapshot)
+        return connection.native.state(snapshot)
     except (ValueError, OSError):
         return None
 
@@ -50,7 +50,7 @@ def _has_superseded(connection: Connection, sequence: int) -> bool:
 
 
 def is_read(connection: Connection, snapshot: int) -> bool:
-    """Whether its source was read, or never will be. Asks the link, even of an abandoned one:
+    """Whether its source was read, or never will be. Asks the core, even of an abandoned one:
     copies under way may still be at it."""
     now = entry_of(connection, snapshot)
     return now is None or now.source_read or not connection.alive()
@@ -149,7 +149,7 @@ class InFlight:
         return self._inquiry.ask_now(self.connection) if self.connection is not None else ""
 
     def let_go(self) -> Why | None:
-        """Why the link gave up the copy by itself, until the client has ended it for that."""
+        """Why the core gave up the copy by itself, until the client has ended it for that."""
         now = self._look()
         return now.why if now.phase is Phase.LET_GO else None
 
@@ -162,7 +162,7 @@ class InFlight:
         return connection is None or is_read(connection, self.snapshot)
 
     def settle(self) -> None:
-        """Call it before the entry in the page is used again, or the link is closed."""
+        """Call it before the entry in the page is used again, or the core is closed."""
         connection = self.connection
         if self.phase in GOING and connection is not None:
             self._lose(connection)
@@ -196,8 +196,8 @@ class InFlight:
             self._inquiry.ask(connection)  # it may have become global since
         return self._course.now()
 
-    def _note(self, entry: LinkState, connection: Connection) -> None:
-        # A link that lost its daemon notes that before it gives up everything.
+    def _note(self, entry: ClientState, connection: Connection) -> None:
+        # A core that lost its daemon notes that before it gives up everything.
         lives = entry.word != WORD_ABANDONED or connection.alive()
         phase, why = in_page(entry, lives=lives)
         if entry.sequence:

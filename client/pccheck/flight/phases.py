@@ -12,7 +12,7 @@ from pccheck_native import (
     WORD_COPIED,
     WORD_COPYING,
     WORD_REFUSED,
-    LinkState,
+    ClientState,
 )
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState
@@ -32,7 +32,7 @@ class Phase(enum.IntEnum):
     SKIPPED = enum.auto()
     REFUSED = enum.auto()  # the daemon failed it before it was copied
     FAILED = enum.auto()  # the daemon failed it later, or the client did; the user reads it next
-    LET_GO = enum.auto()  # the link gave up the copy; the gate or the verdict says more
+    LET_GO = enum.auto()  # the core gave up the copy; the gate or the verdict says more
     ABANDONED = enum.auto()  # the client gave it up, or its daemon ended, and that was reported
     UNKNOWN = enum.auto()  # as ABANDONED, but it may be durable: another daemon knows
     FOUND = enum.auto()  # another daemon has it
@@ -81,7 +81,7 @@ EXPLAINED = frozenset(Phase) - GOING - {Phase.DURABLE, Phase.GLOBAL}
 #: The user has read why.
 REPORTED = frozenset({Phase.ABANDONED, Phase.UNKNOWN, Phase.FOUND, Phase.MISSING})
 
-#: Why the link gave up a copy by itself, by its error.
+#: Why the core gave up a copy by itself, by its error.
 TIMED_OUT, UNREADABLE = "ETIMEDOUT", "EFAULT"
 _LET_GO = {
     "": Why(Cause.STREAM_OVERDUE),
@@ -129,8 +129,8 @@ class Course:
         return False
 
 
-def in_page(entry: LinkState, *, lives: bool) -> Now:
-    """What an entry shows. A daemon that ended made the link give up what was not copied."""
+def in_page(entry: ClientState, *, lives: bool) -> Now:
+    """What an entry shows. A daemon that ended made the core give up what was not copied."""
     why = Why(entry.cause, entry.argument, entry.stage, entry.code)
     if entry.word == WORD_COPIED:
         if entry.outcome == OUTCOME_GIVEN_UP:

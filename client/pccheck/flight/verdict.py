@@ -3,7 +3,7 @@ passing a gate.
 
 torch counts the in-place changes of every tensor (`_version`). The counts are taken in
 `checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
-further changes back. The last chunk of the snapshot waits for that verdict (`Link.confirm`), so
+further changes back. The last chunk of the snapshot waits for that verdict (`Client.confirm`), so
 that the daemon never accepts a snapshot with tensors of two steps. A call that waits for its copy
 gives the verdict before it returns: another thread may change the tensors meanwhile. What the call
 copies at once is compared directly after that.
@@ -58,9 +58,9 @@ def fail_moved(
     faulted: bool = False,
 ) -> None:
     """Abandons it, unless it has ended, and calls `on_moved`, which reports that. Without
-    `on_moved` the change came while `checkpoint()` ran. `faulted`: the link itself has given it up.
-    Raises ValueError and OSError for a link that is closed."""
-    if not (faulted or connection.link.abandon(checkpoint.snapshot)):
+    `on_moved` the change came while `checkpoint()` ran. `faulted`: the core itself has given it up.
+    Raises ValueError and OSError for a core that is closed."""
+    if not (faulted or connection.native.abandon(checkpoint.snapshot)):
         return
     if on_moved is not None:
         on_moved(checkpoint.step, moved)
@@ -83,7 +83,7 @@ class Verdict:
         """`on_moved` learns of a change; None when `checkpoint()` itself gives the verdict."""
         self.checkpoint = checkpoint
         self.given = False
-        self._connection, self._link = connection, connection.link
+        self._connection, self._native = connection, connection.native
         self._reading = reading
         self._on_moved = on_moved
         self._thread = threading.get_ident()
@@ -95,7 +95,7 @@ class Verdict:
             if self.given or self.fail_if_moved():
                 return
             with contextlib.suppress(ValueError, OSError):  # closed
-                self._link.confirm(self.checkpoint.snapshot)
+                self._native.confirm(self.checkpoint.snapshot)
             self._end()
 
     def fail_if_moved(self) -> bool:
@@ -133,13 +133,13 @@ class Verdict:
         changes nothing meanwhile."""
         if threading.get_ident() == self._thread and not self.given:
             with contextlib.suppress(ValueError, OSError):
-                self._link.wait(self.checkpoint.snapshot, "read", deadline_ns)
+                self._native.wait(self.checkpoint.snapshot, "read", deadline_ns)
             self.give_if_read()
 
     def give_late(self, nbytes: int) -> None:
         """In a thread of its own, for a trainer that does not call."""
         with contextlib.suppress(ValueError, OSError):
-            if not self._link.wait(self.checkpoint.snapshot, "read", FOREVER_NS):
+            if not self._native.wait(self.checkpoint.snapshot, "read", FOREVER_NS):
                 return
             limit_s = min(_LATE_LIMIT_S, _OPERATION_S + nbytes / _OPERATION_BYTES_PER_S)
             # In many short waits: a stopped process runs no operation, either.

@@ -85,7 +85,7 @@ def _wait(save: InFlight, what: str, timeout: float | None) -> Phase:
     connection, phase = save.connection, save.phase
     if connection is not None and (phase in GOING or (what == "global" and phase is Phase.DURABLE)):
         with contextlib.suppress(ValueError, OSError):  # closed, or the daemon has ended
-            connection.link.wait(save.snapshot, what, deadline_ns)
+            connection.native.wait(save.snapshot, what, deadline_ns)
         phase = save.phase
     return phase
 

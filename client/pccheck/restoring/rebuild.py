@@ -1,7 +1,7 @@
 """A tree and its payload -> the state that was saved.
 
 Memory is allocated first and the payload is loaded straight into it: `Memory.ranges`, packed, is
-what `Link.load_start` and `Volume.read_into` take.
+what `Client.load_start` and `Volume.read_into` take.
 """
 
 from __future__ import annotations

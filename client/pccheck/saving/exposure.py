@@ -1,5 +1,5 @@
 """Readies GPU tensors for the way that `pccheck_native.transfer` chooses: the daemon pulls them out
-of exposed memory, or the link pushes them.
+of exposed memory, or the core pushes them.
 
 Pull is tried first. Memory is exposed again when addresses, or the memory behind them, changed, and
 after a pulled copy failed. (A daemon whose driver fails again and again refuses.) After a
@@ -21,7 +21,7 @@ from pccheck.daemon.connection import Connection
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck.warn import LOG
-from pccheck_native import Link, NativeError
+from pccheck_native import Client, NativeError
 from pccheck_native.transfer import PULL, PUSH, Decision, chosen
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DaemonUnreachableError, DeviceError, PccheckError, WaitTimeoutError
@@ -68,23 +68,23 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """The device part of a snapshot as link and daemon take it."""
+    """The device part of a snapshot as core and daemon take it."""
 
     part: DevicePart
     ranges: bytes
-    map: int  # of the exposure that the daemon pulls by; 0: the link pushes
+    map: int  # of the exposure that the daemon pulls by; 0: the core pushes
 
-    def enqueue(self, link: Link, snapshot: int) -> None:
+    def enqueue(self, native: Client, snapshot: int) -> None:
         """Stages what needs it, and marks the snapshot's place in the training streams."""
         part = self.part
         for device in part.devices:
             stream = devices.current_stream(device)
             aside = part.aside.get(device, b"")
             if device in part.staged:
-                link.stage(device, stream, part.staged[device])
+                native.stage(device, stream, part.staged[device])
             if aside:
-                link.stage(device, stream, aside, aside=True)
-            link.mark(snapshot, device, stream, pull=self.map > 0, aside=bool(aside))
+                native.stage(device, stream, aside, aside=True)
+            native.mark(snapshot, device, stream, pull=self.map > 0, aside=bool(aside))
 
 
 class Exposure:
@@ -120,10 +120,10 @@ class Exposure:
             self._offer = Decision(PULL)
         try:
             self._open(part)
-            staging = _staging(connection.link, part)
+            staging = _staging(connection.native, part)
             ranges = part.ranges(staging)
             pulls = self._chosen().transfer == PULL
-            fits = pulls and ranges == self._ranges and connection.link.exposure_holds()
+            fits = pulls and ranges == self._ranges and connection.native.exposure_holds()
             if pulls and not (fits or queued):
                 fits = self._expose(part, ranges)
             if not (fits or queued) and self._kept:
@@ -146,7 +146,7 @@ class Exposure:
         """Whether a CUDA graph is recorded on a stream that trains."""
         try:
             return any(
-                self.connection.link.capturing(device, devices.current_stream(device))
+                self.connection.native.capturing(device, devices.current_stream(device))
                 for device in self._opened
             )
         except (NativeError, ValueError, OSError):  # closed: there is nothing to protect
@@ -162,7 +162,7 @@ class Exposure:
         if self._outgrown:
             self._outgrown = False
             with contextlib.suppress(ValueError, OSError):
-                self.connection.link.staging_trim()
+                self.connection.native.staging_trim()
 
     def _chosen(self, *, stale: bool = False) -> Decision:
         return chosen(self._transfer, self._offer, lacks=self._lacks, stale=stale)
@@ -171,7 +171,7 @@ class Exposure:
         for device in part.devices:
             if device in self._opened:
                 continue
-            reason = self.connection.link.device_open(device)
+            reason = self.connection.native.device_open(device)
             self._opened.add(device)
             if reason and not self._lacks:
                 self._lacks = f"GPU {device}: {reason}"
@@ -182,7 +182,7 @@ class Exposure:
         self._ranges = b""
         before, self._kept = self._kept, [self._kept, part.owners]
         try:
-            data = _with_room(lambda: connection.link.expose(ranges, part.nbytes), part)
+            data = _with_room(lambda: connection.native.expose(ranges, part.nbytes), part)
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             code = error.code_name if isinstance(error, NativeError) else ""
             native = isinstance(error, NativeError)
@@ -261,7 +261,7 @@ def _with_room(work: Callable[[], _T], part: DevicePart) -> _T:
     return work()
 
 
-def _staging(link: Link, part: DevicePart) -> dict[int, int]:
+def _staging(native: Client, part: DevicePart) -> dict[int, int]:
     """The addresses of staging memory, on every GPU that needs some."""
     made: dict[int, int] = {}
     for device, nbytes in part.staging_bytes.items():
@@ -271,7 +271,7 @@ def _staging(link: Link, part: DevicePart) -> dict[int, int]:
                 f"{STAGING_BYTES_MAX >> 20} MiB that are copied on the GPU first"
             )
         try:
-            made[device] = _with_room(partial(link.staging, device, nbytes), part)
+            made[device] = _with_room(partial(native.staging, device, nbytes), part)
         except MemoryError as error:
             raise NoStagingError(
                 f"GPU {device} has no {nbytes >> 20} MiB free for a copy on the GPU", retryable=True

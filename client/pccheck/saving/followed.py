@@ -47,7 +47,7 @@ class Followed:
         return self._recent.get(number % SNAPSHOTS)
 
     def release(self, save: InFlight) -> None:
-        """Its entry is used again, or its link is about to be closed."""
+        """Its entry is used again, or its core is about to be closed."""
         self.note_saved(saved(save, 0, everywhere=True))
         save.settle()
         if self._recent.get(save.snapshot % SNAPSHOTS) is save:
@@ -113,12 +113,12 @@ class Followed:
                 save.found_durable()
 
     def release_all(self) -> None:
-        """The link has ended, or is about to be closed."""
+        """The core has ended, or is about to be closed."""
         for save in list(self._recent.values()):
             self.release(save)
 
     def forget(self) -> None:
-        """What a closed link had is noted, but for reasons and for what another daemon knows."""
+        """What a closed core had is noted, but for reasons and for what another daemon knows."""
         self._recent.clear()
         self._open = [save for save in self._open if save.state in NOT_SAVED][-SNAPSHOTS:]
 

@@ -47,25 +47,25 @@ class _Pending:
 
     def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
         """On the CPU; False when the deadline passed."""
-        link, snapshot = self.connection.link, self.checkpoint.snapshot
+        native, snapshot = self.connection.native, self.checkpoint.snapshot
         try:
-            return link.wait(snapshot, "host_read" if host_only else "read", deadline_ns)
+            return native.wait(snapshot, "host_read" if host_only else "read", deadline_ns)
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more
             return True
 
     def reached(self) -> bool:
         """Whether its streams have reached it; before that nothing could be read."""
         try:
-            return self.part is None or self.connection.link.reached(self.checkpoint.snapshot)
+            return self.part is None or self.connection.native.reached(self.checkpoint.snapshot)
         except (ValueError, OSError):
             return True
 
     def hold(self, deadline_ns: int) -> bool:
         """Streams wait for the GPU tensors, the CPU for the rest. False: not in time."""
-        link, snapshot = self.connection.link, self.checkpoint.snapshot
+        native, snapshot = self.connection.native, self.checkpoint.snapshot
         try:
             for place in self.here() - self.held:
-                if not link.hold(snapshot, *place, deadline_ns):
+                if not native.hold(snapshot, *place, deadline_ns):
                     return False
                 self.held.add(place)
         except (NativeError, OSError):  # the stream cannot be made to wait
@@ -128,7 +128,7 @@ class Gate:
         return not self._pending
 
     def collect(self) -> None:
-        """Releases memory that was read, and notes snapshots that the link's thread abandoned at
+        """Releases memory that was read, and notes snapshots that the core's thread abandoned at
         their deadline while a stream waited for them."""
         for item in self._pending:
             if item.checkpoint.verdict is not None:
@@ -216,7 +216,7 @@ class Gate:
         return wait(deadline_ns), deadline_ns
 
     def release(self) -> None:
-        """Drops everything; only for a link that is closed or about to be."""
+        """Drops everything; only for a core that is closed or about to be."""
         for item in self._pending:
             item.give_verdict()  # else a thread would wait to do it
         self._pending.clear()
@@ -232,7 +232,7 @@ class Gate:
 def abandon(checkpoint: InFlight, connection: Connection, why: Why) -> bool:
     """True when the snapshot was abandoned; False when it was complete or refused just before."""
     try:
-        won = connection.link.abandon(checkpoint.snapshot)
+        won = connection.native.abandon(checkpoint.snapshot)
     except (ValueError, OSError):
         return False
     if won:

@@ -1,4 +1,4 @@
-"""Hands snapshots over to the native link and the daemon, and notes how each of them ends."""
+"""Hands snapshots over to the native client and the daemon, and notes how each of them ends."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class Saver:
         try:
             _request(connection, number)
             if handover is not None:
-                handover.enqueue(connection.link, number)
-            connection.link.submit(
+                handover.enqueue(connection.native, number)
+            connection.native.submit(
                 number, *_sources(snapshot, handover, inline=not wait),
                 step=step, skip=self._options.on_busy == "skip",
                 map=handover.map if handover else 0, frozen_bytes=snapshot.worth_a_base,
@@ -191,7 +191,7 @@ class Saver:
         since_ns = time.monotonic_ns()
         wait = wait_copied if what == "copied" else wait_read
         try:
-            while not connection.link.reached(checkpoint.snapshot):  # that is no stall
+            while not connection.native.reached(checkpoint.snapshot):  # that is no stall
                 with contextlib.suppress(WaitTimeoutError):
                     wait(checkpoint, self._stall_limit_s)
                     break
@@ -331,7 +331,7 @@ def _request(connection: Connection, number: int) -> None:
     """Takes the snapshot's entry in the page. Raises CheckpointFailedError while a GPU still copies
     the ended snapshot that had it before."""
     try:
-        connection.link.request(number)
+        connection.native.request(number)
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise _too_many() from error
@@ -341,7 +341,7 @@ def _request(connection: Connection, number: int) -> None:
 def _sources(
     snapshot: Snapshot, handover: Handover | None, *, inline: bool
 ) -> tuple[bytes, bytes, bytes, int, bytes, int, int]:
-    """What Link.submit reads, up to `pulled_devices`. Without `inline` nothing changes before it
+    """What Client.submit reads, up to `pulled_devices`. Without `inline` nothing changes before it
     was read, and volatile ranges need no copy of their own."""
     ranges, volatile = snapshot.ranges, snapshot.volatile
     if not inline:

@@ -1,6 +1,6 @@
 """What only torch knows about GPU memory: where a tensor is, and which stream trains.
 
-The native link does everything else about GPUs, by the driver. The functions are looked up here at
+The native client does all else about GPUs, by the driver. The functions are looked up here at
 each call, so that tests without a GPU put others in their place.
 """
 

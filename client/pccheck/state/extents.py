@@ -57,7 +57,7 @@ class View:
 
 
 class Range(NamedTuple):
-    """Payload [offset, offset + nbytes) lies at `address`; as the native link packs them."""
+    """Payload [offset, offset + nbytes) lies at `address`; as the native client packs them."""
 
     address: int
     offset: int
@@ -91,7 +91,7 @@ class Section:
 
     device: int
     in_place: list[Range] = field(default_factory=list)
-    aside: list[Range] = field(default_factory=list)  # staged on a stream of the link
+    aside: list[Range] = field(default_factory=list)  # staged on a stream of the core
     staged: list[Range] = field(default_factory=list)  # staged on the trainer's stream
 
     @property
@@ -104,7 +104,7 @@ class Section:
         return max(ends, default=0) - self.staging_start
 
     def copies(self, ranges: list[Range]) -> bytes:
-        """For Link.stage: offsets count from where staging starts."""
+        """For Client.stage: offsets count from where staging starts."""
         start = self.staging_start
         return pack(Range(item.address, item.offset - start, item.nbytes) for item in ranges)
 

@@ -34,7 +34,7 @@ FROZEN_MIN = 8 << 20
 
 @dataclass(slots=True)
 class Snapshot:
-    """Everything the native link needs for one checkpoint; `owners` keep the memory alive.
+    """Everything the native client needs for one checkpoint; `owners` keep the memory alive.
 
     `ranges` of host memory are read later, `volatile` ones at once; `device` lies in front of both.
     `wait`: when checkpoint() returns: once the snapshot is "copied", its source is "read", or ""
@@ -66,7 +66,7 @@ class Snapshot:
 
     @property
     def offered(self) -> int:
-        """The first bytes of the payload that the link reads in place before it copies them."""
+        """The first bytes of the payload that the core reads in place before it copies them."""
         return self.worth_a_base if self.device is None else 0
 
     @property

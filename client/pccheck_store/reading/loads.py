@@ -1,6 +1,6 @@
 """The payloads of a checkpoint that a daemon has opened, through the shared memory of a session: a
 trainer's or a reader's. The daemon lends chunks that are in its memory and reads the others from
-the volume; the native link checks every block on its way (`pcc_client_load.c`)."""
+the volume; the native client checks every block on its way (`pcc_client_load.c`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .errors import damaged, recycled, unreadable
 
 _READ_LIMIT_S = 60.0
 _BUSY_PAUSE_S = 0.01
-#: The link's own copy failed.
+#: The core's own copy failed.
 DEVICE_CODES = (_core.E_NO_DRIVER, _core.E_DEVICE, _core.E_DEVICE_LOST, _core.E_BAD_HANDLE)
 
 
@@ -45,7 +45,7 @@ class Session(Protocol):
     load_broken_off: bool  #: by Ctrl-C, or a GPU failed: the daemon may still be reading
 
     @property
-    def link(self) -> _core.Link: ...
+    def native(self) -> _core.Client: ...
     @property
     def loads(self) -> Iterator[int]:
         """Their numbers."""
@@ -158,17 +158,17 @@ class DaemonPayloads:
         session = self._session
         try:
             for device in devices_of(gpu_ranges):
-                session.link.device_open(device)
-            session.link.load_start(read.load, ranges, gpu_ranges)
+                session.native.device_open(device)
+            session.native.load_start(read.load, ranges, gpu_ranges)
             self._request(read)
-            code = int(session.link.load_wait(read.load, deadline_ns))
-            cached_bytes, read_bytes = session.link.loaded
+            code = int(session.native.load_wait(read.load, deadline_ns))
+            cached_bytes, read_bytes = session.native.loaded
             self.cached_bytes += cached_bytes
             self.read_bytes += read_bytes
         except BaseException:
             session.load_broken_off = True
             with contextlib.suppress(OSError, ValueError):
-                session.link.load_wait(read.load, 1)  # a late answer writes nothing
+                session.native.load_wait(read.load, 1)  # a late answer writes nothing
             raise
         session.load_broken_off = code in DEVICE_CODES  # ended here only
         return code

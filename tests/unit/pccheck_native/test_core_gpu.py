@@ -37,13 +37,13 @@ def pack_device(*ranges: tuple[int, int, int, int, int]) -> bytes:
     ],
 )
 def test_device_ranges_are_checked(loop: Loop, packed: bytes) -> None:
-    loop.link.request(1)
+    loop.client.request(1)
     with pytest.raises(ValueError, match="ranges"):
-        loop.link.submit(1, b"", b"", b"tree", 64, packed)
+        loop.client.submit(1, b"", b"", b"tree", 64, packed)
     with pytest.raises(ValueError, match="ranges"):
-        loop.link.load_start(1, b"", packed)
+        loop.client.load_start(1, b"", packed)
     with pytest.raises(ValueError, match="ranges"):
-        loop.link.expose(packed, CHUNK_BYTES)
+        loop.client.expose(packed, CHUNK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -51,50 +51,50 @@ def test_device_ranges_are_checked(loop: Loop, packed: bytes) -> None:
 )
 def test_copies_into_staging_are_checked(loop: Loop, packed: bytes) -> None:
     with pytest.raises(ValueError, match="ranges"):
-        loop.link.stage(0, 0, packed)
+        loop.client.stage(0, 0, packed)
 
 
 def test_devices_are_checked(loop: Loop) -> None:
     for call in (
-        lambda: loop.link.device_open(DEVICES),
-        lambda: loop.link.staging(DEVICES, 1),
-        lambda: loop.link.stage(DEVICES, 0, b""),
-        lambda: loop.link.mark(1, DEVICES, 0, pull=True),
-        lambda: loop.link.hold(1, DEVICES, 0, 0),
-        lambda: loop.link.capturing(DEVICES, 0),
+        lambda: loop.client.device_open(DEVICES),
+        lambda: loop.client.staging(DEVICES, 1),
+        lambda: loop.client.stage(DEVICES, 0, b""),
+        lambda: loop.client.mark(1, DEVICES, 0, pull=True),
+        lambda: loop.client.hold(1, DEVICES, 0, 0),
+        lambda: loop.client.capturing(DEVICES, 0),
     ):
         with pytest.raises(ValueError, match=f"GPU {DEVICES}"):
             call()
     with pytest.raises(OverflowError):
-        loop.link.device_open(-1)
+        loop.client.device_open(-1)
     with pytest.raises(OverflowError):
-        loop.link.device_open(2**32)
+        loop.client.device_open(2**32)
     with pytest.raises(TypeError, match="pull"):
-        loop.link.mark(1, 0, 0)  # type: ignore[call-arg]
+        loop.client.mark(1, 0, 0)  # type: ignore[call-arg]
 
 
 def test_a_closed_link_has_no_gpus(loop: Loop) -> None:
-    loop.link.close()
+    loop.client.close()
     for call in (
-        lambda: loop.link.device_open(0),
-        lambda: loop.link.staging_trim(),
-        lambda: loop.link.stage(0, 0, b""),
-        lambda: loop.link.mark(1, 0, 0, pull=True),
-        lambda: loop.link.hold(1, 0, 0, deadline()),
-        lambda: loop.link.expose(b"", 0),
-        lambda: loop.link.exposure_holds(),
+        lambda: loop.client.device_open(0),
+        lambda: loop.client.staging_trim(),
+        lambda: loop.client.stage(0, 0, b""),
+        lambda: loop.client.mark(1, 0, 0, pull=True),
+        lambda: loop.client.hold(1, 0, 0, deadline()),
+        lambda: loop.client.expose(b"", 0),
+        lambda: loop.client.exposure_holds(),
     ):
-        with pytest.raises(ValueError, match="this Link is closed"):
+        with pytest.raises(ValueError, match="this Client is closed"):
             call()
 
 
 def test_a_channel_without_gpus_exposes_nothing(loop: Loop) -> None:
-    assert loop.channel.expose(1, b"nonsense")
+    assert loop.tenant.expose(1, b"nonsense")
     with pytest.raises(ValueError, match="map 0"):
-        loop.channel.expose(0, b"nonsense")
+        loop.tenant.expose(0, b"nonsense")
     with pytest.raises(OverflowError):
-        loop.channel.attach(loop.far.fileno(), 2, 2**31)
-    usage = loop.channel.usage()
+        loop.tenant.attach(loop.far.fileno(), 2, 2**31)
+    usage = loop.tenant.usage()
     assert (usage.pinned_bytes, usage.exposed_bytes, usage.mappings) == (0, 0, 0)
 
 

@@ -99,7 +99,7 @@ def test_a_pool_speaks_to_the_manager(ears: socket.socket) -> None:
     pool = _core.Pool(1 << 20, store=ears.getsockname(), store_limit=1)
     events = _core.Events()
     label = inherited.label_of(KEY)
-    channel = _core.Channel(pool, events, id=1, chunk_bytes=1 << 16, block_bytes=4096,
+    channel = _core.Tenant(pool, events, id=1, chunk_bytes=1 << 16, block_bytes=4096,
                             chunk_capacity=16, lanes=1, writers=1, label=label)  # fmt: skip
     assert channel.grow(1 << 16) == 1 << 16
     assert pool.stored() == (1, 1, 0)

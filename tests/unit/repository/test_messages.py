@@ -210,7 +210,7 @@ def copied(thing: object) -> None:
 
 def elsewhere(kit: Kit) -> None:
     ended, connection = InFlight(5), FakeConnection()
-    connection.link.request(0)
+    connection.native.request(0)
     fail_moved(ended, connection, Moved("model.weight", ""))  # type: ignore[arg-type]
     raise RuntimeError(ended.reason)
 
@@ -259,7 +259,7 @@ def waits(what: str) -> Callable[[Kit], object]:
     def wait(_: Kit) -> None:
         connection: Any = FakeConnection()
         connection.saves_alone = True
-        connection.link.request(1)
+        connection.native.request(1)
         getattr(Checkpoint(InFlight(5, connection, 1), Warner()), what)(0.01)
 
     return wait
@@ -349,7 +349,7 @@ def staging(kit: Kit) -> None:
 
     made = Saver(kit.path, FakeDevices().install(kit.patch))
     made.attach()
-    made.link.no_staging = True
+    made.native.no_staging = True
     made.checkpoint()
 
 

@@ -25,8 +25,8 @@ LIMIT_S = 90.0
 Answer = Callable[[Request], list[Reply]]
 
 
-class Link:
-    """The native link: it only tells whether the daemon lives."""
+class Client:
+    """The native native: it only tells whether the daemon lives."""
 
     unmapped = 0
 
@@ -84,7 +84,7 @@ class Server:
 class Attachment:
     def __init__(self, endpoint: str) -> None:
         self.welcome = SimpleNamespace(endpoint=endpoint, token=TOKEN, pid=77)
-        self.path, self.link_fd, self.page_fd = Path("/s"), -1, -1
+        self.path, self.memory_fd, self.page_fd = Path("/s"), -1, -1
         self.closed = False
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Attachment:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(module, "Link", Link)
+    monkeypatch.setattr(module, "Client", Client)
     made = Server(tmp_path / "s")
     yield made
     made.end()
@@ -107,8 +107,8 @@ def connection(server: Server) -> Iterator[Connection]:
     made.close()
 
 
-def link(connection: Connection) -> Link:
-    found: Any = connection.link
+def native(connection: Connection) -> Client:
+    found: Any = connection.native
     return found
 
 
@@ -134,7 +134,7 @@ def test_a_failure_is_raised_with_its_hint(server: Server, connection: Connectio
 
 def test_a_daemon_that_ends_is_not_waited_for(server: Server, connection: Connection) -> None:
     def ends(_: Request) -> list[Reply]:
-        link(connection).lives = False
+        native(connection).lives = False
         return []
 
     server.answer = ends
@@ -154,7 +154,7 @@ def test_an_answer_that_came_before_the_end_counts(
         arrivals = zmq.Poller()
         arrivals.register(connection._socket, zmq.POLLIN)
         assert arrivals.poll(LIMIT_S * 1000)
-        link(connection).lives = False
+        native(connection).lives = False
         return look()
 
     monkeypatch.setattr(connection, "alive", looks_late)
@@ -215,16 +215,16 @@ def test_a_closed_one_is_not_alive_and_sends_nothing(connection: Connection) -> 
 def test_an_attempt_that_fails_leaves_nothing_open(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links: list[Link] = []
+    links: list[Client] = []
 
-    def make(*_: int) -> Link:
-        links.append(Link())
+    def make(*_: int) -> Client:
+        links.append(Client())
         return links[0]
 
     def no_socket() -> object:
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr(module, "Link", make)
+    monkeypatch.setattr(module, "Client", make)
     monkeypatch.setattr(module, "_context", no_socket)
     attachment: Any = Attachment(server.endpoint)
     with pytest.raises(zmq.ZMQError):

@@ -48,7 +48,7 @@ class Daemon:
         )  # fmt: skip
         later = SimpleNamespace(**vars(state) | {"sequence": 8, "newer": 0, "outcome": then})
         self.entries: dict[int, Any] = {1: state, 2: later}
-        self.link: Any = SimpleNamespace(state=self.entries.get, wait=lambda *_: True)
+        self.native: Any = SimpleNamespace(state=self.entries.get, wait=lambda *_: True)
         self.steps = {1: 3, 2: 4}
         self.pid = os.getpid()
         self.saves_alone = alone
@@ -269,7 +269,7 @@ def looked_at(change: Callable[[InFlight, SimpleNamespace], object]) -> list[Che
     while seen >= at:
         daemon: Any = Daemon(WHY, word=WORD_COPIED, outcome=CheckpointState.COPIED)
         now, found = daemon.entries[1], handle(daemon)
-        daemon.link.state = lambda _, now=now: SimpleNamespace(**vars(now))  # as it was then
+        daemon.native.state = lambda _, now=now: SimpleNamespace(**vars(now))  # as it was then
         tracer = At(at, lambda now=now, found=found: change(found, now))
         with tracer.traced():
             _ = found.state

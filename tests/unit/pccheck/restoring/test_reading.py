@@ -48,7 +48,7 @@ class Daemon:
         self.load_broken_off = False
         self.reads: list[int] = []
         self.loads = itertools.count(1)
-        self.link: Any = SimpleNamespace(
+        self.native: Any = SimpleNamespace(
             load_start=lambda *_: None, load_wait=self._wait, loaded=(0, 100)
         )
 

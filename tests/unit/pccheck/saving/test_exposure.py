@@ -57,20 +57,20 @@ def test_the_same_layout_is_exposed_once() -> None:
     assert exposure.prepare(part(1 << 41)).map == 2
     assert connection.exposed() == [1, 2]
     assert chosen(connection) == [("pull", "")]
-    assert connection.link.named("device_open") == [("device_open", 0)]
+    assert connection.native.named("device_open") == [("device_open", 0)]
 
 
 def test_other_memory_at_the_same_addresses_is_exposed_anew() -> None:
     connection, exposure = automatic()
     exposure.prepare(part())
-    connection.link.holds = False
+    connection.native.holds = False
     assert exposure.prepare(part()).map == 2
 
 
 def test_long_exposures_go_in_pieces() -> None:
     connection, exposure = automatic()
     data = os.urandom(2 * PIECES_MAX * PIECE_BYTES + 5)
-    connection.link.expose = lambda ranges, nbytes: data  # type: ignore[method-assign]
+    connection.native.expose = lambda ranges, nbytes: data  # type: ignore[method-assign]
     exposure.prepare(part())
     messages = [body for body in connection.sent if isinstance(body, Expose)]
     assert [message.more for message in messages] == [True, True, False]
@@ -98,14 +98,14 @@ def test_what_cannot_be_pulled_is_pushed(
     if "welcome" in change:
         connection = FakeConnection(transfer="push", reason=change["welcome"])
     exposure = Exposure(connection, transfer, 5)  # type: ignore[arg-type]
-    connection.link.cannot_pull = change.get("cannot_pull", "")
-    connection.link.expose_error = change.get("expose_error")
+    connection.native.cannot_pull = change.get("cannot_pull", "")
+    connection.native.expose_error = change.get("expose_error")
     connection.refusal = change.get("refusal")
     for _ in range(3):
         assert exposure.prepare(part()).map == 0
     ((how, why),) = chosen(connection)
     assert how == "push" and reason in why and len(why) <= 200 and why.isprintable()
-    assert len(connection.link.named("expose")) <= 1  # refused once is refused
+    assert len(connection.native.named("expose")) <= 1  # refused once is refused
     fresh = FakeConnection()  # but another daemon may take it
     exposure = Exposure(fresh, transfer, 5)  # type: ignore[arg-type]
     assert exposure.prepare(part()).map == (1 if transfer == "auto" else 0)
@@ -138,21 +138,21 @@ def test_a_daemon_whose_driver_is_late_is_asked_again() -> None:
 def test_a_full_gpu_gets_what_torch_keeps_for_later(fakes: FakeDevices) -> None:
     """The room for the probe, for staging, and for what the daemon needs there."""
     connection, exposure = automatic()
-    real, failures = connection.link.expose, [OSError(errno.ENOMEM, "out of memory")]
+    real, failures = connection.native.expose, [OSError(errno.ENOMEM, "out of memory")]
 
     def once_full(ranges: bytes, nbytes: int) -> bytes:
         if failures:
             raise failures.pop()
         return real(ranges, nbytes)
 
-    connection.link.expose = once_full  # type: ignore[method-assign]
+    connection.native.expose = once_full  # type: ignore[method-assign]
     assert exposure.prepare(part()).map == 1
     assert fakes.emptied == [0]
     connection.refusal = DeviceError("no memory left for the daemon", retryable=True)
     connection.refusals = 1
     assert exposure.prepare(part(1 << 41)).map == 3
     assert fakes.emptied == [0, 0]
-    connection.link.no_staging = True
+    connection.native.no_staging = True
     with pytest.raises(NoStagingError) as caught:
         exposure.prepare(part(volatile=512))
     assert caught.value.retryable
@@ -175,7 +175,7 @@ def test_pull_that_cannot_be_had_is_an_error_when_it_was_demanded() -> None:
 def test_a_gpu_that_lacks_what_pull_needs_is_named_every_time() -> None:
     connection = FakeConnection()
     exposure = Exposure(connection, "pull", 5)  # type: ignore[arg-type]
-    connection.link.cannot_pull = "no stream memory operations"
+    connection.native.cannot_pull = "no stream memory operations"
     for _ in range(2):
         with pytest.raises(DeviceError, match="no stream memory"):
             exposure.prepare(part())
@@ -197,7 +197,7 @@ def test_a_gpu_that_cannot_be_opened_fails_the_checkpoint() -> None:
     def broken(device: int) -> str:
         raise native_error("the CUDA driver refused")
 
-    connection.link.device_open = broken  # type: ignore[method-assign]
+    connection.native.device_open = broken  # type: ignore[method-assign]
     with pytest.raises(DeviceError, match="refused"):
         exposure.prepare(part())
 
@@ -255,14 +255,14 @@ def test_what_is_staged_is_exposed_where_it_is_staged() -> None:
     connection, exposure = automatic()
     made = part(volatile=512)
     handover = exposure.prepare(made)
-    address = connection.link.staging(0, 512)
+    address = connection.native.staging(0, 512)
     assert handover.ranges == made.ranges({0: address})
     exposure.trim()
-    assert not connection.link.named("staging_trim")
+    assert not connection.native.named("staging_trim")
     exposure.prepare(part(volatile=9000))  # moves
     exposure.trim()
     exposure.trim()
-    assert len(connection.link.named("staging_trim")) == 1
+    assert len(connection.native.named("staging_trim")) == 1
     assert connection.exposed() == [1, 2]
 
 
@@ -271,7 +271,7 @@ def test_staging_for_what_no_gate_guards_is_limited() -> None:
     with pytest.raises(NoStagingError, match="without a gate"):
         exposure.prepare(part(volatile=STAGING_BYTES_MAX + 1))
     exposure.prepare(part(volatile=STAGING_BYTES_MAX + 1, aside=True))
-    connection.link.no_staging = True
+    connection.native.no_staging = True
     with pytest.raises(NoStagingError, match="GPU 0 has no"):
         exposure.prepare(part(volatile=512))
 
@@ -283,21 +283,21 @@ def test_streams_are_marked_after_everything_was_staged(fakes: FakeDevices) -> N
     made = lay_out(views, Shape(4096, aside=True)).device
     assert made
     handover = exposure.prepare(made)
-    connection.link.calls.clear()
+    connection.native.calls.clear()
     fakes.streams = {0: 7, 2: 9}
-    handover.enqueue(connection.link, 5)
-    assert [(c[0], c[1], c[2], c[-1]) for c in connection.link.named("stage")] == [
+    handover.enqueue(connection.native, 5)
+    assert [(c[0], c[1], c[2], c[-1]) for c in connection.native.named("stage")] == [
         ("stage", 0, 7, False), ("stage", 0, 7, True), ("stage", 2, 9, True),
     ]  # fmt: skip
-    assert connection.link.named("mark") == [
+    assert connection.native.named("mark") == [
         ("mark", 5, 0, 7, False, True), ("mark", 5, 2, 9, False, True),
     ]  # fmt: skip
-    assert connection.link.calls[2][0] == "mark"
+    assert connection.native.calls[2][0] == "mark"
 
 
 def test_graphs_that_are_recorded_are_noticed() -> None:
     connection, exposure = automatic()
-    connection.link.captures = True
+    connection.native.captures = True
     assert not exposure.capturing()  # no stream of a GPU is known yet
     exposure.prepare(part())
     assert exposure.capturing()
@@ -305,7 +305,7 @@ def test_graphs_that_are_recorded_are_noticed() -> None:
 
 def test_no_room_for_the_probe_is_no_reason_to_fail() -> None:
     connection, exposure = automatic()
-    connection.link.expose_error = OSError(errno.ENOMEM, "out of memory")
+    connection.native.expose_error = OSError(errno.ENOMEM, "out of memory")
     assert exposure.prepare(part()).map == 0
     assert "out of memory" in chosen(connection)[0][1]
     assert connection.exposed() == []  # there was nothing to take back
@@ -314,7 +314,7 @@ def test_no_room_for_the_probe_is_no_reason_to_fail() -> None:
 def test_what_is_pushed_from_now_on_is_taken_back() -> None:
     connection, exposure = automatic()
     exposure.prepare(part())
-    connection.link.expose_error = native_error("no handle")
+    connection.native.expose_error = native_error("no handle")
     for _ in range(2):
         assert exposure.prepare(part(1 << 41)).map == 0
     messages = [body for body in connection.sent if isinstance(body, Expose)]

@@ -24,14 +24,14 @@ class Kit:
         self.gate = Gate(5, lambda item, _: self.expired.append(item.snapshot))
 
     @property
-    def link(self) -> FakeLink:
-        return self.connection.link
+    def native(self) -> FakeLink:
+        return self.connection.native
 
     def add(
         self, part: DevicePart | None = None, *, host: bool = False, owners: object = None
     ) -> InFlight:
         number = next(self.connection.snapshots)
-        self.link.request(number)
+        self.native.request(number)
         made = InFlight(1, self.connection, number)  # type: ignore[arg-type]
         self.gate.add(made, self.connection, [owners], host=host, part=part)  # type: ignore[arg-type]
         return made
@@ -59,10 +59,10 @@ def part(*devices: int, staged: bool = False, aside: bool = False) -> DevicePart
 def test_streams_wait_and_the_cpu_does_not(kit: Kit) -> None:
     kit.add(part(0, 3))
     kit.gate.wait()
-    assert sorted(kit.link.named("hold")) == [("hold", 1, 0, 100), ("hold", 1, 3, 103)]
-    assert not kit.link.named("wait_read", "abandon") and not kit.expired
+    assert sorted(kit.native.named("hold")) == [("hold", 1, 0, 100), ("hold", 1, 3, 103)]
+    assert not kit.native.named("wait_read", "abandon") and not kit.expired
     assert not kit.gate.idle  # its memory is kept until it was read
-    kit.link.copied(1)
+    kit.native.copied(1)
     kit.gate.collect()
     assert kit.gate.idle and not kit.expired
 
@@ -71,37 +71,37 @@ def test_every_stream_waits_once(kit: Kit, fakes: FakeDevices) -> None:
     kit.add(part(0))
     kit.gate.wait()
     kit.gate.wait()
-    assert len(kit.link.named("hold")) == 1
+    assert len(kit.native.named("hold")) == 1
     fakes.streams[0] = 7  # another optimizer, which steps in a stream of its own
     kit.gate.wait()
-    assert kit.link.named("hold") == [("hold", 1, 0, 100), ("hold", 1, 0, 7)]
-    kit.link.copied(1)
+    assert kit.native.named("hold") == [("hold", 1, 0, 100), ("hold", 1, 0, 7)]
+    kit.native.copied(1)
     fakes.streams[0] = 8
     kit.gate.wait()
     kit.gate.wait()
-    assert len(kit.link.named("hold")) == 3 and kit.gate.idle
+    assert len(kit.native.named("hold")) == 3 and kit.gate.idle
 
 
 def test_the_cpu_waits_for_host_memory_only(kit: Kit) -> None:
     kit.add(part(0), host=True)
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     kit.gate.wait()
-    assert kit.link.named("hold", "wait_read") == [("hold", 1, 0, 100), ("wait_read", 1, True)]
+    assert kit.native.named("hold", "wait_read") == [("hold", 1, 0, 100), ("wait_read", 1, True)]
 
 
 def test_cpu_tensors_are_waited_for_as_before(kit: Kit) -> None:
     kit.add(None, host=True)
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     kit.gate.wait()
-    assert kit.link.named("hold", "wait_read") == [("wait_read", 1, False)]
+    assert kit.native.named("hold", "wait_read") == [("wait_read", 1, False)]
     assert kit.gate.idle
 
 
 def test_what_records_a_graph_waits_on_the_cpu(kit: Kit) -> None:
     kit.add(part(0))
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     kit.gate.wait(on_cpu=True)
-    assert kit.link.named("hold", "wait_read") == [("wait_read", 1, False)]
+    assert kit.native.named("hold", "wait_read") == [("wait_read", 1, False)]
     assert kit.gate.idle
 
 
@@ -109,9 +109,9 @@ def test_what_records_a_graph_waits_on_the_cpu(kit: Kit) -> None:
 def test_an_expired_deadline_abandons_and_tells_once(kit: Kit, host: bool) -> None:
     made = kit.add(part(0), host=host)
     if not host:
-        kit.link.unholdable.add(1)
+        kit.native.unholdable.add(1)
     kit.gate.wait()
-    assert kit.link.named("abandon") == [("abandon", 1)]
+    assert kit.native.named("abandon") == [("abandon", 1)]
     assert made.state is CheckpointState.FAILED and made.reason.startswith("abandoned")
     kit.gate.wait()
     kit.gate.collect()
@@ -120,8 +120,8 @@ def test_an_expired_deadline_abandons_and_tells_once(kit: Kit, host: bool) -> No
 
 def test_a_snapshot_that_was_copied_just_in_time_has_not_expired(kit: Kit) -> None:
     kit.add(part(0))
-    kit.link.unholdable.add(1)
-    kit.link.copied(1)
+    kit.native.unholdable.add(1)
+    kit.native.copied(1)
     kit.gate.wait()
     assert not kit.expired and kit.gate.idle
 
@@ -129,7 +129,7 @@ def test_a_snapshot_that_was_copied_just_in_time_has_not_expired(kit: Kit) -> No
 def test_what_the_link_gave_up_while_a_stream_waited_is_noticed_once(kit: Kit) -> None:
     made = kit.add(part(0))
     kit.gate.wait()
-    kit.link.let_go(1)
+    kit.native.let_go(1)
     for _ in range(3):
         kit.gate.collect()
     assert kit.expired == [1] and made.state is CheckpointState.FAILED
@@ -139,18 +139,18 @@ def test_what_the_link_gave_up_while_a_stream_waited_is_noticed_once(kit: Kit) -
 def test_work_before_the_snapshot_is_no_stall(kit: Kit) -> None:
     """A GPU that is still busy gets more time, and afterwards the daemon gets its own limit."""
     kit.add(part(0, staged=True, aside=True))
-    kit.link.behind[1] = 3
+    kit.native.behind[1] = 3
     with pytest.raises(CheckpointFailedError, match="staging"):
         kit.gate.free_staging(part(0, staged=True, aside=True), skip=False)
-    assert len(kit.link.named("wait_read")) == 4
+    assert len(kit.native.named("wait_read")) == 4
     assert kit.expired == [1]
 
 
 def test_the_cpu_waits_for_what_the_gpu_has_to_do_first(kit: Kit) -> None:
     kit.add(part(0))
-    kit.link.behind[1] = 2
+    kit.native.behind[1] = 2
     kit.gate.wait(on_cpu=True)
-    assert len(kit.link.named("wait_read")) == 3
+    assert len(kit.native.named("wait_read")) == 3
     assert kit.expired == [1]
 
 
@@ -168,10 +168,10 @@ def test_the_next_one_has_its_own_time_after_a_busy_gpu(
         return True
 
     monkeypatch.setattr("pccheck.saving.gate.time.monotonic_ns", lambda: int(now_s * 1e9))
-    kit.link.wait_read = wait_read  # type: ignore[method-assign]
+    kit.native.wait_read = wait_read  # type: ignore[method-assign]
     kit.add(part(0))
     kit.add(part(0))
-    kit.link.behind[1] = 1
+    kit.native.behind[1] = 1
     kit.gate.wait(on_cpu=True)
     assert deadlines == {1: 5, 2: 65}
 
@@ -180,17 +180,17 @@ def test_pushed_behind_a_busy_gpu_is_no_stall(kit: Kit) -> None:
     """The CPU waits until all copies are enqueued. Memory for them may become free only through
     copies that the GPU has not begun."""
     kit.add(part(0))
-    kit.link.behind[1] = 2
-    kit.link.unholdable.add(1)
+    kit.native.behind[1] = 2
+    kit.native.unholdable.add(1)
     kit.gate.wait()
-    assert len(kit.link.named("hold")) == 3
+    assert len(kit.native.named("hold")) == 3
     assert kit.expired == [1]
 
 
 def test_a_failing_gpu_is_no_stall(kit: Kit) -> None:
     made = kit.add(part(0))
     kit.gate.wait()
-    kit.link.let_go(1, "DEVICE")
+    kit.native.let_go(1, "DEVICE")
     kit.gate.collect()
     assert not kit.expired and made.state is CheckpointState.FAILED
     assert "GPU" in made.reason and "DEVICE" in made.reason
@@ -200,7 +200,7 @@ def test_a_daemon_that_ended_is_no_stall(kit: Kit) -> None:
     made = kit.add(part(0))
     kit.gate.wait()
     kit.connection.lives = False
-    kit.link.let_go(1)
+    kit.native.let_go(1)
     kit.gate.collect()
     assert not kit.expired and kit.gate.idle
     assert made.state is CheckpointState.FAILED
@@ -211,10 +211,10 @@ def test_a_stream_that_cannot_wait_makes_the_cpu_wait(kit: Kit) -> None:
         raise NativeError("the driver refused")
 
     kit.add(part(0))
-    kit.link.hold = broken  # type: ignore[assignment]
-    kit.link.read.add(1)
+    kit.native.hold = broken  # type: ignore[assignment]
+    kit.native.read.add(1)
     kit.gate.wait()
-    assert kit.link.named("wait_read") == [("wait_read", 1, False)] and not kit.expired
+    assert kit.native.named("wait_read") == [("wait_read", 1, False)] and not kit.expired
 
 
 def test_interrupted_it_abandons_what_nothing_waits_for(kit: Kit) -> None:
@@ -222,10 +222,10 @@ def test_interrupted_it_abandons_what_nothing_waits_for(kit: Kit) -> None:
     kit.gate.wait()
     second = kit.add(part(0), host=True)
     third = kit.add(part(0))
-    kit.link.interrupt = "wait_read"
+    kit.native.interrupt = "wait_read"
     with pytest.raises(KeyboardInterrupt):
         kit.gate.wait()
-    assert kit.link.named("abandon") == [("abandon", 2), ("abandon", 3)]
+    assert kit.native.named("abandon") == [("abandon", 2), ("abandon", 3)]
     assert first.state is not CheckpointState.FAILED  # the stream waits for it
     assert second.state is third.state is CheckpointState.FAILED
     assert not kit.expired
@@ -244,7 +244,7 @@ def test_memory_is_kept_until_it_was_read(kit: Kit) -> None:
     kit.gate.wait()
     kit.gate.collect()
     assert gone() is not None
-    kit.link.copied(1)
+    kit.native.copied(1)
     kit.gate.collect()
     assert gone() is None
 
@@ -258,20 +258,20 @@ def test_a_stream_that_waits_already_is_order_enough_for_staging(
     kit.add(part(0, staged=True))
     kit.gate.wait()
     kit.gate.free_staging(part(0, staged=True), skip=True)
-    assert not kit.link.named("wait_read")
+    assert not kit.native.named("wait_read")
     fakes.streams[0] = 7
     with pytest.raises(CheckpointFailedError, match="staging"):
         kit.gate.free_staging(part(0, staged=True), skip=True)
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     kit.gate.free_staging(part(0, staged=True), skip=True)
 
 
 def test_without_a_gate_between_them_staging_waits_on_the_cpu(kit: Kit) -> None:
     kit.add(part(0, staged=True))
-    kit.link.interrupt = "wait_read"
+    kit.native.interrupt = "wait_read"
     with pytest.raises(KeyboardInterrupt):
         kit.gate.free_staging(part(0, staged=True), skip=False)
-    kit.link.interrupt = ""
+    kit.native.interrupt = ""
     with pytest.raises(CheckpointFailedError, match="stall_limit_s"):
         kit.gate.free_staging(part(0, staged=True), skip=False)
     assert kit.expired == [1]
@@ -282,7 +282,7 @@ def test_other_gpus_and_snapshots_that_stage_nothing_are_not_waited_for(kit: Kit
     kit.add(part(1, staged=True))
     kit.add(part(0))
     kit.gate.free_staging(part(0, staged=True), skip=True)
-    assert not kit.link.named("wait_read")
+    assert not kit.native.named("wait_read")
 
 
 def test_the_stream_of_a_device_snapshot_waited_for_less(kit: Kit) -> None:
@@ -296,10 +296,10 @@ def test_a_driver_without_memory_for_the_wait_makes_the_cpu_wait(kit: Kit) -> No
     def refuse(*_: object) -> bool:
         raise OSError(errno.ENOMEM, "out of memory")
 
-    kit.link.hold = refuse  # type: ignore[method-assign]
+    kit.native.hold = refuse  # type: ignore[method-assign]
     kit.add(part(0))
     kit.gate.wait()
-    assert kit.link.named("wait_read", "abandon") == [("wait_read", 1, False), ("abandon", 1)]
+    assert kit.native.named("wait_read", "abandon") == [("wait_read", 1, False), ("abandon", 1)]
 
 
 def test_a_breaker_asks_again_when_an_answer_was_lost(kit: Kit) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint with GPU tensors tells link and daemon, in which order; and graphs."""
+"""What a checkpoint with GPU tensors tells native and daemon, in which order; and graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Kit:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pccheck.client.Session", lambda *_, **__: FakeSession(self.connection))
             self.client = PCcheckClient("job", socket=path / "none", **options)
-        self.link = self.connection.link
+        self.native = self.connection.native
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             fakes.put(tensor)
@@ -50,9 +50,9 @@ class Kit:
     def attach(self) -> None:
         self.client.attach(model=self.model, optimizer=self.optimizer)
         self.optimizer.step()  # from then on its hook is trusted
-        self.link.calls.clear()  # memory was exposed ahead, as a snapshot without staging needs it
+        self.native.calls.clear()  # memory was exposed ahead, as snapshots without staging need it
         self.connection.sent.clear()
-        self.link.requests.clear()
+        self.native.requests.clear()
 
     def checkpoint(self) -> Checkpoint:
         self.step += 1
@@ -64,19 +64,19 @@ class Kit:
 
         def wait_copied(number: int, _deadline_ns: int) -> bool:
             copied.append(number)
-            self.link.copied(number)
+            self.native.copied(number)
             return True
 
-        self.link.wait_copied = wait_copied  # type: ignore[method-assign]
+        self.native.wait_copied = wait_copied  # type: ignore[method-assign]
         state = self.checkpoint().state
         assert (state is CheckpointState.COPIED) == bool(copied)
         return bool(copied)
 
     def begun(self) -> list[Any]:
-        return self.link.requests
+        return self.native.requests
 
     def submitted(self) -> tuple[Any, ...]:
-        return self.link.named("submit")[-1]
+        return self.native.named("submit")[-1]
 
 
 @pytest.fixture
@@ -93,14 +93,14 @@ def kit(tmp_path: Path, fakes: FakeDevices) -> Kit:
 
 def test_the_order_of_a_pulled_checkpoint(kit: Kit) -> None:
     kit.checkpoint()
-    names = [call[0] for call in kit.link.calls]
+    names = [call[0] for call in kit.native.calls]
     assert names == ["staging", "expose", "request", "stage", "mark", "submit"]
     kinds = [type(body) for body in kit.connection.sent]
     assert kinds == [Expose, tuple]  # exposed before memory is made
     assert kit.begun()[0].map == 2
     _, number, _, _, device_ranges, pulled, mask = kit.submitted()
     assert (number, device_ranges, pulled, mask) == (1, b"", 4096, 1)
-    assert kit.link.named("mark") == [("mark", 1, 0, 100, True, False)]
+    assert kit.native.named("mark") == [("mark", 1, 0, 100, True, False)]
 
 
 def test_the_order_of_a_pushed_checkpoint(kit: Kit) -> None:
@@ -111,7 +111,7 @@ def test_the_order_of_a_pushed_checkpoint(kit: Kit) -> None:
     found = list(struct.iter_unpack("<QQQII", device_ranges))
     assert (pulled, mask) == (0, 0) and {item[3] for item in found} == {0}
     assert kit.model[0].weight.data_ptr() in {item[0] for item in found}
-    assert kit.link.named("mark") == [("mark", 1, 0, 100, False, False)]
+    assert kit.native.named("mark") == [("mark", 1, 0, 100, False, False)]
 
 
 def test_the_step_of_the_optimizer_makes_its_stream_wait(kit: Kit) -> None:
@@ -119,7 +119,7 @@ def test_the_step_of_the_optimizer_makes_its_stream_wait(kit: Kit) -> None:
     for p in kit.model.parameters():
         p.grad = torch.ones_like(p)
     kit.optimizer.step()
-    assert kit.link.named("hold", "wait_read") == [("hold", 1, 0, 100)]
+    assert kit.native.named("hold", "wait_read") == [("hold", 1, 0, 100)]
 
 
 def test_an_unchanged_state_is_not_exposed_again(kit: Kit) -> None:
@@ -127,18 +127,18 @@ def test_an_unchanged_state_is_not_exposed_again(kit: Kit) -> None:
     kit.client.gate()
     kit.checkpoint()
     assert [begin.map for begin in kit.begun()] == [2, 2]
-    assert len(kit.link.named("expose")) == 1
-    assert not kit.link.named("wait_read")  # the stream's order is enough for staging, too
+    assert len(kit.native.named("expose")) == 1
+    assert not kit.native.named("wait_read")  # the stream's order is enough for staging, too
 
 
 def test_device_snapshots_stage_all_beside_training(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes, snapshot="device")
     kit.attach()
     kit.checkpoint()
-    assert [(c[2], c[4]) for c in kit.link.named("stage")] == [(100, False), (100, True)]
-    assert kit.link.named("mark") == [("mark", 1, 0, 100, True, True)]
+    assert [(c[2], c[4]) for c in kit.native.named("stage")] == [(100, False), (100, True)]
+    assert kit.native.named("mark") == [("mark", 1, 0, 100, True, True)]
     kit.client.gate()
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     kit.checkpoint()
 
 
@@ -155,30 +155,32 @@ def test_busy_staging_is_skipped_when_so_asked(tmp_path: Path, fakes: FakeDevice
 def test_blocking_returns_when_the_source_was_read(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes, snapshot="blocking")
     kit.attach()
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     made = kit.checkpoint()
-    assert set(kit.link.named("wait_read")) == {("wait_read", 1, False)}
-    assert not kit.link.named("stage", "staging", "hold") and made.state is CheckpointState.COPYING
+    assert set(kit.native.named("wait_read")) == {("wait_read", 1, False)}
+    assert (
+        not kit.native.named("stage", "staging", "hold") and made.state is CheckpointState.COPYING
+    )
     kit.client.gate()
-    assert not kit.link.named("hold")
+    assert not kit.native.named("hold")
 
 
 def test_without_room_for_staging_checkpoints_wait(kit: Kit) -> None:
-    kit.link.no_staging = True
-    kit.link.read.update((1, 2))
+    kit.native.no_staging = True
+    kit.native.read.update((1, 2))
     with pytest.warns(PccheckWarning, match="checkpoint\\(\\) now returns only when"):
         kit.checkpoint()
-    assert set(kit.link.named("wait_read")) == {("wait_read", 1, False)}
-    assert kit.begun()[0].map == 1 and not kit.link.named("stage")
+    assert set(kit.native.named("wait_read")) == {("wait_read", 1, False)}
+    assert kit.begun()[0].map == 1 and not kit.native.named("stage")
     kit.checkpoint()
-    assert len(kit.link.named("staging")) == 2  # once more when torch had given back; not later
+    assert len(kit.native.named("staging")) == 2  # once more when torch had given back; not later
 
 
 def test_without_a_gate_it_returns_when_copied(tmp_path: Path, fakes: FakeDevices) -> None:
     kit = Kit(tmp_path, fakes)
     kit.client.attach(model=kit.model)
     assert kit.returns_when_copied()
-    assert not kit.link.named("stage") and kit.link.named("mark")
+    assert not kit.native.named("stage") and kit.native.named("mark")
 
 
 def test_forced_pull_fails_with_the_reason(tmp_path: Path, fakes: FakeDevices) -> None:
@@ -209,7 +211,7 @@ def test_with_all_entries_in_use_it_says_so(
     def busy(_number: int) -> None:
         raise OSError(errno.EBUSY, "busy")
 
-    monkeypatch.setattr(kit.link, "request", busy)
+    monkeypatch.setattr(kit.native, "request", busy)
     with pytest.raises(CheckpointFailedError, match="64 checkpoints are in flight"):
         kit.checkpoint()
 
@@ -219,7 +221,7 @@ def test_with_all_entries_in_use_it_says_so(
 def test_a_daemon_that_ends_during_the_call_is_named(
     tmp_path: Path, fakes: FakeDevices, monkeypatch: pytest.MonkeyPatch, call: str, on_error: str
 ) -> None:
-    """The link notices the end before anything else does."""
+    """The native notices the end before anything else does."""
     kit = Kit(tmp_path, fakes, on_error=on_error)
     kit.attach()
 
@@ -227,7 +229,7 @@ def test_a_daemon_that_ends_during_the_call_is_named(
         kit.connection.lives = False
         raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
-    monkeypatch.setattr(kit.link, call, gone)
+    monkeypatch.setattr(kit.native, call, gone)
     if on_error == "raise":
         with pytest.raises(PccheckError, match="the daemon has ended"):
             kit.checkpoint()
@@ -239,26 +241,26 @@ def test_a_broken_copy_has_the_next_one_exposed_anew(kit: Kit) -> None:
     for number in range(1, 6):
         kit.checkpoint()
         assert kit.submitted()[1] == number
-        kit.link.refuse(number)
+        kit.native.refuse(number)
     kit.checkpoint()
     assert [begin.map for begin in kit.begun()] == [2, 3, 4, 5, 6, 7]
-    kit.link.copied(6)
+    kit.native.copied(6)
 
 
 def test_what_the_link_gave_up_trips_the_breaker(kit: Kit) -> None:
     first = kit.checkpoint()
     kit.client.gate()
-    kit.link.let_go(1)
+    kit.native.let_go(1)
     with pytest.warns(PccheckWarning, match="stall_limit_s"):
         made = kit.checkpoint()
     assert first.state is CheckpointState.FAILED and made.state is CheckpointState.SKIPPED
 
 
 def test_a_failing_stage_abandons_the_snapshot(kit: Kit) -> None:
-    kit.link.interrupt = "mark"
+    kit.native.interrupt = "mark"
     with pytest.raises(KeyboardInterrupt):
         kit.checkpoint()
-    assert kit.link.named("abandon") == [("abandon", 1)] and not kit.link.named("submit")
+    assert kit.native.named("abandon") == [("abandon", 1)] and not kit.native.named("submit")
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------
@@ -271,9 +273,9 @@ def test_a_checkpoint_that_the_daemon_was_not_told_of_counts_once(
         raise WaitTimeoutError("the daemon accepts no more requests")
 
     with monkeypatch.context() as patch, pytest.warns(PccheckWarning, match="no more requests"):
-        patch.setattr(kit.link, "submit", full)
+        patch.setattr(kit.native, "submit", full)
         assert kit.checkpoint().state is CheckpointState.FAILED
-    assert kit.link.calls[-1] == ("abandon", 1)
+    assert kit.native.calls[-1] == ("abandon", 1)
     kit.client.flush(0)  # notes how earlier ones ended
     kit.connection.lives = False
     with pytest.warns(PccheckWarning, match="1 checkpoint failed, up to step 1"):
@@ -286,7 +288,7 @@ def test_no_checkpoint_while_a_graph_is_recorded(kit: Kit, fakes: FakeDevices) -
         kit.checkpoint()
     fakes.captures = False
     kit.checkpoint()
-    kit.link.captures = True
+    kit.native.captures = True
     with pytest.raises(UsageError, match="recorded"):
         kit.checkpoint()
 
@@ -294,13 +296,13 @@ def test_no_checkpoint_while_a_graph_is_recorded(kit: Kit, fakes: FakeDevices) -
 def test_a_recorded_step_is_not_trusted_any_more(kit: Kit, fakes: FakeDevices) -> None:
     kit.checkpoint()
     fakes.captures = True
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     with pytest.warns(PccheckWarning, match='gate="manual"') as told:
         kit.optimizer.step()
         kit.optimizer.step()
     assert len(told) == 1
-    assert not kit.link.named("hold")  # nothing gets into the graph
-    assert kit.link.named("wait_read") == [("wait_read", 1, False)]  # but it is waited for
+    assert not kit.native.named("hold")  # nothing gets into the graph
+    assert kit.native.named("wait_read") == [("wait_read", 1, False)]  # but it is waited for
     fakes.captures = False
     assert kit.returns_when_copied()
 
@@ -326,9 +328,9 @@ def test_with_a_manual_gate_graphs_are_the_users_affair(tmp_path: Path, fakes: F
     kit.attach()
     kit.checkpoint()
     kit.client.gate()  # before replay()
-    assert kit.link.named("hold") == [("hold", 1, 0, 100)]
+    assert kit.native.named("hold") == [("hold", 1, 0, 100)]
     fakes.captures = True
-    kit.link.read.add(1)
+    kit.native.read.add(1)
     with pytest.warns(PccheckWarning, match="before every replay"):
         kit.client.gate()
     fakes.captures = False
@@ -346,12 +348,12 @@ def test_interrupted_anywhere_nothing_is_vouched_for(
         kit.attach()
     else:
         kit.client.attach(model=kit.model)
-    kit.link.interrupt = where
+    kit.native.interrupt = where
     with pytest.raises(KeyboardInterrupt):
         kit.checkpoint()
-    kit.link.interrupt = ""
-    (snapshot,) = [call[1] for call in kit.link.named("request")]
-    assert kit.link.named("abandon") == [("abandon", snapshot)]
+    kit.native.interrupt = ""
+    (snapshot,) = [call[1] for call in kit.native.named("request")]
+    assert kit.native.named("abandon") == [("abandon", snapshot)]
 
 
 def test_interrupted_after_it_was_handed_over_nothing_is_vouched_for(
@@ -363,9 +365,9 @@ def test_interrupted_after_it_was_handed_over_nothing_is_vouched_for(
     monkeypatch.setattr(Gate, "add", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kit.checkpoint()
-    assert kit.link.named("abandon") == [("abandon", 1)]
+    assert kit.native.named("abandon") == [("abandon", 1)]
     kit.client.gate()
-    assert not kit.link.named("hold", "wait_read")
+    assert not kit.native.named("hold", "wait_read")
 
 
 def test_a_plan_that_was_interrupted_is_made_anew(

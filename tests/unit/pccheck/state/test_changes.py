@@ -87,13 +87,13 @@ class Kit:
 
     def __init__(self) -> None:
         self.connection: Any = FakeConnection()
-        self.link = self.connection.link
+        self.native = self.connection.native
         self.state = state()
         self.told: list[Moved] = []
         self.gate = Gate(5, lambda *_: None)
         number = next(self.connection.snapshots)
-        self.link.request(number)
-        self.link.provisional.add(number)
+        self.native.request(number)
+        self.native.provisional.add(number)
         self.checkpoint = InFlight(1, self.connection, number)
         self.checkpoint.verdict = Verdict(
             self.checkpoint, self.connection, reading_of(self.state),
@@ -104,14 +104,14 @@ class Kit:
     def while_it_waits(self, act: Callable[[], object]) -> None:
         def wait_read(snapshot: int, _deadline_ns: int, *, host_only: bool = False) -> bool:
             act()
-            self.link.read.add(snapshot)
+            self.native.read.add(snapshot)
             return True
 
-        self.link.wait_read = wait_read
+        self.native.wait_read = wait_read
 
     def failed(self) -> str:
         assert self.checkpoint.state is CheckpointState.FAILED
-        assert self.link.provisional and len(self.told) == 1
+        assert self.native.provisional and len(self.told) == 1
         return self.checkpoint.reason
 
 
@@ -126,7 +126,7 @@ def test_memory_freed_before_the_gate_makes_no_step_wait() -> None:
     kit = Kit()
     kit.while_it_waits(lambda: pytest.fail("it waits for a copy of no use"))
     kit.state["one"].share_memory_()
-    kit.link.wait = lambda *_: kit.checkpoint.state is CheckpointState.FAILED
+    kit.native.wait = lambda *_: kit.checkpoint.state is CheckpointState.FAILED
     kit.gate.wait()
     assert "one was freed" in kit.failed()
 
@@ -136,8 +136,8 @@ def test_a_copy_that_met_missing_memory_is_told_once_by_path() -> None:
     number = kit.checkpoint.snapshot
 
     def fault() -> None:
-        kit.link.let_go(number, UNREADABLE)
-        kit.link.faults[number] = kit.state["array"].__array_interface__["data"][0]
+        kit.native.let_go(number, UNREADABLE)
+        kit.native.faults[number] = kit.state["array"].__array_interface__["data"][0]
 
     kit.while_it_waits(fault)
     kit.gate.wait()
@@ -148,6 +148,6 @@ def test_a_copy_that_met_missing_memory_is_told_once_by_path() -> None:
 
 def test_an_unchanged_state_is_confirmed_after_the_wait() -> None:
     kit = Kit()
-    kit.while_it_waits(lambda: kit.link.provisional or pytest.fail("too early"))
+    kit.while_it_waits(lambda: kit.native.provisional or pytest.fail("too early"))
     kit.gate.wait()
-    assert not kit.link.provisional and not kit.told
+    assert not kit.native.provisional and not kit.told

@@ -12,10 +12,10 @@ from typing import cast
 import pytest
 
 from pccheck_native import (
-    Channel,
-    ChannelUsage,
     GpuInfo,
     Gpus,
+    Tenant,
+    TenantUsage,
 )
 from pccheck_native.transfer import PUSHED, DriverState
 from pccheck_wire import codec
@@ -58,8 +58,8 @@ class FakeChannel:
     def policy(self, **_: object) -> None:
         pass
 
-    def usage(self) -> ChannelUsage:
-        return ChannelUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2)
+    def usage(self) -> TenantUsage:
+        return TenantUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2)
 
     def close(self) -> None:
         pass
@@ -79,13 +79,13 @@ class Place:
 
         self.sessions = Sessions(self.registry, ControlServer(config.socket))
         self.handlers = Handlers(self.sessions)
-        self.channel = FakeChannel()
+        self.native = FakeChannel()
 
     async def open(self) -> None:
         self.job, self.tenant = await self.registry.tenant(KEY)
         await self.tenant.prepare()
         assert self.tenant.port is not None
-        self.tenant.port.channel = cast(Channel, self.channel)
+        self.tenant.port.native = cast(Tenant, self.native)
         self.engine.driver.state = DriverState("driver 12.8")
         self.session = self.join(1)
 
@@ -151,11 +151,11 @@ async def test_an_exposure_reaches_the_channel_whole(place: Place) -> None:
         place.ask(Expose(2, [b"next"])),
     )
     assert list(answers) == [Done()] * 4
-    assert place.channel.exposed == [(1, b"abcdef"), (2, b"next")]
+    assert place.native.exposed == [(1, b"abcdef"), (2, b"next")]
 
 
 async def test_the_channels_reason_is_told(place: Place) -> None:
-    place.channel.answer = "allocation 3: the handle does not open"
+    place.native.answer = "allocation 3: the handle does not open"
     answer = await place.ask(Expose(1, [b"x"]))
     refused(answer, "allocation 3")
     assert isinstance(answer, Failure)
@@ -171,13 +171,13 @@ async def test_without_a_driver_nothing_is_collected(place: Place) -> None:
 async def test_a_trainer_that_the_kernel_does_not_name_pushes(place: Place) -> None:
     place.session.kernel_pid = 0  # what it says itself would prove nothing
     refused(await place.ask(Expose(1, [b"x"])), "PID namespace")
-    assert not place.channel.exposed
+    assert not place.native.exposed
 
 
 async def test_another_users_trainer_pushes(place: Place) -> None:
     place.session.uid = KEY.uid + 1  # root could open whatever handle it is given
     refused(await place.ask(Expose(1, [b"x"])), "runs as uid")
-    assert not place.channel.exposed
+    assert not place.native.exposed
 
 
 async def test_an_old_session_cannot_expose_for_the_next(place: Place) -> None:
@@ -187,7 +187,7 @@ async def test_an_old_session_cannot_expose_for_the_next(place: Place) -> None:
         await asyncio.sleep(0)
         place.join(2)
     refused(await late, "has ended")
-    assert not place.channel.exposed
+    assert not place.native.exposed
 
 
 async def test_what_a_session_had_sent_goes_with_it(place: Place) -> None:
@@ -204,7 +204,7 @@ async def test_only_trainers_share_memory(place: Place, role: Role) -> None:
     session = place.join(2, role)
     for body in (Expose(1, [b"x"]), Chose("pull", "")):
         refused(await place.ask(body, session), "requires a trainer")
-    assert not place.channel.exposed
+    assert not place.native.exposed
 
 
 # -- Chose, Status -----------------------------------------------------------------------------

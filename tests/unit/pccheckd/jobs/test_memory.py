@@ -30,7 +30,7 @@ class Pool:
         return self.budget, self.used
 
 
-class Channel:
+class Tenant:
     """Segments as a channel has them; with `keeps` its client gives nothing back."""
 
     def __init__(self, pool: Pool) -> None:
@@ -103,7 +103,7 @@ class Node:
 
     def tenant(self, uid: int = UID) -> Any:
         port = Port(self.engine, uid, lambda _event: None, CHUNK)
-        port.number, port.channel = 1, Channel(self.engine.pool)
+        port.number, port.native = 1, Tenant(self.engine.pool)
         tenant = SimpleNamespace(
             port=port, owner=object(), quiet=False, finished=False, last_used_ns=0,
             lock=asyncio.Lock(), key=SimpleNamespace(uid=uid), ledger=SimpleNamespace(live=list),
@@ -143,7 +143,7 @@ async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
     tenant = node.tenant()
     await node.claim(1, tenant, 16)
     await node.settled(16)
-    channel = tenant.port.channel
+    channel = tenant.port.native
     channel.left, channel.busy, channel.keeps = 3, True, True
     tenant.port.adopted(16 * CHUNK)
     for _ in range(50):  # not while that would hold up what is in flight
@@ -240,12 +240,12 @@ async def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.Mo
     first, second = node.tenant(), node.tenant()
     await node.claim(1, first, 8)
     await node.settled(8, 0)
-    first.port.channel.keeps = True
+    first.port.native.keeps = True
     with pytest.raises(RefusedError, match="being returned") as refused:
         await node.claim(2, second, 8)
     assert refused.value.retryable and "80 B of 80 B (--dram) are used" in refused.value.message
     assert node.stuck and set(node.stuck) == {1}
-    first.port.channel.keeps = False  # its session was ended
+    first.port.native.keeps = False  # its session was ended
     await node.settled(4, 4)
 
 
@@ -261,13 +261,13 @@ async def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     first, second = node.tenant(), node.tenant()
     await node.claim(1, first, 8)
     await node.settled(8, 0)
-    first.port.channel.keeps = True
+    first.port.native.keeps = True
     with pytest.raises(RefusedError, match="being returned"):
         await node.claim(2, second, 8)
     paused_s = 1000.0
     await asyncio.sleep(10 * port_module._RETRY_S)
     assert not node.stuck
-    first.port.channel.keeps = False
+    first.port.native.keeps = False
     await node.settled(4, 4)
 
 
@@ -280,7 +280,7 @@ async def test_memory_that_grows_for_a_session_without_room_is_not_lost() -> Non
 
     async def told_late(uid: int, function: Any, *arguments: Any) -> Any:
         grown = await call(uid, function, *arguments)
-        if function == second.port.channel.grow:
+        if function == second.port.native.grow:
             await told.wait()
         return grown
 
@@ -305,7 +305,7 @@ async def test_memory_that_the_system_refuses_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.1)
     node = Node(8)
     tenant = node.tenant()
-    tenant.port.channel.grow = lambda _nbytes: 0
+    tenant.port.native.grow = lambda _nbytes: 0
     with pytest.raises(RefusedError, match=r"0 B of .* but the system refuses the rest: memory li"):
         await node.claim(1, tenant, 4)
 
@@ -318,7 +318,7 @@ async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch)
     tenants = [node.tenant() for _ in range(sessions)]
     await node.claim(0, tenants[0], 8 * sessions)
     await node.settled(8 * sessions, *([0] * (sessions - 1)))
-    tenants[0].port.channel.keeps = True
+    tenants[0].port.native.keeps = True
     divided, balance = 0, node.memory.balance
 
     def counted() -> None:
@@ -333,7 +333,7 @@ async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch)
     assert all(isinstance(result, RefusedError) for result in results)
     looks = (time.monotonic() - began) / memory_module._RETRY_S
     assert divided <= 2 * sessions + 2 * looks
-    tenants[0].port.channel.keeps = False
+    tenants[0].port.native.keeps = False
     await node.settled(*([8] * sessions))
 
 

@@ -150,7 +150,7 @@ async def test_a_job_is_unloaded_after_its_last_file_user_has_left(
     shape = PortShape(1 << 16, BLOCK_BYTES, 2, lanes=1, writers=1)
     port = await Port.opened(registry.engine, KEY.uid, lambda event: None, shape)
     volume = tenant.volumes.open[0].volume
-    port.channel.bind(volume)
+    port.native.bind(volume)
     dropping = asyncio.create_task(expiry.drop(registry, KEY.uid, Drop(KEY.job)))
     while not closing(volume):
         await asyncio.sleep(0)

@@ -31,7 +31,7 @@ def event(kind: str, snapshot: int = 1, *, sequence: int = 0, why: str = "") -> 
 
 
 class Core:
-    """The channel: refuses what is not in `copied`."""
+    """The core: refuses what is not in `copied`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -96,7 +96,7 @@ class Desk:
         self.undelivered: list[_core.Event] = []
         self.engine: Any = SimpleNamespace(deliver=self._deliver)
         self.owner: Any = SimpleNamespace(session=SESSION, world_size=2 if grouped else 1)
-        self.port: Any = SimpleNamespace(channel=self.core)
+        self.port: Any = SimpleNamespace(native=self.core)
         self.chronicle: Any = SimpleNamespace(requested=lambda *_: None)
         self.interval_steps, self.room_bytes, self.incarnation = 0, 100, 5
         self.is_read, self.stops = False, 0

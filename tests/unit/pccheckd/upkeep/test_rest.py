@@ -22,7 +22,7 @@ class Port:
     def __init__(self, *bound: str, busy: str = "") -> None:
         self.chunk_bytes = CONFIG.chunk_bytes
         self.bound, self.busy = set(bound), busy
-        self.channel = SimpleNamespace(bind=self.bound.add)
+        self.native = SimpleNamespace(bind=self.bound.add)
 
     async def unbind(self, volume: str, _limit_s: float) -> bool:
         if volume != self.busy:

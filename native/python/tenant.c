@@ -1,4 +1,4 @@
-/* Channel: the objects that it borrows, and its methods. */
+/* Tenant: the objects that it borrows, and its methods. */
 #include "core.h"
 #include "daemon/pcc_tenant.h"
 
@@ -7,9 +7,9 @@
 #define REASON_BYTES 192
 
 /* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
- * unbind(), the volume of a load until the next load. Each lives until the channel has released it,
+ * unbind(), the volume of a load until the next load. Each lives until the tenant has released it,
  * whatever order their owners close them in. */
-struct py_channel {
+struct py_tenant {
     struct pcc_py_object base;
     PyObject *borrowed[3]; /* pool, events, GPUs or NULL */
     PyObject *bound;       /* list of volumes */
@@ -18,12 +18,12 @@ struct py_channel {
     uint64_t load_returns;
 };
 
-static struct py_channel *channel_of(PyObject *self)
+static struct py_tenant *tenant_of(PyObject *self)
 {
-    return (struct py_channel *)self;
+    return (struct py_tenant *)self;
 }
 
-PCC_PY_CLOSES(channel_close, pcc_tenant_close)
+PCC_PY_CLOSES(tenant_close, pcc_tenant_close)
 
 /* One more user of `object`, with a reference. False with ValueError when it is closed. */
 static bool borrow(PyObject *object)
@@ -44,23 +44,23 @@ static void give_back(PyObject *object) /* accepts NULL */
 
 /* -- open and close ---------------------------------------------------------------------------- */
 
-/* What it borrows goes only after the C channel has gone. */
-static void channel_gone(PyObject *self)
+/* What it borrows goes only after the C tenant has gone. */
+static void tenant_gone(PyObject *self)
 {
-    struct py_channel *channel = channel_of(self);
-    PyObject *bound = channel->bound;
-    channel->bound = NULL;
+    struct py_tenant *tenant = tenant_of(self);
+    PyObject *bound = tenant->bound;
+    tenant->bound = NULL;
     for (Py_ssize_t i = 0; i < PyList_Size(bound); i++)
         pcc_py_leave(PyList_GetItem(bound, i));
     Py_DECREF(bound);
-    give_back(channel->loading);
+    give_back(tenant->loading);
     for (int i = 0; i < 3; i++)
-        give_back(channel->borrowed[i]);
+        give_back(tenant->borrowed[i]);
 }
 
 /* Borrows the objects that are not NULL; gives all of them back when it fails. */
-static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
-                              const struct pcc_tenant_spec *spec)
+static PyObject *tenant_open(PyTypeObject *type, PyObject *const borrowed[3],
+                             const struct pcc_tenant_spec *spec)
 {
     void *handles[3] = {NULL};
     PyObject *bound = NULL;
@@ -75,18 +75,18 @@ static PyObject *channel_open(PyTypeObject *type, PyObject *const borrowed[3],
     bound = PyList_New(0);
     if (bound == NULL)
         goto fail;
-    struct pcc_tenant *channel = NULL;
+    struct pcc_tenant *tenant = NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_tenant_open(handles[0], handles[1], handles[2], spec, &channel));
+    PCC_PY_UNLOCKED(result = pcc_tenant_open(handles[0], handles[1], handles[2], spec, &tenant));
     if (result < 0) {
         pcc_py_raise(pcc_py_state_of(type), result, NULL);
         goto fail;
     }
-    PyObject *self = pcc_py_object_new(type, "Channel", channel, channel_close);
+    PyObject *self = pcc_py_object_new(type, "Tenant", tenant, tenant_close);
     if (self != NULL) {
-        memcpy(channel_of(self)->borrowed, borrowed, sizeof(channel_of(self)->borrowed));
-        channel_of(self)->bound = bound;
-        pcc_py_lease(self)->gone = channel_gone;
+        memcpy(tenant_of(self)->borrowed, borrowed, sizeof(tenant_of(self)->borrowed));
+        tenant_of(self)->bound = bound;
+        pcc_py_lease(self)->gone = tenant_gone;
         return self;
     }
 fail:
@@ -96,7 +96,7 @@ fail:
     return NULL;
 }
 
-static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"pool",        "events",         "id",    "chunk_bytes",
                             "block_bytes", "chunk_capacity", "lanes", "writers",
@@ -105,7 +105,7 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     struct pcc_tenant_spec spec = {0};
     PyObject *borrowed[3] = {NULL}; /* pool, events, GPUs */
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Channel", names, state->types[PCC_PY_POOL],
+            args, kwargs, "O!O!|$O&O&O&O&O&O&Os:Tenant", names, state->types[PCC_PY_POOL],
             &borrowed[0], state->types[PCC_PY_EVENTS], &borrowed[1], pcc_py_u64, &spec.id,
             pcc_py_u32, &spec.chunk_bytes, pcc_py_u32, &spec.block_bytes, pcc_py_u32,
             &spec.chunk_capacity, pcc_py_u32, &spec.lanes, pcc_py_u32, &spec.writers_per_lane,
@@ -118,7 +118,7 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         PyErr_SetString(PyExc_TypeError, "gpus must be Gpus or None");
         return NULL;
     }
-    return channel_open(type, borrowed, &spec);
+    return tenant_open(type, borrowed, &spec);
 }
 
 /* -- volumes ----------------------------------------------------------------------------------- */
@@ -137,7 +137,7 @@ static PyObject *outcomes_new(const struct pcc_kept_outcome *outcomes, uint32_t 
     return list;
 }
 
-static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_bind(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"volume", "state_fd", "state_id", NULL};
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
@@ -148,18 +148,18 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
                                      state->types[PCC_PY_VOLUME], &volume, &state_fd, pcc_py_u64,
                                      &state_id))
         return NULL;
-    PCC_PY_ENTER(struct pcc_tenant, channel);
+    PCC_PY_ENTER(struct pcc_tenant, tenant);
     if (!borrow(volume))
         return NULL;
     int result;
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     uint32_t count = 0;
     struct pcc_volume *handle = pcc_py_lease(volume)->handle;
-    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_tenant_bind(channel, handle)
-                                          : pcc_tenant_bind_kept(channel, handle, state_fd,
-                                                                 state_id, outcomes, &count));
-    int known = result < 0 ? 1 : PySequence_Contains(channel_of(self)->bound, volume);
-    if (known == 0 && PyList_Append(channel_of(self)->bound, volume) == 0) {
+    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_tenant_bind(tenant, handle)
+                                          : pcc_tenant_bind_kept(tenant, handle, state_fd, state_id,
+                                                                 outcomes, &count));
+    int known = result < 0 ? 1 : PySequence_Contains(tenant_of(self)->bound, volume);
+    if (known == 0 && PyList_Append(tenant_of(self)->bound, volume) == 0) {
         Py_DECREF(volume); /* the list holds the reference, `bound` stands for the use */
     } else if (known == 1) {
         give_back(volume);
@@ -171,42 +171,42 @@ static PyObject *channel_bind(PyObject *self, PyObject *args, PyObject *kwargs)
 
 /* `before` is the number of load calls at the unbind, when none was in progress. A call that came
  * later borrows the volume, too, and its load may be running. */
-static void forget(struct py_channel *channel, PyObject *volume, uint64_t before)
+static void forget(struct py_tenant *tenant, PyObject *volume, uint64_t before)
 {
-    for (Py_ssize_t i = 0; i < PyList_Size(channel->bound); i++) {
-        if (PyList_GetItem(channel->bound, i) == volume) {
-            PyList_SetSlice(channel->bound, i, i + 1, NULL);
+    for (Py_ssize_t i = 0; i < PyList_Size(tenant->bound); i++) {
+        if (PyList_GetItem(tenant->bound, i) == volume) {
+            PyList_SetSlice(tenant->bound, i, i + 1, NULL);
             pcc_py_leave(volume);
             break;
         }
     }
-    if (channel->loading == volume && channel->load_returns == before &&
-        channel->load_calls == before) {
-        channel->loading = NULL;
+    if (tenant->loading == volume && tenant->load_returns == before &&
+        tenant->load_calls == before) {
+        tenant->loading = NULL;
         give_back(volume);
     }
 }
 
-static PyObject *channel_unbind(PyObject *self, PyObject *volume)
+static PyObject *tenant_unbind(PyObject *self, PyObject *volume)
 {
     if (!PyObject_TypeCheck(volume, pcc_py_state_of(Py_TYPE(self))->types[PCC_PY_VOLUME])) {
         PyErr_SetString(PyExc_TypeError, "unbind() takes a Volume");
         return NULL;
     }
-    PCC_PY_ENTER(struct pcc_tenant, channel);
+    PCC_PY_ENTER(struct pcc_tenant, tenant);
     int result = 0;
-    const struct py_channel *counted = channel_of(self);
+    const struct py_tenant *counted = tenant_of(self);
     const uint64_t before =
         counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
     struct pcc_volume *handle = pcc_py_lease(volume)->handle;
     if (handle != NULL) /* a closed volume is not bound any more */
-        PCC_PY_UNLOCKED(result = pcc_tenant_unbind(channel, handle));
+        PCC_PY_UNLOCKED(result = pcc_tenant_unbind(tenant, handle));
     if (result == 0)
-        forget(channel_of(self), volume, before);
+        forget(tenant_of(self), volume, before);
     return pcc_py_done(self, result);
 }
 
-static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_load(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"volume", "sequence", "offset", "length", "load_id", "own", NULL};
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
@@ -218,19 +218,19 @@ static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes,
                                      pcc_py_u64, &load_id, &own))
         return NULL;
-    PCC_PY_ENTER(struct pcc_tenant, channel);
+    PCC_PY_ENTER(struct pcc_tenant, tenant);
     if (!borrow(volume))
         return NULL;
     int result;
     struct pcc_volume *handle = pcc_py_lease(volume)->handle;
-    channel_of(self)->load_calls++;
-    PCC_PY_UNLOCKED(result = pcc_tenant_load(channel, handle, own != 0, sequence, offset_bytes,
+    tenant_of(self)->load_calls++;
+    PCC_PY_UNLOCKED(result = pcc_tenant_load(tenant, handle, own != 0, sequence, offset_bytes,
                                              length_bytes, load_id));
-    channel_of(self)->load_returns++;
+    tenant_of(self)->load_returns++;
     PyObject *unused = volume;
     if (result == 0) { /* one load at a time: the one before has ended */
-        unused = channel_of(self)->loading;
-        channel_of(self)->loading = volume;
+        unused = tenant_of(self)->loading;
+        tenant_of(self)->loading = volume;
     }
     give_back(unused);
     return pcc_py_done(self, result);
@@ -238,7 +238,7 @@ static PyObject *channel_load(PyObject *self, PyObject *args, PyObject *kwargs)
 
 /* -- its trainer ------------------------------------------------------------------------------- */
 
-static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_attach(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"socket_fd", "session", "pid", NULL};
     PyObject *socket;
@@ -256,49 +256,48 @@ static PyObject *channel_attach(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     int page_fd = -1;
     int result;
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                result = pcc_tenant_attach(channel, socket_fd, session, (int32_t)pid, &page_fd));
+    PCC_PY_CALL(struct pcc_tenant, tenant,
+                result = pcc_tenant_attach(tenant, socket_fd, session, (int32_t)pid, &page_fd));
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromLong(page_fd);
 }
 
-PCC_PY_CALLS(channel_detach, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_detach)
+PCC_PY_CALLS(tenant_detach, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_detach)
 
 /* -- its memory -------------------------------------------------------------------------------- */
 
-static PyObject *channel_grow(PyObject *self, PyObject *number)
+static PyObject *tenant_grow(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(bytes, number);
     uint64_t granted_bytes = 0;
     int result;
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                result = pcc_tenant_grow(channel, bytes, &granted_bytes));
+    PCC_PY_CALL(struct pcc_tenant, tenant, result = pcc_tenant_grow(tenant, bytes, &granted_bytes));
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(granted_bytes);
 }
 
-static PyObject *channel_shrink(PyObject *self, PyObject *number)
+static PyObject *tenant_shrink(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(bytes, number);
     struct pcc_tenant_holding holding;
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_shrink(channel, bytes, &holding));
+    PCC_PY_CALL(struct pcc_tenant, tenant, pcc_tenant_shrink(tenant, bytes, &holding));
     return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
 }
 
-PCC_PY_CALLS(channel_release_memory, struct pcc_tenant, PCC_PY_RETURN_DONE,
+PCC_PY_CALLS(tenant_release_memory, struct pcc_tenant, PCC_PY_RETURN_DONE,
              pcc_tenant_release_memory)
 
-static PyObject *channel_rest(PyObject *self, PyObject *seconds)
+static PyObject *tenant_rest(PyObject *self, PyObject *seconds)
 {
     uint64_t unmapped_ns;
     if (!pcc_py_seconds(seconds, &unmapped_ns))
         return NULL;
-    PCC_PY_RETURN_NONE(struct pcc_tenant, channel, pcc_tenant_rest(channel, unmapped_ns));
+    PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_rest(tenant, unmapped_ns));
 }
 
-static PyObject *channel_usage(PyObject *self, PyObject *Py_UNUSED(unused))
+static PyObject *tenant_usage(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     struct pcc_tenant_usage usage;
-    PCC_PY_CALL(struct pcc_tenant, channel, pcc_tenant_usage(channel, &usage));
-    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CHANNEL_USAGE,
+    PCC_PY_CALL(struct pcc_tenant, tenant, pcc_tenant_usage(tenant, &usage));
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_TENANT_USAGE,
                          Py_BuildValue("(KKKKKKKIKKI)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
                                        usage.lent_chunks, usage.left_chunks, usage.in_flight,
@@ -312,7 +311,7 @@ static PyObject *reason_new(int result, const char *reason)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"map", "exposure", NULL};
     uint64_t map;
@@ -326,8 +325,8 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
     }
     char reason[REASON_BYTES] = "";
     int result;
-    PCC_PY_CALL(struct pcc_tenant, channel,
-                result = pcc_tenant_expose(channel, map, exposure.buf, (uint64_t)exposure.len,
+    PCC_PY_CALL(struct pcc_tenant, tenant,
+                result = pcc_tenant_expose(tenant, map, exposure.buf, (uint64_t)exposure.len,
                                            reason, sizeof(reason)));
     if (result == -ENOMEM) {
         PyErr_SetString(PyExc_MemoryError, reason);
@@ -338,7 +337,7 @@ static PyObject *channel_expose(PyObject *self, PyObject *args, PyObject *kwargs
 
 /* -- its checkpoints --------------------------------------------------------------------------- */
 
-static PyObject *channel_policy(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_policy(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"held", "numbers", "incarnation", "world_size", "above", NULL};
     struct pcc_tenant_policy policy = {.world_size = 1};
@@ -350,12 +349,12 @@ static PyObject *channel_policy(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     policy.held = held != 0;
     policy.numbers = numbers != 0;
-    PCC_PY_RETURN_NONE(struct pcc_tenant, channel, pcc_tenant_policy(channel, &policy));
+    PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_policy(tenant, &policy));
 }
 
-PCC_PY_CALLS(channel_noted, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_noted)
+PCC_PY_CALLS(tenant_noted, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_noted)
 
-static PyObject *channel_number(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_number(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot", "sequence", "incarnation", "world_size", NULL};
     uint64_t snapshot, sequence, incarnation;
@@ -364,11 +363,11 @@ static PyObject *channel_number(PyObject *self, PyObject *args, PyObject *kwargs
                                      pcc_py_u64, &sequence, pcc_py_u64, &incarnation, pcc_py_u32,
                                      &world_size))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_tenant, channel,
-                       pcc_tenant_number(channel, snapshot, sequence, incarnation, world_size));
+    PCC_PY_RETURN_DONE(struct pcc_tenant, tenant,
+                       pcc_tenant_number(tenant, snapshot, sequence, incarnation, world_size));
 }
 
-PCC_PY_CALLS(channel_retry, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_retry)
+PCC_PY_CALLS(tenant_retry, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_retry)
 
 /* For O&. */
 static int outcome_of(PyObject *number, void *out)
@@ -407,66 +406,66 @@ static int end_of(PyObject *args, PyObject *kwargs, uint64_t *snapshot, struct p
     return 1;
 }
 
-static PyObject *channel_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     uint64_t snapshot;
     struct pcc_tenant_end end;
     if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_RETURN_BOOL(struct pcc_tenant, channel, pcc_tenant_refuse(channel, snapshot, &end));
+    PCC_PY_RETURN_BOOL(struct pcc_tenant, tenant, pcc_tenant_refuse(tenant, snapshot, &end));
 }
 
-static PyObject *channel_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     uint64_t snapshot;
     struct pcc_tenant_end end;
     if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_RETURN_NONE(struct pcc_tenant, channel, pcc_tenant_set_outcome(channel, snapshot, &end));
+    PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_set_outcome(tenant, snapshot, &end));
 }
 
 /* -- what an earlier daemon has left ----------------------------------------------------------- */
 
-static PyObject *channel_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *tenant_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"fd", "id", NULL};
     int fd;
     uint64_t id;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_tenant, channel, pcc_tenant_adopt(channel, fd, id));
+    PCC_PY_RETURN_DONE(struct pcc_tenant, tenant, pcc_tenant_adopt(tenant, fd, id));
 }
 
-PCC_PY_CALLS(channel_settle, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_settle)
+PCC_PY_CALLS(tenant_settle, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_settle)
 
 static PyMethodDef methods[] = {
-    PCC_PY_METHOD("bind", channel_bind),
-    PCC_PY_METHOD("adopt", channel_adopt),
-    {"settle", channel_settle, METH_NOARGS, NULL},
-    {"unbind", channel_unbind, METH_O, NULL},
-    PCC_PY_METHOD("attach", channel_attach),
-    {"detach", channel_detach, METH_NOARGS, NULL},
-    {"grow", channel_grow, METH_O, NULL},
-    {"shrink", channel_shrink, METH_O, NULL},
-    {"release_memory", channel_release_memory, METH_NOARGS, NULL},
-    {"rest", channel_rest, METH_O, NULL},
-    PCC_PY_METHOD("expose", channel_expose),
-    PCC_PY_METHOD("policy", channel_policy),
-    {"noted", channel_noted, METH_NOARGS, NULL},
-    PCC_PY_METHOD("number", channel_number),
-    {"retry", channel_retry, METH_NOARGS, NULL},
-    PCC_PY_METHOD("refuse", channel_refuse),
-    PCC_PY_METHOD("set_outcome", channel_set_outcome),
-    PCC_PY_METHOD("load", channel_load),
-    {"usage", channel_usage, METH_NOARGS, NULL},
+    PCC_PY_METHOD("bind", tenant_bind),
+    PCC_PY_METHOD("adopt", tenant_adopt),
+    {"settle", tenant_settle, METH_NOARGS, NULL},
+    {"unbind", tenant_unbind, METH_O, NULL},
+    PCC_PY_METHOD("attach", tenant_attach),
+    {"detach", tenant_detach, METH_NOARGS, NULL},
+    {"grow", tenant_grow, METH_O, NULL},
+    {"shrink", tenant_shrink, METH_O, NULL},
+    {"release_memory", tenant_release_memory, METH_NOARGS, NULL},
+    {"rest", tenant_rest, METH_O, NULL},
+    PCC_PY_METHOD("expose", tenant_expose),
+    PCC_PY_METHOD("policy", tenant_policy),
+    {"noted", tenant_noted, METH_NOARGS, NULL},
+    PCC_PY_METHOD("number", tenant_number),
+    {"retry", tenant_retry, METH_NOARGS, NULL},
+    PCC_PY_METHOD("refuse", tenant_refuse),
+    PCC_PY_METHOD("set_outcome", tenant_set_outcome),
+    PCC_PY_METHOD("load", tenant_load),
+    {"usage", tenant_usage, METH_NOARGS, NULL},
     {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-const struct pcc_py_type pcc_py_channel = {
-    .name = "pccheck_native._core.Channel",
+const struct pcc_py_type pcc_py_tenant = {
+    .name = "pccheck_native._core.Tenant",
     .doc = "The daemon's end for one (uid, job, rank).",
-    .size_bytes = sizeof(struct py_channel),
-    .make = channel_new,
+    .size_bytes = sizeof(struct py_tenant),
+    .make = tenant_new,
     .methods = methods,
 };

@@ -1,4 +1,4 @@
-"""Link and Channel in one process: what goes in comes out, and who may close what when."""
+"""Client and Tenant in one process: what goes in comes out, and who may close what when."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pccheck_native import (
     WORD_COPIED,
     WORD_REFUSED,
     WORD_REQUESTED,
-    Channel,
+    Client,
     Event,
     Events,
-    Link,
     NativeError,
     Pool,
+    Tenant,
     Volume,
 )
 from pccheck_wire.messages import CheckpointState as State
@@ -70,9 +70,9 @@ def events_until(loop: Loop, kind: str) -> list[Event]:
 )
 def test_what_goes_in_comes_out(loop: Loop, sizes: tuple[int, ...]) -> None:
     extents, tree = random_extents(*sizes), os.urandom(777)
-    assert loop.link.chunk_bytes == CHUNK_BYTES
+    assert loop.client.chunk_bytes == CHUNK_BYTES
     sequence = loop.save(1, extents, tree, step=5)
-    state = loop.link.state(1)
+    state = loop.client.state(1)
     assert state is not None
     assert (state.word, state.outcome, state.sequence) == (WORD_COPIED, State.DURABLE, sequence)
     assert state.source_read
@@ -88,9 +88,9 @@ def test_inline_ranges_are_copied_during_the_call(loop: Loop) -> None:
     loop.submit(1, extents, b"tree", inline=1)
     extents[1][:] = bytes(5_000)
     sequence = loop.begin(1)
-    assert loop.link.wait(1, "read", deadline())
+    assert loop.client.wait(1, "read", deadline())
     extents[0][:] = bytes(90_000)
-    assert loop.link.wait(1, "durable", deadline())
+    assert loop.client.wait(1, "durable", deadline())
     assert [bytes(m) for m in loop.load(sequence, (90_000, 5_000), 4)] == [*wanted, b"tree"]
 
 
@@ -107,9 +107,9 @@ def test_cached_chunks_serve_a_load_without_the_disk(loop: Loop) -> None:
     extents = random_extents(100_000)
     sequence = loop.save(1, extents)
     events_until(loop, "durable")
-    assert loop.channel.usage().cached_chunks == 4
+    assert loop.tenant.usage().cached_chunks == 4
     assert loop.load(sequence, (100_000,), 4) == [*extents, b"tree"]
-    cached_bytes, read_bytes = loop.link.loaded
+    cached_bytes, read_bytes = loop.client.loaded
     assert cached_bytes > 100_000
     assert read_bytes == 0
     ended = events_until(loop, "load_ended")[-1]
@@ -120,8 +120,8 @@ def test_snapshots_use_their_entries_again(loop: Loop) -> None:
     extents = random_extents(10)
     for snapshot in range(1, SNAPSHOTS + 3):
         loop.save(snapshot, extents, step=snapshot)
-    assert loop.link.state(1) is None
-    newest = loop.link.state(SNAPSHOTS + 2)
+    assert loop.client.state(1) is None
+    newest = loop.client.state(SNAPSHOTS + 2)
     assert newest is not None
     assert newest.outcome == State.DURABLE
     steps = sorted(entry.step for entry in loop.volume.table() if entry.sequence)
@@ -136,7 +136,7 @@ def test_events_tell_the_way_of_a_checkpoint(loop: Loop) -> None:
     seen = events_until(loop, "durable")
     assert {event.kind for event in seen} == {"copied", "writing", "durable"}
     durable = seen[-1]
-    assert (durable.channel, durable.session, durable.id) == (1, 1, 1)
+    assert (durable.tenant, durable.session, durable.id) == (1, 1, 1)
     assert (durable.sequence, durable.error, durable.error_name) == (sequence, 0, "")
     assert (durable.stage, durable.rehomed) == ("", 0)
     times = durable.times
@@ -146,16 +146,16 @@ def test_events_tell_the_way_of_a_checkpoint(loop: Loop) -> None:
 
 
 def test_memory_is_counted(loop: Loop) -> None:
-    usage = loop.channel.usage()
+    usage = loop.tenant.usage()
     assert usage.bytes == 16 * CHUNK_BYTES
     assert loop.pool.usage() == (64 << 20, usage.bytes)
     assert usage.in_flight == 0
-    assert loop.channel.grow(20 * CHUNK_BYTES) >= 20 * CHUNK_BYTES
+    assert loop.tenant.grow(20 * CHUNK_BYTES) >= 20 * CHUNK_BYTES
     with pytest.raises(OSError, match="busy"):
-        loop.channel.release_memory()
-    loop.channel.detach()
+        loop.tenant.release_memory()
+    loop.tenant.detach()
     assert events_until(loop, "detached")[-1].session == 1
-    loop.channel.release_memory()
+    loop.tenant.release_memory()
     assert loop.pool.usage() == (64 << 20, 0)
 
 
@@ -165,55 +165,55 @@ def test_memory_is_counted(loop: Loop) -> None:
 def test_refused_and_abandoned_snapshots(loop: Loop) -> None:
     extents = random_extents(1000)
     loop.submit(1, extents, b"tree")
-    state = loop.link.state(1)
+    state = loop.client.state(1)
     assert state is not None
     assert state.word == WORD_REQUESTED
-    assert not loop.link.wait(1, "read", deadline(0))
-    until(lambda: loop.channel.refuse(1, State.SKIPPED))  # once its request has come
-    assert not loop.channel.refuse(1, State.SKIPPED)
+    assert not loop.client.wait(1, "read", deadline(0))
+    until(lambda: loop.tenant.refuse(1, State.SKIPPED))  # once its request has come
+    assert not loop.tenant.refuse(1, State.SKIPPED)
     for what in ("read", "host_read", "copied", "durable", "global"):
-        assert loop.link.wait(1, what, deadline())
+        assert loop.client.wait(1, what, deadline())
     with pytest.raises(ValueError, match="no snapshot becomes 'written'"):
-        loop.link.wait(1, "written", deadline())
-    state = loop.link.state(1)
+        loop.client.wait(1, "written", deadline())
+    state = loop.client.state(1)
     assert state is not None
     assert (state.word, state.outcome) == (WORD_REFUSED, State.SKIPPED)
 
     loop.submit(2, extents, b"tree")
-    assert loop.link.abandon(2)
-    assert not loop.link.abandon(2)
-    state = loop.link.state(2)
+    assert loop.client.abandon(2)
+    assert not loop.client.abandon(2)
+    state = loop.client.state(2)
     assert state is not None
     assert state.word == WORD_ABANDONED
     sequence = loop.save(3, extents)
-    assert not loop.link.abandon(3)
+    assert not loop.client.abandon(3)
     assert [e.sequence for e in loop.volume.table() if e.sequence] == [sequence]
 
 
 def test_set_outcome_reaches_the_trainer(loop: Loop) -> None:
     sequence = loop.save(1, random_extents(10))
-    loop.channel.set_outcome(1, State.GLOBAL, sequence)
-    state = loop.link.state(1)
+    loop.tenant.set_outcome(1, State.GLOBAL, sequence)
+    state = loop.client.state(1)
     assert state is not None
     assert state.outcome == State.GLOBAL
     assert state.newer == 0
-    loop.channel.set_outcome(1, State.SUPERSEDED, sequence, newer=sequence + 5)
-    state = loop.link.state(1)
+    loop.tenant.set_outcome(1, State.SUPERSEDED, sequence, newer=sequence + 5)
+    state = loop.client.state(1)
     assert state is not None
     assert (state.sequence, state.newer) == (sequence, sequence + 5)
     with pytest.raises(ValueError, match="outcome"):
-        loop.channel.set_outcome(1, 10)
+        loop.tenant.set_outcome(1, 10)
     with pytest.raises(ValueError, match="outcome"):
-        loop.channel.refuse(1, 255)
+        loop.tenant.refuse(1, 255)
 
 
 def test_the_queue_reports_what_it_does(loop: Loop) -> None:
     asked = {
         "step": 7, "base": 1, "turn": 2, "descents": 3, "row": 4, "interval": 5, "division": 2**63,
     }  # fmt: skip
-    loop.channel.policy(numbers=True, above=40)
+    loop.tenant.policy(numbers=True, above=40)
     loop.submit(1, random_extents(10), b"tree", **asked)
-    assert loop.link.wait(1, "durable", deadline())
+    assert loop.client.wait(1, "durable", deadline())
     reported: list[Event] = []
     until(lambda: reported.extend(loop.events.take()) or reported[-1].kind == "durable")
     requested, begun = reported[:2]
@@ -225,24 +225,24 @@ def test_the_queue_reports_what_it_does(loop: Loop) -> None:
 
 
 def test_one_of_several_ranks_is_numbered_while_it_is_copied(loop: Loop) -> None:
-    loop.channel.policy()
+    loop.tenant.policy()
     loop.submit(1, random_extents(10), b"tree")
-    assert loop.link.wait(1, "read", deadline())
-    assert not loop.link.wait(1, "copied", deadline(0))
-    loop.channel.number(1, 9, 4, 1)
-    assert loop.link.wait(1, "durable", deadline())
+    assert loop.client.wait(1, "read", deadline())
+    assert not loop.client.wait(1, "copied", deadline(0))
+    loop.tenant.number(1, 9, 4, 1)
+    assert loop.client.wait(1, "durable", deadline())
     assert [(e.incarnation, e.sequence) for e in loop.volume.table() if e.sequence] == [(4, 9)]
     loop.submit(2, random_extents(10), b"tree")
     until(lambda: any(e.id == 2 and e.kind == "begun" for e in loop.events.take()))
     with pytest.raises(OSError, match="Invalid"):
-        loop.channel.number(2, 9, 4, 1)
-    assert loop.channel.refuse(2, State.FAILED)
+        loop.tenant.number(2, 9, 4, 1)
+    assert loop.tenant.refuse(2, State.FAILED)
 
 
 def test_what_waits_or_cannot_be_is_refused(loop: Loop) -> None:
     loop.submit(1, random_extents(2 << 20), b"tree")
     loop.submit(2, random_extents(10), b"tree", map=1)
-    loop.channel.policy(numbers=True)
+    loop.tenant.policy(numbers=True)
     refused: list[tuple[int, str]] = []
 
     def both() -> bool:
@@ -255,14 +255,14 @@ def test_what_waits_or_cannot_be_is_refused(loop: Loop) -> None:
 
 
 def test_ranges_are_checked(loop: Loop) -> None:
-    loop.link.request(1)
+    loop.client.request(1)
     for ranges in (b"1234", pack([(0, 0, 5)]), pack([(4096, 64, 5), (4096, 0, 5)])):
         with pytest.raises(ValueError, match="ranges"):
-            loop.link.submit(1, ranges, b"", b"tree", 64)
+            loop.client.submit(1, ranges, b"", b"tree", 64)
         with pytest.raises(ValueError, match="ranges"):
-            loop.link.submit(1, b"", ranges, b"tree", 64)
+            loop.client.submit(1, b"", ranges, b"tree", 64)
         with pytest.raises(ValueError, match="ranges"):
-            loop.link.load_start(1, ranges)
+            loop.client.load_start(1, ranges)
 
 
 # -- ends --------------------------------------------------------------------------------------
@@ -270,21 +270,21 @@ def test_ranges_are_checked(loop: Loop) -> None:
 
 def test_a_dead_daemon_ends_every_wait(loop: Loop) -> None:
     loop.submit(1, random_extents(1000), b"tree")
-    loop.link.load_start(7, b"")
-    assert loop.link.alive()
-    loop.channel.close()
+    loop.client.load_start(7, b"")
+    assert loop.client.alive()
+    loop.tenant.close()
     loop.far.close()
     with contextlib.suppress(ConnectionResetError):  # or the daemon's last word is seen first
-        assert loop.link.wait(1, "durable", deadline())
+        assert loop.client.wait(1, "durable", deadline())
     with pytest.raises(ConnectionResetError):
-        loop.link.load_wait(7, deadline())
-    assert not loop.link.alive()
+        loop.client.load_wait(7, deadline())
+    assert not loop.client.alive()
 
 
 def test_a_load_that_nobody_serves_times_out(loop: Loop) -> None:
-    loop.link.load_start(7, b"")
+    loop.client.load_start(7, b"")
     with pytest.raises(TimeoutError):
-        loop.link.load_wait(7, deadline(0.01))
+        loop.client.load_wait(7, deadline(0.01))
 
 
 def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -293,9 +293,9 @@ def test_a_page_that_is_none_is_refused(tmp_path: Path) -> None:
         page.write(bytes(1 << 20))
         page.flush()
         with pytest.raises((NativeError, OSError)):
-            Link(near.fileno(), page.fileno())
+            Client(near.fileno(), page.fileno())
         with pytest.raises((NativeError, OSError)):
-            Link(near.fileno(), near.fileno())
+            Client(near.fileno(), near.fileno())
 
 
 def test_close_ends_the_waits_of_other_threads(loop: Loop) -> None:
@@ -304,32 +304,32 @@ def test_close_ends_the_waits_of_other_threads(loop: Loop) -> None:
 
     def wait() -> None:
         try:
-            loop.link.wait(1, "durable", deadline())
+            loop.client.wait(1, "durable", deadline())
         except ValueError as error:
             raised.append(error)
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    loop.link.close()
+    loop.client.close()
     waiter.join(30)
     assert not waiter.is_alive()
     assert "closed" in str(raised[0])
-    with pytest.raises(ValueError, match="this Link is closed"):
-        loop.link.state(1)
-    loop.link.close()
+    with pytest.raises(ValueError, match="this Client is closed"):
+        loop.client.state(1)
+    loop.client.close()
 
 
 def test_a_signal_is_served_during_a_wait(loop: Loop) -> None:
     loop.submit(1, random_extents(1000), b"tree")
 
     def handler(_number: int, _frame: FrameType | None) -> None:
-        loop.link.close()
+        loop.client.close()
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         with pytest.raises(ValueError, match="closed during the call"):
-            loop.link.wait(1, "durable", time.monotonic_ns() + 60 * 10**9)
+            loop.client.wait(1, "durable", time.monotonic_ns() + 60 * 10**9)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -344,12 +344,12 @@ def test_borrowed_objects_outlive_their_borrower(tmp_path: Path) -> None:
         loop.pool.usage()
     loop.submit(1, extents, b"tree")
     loop.begin(1)
-    assert loop.link.wait(1, "durable", deadline())
+    assert loop.client.wait(1, "durable", deadline())
     with pytest.raises(NativeError) as caught:
         Volume(loop.path, writable=True)
     assert caught.value.code_name == "LOCKED"
-    loop.link.close()
-    loop.channel.close()
+    loop.client.close()
+    loop.tenant.close()
     reopened = Volume(loop.path, writable=True)
     assert [e.step for e in reopened.table() if e.sequence] == [1]
     reopened.close()
@@ -359,15 +359,15 @@ def test_unbind_lets_go(tmp_path: Path) -> None:
     with Loop(tmp_path / "v") as loop:
         loop.save(1, random_extents(100))
         other = Volume(make_volume(tmp_path / "w"), writable=True)
-        loop.channel.bind(other)
+        loop.tenant.bind(other)
         events_until(loop, "durable")
-        loop.channel.unbind(loop.volume)
+        loop.tenant.unbind(loop.volume)
         loop.volume.close()
         Volume(loop.path, writable=True).close()
         loop.save(2, random_extents(100), step=2)
         assert [e.step for e in other.table() if e.sequence] == [2]
         with pytest.raises(ValueError, match="this Volume is closed"):
-            loop.channel.bind(loop.volume)
+            loop.tenant.bind(loop.volume)
         other.close()
 
 
@@ -389,18 +389,18 @@ def test_wrong_types_are_refused(tmp_path: Path) -> None:
         "lanes": 1, "writers": 1,
     }  # fmt: skip
     with pytest.raises(TypeError):
-        Channel(events, pool, **numbers)  # type: ignore[arg-type]
+        Tenant(events, pool, **numbers)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="writers"):
-        Channel(pool, events, id=1, chunk_bytes=1, block_bytes=1, chunk_capacity=1, lanes=1)  # type: ignore[call-arg]
+        Tenant(pool, events, id=1, chunk_bytes=1, block_bytes=1, chunk_capacity=1, lanes=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="gpus"):
-        Channel(pool, events, **numbers, gpus=pool)  # type: ignore[arg-type]
+        Tenant(pool, events, **numbers, gpus=pool)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="Invalid argument"):
-        Channel(pool, events, **{**numbers, "chunk_bytes": 1000})
-    channel = Channel(pool, events, **numbers)
+        Tenant(pool, events, **{**numbers, "chunk_bytes": 1000})
+    channel = Tenant(pool, events, **numbers)
     with pytest.raises(TypeError):
         channel.bind(pool)  # type: ignore[arg-type]
     pool.close()
     with pytest.raises(ValueError, match="this Pool is closed"):
-        Channel(pool, events, **numbers)
+        Tenant(pool, events, **numbers)
     channel.close()
     events.close()

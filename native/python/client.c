@@ -1,4 +1,4 @@
-/* Link: its life, saving, waits and loads, GPUs. */
+/* Client: its life, saving, waits and loads, GPUs. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -12,31 +12,31 @@
 /* A slice that ends so late: this process was stopped (a suspended batch job, a frozen cgroup). */
 #define STOPPED_NS 1000000000ull
 
-PCC_PY_CLOSES(link_close, pcc_client_close)
+PCC_PY_CLOSES(client_close, pcc_client_close)
 
-static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *client_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"socket_fd", "page_fd", NULL};
     PyObject *socket;
     PyObject *page;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Link", names, &socket, &page))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO:Client", names, &socket, &page))
         return NULL;
     int socket_fd = PyObject_AsFileDescriptor(socket);
     int page_fd = socket_fd < 0 ? -1 : PyObject_AsFileDescriptor(page);
     if (page_fd < 0)
         return NULL;
-    struct pcc_client *link = NULL;
+    struct pcc_client *client = NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_client_open(socket_fd, page_fd, &link));
+    PCC_PY_UNLOCKED(result = pcc_client_open(socket_fd, page_fd, &client));
     if (result < 0)
         return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    return pcc_py_object_new(type, "Link", link, link_close);
+    return pcc_py_object_new(type, "Client", client, client_close);
 }
 
-/* The link's thread reads the caller's tensors, so close() returns when that thread has ended.
+/* The client's thread reads the caller's tensors, so close() returns when that thread has ended.
  * Calls in other threads, which return within a slice, end first. The wait for them is bounded: a
- * signal handler may close the link that its own thread is waiting on, and then the interrupted
- * call closes the link when it returns. */
+ * signal handler may close the client that its own thread is waiting on, and then the interrupted
+ * call closes the client when it returns. */
 static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     const struct timespec pause = {.tv_nsec = CLOSE_PAUSE_NS};
@@ -49,38 +49,38 @@ static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 /* -- quick calls: atomics and at most one poll, so the GIL is kept ------------------------------
  */
 
-static PyObject *link_alive(PyObject *self, PyObject *Py_UNUSED(unused))
+static PyObject *client_alive(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     bool alive;
-    PCC_PY_WITH(struct pcc_client, link, alive = pcc_client_alive(link));
+    PCC_PY_WITH(struct pcc_client, client, alive = pcc_client_alive(client));
     return PyBool_FromLong(alive);
 }
 
-static PyObject *link_unmapped(PyObject *self, void *Py_UNUSED(unused))
+static PyObject *client_unmapped(PyObject *self, void *Py_UNUSED(unused))
 {
     int error;
-    PCC_PY_WITH(struct pcc_client, link, error = pcc_client_unmapped(link));
+    PCC_PY_WITH(struct pcc_client, client, error = pcc_client_unmapped(client));
     return PyLong_FromLong(-error);
 }
 
-static PyObject *link_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
+static PyObject *client_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
 {
     uint32_t chunk_bytes;
-    PCC_PY_WITH(struct pcc_client, link, chunk_bytes = pcc_client_chunk_bytes(link));
+    PCC_PY_WITH(struct pcc_client, client, chunk_bytes = pcc_client_chunk_bytes(client));
     return PyLong_FromUnsignedLong(chunk_bytes);
 }
 
-static PyObject *link_state(PyObject *self, PyObject *number)
+static PyObject *client_state(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
     struct pcc_client_state now;
     int result;
-    PCC_PY_WITH(struct pcc_client, link, result = pcc_client_state(link, snapshot, &now));
+    PCC_PY_WITH(struct pcc_client, client, result = pcc_client_state(client, snapshot, &now));
     if (result == -ENOENT)
         Py_RETURN_NONE;
     if (result < 0)
         return pcc_py_done(self, result);
-    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_LINK_STATE,
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_CLIENT_STATE,
                          Py_BuildValue("(IIKKNisKIssK)", now.word, now.outcome, now.sequence,
                                        now.newer, PyBool_FromLong(now.source_read), now.error,
                                        now.error ? pcc_error_name(now.error) : "", now.fault,
@@ -91,13 +91,13 @@ static PyObject *link_state(PyObject *self, PyObject *number)
 
 /* -- saving ------------------------------------------------------------------------------------ */
 
-static PyObject *link_request(PyObject *self, PyObject *number)
+static PyObject *client_request(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_DONE(struct pcc_client, link, pcc_client_request(link, snapshot));
+    PCC_PY_RETURN_DONE(struct pcc_client, client, pcc_client_request(client, snapshot));
 }
 
-static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot",
                             "ranges",
@@ -154,19 +154,19 @@ static PyObject *link_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     submission.tail_bytes = (uint64_t)tail.len;
     submission.device_ranges = device_ranges.device_items;
     submission.device_range_count = device_ranges.count;
-    PCC_PY_RETURN_DONE(struct pcc_client, link, pcc_client_submit(link, snapshot, &submission));
+    PCC_PY_RETURN_DONE(struct pcc_client, client, pcc_client_submit(client, snapshot, &submission));
 }
 
-static PyObject *link_confirm(PyObject *self, PyObject *number)
+static PyObject *client_confirm(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_NONE(struct pcc_client, link, pcc_client_confirm(link, snapshot));
+    PCC_PY_RETURN_NONE(struct pcc_client, client, pcc_client_confirm(client, snapshot));
 }
 
-static PyObject *link_abandon(PyObject *self, PyObject *number)
+static PyObject *client_abandon(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_BOOL(struct pcc_client, link, pcc_client_abandon(link, snapshot));
+    PCC_PY_RETURN_BOOL(struct pcc_client, client, pcc_client_abandon(client, snapshot));
 }
 
 /* -- waits, each made of slices ---------------------------------------------------------------- */
@@ -177,7 +177,7 @@ static bool goes_on(PyObject *self)
     if (PyErr_CheckSignals() < 0)
         return false;
     if (pcc_py_lease(self)->closed) {
-        PyErr_SetString(PyExc_ValueError, "this Link was closed during the call");
+        PyErr_SetString(PyExc_ValueError, "this Client was closed during the call");
         return false;
     }
     return true;
@@ -205,13 +205,13 @@ static void go_on_later(uint64_t *deadline_ns, uint64_t slice_end_ns)
 }
 
 /* Sets *code_out to 0 or a negative code; false with an exception. */
-static bool wait_until(PyObject *self, struct pcc_client *link, struct wait *wait, int *code_out)
+static bool wait_until(PyObject *self, struct pcc_client *client, struct wait *wait, int *code_out)
 {
     bool ok = true;
     uint64_t end_ns;
     do {
         end_ns = slice_end(wait->deadline_ns);
-        PCC_PY_UNLOCKED(*code_out = pcc_client_wait(link, wait->id, wait->what, end_ns));
+        PCC_PY_UNLOCKED(*code_out = pcc_client_wait(client, wait->id, wait->what, end_ns));
         go_on_later(&wait->deadline_ns, end_ns);
     } while (*code_out == -ETIMEDOUT && end_ns < wait->deadline_ns && (ok = goes_on(self)));
     return ok;
@@ -241,7 +241,7 @@ static int awaited(PyObject *object, void *out)
     return 0;
 }
 
-static PyObject *link_wait(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_wait(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot", "what", "deadline_ns", NULL};
     struct wait wait;
@@ -250,13 +250,13 @@ static PyObject *link_wait(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     int code;
     bool ok;
-    PCC_PY_WITH(struct pcc_client, link, ok = wait_until(self, link, &wait, &code));
+    PCC_PY_WITH(struct pcc_client, client, ok = wait_until(self, client, &wait, &code));
     return ok ? in_time(self, code) : NULL;
 }
 
 /* -- loading ----------------------------------------------------------------------------------- */
 
-static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_load_start(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"load_id", "ranges", "device_ranges", NULL};
     uint64_t load_id;
@@ -266,23 +266,23 @@ static PyObject *link_load_start(PyObject *self, PyObject *args, PyObject *kwarg
                                      &load_id, pcc_py_ranges, &ranges, pcc_py_device_ranges,
                                      &device_ranges))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_client, link,
-                       pcc_client_load_start(link, load_id, ranges.items, ranges.count,
+    PCC_PY_RETURN_DONE(struct pcc_client, client,
+                       pcc_client_load_start(client, load_id, ranges.items, ranges.count,
                                              device_ranges.device_items, device_ranges.count));
 }
 
-static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_load_wait(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"load_id", "deadline_ns", NULL};
     struct wait wait = {.what = PCC_WAIT_LOAD};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:load_wait", names, pcc_py_u64, &wait.id,
                                      pcc_py_u64, &wait.deadline_ns))
         return NULL;
-    PCC_PY_ENTER(struct pcc_client, link);
+    PCC_PY_ENTER(struct pcc_client, client);
     int code;
-    bool ok = wait_until(self, link, &wait, &code);
+    bool ok = wait_until(self, client, &wait, &code);
     /* Also after an exception: nothing may write to the caller's memory after the call. */
-    PCC_PY_UNLOCKED(code = pcc_client_load_wait(link, wait.id, ok ? wait.deadline_ns : 0));
+    PCC_PY_UNLOCKED(code = pcc_client_load_wait(client, wait.id, ok ? wait.deadline_ns : 0));
     if (!ok)
         return NULL;
     if (code == -ETIMEDOUT || code == -ECONNRESET)
@@ -290,10 +290,10 @@ static PyObject *link_load_wait(PyObject *self, PyObject *args, PyObject *kwargs
     return PyLong_FromLong(code);
 }
 
-static PyObject *link_loaded(PyObject *self, void *Py_UNUSED(unused))
+static PyObject *client_loaded(PyObject *self, void *Py_UNUSED(unused))
 {
     uint64_t cached_bytes, read_bytes;
-    PCC_PY_WITH(struct pcc_client, link, pcc_client_loaded(link, &cached_bytes, &read_bytes));
+    PCC_PY_WITH(struct pcc_client, client, pcc_client_loaded(client, &cached_bytes, &read_bytes));
     return Py_BuildValue("KK", (unsigned long long)cached_bytes, (unsigned long long)read_bytes);
 }
 
@@ -315,28 +315,28 @@ static int ordinal(PyObject *object, void *out)
     return 1;
 }
 
-static int open_device(struct pcc_client *link, uint32_t device, const char **why_out)
+static int open_device(struct pcc_client *client, uint32_t device, const char **why_out)
 {
-    const int result = pcc_client_device_open(link, device);
+    const int result = pcc_client_device_open(client, device);
     if (result == 0)
-        *why_out = pcc_client_device_cannot_pull(link, device);
+        *why_out = pcc_client_device_cannot_pull(client, device);
     return result;
 }
 
-static PyObject *link_device_open(PyObject *self, PyObject *number)
+static PyObject *client_device_open(PyObject *self, PyObject *number)
 {
     uint32_t device;
     if (!ordinal(number, &device))
         return NULL;
-    PCC_PY_ENTER(struct pcc_client, link); /* until the words are read, which are the link's */
+    PCC_PY_ENTER(struct pcc_client, client); /* until the words are read, which are the client's */
     const char *why = "";
     int result;
-    PCC_PY_UNLOCKED(result = open_device(link, device, &why));
+    PCC_PY_UNLOCKED(result = open_device(client, device, &why));
     return result < 0 ? pcc_py_done(self, result)
                       : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
 
-static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_staging(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device", "nbytes", NULL};
     uint32_t device;
@@ -346,16 +346,16 @@ static PyObject *link_staging(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     uint64_t address = 0;
     int result;
-    PCC_PY_CALL(struct pcc_client, link,
-                result = pcc_client_staging(link, device, length_bytes, &address));
+    PCC_PY_CALL(struct pcc_client, client,
+                result = pcc_client_staging(client, device, length_bytes, &address));
     if (result == -ENOMEM)
         return PyErr_NoMemory();
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(address);
 }
 
-PCC_PY_CALLS(link_staging_trim, struct pcc_client, PCC_PY_RETURN_NONE, pcc_client_staging_trim)
+PCC_PY_CALLS(client_staging_trim, struct pcc_client, PCC_PY_RETURN_NONE, pcc_client_staging_trim)
 
-static PyObject *link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_stage(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device", "stream", "copies", "aside", NULL};
     uint32_t device;
@@ -366,11 +366,11 @@ static PyObject *link_stage(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &stream, pcc_py_device_copies, &copies, &aside))
         return NULL;
     PCC_PY_RETURN_DONE(
-        struct pcc_client, link,
-        pcc_client_stage(link, device, stream, copies.copies, copies.count, aside != 0));
+        struct pcc_client, client,
+        pcc_client_stage(client, device, stream, copies.copies, copies.count, aside != 0));
 }
 
-static PyObject *link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_mark(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot", "device", "stream", "pull", "aside", NULL};
     uint64_t snapshot, stream;
@@ -381,11 +381,11 @@ static PyObject *link_mark(PyObject *self, PyObject *args, PyObject *kwargs)
                                      ordinal, &device, pcc_py_u64, &stream, &pull, &aside) ||
         !pcc_py_require(kwargs, &names[3], 1))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_client, link,
-                       pcc_client_mark(link, snapshot, device, stream, pull != 0, aside != 0));
+    PCC_PY_RETURN_DONE(struct pcc_client, client,
+                       pcc_client_mark(client, snapshot, device, stream, pull != 0, aside != 0));
 }
 
-static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_hold(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"snapshot", "device", "stream", "deadline_ns", NULL};
     uint64_t snapshot, stream, deadline_ns;
@@ -394,29 +394,29 @@ static PyObject *link_hold(PyObject *self, PyObject *args, PyObject *kwargs)
                                      ordinal, &device, pcc_py_u64, &stream, pcc_py_u64,
                                      &deadline_ns))
         return NULL;
-    PCC_PY_ENTER(struct pcc_client, link);
+    PCC_PY_ENTER(struct pcc_client, client);
     bool ok = true;
     bool ready = false;
     while (ok && !ready && pcc_now_ns() < deadline_ns) {
         uint64_t end_ns = slice_end(deadline_ns);
-        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(link, snapshot, device, end_ns));
+        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(client, snapshot, device, end_ns));
         go_on_later(&deadline_ns, end_ns);
         ok = ready || goes_on(self);
     }
     if (!ok)
         return NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_client_hold(link, snapshot, device, stream, deadline_ns));
+    PCC_PY_UNLOCKED(result = pcc_client_hold(client, snapshot, device, stream, deadline_ns));
     return in_time(self, result);
 }
 
-static PyObject *link_reached(PyObject *self, PyObject *number)
+static PyObject *client_reached(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_BOOL(struct pcc_client, link, pcc_client_reached(link, snapshot));
+    PCC_PY_RETURN_BOOL(struct pcc_client, client, pcc_client_reached(client, snapshot));
 }
 
-static PyObject *link_capturing(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_capturing(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device", "stream", NULL};
     uint32_t device;
@@ -426,8 +426,8 @@ static PyObject *link_capturing(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     bool capturing = false;
     int result;
-    PCC_PY_CALL(struct pcc_client, link,
-                result = pcc_client_capturing(link, device, stream, &capturing));
+    PCC_PY_CALL(struct pcc_client, client,
+                result = pcc_client_capturing(client, device, stream, &capturing));
     return result < 0 ? pcc_py_done(self, result) : PyBool_FromLong(capturing);
 }
 
@@ -436,7 +436,7 @@ static void bytes_free(uint8_t **bytes)
     free(*bytes);
 }
 
-static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
+static PyObject *client_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"device_ranges", "device_bytes", NULL};
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
@@ -447,53 +447,54 @@ static PyObject *link_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;
     uint64_t length_bytes = 0;
     int result;
-    PCC_PY_CALL(struct pcc_client, link,
-                result = pcc_client_expose(link, ranges.device_items, ranges.count, device_bytes,
+    PCC_PY_CALL(struct pcc_client, client,
+                result = pcc_client_expose(client, ranges.device_items, ranges.count, device_bytes,
                                            &bytes, &length_bytes));
     return result < 0 ? pcc_py_done(self, result)
                       : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
 }
 
-PCC_PY_CALLS(link_exposure_holds, struct pcc_client, PCC_PY_RETURN_BOOL, pcc_client_exposure_holds)
+PCC_PY_CALLS(client_exposure_holds, struct pcc_client, PCC_PY_RETURN_BOOL,
+             pcc_client_exposure_holds)
 
 /* -- the type ---------------------------------------------------------------------------------- */
 
 static PyMethodDef methods[] = {
-    {"alive", link_alive, METH_NOARGS, NULL},
-    {"request", link_request, METH_O, NULL},
-    PCC_PY_METHOD("submit", link_submit),
-    PCC_PY_METHOD("wait", link_wait),
-    {"confirm", link_confirm, METH_O, NULL},
-    {"abandon", link_abandon, METH_O, NULL},
-    {"state", link_state, METH_O, NULL},
-    {"device_open", link_device_open, METH_O, NULL},
-    PCC_PY_METHOD("staging", link_staging),
-    {"staging_trim", link_staging_trim, METH_NOARGS, NULL},
-    PCC_PY_METHOD("stage", link_stage),
-    PCC_PY_METHOD("mark", link_mark),
-    PCC_PY_METHOD("hold", link_hold),
-    {"reached", link_reached, METH_O, NULL},
-    PCC_PY_METHOD("capturing", link_capturing),
-    PCC_PY_METHOD("expose", link_expose),
-    {"exposure_holds", link_exposure_holds, METH_NOARGS, NULL},
-    PCC_PY_METHOD("load_start", link_load_start),
-    PCC_PY_METHOD("load_wait", link_load_wait),
+    {"alive", client_alive, METH_NOARGS, NULL},
+    {"request", client_request, METH_O, NULL},
+    PCC_PY_METHOD("submit", client_submit),
+    PCC_PY_METHOD("wait", client_wait),
+    {"confirm", client_confirm, METH_O, NULL},
+    {"abandon", client_abandon, METH_O, NULL},
+    {"state", client_state, METH_O, NULL},
+    {"device_open", client_device_open, METH_O, NULL},
+    PCC_PY_METHOD("staging", client_staging),
+    {"staging_trim", client_staging_trim, METH_NOARGS, NULL},
+    PCC_PY_METHOD("stage", client_stage),
+    PCC_PY_METHOD("mark", client_mark),
+    PCC_PY_METHOD("hold", client_hold),
+    {"reached", client_reached, METH_O, NULL},
+    PCC_PY_METHOD("capturing", client_capturing),
+    PCC_PY_METHOD("expose", client_expose),
+    {"exposure_holds", client_exposure_holds, METH_NOARGS, NULL},
+    PCC_PY_METHOD("load_start", client_load_start),
+    PCC_PY_METHOD("load_wait", client_load_wait),
     {"close", method_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef properties[] = {
-    {"unmapped", link_unmapped, NULL, "The errno of a mapping that failed, else 0.", NULL},
-    {"chunk_bytes", link_chunk_bytes, NULL, "b", NULL},
-    {"loaded", link_loaded, NULL, "What the newest load took: from memory, and from the volume.",
+    {"unmapped", client_unmapped, NULL, "The errno of a mapping that failed, else 0.", NULL},
+    {"chunk_bytes", client_chunk_bytes, NULL, "b", NULL},
+    {"loaded", client_loaded, NULL, "What the newest load took: from memory, and from the volume.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-const struct pcc_py_type pcc_py_link = {
-    .name = "pccheck_native._core.Link",
+const struct pcc_py_type pcc_py_client = {
+    .name = "pccheck_native._core.Client",
     .doc = "The client's end of a session.",
-    .make = link_new,
+    .make = client_new,
     .methods = methods,
     .properties = properties,
 };
