@@ -243,6 +243,48 @@ static void test_abandoned_before_the_last_message(void)
     fixture_end(&f);
 }
 
+/* -- words that turn back -- */
+
+static struct fixture *_Atomic turned; /* whose word turns; NULL: none does */
+
+void __real_pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
+void __wrap_pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
+
+void __wrap_pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
+{
+    struct fixture *f = atomic_load(&turned);
+
+    if (f != NULL && event->kind == PCC_EVENT_REQUESTED && event->id > PCC_SNAPSHOTS)
+        word_set(f, event->id - PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
+    __real_pcc_events_put(events, event);
+}
+
+/* An entry whose word says one snapshot and then an earlier one again: the queue holds no more than
+ * the page has entries. */
+static void test_turning_words(void)
+{
+    struct fixture f;
+
+    fixture_open(&f, &roomy);
+    pcc_tenant_policy(f.tenant, &held);
+    page_open(&f);
+    for (uint64_t snapshot = 1; snapshot <= PCC_SNAPSHOTS; snapshot++) {
+        const struct pcc_request request = request_of(&f, snapshot, PAYLOAD);
+        word_set(&f, snapshot, PCC_WORD_REQUESTED);
+        ask(&f, snapshot, &request);
+        while (f.queued[snapshot % PCC_SNAPSHOTS].id != snapshot)
+            events_sort(&f);
+    }
+    atomic_store(&turned, &f);
+    const struct pcc_request more = request_of(&f, 1 + PCC_SNAPSHOTS, PAYLOAD);
+    word_set(&f, 1 + PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
+    ask(&f, 1 + PCC_SNAPSHOTS, &more);
+    while (f.queued[1].id != 1 + PCC_SNAPSHOTS)
+        events_sort(&f);
+    atomic_store(&turned, NULL);
+    fixture_end(&f);
+}
+
 /* -- a process that outlives its session -- */
 
 /* A mapping of its own, as a client has one. */
@@ -600,6 +642,7 @@ int main(void)
     RUN(test_lies);
     RUN(test_ring_is_drained);
     RUN(test_abandoned_before_the_last_message);
+    RUN(test_turning_words);
     RUN(test_load_never_taken);
     RUN(test_late_writes);
     RUN(test_scribbling_is_no_damage);

@@ -115,7 +115,7 @@ static void enter(struct pcc_tenant *tenant, const struct pcc_request *request)
 {
     struct pcc_tenant_queue *queue = &tenant->queue;
 
-    PCC_ASSERT(queue->count < PCC_SNAPSHOTS); /* each has an entry of the page, by its word */
+    PCC_ASSERT(queue->count < PCC_SNAPSHOTS); /* the caller has looked */
     queue->waits[queue->count++] = (struct pcc_tenant_wait){.request = *request};
     queue->look = queue->look || queue->count == 1;
 }
@@ -146,6 +146,9 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
     if (request.snapshot != snapshot || (word != pcc_word(snapshot, PCC_WORD_REQUESTED) &&
                                          word != pcc_word(snapshot, PCC_WORD_ABANDONED)))
         return -PCC_E_BAD_PEER;
+    drop_abandoned(tenant);
+    if (queue->count == PCC_SNAPSHOTS) /* no honest client's word says an earlier snapshot again */
+        return -PCC_E_BAD_PEER;
     make_plausible(&request);
     const struct pcc_reason fault = fault_of(&request);
     const bool is_bad = fault.cause != PCC_CAUSE_CODE;
@@ -161,7 +164,6 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
                     &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED, .reason = fault});
         return 0;
     }
-    drop_abandoned(tenant);
     enter(tenant, &request);
     return 0;
 }
