@@ -569,6 +569,26 @@ static void test_lies(void)
     fixture_close(&f);
 }
 
+/* An entry that is used again: what waits has no sequence, not that of the snapshot before. */
+static void test_what_waits_has_no_sequence(void)
+{
+    struct fixture f;
+    struct pcc_client_state state;
+    static uint8_t bytes[PAYLOAD];
+
+    fixture_open(&f, &roomy);
+    link_open(&f);
+    for (uint64_t snapshot = 1; snapshot <= PCC_SNAPSHOTS; snapshot++)
+        CHECK(save(&f, snapshot, bytes, sizeof(bytes)) > 0);
+    pcc_tenant_policy(f.tenant, &held);
+    submit(&f, 1 + PCC_SNAPSHOTS, bytes, sizeof(bytes));
+    CHECK(queue_event(&f, 1 + PCC_SNAPSHOTS).kind == PCC_EVENT_WAITS);
+    CHECK(pcc_client_state(f.client, 1 + PCC_SNAPSHOTS, &state) == 0);
+    CHECK(state.word == PCC_WORD_REQUESTED && state.outcome == PCC_OUTCOME_REQUESTED);
+    CHECK_EQUAL(state.sequence, 0);
+    fixture_end(&f);
+}
+
 int main(void)
 {
     RUN(test_first_come_first_served);
@@ -586,5 +606,6 @@ int main(void)
     RUN(test_impossible_requests);
     RUN(test_the_event_has_the_request);
     RUN(test_lies);
+    RUN(test_what_waits_has_no_sequence);
     return 0;
 }

@@ -454,7 +454,10 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
         if (out->word == PCC_WORD_VOUCHING) /* not announced yet */
             out->word = PCC_WORD_COPYING;
         out->outcome = pcc_outcome_read(entry, snapshot, &out->reason);
-        out->sequence = atomic_load_explicit(&entry->sequence, memory_order_relaxed);
+        /* Until the daemon has said something of this snapshot it is that of the one before. */
+        out->sequence = out->outcome != PCC_OUTCOME_REQUESTED
+                            ? atomic_load_explicit(&entry->sequence, memory_order_relaxed)
+                            : 0;
         out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED
                          ? atomic_load_explicit(&entry->newer, memory_order_relaxed)
                          : 0;
