@@ -365,7 +365,7 @@ class Sessions:
 
     def _on_event(self, session: Session, event: _core.Event) -> None:
         """Events of a session's page, on the loop."""
-        if event.kind == "bad_peer":
+        if event.kind in ("bad_peer", "requested"):  # of a reader: it saves nothing
             LOG.warning(
                 "%s: session %d (pid %d) ended: it violated the protocol",
                 session.key, session.number, session.pid,

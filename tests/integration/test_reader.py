@@ -32,6 +32,7 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Role
 from tests.support.as_user import fork_as, import_all
 from tests.support.daemon import Daemon
+from tests.support.handpage import Page, block_of
 from tests.support.rank import Rank as Session
 from tests.support.rank import payload_of
 from tests.support.trainer import Trainer, expected
@@ -434,3 +435,16 @@ def test_reading_and_adopting_ends_the_warning_and_the_pin_on_every_rank(
 def adopt(commands: Any) -> None:
     commands.client.adopt()
     commands.optimizer.now = 3
+
+
+def test_a_reader_that_requests_a_checkpoint_is_hung_up_on(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    with Session(daemon.socket) as trainer:
+        trainer.register(SIZE)
+        trainer.save(1, payload_of(1, SIZE))
+    with Session(daemon.socket, role=Role.READER) as reader:
+        page = Page(reader.attachment.page_fd)
+        page.request(1, block_of(1, SIZE))
+        until(lambda: not reader.link.alive())
+        page.close()
+    daemon.logs("violated the protocol")

@@ -376,6 +376,17 @@ static void test_the_loop_is_told_once_why_the_first_waits(void)
 }
 
 /* The loop reads no event: requests stay in the ring, and what is in it afterwards comes, too. */
+/* How long the drain thread has run. */
+static uint64_t drained_ns(const struct fixture *f)
+{
+    clockid_t clock;
+    struct timespec ran;
+
+    CHECK(pthread_getcpuclockid(f->tenant->drain, &clock) == 0);
+    CHECK(clock_gettime(clock, &ran) == 0);
+    return (uint64_t)ran.tv_sec * SECOND + (uint64_t)ran.tv_nsec;
+}
+
 static void test_a_loop_that_is_late_bounds_the_requests(void)
 {
     struct fixture f;
@@ -393,6 +404,9 @@ static void test_a_loop_that_is_late_bounds_the_requests(void)
         CHECK(pcc_now_ns() < deadline);
     }
     (void)usleep(1000);
+    const uint64_t before_ns = drained_ns(&f);
+    (void)usleep(200000);
+    CHECK(drained_ns(&f) - before_ns < SECOND / 100); /* it sleeps until the loop has noted some */
     pcc_tenant_lock(f.tenant);
     CHECK_EQUAL(f.tenant->queue.count, 16);
     CHECK_EQUAL(f.tenant->queue.unnoted, 16);

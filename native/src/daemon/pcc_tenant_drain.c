@@ -215,9 +215,12 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
                 pcc_push_hand_out(tenant);
         }
         const bool broken = tenant->broken;
+        const bool put_back = tenant->queue.crowded;
         pcc_tenant_unlock(tenant);
         if (broken)
             return 0; /* and nothing from this ring is believed again */
+        if (put_back)
+            break; /* the loop rings when it has noted some */
         count++;
     }
     return count;
