@@ -191,11 +191,12 @@ class Starts:
 
     def follow(self, rank: int, process: bytes) -> Start:
         """The process restores: it becomes a member of the newest start, if that has as many ranks.
-        Returns its start. Raises KeyError for a process that has not joined."""
+        One that has ended meanwhile stays where it was. Returns its start. Raises KeyError for a
+        process that has not joined."""
         start, current = self.of(rank, process), self.current
-        if start is None or current is None:
+        if start is None:
             raise KeyError(process)
-        if start is current:
+        if current is None or start is current or not start.members[rank].live:
             return start
         if start.kind != current.kind:
             if current.is_live:

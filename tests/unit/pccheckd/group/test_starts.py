@@ -147,6 +147,26 @@ def test_a_process_that_asked_for_nothing_moves_along() -> None:
     assert ranks[0].asks(starts) == 2
 
 
+def test_a_process_that_ended_while_it_restored_takes_no_place() -> None:
+    starts = Starts()
+    old, other = launched(starts)
+    assert old.asks(starts) == other.asks(starts) == 1
+    ended(starts, [other])
+    new = Process(1)
+    assert new.joins(starts) == 2
+    ended(starts, [old])
+    assert old.restores(starts) == 1
+    assert Process(0).joins(starts) == 2
+
+
+def test_the_only_process_ended_while_it_restored() -> None:
+    starts = Starts()
+    alone = Process(0, world=1)
+    assert alone.joins(starts) == 1
+    ended(starts, [alone])
+    assert alone.restores(starts) == 1
+
+
 def test_another_world_size_is_another_start() -> None:
     starts = Starts()
     two = launched(starts, "x", 2)
