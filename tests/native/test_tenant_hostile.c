@@ -454,6 +454,45 @@ static void test_doubts(void)
     fixture_end(&f);
 }
 
+/* Chunks of a save that has no number yet are nobody's cache: not that of another rank's payload. */
+static void test_no_number_is_no_cache(void)
+{
+    struct fixture f;
+    uint32_t chunks[4], cached;
+    uint64_t none;
+    struct pcc_message message;
+    static uint8_t bytes[PAYLOAD];
+    const uint64_t deadline = soon();
+
+    fixture_open(&f, &(struct settings){.payload_capacity = 1u << 20, .memory_bytes = 24 * CHUNK});
+    pattern(bytes, sizeof(bytes), 3);
+    link_open(&f);
+    const uint64_t sequence = save(&f, 1, bytes, sizeof(bytes));
+    detach(&f);
+    page_open(&f);
+    pcc_tenant_policy(f.tenant, &asks);
+    word_set(&f, 1, PCC_WORD_REQUESTED);
+    CHECK(begin(&f, 1, PAYLOAD, &none) == 0 && none == 0);
+    for (uint32_t i = 0; i < 4; i++)
+        chunks[i] = data_next(&f).chunk;
+    say_all(&f, 1, chunks);
+    ring(&f);
+    do {
+        cached = 0;
+        CHECK(pcc_now_ns() < deadline);
+        pcc_tenant_lock(f.tenant);
+        for (uint32_t i = 0; i < 4; i++)
+            cached += f.tenant->chunks[chunks[i]].state == PCC_CHUNK_CACHED;
+        pcc_tenant_unlock(f.tenant);
+    } while (cached < 4);
+    CHECK(pcc_tenant_load(f.tenant, f.volume, false, sequence, 0, PAYLOAD, 5) == 0);
+    while ((message = load_next(&f, 0)).kind == PCC_MSG_DATA)
+        CHECK_EQUAL(message.result, PCC_DATA_UNCHECKED);
+    CHECK(message.kind == PCC_MSG_END && message.result == 0);
+    CHECK_EQUAL(event_until(&f, PCC_EVENT_LOAD_ENDED).error, 0);
+    fixture_end(&f);
+}
+
 /* A load that has found damage ends while the client still has chunks of it. The client's messages
  * about these do not concern the next load. */
 static void test_late_doubts(void)
@@ -647,6 +686,7 @@ int main(void)
     RUN(test_late_writes);
     RUN(test_scribbling_is_no_damage);
     RUN(test_doubts);
+    RUN(test_no_number_is_no_cache);
     RUN(test_late_doubts);
     RUN(test_nothing_else_is_left);
     RUN(test_the_dead_write_nothing);

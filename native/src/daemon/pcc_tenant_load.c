@@ -59,11 +59,12 @@ static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
     return true;
 }
 
-/* Only whole: the chunk of a base may be longer or shorter than this payload's. */
+/* Only whole: the chunk of a base may be longer or shorter than this payload's. Sequence 0 is that
+ * of another rank's checkpoint, and of a save that has no number yet: neither is cached. */
 static int64_t cached_find(const struct pcc_tenant *tenant, uint64_t sequence,
                            uint64_t offset_bytes, uint64_t length_bytes)
 {
-    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
+    for (uint32_t i = 0; sequence != 0 && i < tenant->chunk_count; i++) {
         const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
         if (chunk->state == PCC_CHUNK_CACHED && chunk->sequence == sequence &&
             chunk->offset_bytes == offset_bytes && chunk->length_bytes == length_bytes &&
