@@ -21,6 +21,8 @@ from .checkpoint import Checkpoint, End, failed
 from .group import Requested
 
 if TYPE_CHECKING:
+    from pccheck_native.group import Agreement
+
     from .tenant import Tenant
 
 #: How long a full volume of a group waits for a rank that has requested nothing. A request that is
@@ -46,6 +48,7 @@ class Admission:
         self._reopened: Checkpoint | None = None  # the volume was opened again for it
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._agreement: Agreement | None = None  # the last decision of the ranks
         #: Ranks that are waited for although they have requested nothing ...
         self._late: list[int] = []
         self._late_since_s = 0.0  # ... and since when (time.monotonic)
@@ -196,14 +199,17 @@ class Admission:
 
     # -- what has been given up ----------------------------------------------------------------
 
-    def obey(self) -> None:
-        """The ranks have decided: what waits and was given up ends."""
+    def obey(self, agreement: Agreement) -> None:
+        """The ranks have decided: what waits and was given up ends. The first one, which makes them
+        decide when it looks for a slot, looks again only if they have decided otherwise."""
         for checkpoint in self._tenant.ledger.live():
             if checkpoint.state is State.REQUESTED and checkpoint.sequence:
                 end = self._given_up(checkpoint)
                 if end is not None:
                     self._tenant.refuse(checkpoint, end)
-        self.look()
+        if agreement != self._agreement:
+            self._agreement = agreement
+            self.look()
 
     def _given_up(self, checkpoint: Checkpoint) -> End | None:
         group = self._tenant.group
