@@ -249,7 +249,7 @@ class Admission:
         if self._stops:
             return failed(Cause.STOPPING)
         if self._why == "NO_SLOT":
-            if not await self._recycled(first):
+            if not await self._recycled(first) and not self._is_stopped():
                 end = await self.end_without_slot()
                 return _SKIPPED if end is None and first.skip_when_busy else end
         elif self._why == "STOPPED" and self._reopened is first:
@@ -267,6 +267,11 @@ class Admission:
             with contextlib.suppress(ValueError):  # closed
                 port.channel.retry()
         return None
+
+    def _is_stopped(self) -> bool:
+        """The record that was to free a slot has failed: the core says so when it tries again."""
+        current = self._tenant.volumes.current
+        return current is not None and current.info.stopped
 
     async def end_without_slot(self) -> End | None:
         """How a checkpoint ends for which no slot will become free; None while one may."""

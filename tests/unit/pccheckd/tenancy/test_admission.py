@@ -104,7 +104,8 @@ class Desk:
         self.is_grouped = grouped
         self.recycles: list[bool] = []
         full = SimpleNamespace(
-            info=SimpleNamespace(free_slots=0), quarantined=2, path="v", checkpoints=[],
+            info=SimpleNamespace(free_slots=0, stopped=False), quarantined=2, path="v",
+            checkpoints=[],
             volume=SimpleNamespace(has_expendable=lambda: False),
         )  # fmt: skip
         self.volumes: Any = SimpleNamespace(
@@ -313,6 +314,18 @@ async def test_a_slot_that_never_comes_fails_at_once() -> None:
     found = desk.request()
     await desk.waits("NO_SLOT")
     assert found.state is State.FAILED and "up to sequence 4" in found.sentence.reason
+
+
+async def test_a_volume_that_stopped_while_it_freed_a_slot_is_opened_again() -> None:
+    desk = Desk()
+    found = desk.request()
+    desk.volumes.current.info.stopped = True
+    await desk.waits("NO_SLOT")
+    assert desk.core.calls[-1] == ("retry",)
+    await desk.waits("STOPPED")
+    assert (desk.readied, found.state) == (1, State.REQUESTED)
+    desk.begin(sequence=44)
+    await desk.queue.close()
 
 
 async def test_a_stopped_volume_is_opened_again_once() -> None:
