@@ -54,6 +54,8 @@ class Decisions:
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {held.sequence for known in ranks.values() for held in known.held}
+        # It may be recycled before its rank hears that it was durable.
+        there |= {number for tenant in tenants for number in tenant.ledger.undecided()}
         back = {held.sequence for held in shared}  # a damage flag was removed, or a file is back
         # What was given up stays given up: a rank may have acted on it.
         given_up = agreed.given_up | self.agreement.given_up & (there - back)

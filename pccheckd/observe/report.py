@@ -292,8 +292,9 @@ def _state(item: Checkpoint, tenant: Tenant) -> Document:
 def _group(job: Job, found: Standing) -> Document:
     common = {"sequence": found.sequence, "step": found.step, "wall_ns": found.wall_ns}
     return catalog.group_document(
-        job.uid, job.name, found.world_size, common if found.sequence else None, found.behind,
-        waits_s=round(found.waits_s, 4), lost=found.lost, slowest_rank=found.slowest,
+        job.uid, job.name, found.world_size,
+        common if found.step is not None else None,  # else it is in files that are away
+        found.behind, waits_s=round(found.waits_s, 4), lost=found.lost, slowest_rank=found.slowest,
         absent=found.absent, late=found.is_late,
     )  # fmt: skip
 

@@ -21,6 +21,8 @@ from .checkpoint import Checkpoint, End, failed
 from .group import Requested
 
 if TYPE_CHECKING:
+    from pccheck_native.group import Agreement
+
     from .tenant import Tenant
 
 #: How long a full volume of a group waits for a rank that has requested nothing. A request that is
@@ -46,6 +48,7 @@ class Admission:
         self._reopened: Checkpoint | None = None  # the volume was opened again for it
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._agreement: Agreement | None = None  # the last decision of the ranks
         #: Ranks that are waited for although they have requested nothing ...
         self._late: list[int] = []
         self._late_since_s = 0.0  # ... and since when (time.monotonic)
@@ -196,14 +199,17 @@ class Admission:
 
     # -- what has been given up ----------------------------------------------------------------
 
-    def obey(self) -> None:
-        """The ranks have decided: what waits and was given up ends."""
+    def obey(self, agreement: Agreement) -> None:
+        """The ranks have decided: what waits and was given up ends. The first one, which makes them
+        decide when it looks for a slot, looks again only if they have decided otherwise."""
         for checkpoint in self._tenant.ledger.live():
             if checkpoint.state is State.REQUESTED and checkpoint.sequence:
                 end = self._given_up(checkpoint)
                 if end is not None:
                     self._tenant.refuse(checkpoint, end)
-        self.look()
+        if agreement != self._agreement:
+            self._agreement = agreement
+            self.look()
 
     def _given_up(self, checkpoint: Checkpoint) -> End | None:
         group = self._tenant.group
@@ -246,7 +252,7 @@ class Admission:
         if self._stops:
             return failed(Cause.STOPPING)
         if self._why == "NO_SLOT":
-            if not await self._recycled(first):
+            if not await self._recycled(first) and not self._is_stopped():
                 end = await self.end_without_slot()
                 return _SKIPPED if end is None and first.skip_when_busy else end
         elif self._why == "STOPPED" and self._reopened is first:
@@ -264,6 +270,11 @@ class Admission:
             with contextlib.suppress(ValueError):  # closed
                 port.native.retry()
         return None
+
+    def _is_stopped(self) -> bool:
+        """The record that was to free a slot has failed: the core says so when it tries again."""
+        current = self._tenant.volumes.current
+        return current is not None and current.info.stopped
 
     async def end_without_slot(self) -> End | None:
         """How a checkpoint ends for which no slot will become free; None while one may."""

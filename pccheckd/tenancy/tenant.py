@@ -274,7 +274,7 @@ class Tenant:
     def obey(self, agreement: Agreement) -> None:
         """What the ranks of the job have decided. Waits for no disk."""
         self.volumes.obey(agreement, self.pending())
-        self.queue.obey()
+        self.queue.obey(agreement)
 
     # -- room ----------------------------------------------------------------------------------
 

@@ -245,15 +245,17 @@ static void test_abandoned_before_the_last_message(void)
 
 /* -- words that turn back -- */
 
-static struct fixture *turned; /* whose word turns; NULL: none does */
+static struct fixture *_Atomic turned; /* whose word turns; NULL: none does */
 
 void __real_pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
 void __wrap_pcc_events_put(struct pcc_events *events, const struct pcc_event *event);
 
 void __wrap_pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {
-    if (turned != NULL && event->kind == PCC_EVENT_REQUESTED && event->id > PCC_SNAPSHOTS)
-        word_set(turned, event->id - PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
+    struct fixture *f = atomic_load(&turned);
+
+    if (f != NULL && event->kind == PCC_EVENT_REQUESTED && event->id > PCC_SNAPSHOTS)
+        word_set(f, event->id - PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
     __real_pcc_events_put(events, event);
 }
 
@@ -273,13 +275,13 @@ static void test_turning_words(void)
         while (f.queued[snapshot % PCC_SNAPSHOTS].id != snapshot)
             events_sort(&f);
     }
-    turned = &f;
+    atomic_store(&turned, &f);
     const struct pcc_request more = request_of(&f, 1 + PCC_SNAPSHOTS, PAYLOAD);
     word_set(&f, 1 + PCC_SNAPSHOTS, PCC_WORD_REQUESTED);
     ask(&f, 1 + PCC_SNAPSHOTS, &more);
     while (f.queued[1].id != 1 + PCC_SNAPSHOTS)
         events_sort(&f);
-    turned = NULL;
+    atomic_store(&turned, NULL);
     fixture_end(&f);
 }
 

@@ -193,6 +193,21 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
     assert ranks.job.gives_up(number)
 
 
+def test_what_was_given_up_and_recycled_before_its_event_came_ends() -> None:
+    """The table of a volume may be read before the event that a checkpoint is durable arrives."""
+    ranks = connected()
+    number = ranks.ask(0, 5)[1]
+    ranks.hold(number, ranks=(0,))
+    dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    assert dead is not None
+    ranks.left(1, dead.process)
+    ranks.request_slot(0)
+    ranks.tenants[0].volumes.held.clear()
+    ranks.tenants[0].ledger.checkpoints[number] = SimpleNamespace(live=False, state=State.DURABLE)
+    ranks.settle()
+    assert "rank 1 did not ask for this checkpoint" in said(ranks.tenants[0].why_never(number))
+
+
 def test_ranks_that_need_slots_get_one_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have many ranks, and each tries again some times a second."""
     ranks = connected(8)

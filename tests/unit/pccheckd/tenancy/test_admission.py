@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pccheck_native import _core
+from pccheck_native.group import Agreement
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import StorageFullError
 from pccheck_wire.messages import CheckpointState as State
@@ -19,6 +20,7 @@ from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.volumes import Key
 
 SESSION = 3
+UNDECIDED = Agreement(0, 0, frozenset())
 _TIMES = _core.SaveTimes(*[0] * len(_core.SaveTimes._fields))
 _ASKED = _core.SaveRequest(*[0] * len(_core.SaveRequest._fields))._replace(payload_bytes=10)
 
@@ -104,7 +106,8 @@ class Desk:
         self.is_grouped = grouped
         self.recycles: list[bool] = []
         full = SimpleNamespace(
-            info=SimpleNamespace(free_slots=0), quarantined=2, path="v", checkpoints=[],
+            info=SimpleNamespace(free_slots=0, stopped=False), quarantined=2, path="v",
+            checkpoints=[],
             volume=SimpleNamespace(has_expendable=lambda: False),
         )  # fmt: skip
         self.volumes: Any = SimpleNamespace(
@@ -247,7 +250,7 @@ def test_a_given_up_one_does_not_wait_any_more() -> None:
     desk.group.given = Numbered(6, 12)
     found = desk.request()
     desk.group.given_up = {12}
-    desk.queue.obey()
+    desk.queue.obey(UNDECIDED)
     assert (found.state, found.sentence.reason) == (
         State.SKIPPED, "rank 1 ended without this checkpoint, so no rank keeps it"
     )  # fmt: skip
@@ -262,6 +265,34 @@ async def test_a_slot_that_was_recycled_is_tried() -> None:
     await desk.waits("NO_SLOT")
     assert desk.core.calls[-1] == ("retry",) and desk.group.asked_slot == 1
     desk.begin()
+    await desk.queue.close()
+
+
+async def test_a_rank_without_a_slot_looks_again_after_another_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It makes the ranks decide itself: the same decision again is nothing new."""
+    desk = Desk(grouped=True)
+    desk.group.given = Numbered(6, 12)
+    desk.request(9)
+    desk.begin(9)  # in flight
+    desk.group.given = Numbered(6, 13)
+    agreement = UNDECIDED
+    asked: list[Agreement] = []
+
+    async def request_slot(_rank: int) -> list[int]:
+        asked.append(agreement)
+        desk.queue.obey(agreement)
+        return []
+
+    monkeypatch.setattr(desk.group, "request_slot", request_slot)
+    waiting = desk.request(1)
+    await desk.waits("NO_SLOT")
+    assert waiting.state is State.REQUESTED and len(asked) <= 2
+    before, agreement = len(asked), Agreement(0, 12, frozenset())
+    desk.queue.obey(agreement)
+    await passes()
+    assert len(asked) == before + 1
     await desk.queue.close()
 
 
@@ -289,6 +320,18 @@ async def test_a_slot_that_never_comes_fails_at_once() -> None:
     found = desk.request()
     await desk.waits("NO_SLOT")
     assert found.state is State.FAILED and "up to sequence 4" in found.sentence.reason
+
+
+async def test_a_volume_that_stopped_while_it_freed_a_slot_is_opened_again() -> None:
+    desk = Desk()
+    found = desk.request()
+    desk.volumes.current.info.stopped = True
+    await desk.waits("NO_SLOT")
+    assert desk.core.calls[-1] == ("retry",)
+    await desk.waits("STOPPED")
+    assert (desk.readied, found.state) == (1, State.REQUESTED)
+    desk.begin(sequence=44)
+    await desk.queue.close()
 
 
 async def test_a_stopped_volume_is_opened_again_once() -> None:
