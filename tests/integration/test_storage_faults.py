@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pccheck import CheckpointFailedError, PCcheckClient, PccheckWarning
+from pccheck.flight import waiting
 from pccheck.flight.in_flight import InFlight
 from pccheck.saving.saver import Saver
 from pccheck_wire.messages import CheckpointState as State
@@ -112,7 +113,7 @@ def test_a_failure_that_the_call_itself_raises_is_told_once(
         """The disk fails before the call returns."""
         made = submit(*arguments)
         with suppress(CheckpointFailedError):
-            made.wait_durable(60)
+            waiting.wait_durable(made, 60)
         return made
 
     daemon = start_daemon(shim="eio:record-a:1")

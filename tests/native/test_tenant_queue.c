@@ -395,9 +395,9 @@ static void test_a_loop_that_is_late_bounds_the_requests(void)
     fixture_open(&f, &roomy);
     pcc_tenant_policy(f.tenant, &held);
     page_open(&f);
-    for (uint64_t snapshot = 1; snapshot <= 40; snapshot++)
+    for (uint64_t snapshot = 1; snapshot <= 64; snapshot++)
         request(&f, snapshot);
-    while (unnoted < 16) {
+    while (unnoted < 60) {
         pcc_tenant_lock(f.tenant);
         unnoted = f.tenant->queue.unnoted;
         pcc_tenant_unlock(f.tenant);
@@ -408,10 +408,10 @@ static void test_a_loop_that_is_late_bounds_the_requests(void)
     (void)usleep(200000);
     CHECK(drained_ns(&f) - before_ns < SECOND / 100); /* it sleeps until the loop has noted some */
     pcc_tenant_lock(f.tenant);
-    CHECK_EQUAL(f.tenant->queue.count, 16);
-    CHECK_EQUAL(f.tenant->queue.unnoted, 16);
+    CHECK_EQUAL(f.tenant->queue.count, 60);
+    CHECK_EQUAL(f.tenant->queue.unnoted, 60);
     pcc_tenant_unlock(f.tenant);
-    wait_queued(&f, 40); /* it notes what it reads */
+    wait_queued(&f, 64); /* it notes what it reads */
     CHECK(waits(&f, 1).error == -EBUSY);
     pcc_tenant_policy(f.tenant, &alone);
     for (uint64_t snapshot = 1; snapshot <= 3; snapshot++)

@@ -11,7 +11,7 @@
 
 /* A request is taken when the loop has noted all but so many of those before it, so that the events
  * of a client that requests without an end have room. */
-#define UNNOTED_MAX 16u
+#define UNNOTED_MAX 60u
 
 /* With the lock held: the drain thread looks at the first one soon. */
 void pcc_tenant_queue_look(struct pcc_tenant *tenant)
