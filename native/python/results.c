@@ -22,10 +22,10 @@ static const struct {
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_TENANT_USAGE] =
         {"TenantUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "
-                         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings"},
+                        "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings"},
     [PCC_PY_CLIENT_STATE] = {"ClientState",
-                           "word outcome sequence newer source_read error error_name fault "
-                           "cause stage code argument"},
+                             "word outcome sequence newer source_read error error_name fault "
+                             "cause stage code argument"},
     [PCC_PY_KEPT_STATE] = {"KeptState", "uuid uid job rank chunk_bytes block_bytes lanes copied"},
 };
 
