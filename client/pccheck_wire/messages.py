@@ -126,7 +126,7 @@ class Hello(Message):
 
 @message("welcome")
 class Welcome(Message):
-    """The handshake's success; carries the session page's descriptor (not for observers)."""
+    """The handshake's success; comes with the descriptors of page and link (not for observers)."""
 
     protocol: int
     version: str
@@ -294,9 +294,9 @@ class Writing(Message):
 
 @message("read")
 class Read(Message):
-    """Sends checked payload [offset, offset+length) of the opened sequence through the page.
-    -> `Done` at once; the page's END message has the result. A damaged sequence is flagged, and
-    the client asks `Open(before=sequence)` next."""
+    """Sends payload [offset, offset+length) of the opened sequence through the page; the client
+    checks it. -> `Done` at once; the page's END message has the result. A damaged sequence is
+    flagged, and the client asks `Open(before=sequence)` next."""
 
     load: int
     sequence: int

@@ -219,8 +219,8 @@ class SaveRequest(NamedTuple):
     argument: int
 
 class Event(NamedTuple):
-    #: requested begun waits refused copied writing durable superseded failed load_ended bad_peer
-    #: detached
+    #: requested begun waits refused copied writing durable superseded given_up failed load_ended
+    #: bad_peer detached
     kind: str
     tenant: int
     session: int
@@ -229,7 +229,7 @@ class Event(NamedTuple):
     slot: int
     error: int  # 0 or negative code
     error_name: str  # "" or e.g. "EIO", "ABORTED"
-    stage: str  # "" or write, flush, publish, copy, base
+    stage: str  # "" or begin, copy, base, write, flush, publish
     rehomed: int
     copied_bytes: int  # into DRAM, by the save that has ended
     written_bytes: int  # to the volume, by that save
@@ -346,7 +346,7 @@ class Tenant:
     def noted(self) -> None: ...  # once for each "requested" event of the attached session
     def number(
         self, snapshot: int, sequence: int, incarnation: int, world_size: int
-    ) -> None: ...  # of a save that is asked for or being copied; OSError EINVAL: it is too low
+    ) -> None: ...  # of a save that is requested or being copied; OSError EINVAL: it is too low
     def retry(self) -> None: ...  # a slot may be free: the first of the queue tries again
     # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
     # Returns whether it was not copied yet.

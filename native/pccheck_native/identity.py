@@ -1,4 +1,4 @@
-"""Which stored checkpoint it is: one name for tables, documents, messages and logs."""
+"""What identifies a stored checkpoint, in tables, documents, messages and logs."""
 
 from __future__ import annotations
 

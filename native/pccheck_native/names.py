@@ -50,15 +50,15 @@ class Bases:
     0 is what the start began from.
 
     Ranks restore one after the other, and no rank waits for the others. A process that has moved
-    (trained, or asked for a checkpoint) and restores takes part in the newest base above its own
+    (trained, or requested a checkpoint) and restores takes part in the newest base above its own
     that restored the same checkpoint. If there is none, the process opens a base.
     A process numbers its restores: the number, its `turn`, grows only if the process has moved
     since the last one. So a second restore() in a row changes nothing. What a process restores
     before it moves (turn 0), or to come to this start, is base 0, if the first of the ranks
     restored the same checkpoint.
 
-    A process that has asked in its base after another process asked in a later one did not restore
-    together with it, and never takes part in that later base (`missed`).
+    A process that requests in its base after another process requested in a later base did not
+    restore together with that process, and never takes part in the later base (`missed`).
     """
 
     def __init__(self) -> None:

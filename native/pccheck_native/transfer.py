@@ -17,7 +17,7 @@ reports its choice (`Chose`). In each table the first row that applies counts. N
 |---|---|---|
 | its user has transfer="push" | push | no |
 | one of its GPUs lacks what pull needs | push | no |
-| the daemon offers push; or the exposure was refused, here or there | push | as offered |
+| the daemon offers push; or the client or the daemon refused the exposure | push | as offered |
 | a checkpoint that waits for a slot needs the old exposure, which does not fit | push | yes |
 """
 

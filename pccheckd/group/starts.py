@@ -6,14 +6,14 @@ launcher's restart counter that begins at 0 again). So a launch id only separate
 different launch ids never belong to one start.
 
 A start is open until every rank has joined it. A new process takes a free place in the newest start
-if that is open and one of its processes lives, or the place of a process that has ended without
-asking for a checkpoint; otherwise a new start begins. A process that has asked for checkpoints in
-an older start is *fenced*: it gets no more of them until it restores, which makes it a member of
-the newest start, or begins a new one if all processes of the newest have ended. A process that
-has asked for no checkpoint joins the newest start without a restore.
+if that is open and one of its processes lives, or the place of a process that has ended without a
+request of a checkpoint; otherwise a new start begins. A process that has requested checkpoints in
+an older start is *fenced*: its requests fail until it restores. The restore makes the process a
+member of the newest start, or begins a new start if all processes of the newest have ended. A
+process that has requested no checkpoint joins the newest start without a restore.
 
-A restarted daemon does not know which ranks had joined a start. But a rank registers before it asks
-for a checkpoint, and then its volume names the start. If the volume named only earlier starts when
+A restarted daemon does not know which ranks had joined a start. But a rank registers before its
+first request, and then its volume names the start. If the volume named only earlier starts when
 the rank's new process came, the rank has saved nothing in this start. So its place is free, for a
 process that an earlier daemon served or for a rank that was late.
 """
@@ -39,7 +39,7 @@ class Member:
 
     process: bytes
     live: bool = True
-    begun: bool = False  # has asked for a checkpoint
+    begun: bool = False  # has requested a checkpoint
     #: The newest incarnation that the volumes of its rank named when it came; None: not known.
     found: int | None = None
     restores: Held | None = None  # the checkpoint that was chosen for it last
@@ -148,10 +148,10 @@ class Starts:
     ) -> Start:
         """The start of a process that connects.
 
-        `was` is the incarnation that an earlier daemon gave it (0: it is new), with the start's
-        `start_id`, `known` the newest
-        one that the job's volumes name, and `found` the newest one that the volumes of its rank
-        name (None: not all could be read); `moved`: `was` belongs to other volumes.
+        `was` is the incarnation that an earlier daemon gave it (0: it is new), and `start_id` the
+        id of that start. `known` is the newest incarnation that the job's volumes name, `found` the
+        newest one that the volumes of its rank name (None: not all could be read). `moved`: `was`
+        belongs to other volumes.
         """
         start = self.of(rank, process)
         if was > INCARNATION_MAX:  # no daemon gives out such a number
@@ -176,7 +176,7 @@ class Starts:
             start.members[rank].live = False
 
     def may_ask(self, rank: int, process: bytes) -> Start | None:
-        """The start in which the process asks for a checkpoint; None when it is fenced."""
+        """The start in which the process requests a checkpoint; None when it is fenced."""
         start, current = self.of(rank, process), self.current
         if start is None or current is None:
             return None

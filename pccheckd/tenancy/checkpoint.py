@@ -40,7 +40,7 @@ _PARTS = {
 
 
 class End(NamedTuple):
-    """How a checkpoint ends that was never admitted."""
+    """How a checkpoint ends that is not copied."""
 
     to: State
     why: Why
@@ -70,7 +70,7 @@ class Record(NamedTuple):
     state: str
     reason: str
     hint: str
-    stage: str  # of a failure: admission, copy, write, flush, publish ...
+    stage: str  # of a failure: begin, copy, base, write, flush, publish, or "" ...
     error: str  # ... and the core's name for it: "EIO", "NO_SLOT"
     rehomed: int
     held_at: int  # when the gate last held the trainer before this request ...

@@ -1,4 +1,4 @@
-"""Both ends of push in one process: a channel on a volume, and the link that feeds it."""
+"""Both ends of push in one process: a tenant with a volume, and the client that feeds it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Loop:
         return sequence
 
     def load(self, sequence: int, sizes: Sequence[int], tree_bytes: int) -> list[bytearray]:
-        """Loads through the channel into new memory; the tree comes last."""
+        """Loads through the tenant into new memory; the tree comes last."""
         layout = plan(sizes, tree_bytes)
         into = [bytearray(size) for size in (*sizes, tree_bytes)]
         places = (*layout.offsets, layout.tree_offset)

@@ -21,7 +21,7 @@ from typing import Any
 from pccheck_native import _core
 
 #: Calls of the native core that wait at most for a lock that is never held over I/O, a page
-#: fault or a call of the CUDA driver: `lock` of the channel, the volume, the pool and the GPUs
+#: fault or a call of the CUDA driver: `lock` of the tenant, the volume, the pool and the GPUs
 #: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
     "Tenant": {"noted", "number", "policy", "refuse", "retry", "set_outcome", "usage"},

@@ -31,7 +31,7 @@ class Phase(enum.IntEnum):
     SUPERSEDED = enum.auto()
     SKIPPED = enum.auto()
     REFUSED = enum.auto()  # the daemon failed it before it was copied
-    FAILED = enum.auto()  # the daemon failed it later, or the client did; the user reads it next
+    FAILED = enum.auto()  # the daemon failed it later, or the client did; not reported yet
     LET_GO = enum.auto()  # the core gave up the copy; the gate or the verdict says more
     ABANDONED = enum.auto()  # the client gave it up, or its daemon ended, and that was reported
     UNKNOWN = enum.auto()  # as ABANDONED, but it may be durable: another daemon knows

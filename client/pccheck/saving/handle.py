@@ -37,7 +37,7 @@ class Checkpoint:
 
     @property
     def sequence(self) -> int:
-        """Its number in the order of saving; 0 when the daemon has not begun it."""
+        """Its number in the order of saving; 0 until the daemon has given it one."""
         return self._in_flight.sequence
 
     @property

@@ -173,8 +173,8 @@ class Saver:
         return self._exposure.prepare(snapshot.device, queued=queued)
 
     def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
-        """Prepares GPUs and daemon. Memory is mapped first: the daemon then allocates its own near
-        the GPU."""
+        """Prepares GPUs and daemon. GPU memory is mapped first: then the daemon pins the
+        chunks that it allocates."""
         try:
             handover = self.expose(connection, snapshot)
             self._session.register(connection, snapshot.payload_bytes)

@@ -180,7 +180,7 @@ class DaemonPayloads:
             try:
                 self._session.request(read, timeout_s=_READ_LIMIT_S)
                 return
-            except CheckpointFailedError:  # the channel is busy
+            except CheckpointFailedError:  # an earlier load is being read
                 if not self._session.load_broken_off or time.monotonic() >= deadline:
                     raise
                 time.sleep(_BUSY_PAUSE_S)

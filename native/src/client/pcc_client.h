@@ -2,7 +2,7 @@
  * and checksum fused) and takes loaded data back into them, without the GIL. While a thread of the
  * trainer waits, helpers move host memory, too: as many as there are other CPUs, at most three.
  *
- * The thread also reads grants from the attach socket and notices the daemon's death (hang-up):
+ * The thread also reads grants from the link and notices the daemon's death (hang-up):
  * outstanding snapshots are then abandoned, streams that wait for them released, and every waiter
  * returns -ECONNRESET. Any thread may call; waits have deadlines (CLOCK_MONOTONIC ns). A forked
  * child must not touch it; segments are MADV_DONTFORK.

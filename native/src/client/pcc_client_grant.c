@@ -1,4 +1,4 @@
-/* Segments: received over the attach socket, checked, mapped; unmapped when the daemon asks for
+/* Segments: received over the link, checked, mapped; unmapped when the daemon asks for
  * them back and the client has stopped using them. */
 #include <fcntl.h>
 #include <poll.h>

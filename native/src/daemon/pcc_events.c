@@ -102,8 +102,8 @@ void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
     (void)pthread_mutex_unlock(&events->lock);
 }
 
-/* The caller holds a channel's lock, and the loop may be waiting for that lock: a put that waited
- * for the loop's take could wait forever. So every channel has reserved what it may put between two
+/* The caller holds a tenant's lock, and the loop may be waiting for that lock: a put that waited
+ * for the loop's take could wait forever. So every tenant has reserved what it may put between two
  * takes. */
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {

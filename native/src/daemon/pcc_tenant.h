@@ -29,7 +29,7 @@ enum pcc_event_kind {
     PCC_EVENT_WAITS,         /* the first of the queue, for `error`: nothing ends that by itself */
     PCC_EVENT_REFUSED,       /* the queue has ended it for `error`. NO_LANE: skipped; ABORTED: the
                                 client has abandoned it; ENOTCONN: the session has ended */
-    PCC_EVENT_COPIED,        /* the snapshot is complete in our memory and the word says COPIED */
+    PCC_EVENT_COPIED,        /* the snapshot is in the daemon's memory, the word is COPIED */
     PCC_EVENT_WRITING,       /* its first chunk went to the disk; comes after COPIED */
     PCC_EVENT_DURABLE,
     PCC_EVENT_SUPERSEDED,

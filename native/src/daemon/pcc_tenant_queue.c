@@ -1,6 +1,6 @@
 /* The queue: requested snapshots wait here, first come first served, for a lane and a slot. The
- * drain thread takes requests out of the page and tries the first one; whoever frees a lane or a
- * slot, and whoever changes what may begin, has it look again. Nothing here waits or polls.
+ * drain thread takes requests out of the page and tries the first one. Code that frees a lane or a
+ * slot, or changes what may begin, rings for the drain thread. Nothing here waits or polls.
  *
  * The daemon's loop is told of every request, and asked only where policy decides: the number of a
  * checkpoint of several ranks, and what to do when nothing frees a slot by itself. */

@@ -1,5 +1,5 @@
 /* What a trainer and the daemon see of each other: the session page and the descriptors that pass
- * over the attach socket. The daemon makes every memfd, sealed against resizing.
+ * over the link. The daemon makes every memfd, sealed against resizing.
  *
  * Either side may be killed, stopped or hostile at any instruction. The daemon copies what it reads
  * once, checks it against state of its own, and never takes an offset, an index or a length from
@@ -28,7 +28,7 @@
 
 /* The snapshot word is (snapshot id << 8 | state), moved by compare-and-swap only:
  *   client: IDLE -> REQUESTED (then it sends PCC_MSG_REQUEST), REQUESTED|COPYING -> ABANDONED
- *   daemon: REQUESTED -> COPYING (admitted), COPYING -> VOUCHING -> COPIED,
+ *   daemon: REQUESTED -> COPYING (it has a lane and a slot), COPYING -> VOUCHING -> COPIED,
  *           REQUESTED|COPYING -> REFUSED
  * So either the client abandons a snapshot or the daemon accepts it, never both (P4). VOUCHING
  * lasts for some instructions: the copy is complete and can no longer be abandoned. Meanwhile the
@@ -228,8 +228,8 @@ struct pcc_page {
     _Alignas(64) struct pcc_request requests[PCC_SNAPSHOTS]; /* snapshot s uses block s % 64 */
 };
 
-/* Segments come over the attach socket (SOCK_SEQPACKET) in packets of their own, daemon to client,
- * one descriptor each. Told from the msgpack handshake by the magic.
+/* Segments come over the link, a socket (SOCK_SEQPACKET) that carries nothing else: a packet and a
+ * descriptor each, daemon to client.
  *
  * They go through the rings, where order is: RETIRE is behind every FREE and DATA that names a
  * chunk of the segment, and nothing names one afterwards. The client gives the chunks back that it
@@ -248,8 +248,8 @@ struct pcc_grant {
 };
 
 /* Pull: which device memory a snapshot is read from. The client makes this block once per layout of
- * its state, the daemon checks every number in it and opens the handles; `Begin` names it by its
- * map number.
+ * its state, the daemon checks every number in it and opens the handles; a request names the block
+ * by its map number.
  *
  *   struct pcc_exposure | allocations | ranges
  *

@@ -1,4 +1,4 @@
-"""What trainers may say of their GPU memory, up to the channel, which is a fake one here."""
+"""What trainers may say of their GPU memory, up to the native tenant, which is a fake one here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sessions have of the DRAM, over channels that are only numbers."""
+"""What sessions have of the DRAM, over tenants that are only numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Pool:
 
 
 class Tenant:
-    """Segments as a channel has them; with `keeps` its client gives nothing back."""
+    """Segments as a tenant has them; with `keeps` its client gives nothing back."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

@@ -324,7 +324,7 @@ async def test_a_volume_that_cannot_be_written_can_be_read(tenant: Tenant) -> No
 async def test_a_volume_is_reopened_after_its_last_user_has_left(tenant: Tenant) -> None:
     """Another thread may be inside a method of the volume when the volume is closed. Its lock would
     refuse the opening."""
-    await tenant.prepare()  # its channel uses the volume
+    await tenant.prepare()  # its port uses the volume
     port, item = tenant.port, tenant.volumes.open[0]
     assert port is not None
     old = item.volume
