@@ -65,7 +65,8 @@ class Binding:
 
     def stop(self) -> None:
         """A commit record failed. Takes no lock."""
-        if self.state is not BindingState.STOPPED and self.volumes.current is not None:
+        ended = self.state in (BindingState.STOPPED, BindingState.CLOSED)
+        if not ended and self.volumes.current is not None:
             self._move(BindingState.STOPPED)
 
     def lose(self) -> None:
