@@ -1,3 +1,4 @@
+#include <sched.h>
 /* Memory that the trainer frees while the client reads it: that snapshot is given up, with the
  * address, and the next one is whole. */
 #include <errno.h>
@@ -163,10 +164,12 @@ static void test_offered_memory_is_freed(void)
     CHECK(pcc_client_request(d.client, 1) == 0);
     atomic_store(&pcc_page_snapshot(&d.view, 1)->base, 1);
     CHECK(pcc_client_submit(d.client, 1, &submission) == 0);
+    struct pcc_message offer;
+    while (pcc_ring_pop(&d.view.to_daemon, &offer) == 0)
+        (void)sched_yield();
+    CHECK(offer.kind == PCC_MSG_REQUEST);
     admit(&d, 1);
     given_up(&d, 1, bytes + CHUNK + 5 * 4096);
-    struct pcc_message offer;
-    CHECK(pcc_ring_pop(&d.view.to_daemon, &offer) == 1 && offer.kind == PCC_MSG_REQUEST);
     CHECK(pcc_ring_pop(&d.view.to_daemon, &offer) == 1 && offer.kind == PCC_MSG_OFFER);
     CHECK(offer.offset_bytes == 0 && pcc_ring_pop(&d.view.to_daemon, &offer) == 0);
     whole(&d, 2);
