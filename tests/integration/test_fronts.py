@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from pccheck_wire import attach
-from pccheck_wire.errors import PccheckError, RefusedError
-from pccheck_wire.messages import CheckpointState, Describe, Described, Status
+from pccheck_wire.errors import RefusedError
+from pccheck_wire.messages import CheckpointState, Status
 from pccheckd.front import framing, program
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
@@ -203,22 +203,6 @@ def test_training_goes_on_when_its_front_is_killed(daemon: Daemon, start_trainer
     assert "abandoned" not in trainer.warnings
     assert daemon.log.read_text().count("connected (session") == 1
     daemon.logs("killed by SIGKILL")
-
-
-def test_a_request_that_was_lost_fails_at_once(daemon: Daemon) -> None:
-    """It fails with a reason, and is refused when it arrives later after all."""
-    with Rank(daemon.socket) as rank:
-        rank.register(SIZE)
-        process = front_of(daemon)
-        suspend(process.pid)
-        snapshot = rank.begin(1, payload_of(1, SIZE))
-        process.kill()
-        assert rank.wait(snapshot).outcome == CheckpointState.FAILED
-        with pytest.raises(PccheckError, match="did not reach pccheckd"):
-            rank.ask_again(Describe(snapshot))
-        saves_again(rank, 2)
-        answer = rank.ask(Describe(snapshot + 1))
-        assert isinstance(answer, Described)
 
 
 @pytest.mark.parametrize("delay_s", [0.2, 0, 0.01, 0.03, 0.1])

@@ -59,10 +59,13 @@ def saved(trainer: Trainer) -> tuple[str, str]:
 
 def steps_on_disk(daemon: Daemon) -> set[int]:
     """Steps of the whole checkpoints below a directory. In a copy of a file that was being written,
-    older checkpoints may be damaged."""
+    older checkpoints may be damaged. A file of which no checkpoint is kept goes meanwhile."""
     found = set()
     for one in catalog.scan(daemon.storage).checkpoints:
-        volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
+        try:
+            volume = _core.Volume(one.volume_path, writable=False, allow_buffered=True)
+        except FileNotFoundError:
+            continue
         with contextlib.suppress(_core.NativeError):
             volume.verify(one.sequence)
             found.add(one.step)

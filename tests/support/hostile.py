@@ -204,11 +204,11 @@ class Attacker:
         while True:
             with contextlib.suppress(PccheckError, OSError), self.attach() as session:
                 session.request(Register(1 << 20), timeout_s=5)
+                own = Page(session.page_fd)  # which reads the page's geometry
                 with mmap.mmap(session.page_fd, 0) as page:
                     for _ in range(200):
                         at = self.chance.randrange(min(len(page), 1 << 16))
                         page[at : at + 1] = bytes([self.chance.randrange(256)])
-                    own = Page(session.page_fd)
                     for snapshot in range(1, 20):
                         own.request(snapshot, block_of(snapshot, 1 << 20))
                     own.close()
