@@ -137,7 +137,7 @@ int main(int count, char **arguments)
     check(pcc_saver_open(volume, &saver_spec, &saver), "saver");
     check(pcc_pool_open(segment_count * PCC_SEGMENT_BYTES_MAX, &pool), "pool");
     for (uint64_t i = 0; i < segment_count; i++) {
-        check(pcc_pool_take(pool, PCC_SEGMENT_BYTES_MAX, -1, "", &segments[i]), "segment");
+        check(pcc_pool_take(pool, PCC_SEGMENT_BYTES_MAX, "", &segments[i]), "segment");
         memset(segments[i].bytes, 0x5a, segments[i].length_bytes);
     }
     for (uint32_t i = 0; i < SLOTS; i++)

@@ -375,7 +375,7 @@ def raised(error: Exception) -> None:
 
 def gone(kit: Kit, *, unmapped: int) -> Exception:
     link, welcome = SimpleNamespace(unmapped=unmapped), SimpleNamespace(pid=77)
-    ended: Any = SimpleNamespace(path=kit.path / "s", link=link, welcome=welcome)
+    ended: Any = SimpleNamespace(path=kit.path / "s", native=link, welcome=welcome)
     return Connection.gone(ended)
 
 
