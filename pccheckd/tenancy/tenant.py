@@ -4,6 +4,7 @@ volumes, its port with the cached chunks, and the states of its checkpoints."""
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -115,6 +116,9 @@ class Tenant:
             self.retention.inherited = self.retention.flagged
             await self.protect(owner)
             page_fd = await port.attach(socket_fd, owner.session, owner.kernel_pid)
+            if self.closed:  # meanwhile; the port closes with the rank
+                os.close(page_fd)
+            self._require_open()
             self.seat.take(owner)
             self.finished = False
             self.room_bytes = 0

@@ -108,6 +108,26 @@ async def test_what_becomes_durable_during_an_attach_is_kept(
     await tenant.close()
 
 
+async def test_trainer_that_attaches_as_the_rank_closes_is_refused(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tenant = await registry.tenant(KEY)
+    attach, pages = Port.attach, []
+
+    async def closes_meanwhile(port: Port, *about: int) -> int:
+        pages.append(await attach(port, *about))
+        tenant.stop_attaches()
+        return pages[0]
+
+    monkeypatch.setattr(Port, "attach", closes_meanwhile)
+    with pytest.raises(RefusedError, match="just unloaded"):
+        async with trainer_of(tenant, dataclasses.replace(owner(), kernel_pid=os.getpid())):
+            pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pages[0])
+    await tenant.close()
+
+
 async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     """What the ranks of a group still need must not go with a volume that was outgrown."""
     job, tenant = await registry.tenant(KEY)
