@@ -42,8 +42,7 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
     ),
     "a failure of one does not fail the commit of the others (VeOmni)": (
         "integration/test_group.py::test_a_step_that_one_rank_leaves_out_is_given_up_on_all",
-        "integration/test_group.py::"
-        "test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks",
+        "integration/test_group.py::test_wait_global_ends_for_a_step_that_a_rank_never_gets",
     ),
     "a resume that finds and cannot load begins at step 0 (marin)": (
         "promises/test_p3_newest_wins.py::"

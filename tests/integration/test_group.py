@@ -697,7 +697,7 @@ def one_ahead(start: Start, start_trainer: Connect) -> tuple[Daemon, list[Traine
     return daemon, group, alone
 
 
-def test_what_another_rank_will_never_have_ends_the_wait_for_all_ranks(
+def test_wait_global_ends_for_a_step_that_a_rank_never_gets(
     start_daemon: Start, start_trainer: Connect
 ) -> None:
     """The checkpoint was reported as durable on this rank, and stays so: only the wait for all

@@ -120,7 +120,7 @@ class DaemonPayloads:
             raise self._error_of(code, rank)
 
     def close(self) -> None:
-        """A trainer's session goes on."""
+        """Does nothing: the session stays open."""
 
     def _part(self, rank: int) -> Part:
         if rank not in self._parts:

@@ -312,7 +312,7 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
         error = -EBUSY;
     if (error == 0) {
         client->newest = snapshot;
-        client->asking -= job->asking; /* abandoned before the daemon was told */
+        client->asking -= job->asking; /* abandoned before its message was sent */
         job_reset(job, snapshot);
         /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
          * word of an earlier snapshot, and that word is final. */

@@ -58,7 +58,7 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     _Atomic bool host_read; /* as `state`: the trainer's host memory was read */
     bool busy;              /* the thread reads the sources now */
     bool hung_up;           /* ended by the daemon's death */
-    bool asking;            /* its request is in the page, and the daemon is to be told */
+    bool asking;            /* its request is in the page, its message not in the ring yet */
     bool provisional;       /* not confirmed */
     bool kept;              /* its last chunk is full, and waits for that; see `last` */
     struct pcc_message last;

@@ -75,7 +75,7 @@ static bool take_messages(struct pcc_client *client)
     return result == 0;
 }
 
-/* With lock held: the oldest snapshot that the daemon is to be told of; NULL. */
+/* With lock held: the oldest snapshot whose message is to be sent; NULL. */
 static struct pcc_job *asking_next(struct pcc_client *client)
 {
     struct pcc_job *oldest = NULL;

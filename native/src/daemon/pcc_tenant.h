@@ -197,8 +197,8 @@ PCC_MUST_CHECK int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapsho
  * follows. */
 bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
                        const struct pcc_tenant_end *end);
-/* The first one of the queue is tried again: a slot may be free. What it waits for is told again.
- */
+/* The queue tries its first snapshot again, because a slot may be free. If that snapshot still
+ * waits, another WAITS event follows. */
 void pcc_tenant_retry(struct pcc_tenant *tenant);
 /* Later outcomes (DURABLE, GLOBAL, SUPERSEDED, FAILED) of a snapshot of the attached session. The
  * tenant sets COPIED, WRITING, DURABLE, SUPERSEDED and FAILED by itself. */

@@ -163,8 +163,8 @@ struct pcc_tenant_queue {                        /* of the attached session */
     uint32_t count;
     uint32_t unnoted; /* REQUESTED events that the loop has not noted */
     uint64_t newest;  /* the largest snapshot id that was requested */
-    bool look;        /* the first one is to be tried */
-    int told;         /* why it waits, as the loop was told and has not answered; 0 = nothing */
+    bool look;        /* the first snapshot is to be tried */
+    int reported;     /* the code of the last WAITS event, until the loop answers; 0 = none */
     bool crowded;     /* the next message is `message`, once `unnoted` allows it */
     struct pcc_message message;
 };

@@ -2,7 +2,7 @@
  * drain thread takes requests out of the page and tries the first one. Code that frees a lane or a
  * slot, or changes what may begin, rings for the drain thread. Nothing here waits or polls.
  *
- * The daemon's loop is told of every request, and asked only where policy decides: the number of a
+ * The daemon's loop gets an event for every request. It decides only two things: the number of a
  * checkpoint of several ranks, and what to do when nothing frees a slot by itself. */
 #include <string.h>
 
@@ -24,7 +24,7 @@ void pcc_tenant_queue_look(struct pcc_tenant *tenant)
 void pcc_tenant_retry(struct pcc_tenant *tenant)
 {
     pcc_tenant_lock(tenant);
-    tenant->queue.told = 0;
+    tenant->queue.reported = 0;
     pcc_tenant_queue_look(tenant);
     pcc_tenant_unlock(tenant);
 }
@@ -35,7 +35,7 @@ void pcc_tenant_policy(struct pcc_tenant *tenant, const struct pcc_tenant_policy
     tenant->policy = *policy;
     if (policy->above > tenant->last_sequence)
         tenant->last_sequence = policy->above;
-    tenant->queue.told = 0;
+    tenant->queue.reported = 0;
     pcc_tenant_queue_look(tenant);
     pcc_tenant_unlock(tenant);
 }
@@ -186,12 +186,12 @@ static void leave(struct pcc_tenant_queue *queue, uint32_t index)
     memmove(&queue->waits[index], &queue->waits[index + 1],
             (queue->count - index) * sizeof(queue->waits[0]));
     if (index == 0) {
-        queue->told = 0;
+        queue->reported = 0;
         queue->look = true;
     }
 }
 
-/* The queue itself ends a snapshot, and the loop is told why. */
+/* The queue itself ends a snapshot. A REFUSED event gives the loop the reason. */
 static void end(struct pcc_tenant *tenant, uint32_t index, int error)
 {
     const struct pcc_tenant_wait wait = tenant->queue.waits[index];
@@ -308,8 +308,8 @@ void pcc_tenant_queue_run(struct pcc_tenant *tenant)
             queue->look = queue->look || error == 0;
         }
         /* A lane is freed by a save that ends. For the rest the loop can do something. */
-        if (error != 0 && error != -PCC_E_NO_LANE && queue->told != error) {
-            queue->told = error;
+        if (error != 0 && error != -PCC_E_NO_LANE && queue->reported != error) {
+            queue->reported = error;
             put(tenant, PCC_EVENT_WAITS, queue->waits[0].request.snapshot, error);
         }
     }
