@@ -1,6 +1,7 @@
 /* The queue: requested snapshots wait here, first come first served, for a lane and a slot. The
  * drain thread takes requests out of the page and tries the first one. Code that frees a lane or a
- * slot, or changes what may begin, rings for the drain thread. Nothing here waits or polls.
+ * slot, or changes what may begin, rings for the drain thread. Nothing here waits or polls (P5),
+ * and no number of a request is used unchecked (P6).
  *
  * The daemon's loop gets an event for every request. It decides only two things: the number of a
  * checkpoint of several ranks, and what to do when nothing frees a slot by itself. */
