@@ -1,5 +1,5 @@
-/* The queue of requests: who begins when, who is told, and what no honest client requests. The
- * client is hand-made, so that each request comes when the test says so. */
+/* The queue of requests: who begins when, which events the loop gets, and what no honest client
+ * requests. The client is hand-made, so that each request comes when the test says so. */
 #include "handmade_client.h"
 
 static const struct settings roomy = {.payload_capacity = 1u << 20, .memory_bytes = 24 * CHUNK};
@@ -335,7 +335,7 @@ static void test_a_fenced_one_is_refused_in_its_copy(void)
     fixture_end(&f);
 }
 
-/* -- what the loop is told -- */
+/* -- the events for the loop -- */
 
 static struct pcc_event waits(struct fixture *f, uint64_t snapshot)
 {
@@ -346,7 +346,7 @@ static struct pcc_event waits(struct fixture *f, uint64_t snapshot)
     return event;
 }
 
-static void test_the_loop_is_told_once_why_the_first_waits(void)
+static void test_a_wait_is_reported_once(void)
 {
     struct fixture f;
 
@@ -617,7 +617,7 @@ int main(void)
     RUN(test_a_number_in_the_queue);
     RUN(test_sequences_stay_above_the_floor);
     RUN(test_a_fenced_one_is_refused_in_its_copy);
-    RUN(test_the_loop_is_told_once_why_the_first_waits);
+    RUN(test_a_wait_is_reported_once);
     RUN(test_a_loop_that_is_late_bounds_the_requests);
     RUN(test_impossible_requests);
     RUN(test_the_event_has_the_request);
