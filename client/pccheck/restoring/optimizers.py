@@ -181,8 +181,8 @@ class Optimizers:
         optimizer: torch.optim.Optimizer,
         parameter: torch.Tensor,
     ) -> torch.Tensor | None:
-        """New memory on the parameter's device, for state that the optimizer does not have yet. None:
-        the value is made from the node later."""
+        """New memory on the parameter's device, for state that the optimizer does not have yet.
+        None: the value is made from the node later."""
         if not isinstance(node, (tree.Tensor, tree.Shard)):
             return None
         dtype = getattr(torch, node.dtype)
