@@ -281,7 +281,7 @@ class Attacker:
 
     def false_offers(self) -> Step:
         """Some offers have no base, others have changed bytes."""
-        counts = (0, 1, 1 << 20, 3 << 20, 4 << 20, 2**62, 2**63, 2**64 - 1, -1)
+        counts = (0, 1, 1 << 20, 3 << 20, 4 << 20, 2**62, 2**63, 2**64 - 1)
         for number in itertools.count(1):
             try:
                 with Rank(Path(self.path), job="evil") as rank:
@@ -289,7 +289,7 @@ class Attacker:
                     for step in range(8):
                         frozen, offered = self.chance.choice(counts), self.chance.choice(counts)
                         data = payload_of(number, 3 << 20) + payload_of(step, 1 << 20)
-                        rank.begin(step, data, frozen=frozen, offered=max(offered, 0))
+                        rank.begin(step, data, frozen=frozen, offered=offered)
                         yield
             except (PccheckError, OSError, NativeError):
                 yield  # the session has ended
