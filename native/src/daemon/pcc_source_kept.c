@@ -207,7 +207,7 @@ static bool state_fits(const struct pcc_tenant *tenant, const struct pcc_kept *k
            header->chunk_bytes == tenant->spec.chunk_bytes &&
            header->block_bytes == record.block_bytes &&
            header->slot_stride_bytes == record.slot_stride_bytes &&
-           header->places == tenant->spec.lanes * PCC_SAVES_PER_LANE;
+           header->places == pcc_kept_places(tenant->spec.lanes);
 }
 
 int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume, int fd, uint64_t id,

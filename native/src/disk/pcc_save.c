@@ -16,7 +16,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->request = *request;
     save->entry = *entry;
     save->slot = slot;
-    save->has_slot = true;
+    save->has_slot = slot != PCC_KEPT_NO_SLOT;
     save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
     PCC_ASSERT(save->piece_count <= saver->piece_capacity);
     memset(save->pieces, 0, save->piece_count * sizeof *save->pieces);
@@ -65,7 +65,7 @@ static bool begin_base(struct pcc_save *save, const struct pcc_save_request *req
     const uint32_t block_bytes = saver->geometry.block_bytes;
     const uint64_t blocks = pcc_ceil_div(request->payload_bytes, block_bytes);
 
-    if (request->frozen_bytes == 0 ||
+    if (request->parked || request->frozen_bytes == 0 ||
         !pcc_geometry_fits(&saver->geometry, request->payload_bytes, true) ||
         !pcc_volume_take_base(saver->volume, out))
         return false;
@@ -78,7 +78,7 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
                    struct pcc_save **out, uint64_t *sequence_out)
 {
     struct pcc_base base;
-    uint32_t slot;
+    uint32_t slot = PCC_KEPT_NO_SLOT;
 
     if (!is_possible(request))
         return -EINVAL;
@@ -86,10 +86,10 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         return -PCC_E_TOO_LARGE;
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
-    struct pcc_save *save = pcc_saver_take_place(saver, PCC_SAVE_ANY_PLACE);
+    struct pcc_save *save = pcc_saver_take_place(saver, PCC_SAVE_ANY_PLACE, request->parked);
     if (!save)
         return -PCC_E_NO_LANE;
-    const int result = pcc_volume_take_slot(saver->volume, &slot);
+    const int result = request->parked ? 0 : pcc_volume_take_slot(saver->volume, &slot);
     if (result != 0) {
         pcc_save_leave(save);
         return result;
@@ -97,7 +97,8 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     const uint64_t sequence =
         request->unnumbered ? 0 : pcc_volume_take_sequence(saver->volume, request->sequence);
     if (sequence == 0 && !request->unnumbered) {
-        pcc_volume_return_slot(saver->volume, slot);
+        if (!request->parked)
+            pcc_volume_return_slot(saver->volume, slot);
         pcc_save_leave(save);
         return -EINVAL;
     }
@@ -162,7 +163,7 @@ static void piece_take(struct pcc_save *save, uint32_t position, const struct pc
         save->copied_bytes += chunk->length_bytes;
     }
     /* On the way to another slot, the move itself queues what is here by then. */
-    if (!save->failed && !save->slot_failed && !save->slot_doubtful)
+    if (!save->lane->parks && !save->failed && !save->slot_failed && !save->slot_doubtful)
         pcc_save_queue_piece(save, position);
 }
 
