@@ -73,7 +73,7 @@ class Cause(enum.IntEnum):
     BAD_TREE = 23, "the tree does not lie in the payload", SAME_VERSION_HINT
     BAD_TYPES = 24, "the table of types does not lie in the payload", SAME_VERSION_HINT
     BAD_LEVEL = (
-        25, "this pccheckd saves to the disk only, and not to level {n}", SAME_VERSION_HINT
+        25, "this pccheckd saves to disk or memory, and not to level {n}", SAME_VERSION_HINT
     )  # fmt: skip
     BAD_KIND = 26, "this pccheckd saves tensors only, and not kind {n}", SAME_VERSION_HINT
     BAD_FLAGS = 27, "it sets flags that this pccheckd does not know ({n})", SAME_VERSION_HINT

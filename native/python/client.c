@@ -99,29 +99,12 @@ static PyObject *client_request(PyObject *self, PyObject *number)
 
 static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot",
-                            "ranges",
-                            "inline_ranges",
-                            "tail",
-                            "tail_offset",
-                            "device_ranges",
-                            "pulled_bytes",
-                            "pulled_devices",
-                            "provisional",
-                            "offered_bytes",
-                            "step",
-                            "skip",
-                            "map",
-                            "frozen_bytes",
-                            "held_at_ns",
-                            "held_ns",
-                            "base",
-                            "turn",
-                            "descents",
-                            "row",
-                            "interval",
-                            "division",
-                            NULL};
+    static char *names[] = {"snapshot",    "ranges",        "inline_ranges", "tail",
+                            "tail_offset", "device_ranges", "pulled_bytes",  "pulled_devices",
+                            "provisional", "offered_bytes", "step",          "skip",
+                            "map",         "frozen_bytes",  "held_at_ns",    "held_ns",
+                            "base",        "turn",          "descents",      "row",
+                            "interval",    "division",      "level",         NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
     struct pcc_request *request = &submission.request;
@@ -133,7 +116,7 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     int skip = 0;
     long long step = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&y*O&|O&O&O&$pO&LpO&O&O&O&O&O&O&O&O&O&:submit", names, pcc_py_u64,
+            args, kwargs, "O&O&O&y*O&|O&O&O&$pO&LpO&O&O&O&O&O&O&O&O&O&O&:submit", names, pcc_py_u64,
             &snapshot, pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
             &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
             &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional,
@@ -141,7 +124,7 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
             pcc_py_u64, &request->frozen_bytes, pcc_py_u64, &request->held_at_ns, pcc_py_u64,
             &request->held_ns, pcc_py_u64, &request->base, pcc_py_u64, &request->turn, pcc_py_u64,
             &request->descents, pcc_py_u64, &request->row, pcc_py_u64, &request->interval,
-            pcc_py_u64, &request->division))
+            pcc_py_u64, &request->division, pcc_py_u32, &request->level))
         return NULL;
     request->step = step;
     request->flags = skip != 0 ? PCC_REQUEST_SKIP : 0;
@@ -161,6 +144,12 @@ static PyObject *client_confirm(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
     PCC_PY_RETURN_NONE(struct pcc_client, client, pcc_client_confirm(client, snapshot));
+}
+
+static PyObject *client_write(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(snapshot, number);
+    PCC_PY_RETURN_NONE(struct pcc_client, client, pcc_client_write(client, snapshot));
 }
 
 static PyObject *client_abandon(PyObject *self, PyObject *number)
@@ -465,6 +454,7 @@ static PyMethodDef methods[] = {
     PCC_PY_METHOD("submit", client_submit),
     PCC_PY_METHOD("wait", client_wait),
     {"confirm", client_confirm, METH_O, NULL},
+    {"write", client_write, METH_O, NULL},
     {"abandon", client_abandon, METH_O, NULL},
     {"state", client_state, METH_O, NULL},
     {"device_open", client_device_open, METH_O, NULL},

@@ -298,10 +298,11 @@ static PyObject *tenant_usage(PyObject *self, PyObject *Py_UNUSED(unused))
     struct pcc_tenant_usage usage;
     PCC_PY_CALL(struct pcc_tenant, tenant, pcc_tenant_usage(tenant, &usage));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_TENANT_USAGE,
-                         Py_BuildValue("(KKKKKKKIKKI)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKKIKKII)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
                                        usage.lent_chunks, usage.left_chunks, usage.in_flight,
-                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings));
+                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings,
+                                       usage.parked));
 }
 
 /* "" or why not. */
@@ -424,6 +425,26 @@ static PyObject *tenant_set_outcome(PyObject *self, PyObject *args, PyObject *kw
     PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_set_outcome(tenant, snapshot, &end));
 }
 
+static PyObject *tenant_write(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(sequence, number);
+    PCC_PY_RETURN_DONE(struct pcc_tenant, tenant, pcc_tenant_write(tenant, sequence));
+}
+
+static PyObject *tenant_drop(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "outcome", "newer", "cause", "argument", NULL};
+    struct pcc_tenant_end end = {0};
+    uint32_t cause = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&$O&O&:drop", names, pcc_py_u64,
+                                     &end.sequence, outcome_of, &end.outcome, pcc_py_u64,
+                                     &end.newer, pcc_py_u32, &cause, pcc_py_u64,
+                                     &end.reason.argument))
+        return NULL;
+    end.reason.cause = (uint16_t)cause;
+    PCC_PY_RETURN_BOOL(struct pcc_tenant, tenant, pcc_tenant_drop(tenant, end.sequence, &end));
+}
+
 /* -- what an earlier daemon has left ----------------------------------------------------------- */
 
 static PyObject *tenant_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -456,6 +477,8 @@ static PyMethodDef methods[] = {
     {"retry", tenant_retry, METH_NOARGS, NULL},
     PCC_PY_METHOD("refuse", tenant_refuse),
     PCC_PY_METHOD("set_outcome", tenant_set_outcome),
+    {"write", tenant_write, METH_O, NULL},
+    PCC_PY_METHOD("drop", tenant_drop),
     PCC_PY_METHOD("load", tenant_load),
     {"usage", tenant_usage, METH_NOARGS, NULL},
     {"close", pcc_py_object_close, METH_NOARGS, NULL},

@@ -88,7 +88,27 @@ static struct pcc_job *asking_next(struct pcc_client *client)
     return oldest;
 }
 
-/* Tells the daemon of the requests in the page, in their order. An abandoned one is over. */
+/* With lock held: after its request. One that was never submitted stays here until its entry is
+ * used again. */
+static bool send_wanted(struct pcc_client *client)
+{
+    bool whole = true;
+
+    for (uint32_t i = 0; whole && client->wanting > 0 && i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        const struct pcc_message message = {.kind = PCC_MSG_WRITE, .id = job->snapshot};
+        if (!job->wanting ||
+            atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED)
+            continue;
+        job->wanting = false;
+        client->wanting--;
+        whole = pcc_client_tell(client, &message);
+    }
+    return whole;
+}
+
+/* Tells the daemon of the requests in the page, in their order, and of what is to be written. An
+ * abandoned one is over. */
 static bool send_requests(struct pcc_client *client)
 {
     struct pcc_job *job;
@@ -102,6 +122,7 @@ static bool send_requests(struct pcc_client *client)
         if (pcc_client_open_word(client, job->snapshot))
             whole = pcc_client_tell(client, &message);
     }
+    whole = whole && send_wanted(client);
     (void)pthread_mutex_unlock(&client->lock);
     return whole;
 }

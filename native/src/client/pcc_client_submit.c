@@ -279,6 +279,19 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     return 0;
 }
 
+void pcc_client_write(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    (void)pthread_mutex_lock(&client->lock);
+    if (job->snapshot == snapshot && snapshot != 0 && !job->wanted) {
+        job->wanted = job->wanting = true;
+        client->wanting++;
+    }
+    (void)pthread_mutex_unlock(&client->lock);
+    pcc_bell_ring(&client->view.page->client_bell);
+}
+
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];

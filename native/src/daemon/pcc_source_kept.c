@@ -329,6 +329,7 @@ void pcc_tenant_settle(struct pcc_tenant *tenant)
     pcc_tenant_lock(tenant);
     while ((save = unsettled_oldest(tenant)) != NULL)
         settle(tenant, save, buffer);
+    pcc_tenant_adopted_write(tenant);
     pcc_tenant_unlock(tenant);
     free(buffer);
 }

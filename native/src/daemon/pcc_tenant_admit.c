@@ -107,6 +107,7 @@ static struct pcc_save_request request_of(struct pcc_tenant *tenant,
 {
     const struct pcc_request *from = &wait->request;
     struct pcc_save_request made = {.sequence = wait->sequence,
+                                    .parked = from->level == PCC_LEVEL_MEMORY,
                                     .step = from->step,
                                     .incarnation = wait->incarnation,
                                     .world_size = wait->world_size,
@@ -173,6 +174,7 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     }
     save->snapshot = snapshot;
     save->session = tenant->session;
+    save->wanted = wait->wanted;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     /* Relaxed: the word's move publishes it. */
     atomic_store_explicit(&entry->base, save->offered_bytes > 0 ? save->base : 0,

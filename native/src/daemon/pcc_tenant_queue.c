@@ -26,6 +26,7 @@ void pcc_tenant_retry(struct pcc_tenant *tenant)
 {
     pcc_tenant_lock(tenant);
     tenant->queue.reported = 0;
+    pcc_tenant_adopted_write(tenant);
     pcc_tenant_queue_look(tenant);
     pcc_tenant_unlock(tenant);
 }
@@ -61,7 +62,7 @@ static struct pcc_reason fault_of(const struct pcc_request *request)
                                    request->reserved[0] | request->reserved[1] |
                                    request->reserved[2];
 
-    if (request->level != PCC_LEVEL_DISK)
+    if (request->level != PCC_LEVEL_DISK && request->level != PCC_LEVEL_MEMORY)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_LEVEL, .argument = request->level};
     if (request->kind != PCC_KIND_TENSORS)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
@@ -179,6 +180,28 @@ static uint32_t find(const struct pcc_tenant_queue *queue, uint64_t snapshot)
     while (i < queue->count && queue->waits[i].request.snapshot != snapshot)
         i++;
     return i;
+}
+
+void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    const uint32_t index = find(&tenant->queue, message->id);
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
+    bool *wanted = NULL;
+
+    if (index < tenant->queue.count)
+        wanted = tenant->queue.waits[index].request.level == PCC_LEVEL_MEMORY
+                     ? &tenant->queue.waits[index].wanted
+                     : NULL;
+    else if (save != NULL && save->save != NULL && !save->aborted && pcc_save_is_parked(save->save))
+        wanted = &save->wanted;
+    if (wanted == NULL || *wanted)
+        return;
+    *wanted = true;
+    const struct pcc_event event = {.kind = PCC_EVENT_WANTED,
+                                    .session = tenant->session,
+                                    .id = message->id,
+                                    .sequence = save != NULL ? save->sequence : 0};
+    pcc_tenant_put(tenant, &event);
 }
 
 static void leave(struct pcc_tenant_queue *queue, uint32_t index)

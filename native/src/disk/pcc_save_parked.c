@@ -47,12 +47,12 @@ int pcc_save_write(struct pcc_save *parked, struct pcc_save **out)
         pcc_save_lock(save);
         take_over(save, parked, slot);
         pcc_save_unlock(save);
+        *out = save;
     }
     pcc_save_unlock(parked);
     if (!sealed)
         pcc_volume_return_slot(saver->volume, slot);
     pcc_save_leave(sealed ? parked : save);
-    *out = save;
     return sealed ? 0 : -EBUSY;
 }
 
