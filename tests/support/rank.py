@@ -133,7 +133,7 @@ class Rank:
     ) -> int:  # fmt: skip
         """Requests a snapshot of `data`, whose last 8 bytes are its tree; returns its id. Without
         `fill` its last chunk never comes. The `frozen` bytes are offered, or `offered` ones.
-        `name`: base, descents and row of the checkpoint."""
+        `name`: base, descents and row of the checkpoint; or its level."""
         self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))
