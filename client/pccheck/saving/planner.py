@@ -15,11 +15,11 @@ from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
-from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck.unsaved import trainable
 from pccheck.unsaved.beside import Beside
 from pccheck.unsaved.leftout import LeftOut
+from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
