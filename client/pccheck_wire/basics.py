@@ -77,10 +77,12 @@ def with_options(text: str, options: Iterable[str]) -> str:
 
 def did_you_mean(words: list[str], known: list[str]) -> str:
     """For the first of these words that resembles a known one: "did you mean --slots? ", or ""."""
+    found = (nearest(word.partition("=")[0], known) for word in words)
+    return next((f"did you mean {near}? " for near in found if near), "")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """What was probably meant; "" when nothing is like it."""
     import difflib  # for people who mistyped only
 
-    for word in words:
-        near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
-        if near:
-            return f"did you mean {near[0]}? "
-    return ""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.65)), "")

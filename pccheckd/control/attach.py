@@ -103,7 +103,10 @@ def listen(path: Path, group: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     made.setblocking(False)
     try:
-        if _answers(path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.setblocking(False)
+            answered = probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)  # EAGAIN: many wait
+        if answered:
             raise StoreLockedError(
                 f"another process listens at {path}", hint="use another --socket"
             )
@@ -132,12 +135,6 @@ def _admit(path: Path, group: str) -> None:
         if group:
             os.chown(f"/proc/self/fd/{opened}", -1, grp.getgrnam(group).gr_gid)
         os.chmod(f"/proc/self/fd/{opened}", 0o660)  # noqa: PTH101
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)  # EAGAIN: many wait
 
 
 class AttachServer(Background):

@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pccheck_wire.ends import Why
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Joined, Restored
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
-from pccheckd.tenancy.checkpoint import End
+from pccheckd.tenancy.checkpoint import End, failed
 from pccheckd.tenancy.group import Numbered, Requested
 from pccheckd.tenancy.tenant import Tenant
 
@@ -23,6 +23,7 @@ from .explain import Lateness, Standing
 from .membership import Membership
 from .numbering import Given
 from .schedule import Schedule
+from .starts import Arrival
 
 
 class Job:
@@ -77,20 +78,14 @@ class Job:
 
     # -- its processes -------------------------------------------------------------------------
 
-    def join(
-        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes = b"",
-        moved: bool = False,
-    ) -> int:  # fmt: skip
-        """The incarnation of a process that connects; `was` and `start_id`: its earlier
-        start; `moved`: that belongs to another storage directory."""
-        begins = self.members.join(
-            rank, owner, launch=launch, was=was, start_id=start_id, moved=moved
-        )
+    def join(self, who: Arrival) -> int:
+        """The incarnation of a process that connects."""
+        begins = self.members.join(who)
         if begins and not self.members.common():
             # Nothing that the ranks had could be read; the disk may be back, so all is tried again.
             for tenant in self.tenants.values():
                 tenant.retention.unreadable.clear()
-        return self.incarnation(rank, owner)
+        return self.members.incarnation(who.rank, who.process)
 
     def left(self, rank: int, process: bytes) -> None:
         """A session has ended."""
@@ -202,7 +197,7 @@ class Job:
             self.decisions.skip_if_busy(sequence)
         other = self.members.numbering.divided_otherwise(rank, sequence, requested.division)
         if other is not None:
-            return explain.divided_otherwise(other, rank)
+            return failed(Cause.UNLIKE, other << 32 | rank)
         return End(State.SKIPPED, why) if why is not None else None
 
     def decide_soon(self) -> None:

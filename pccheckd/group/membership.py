@@ -9,11 +9,10 @@ from pccheck_native import group
 from pccheck_native.group import Held, Rank
 from pccheck_native.identity import UNKNOWN
 from pccheck_wire.errors import RefusedError
-from pccheckd.core.port import Owner
 from pccheckd.tenancy.tenant import Tenant
 
 from .numbering import Numbering
-from .starts import Start, Starts
+from .starts import Arrival, Start, Starts
 
 NEVER = 2**63  # above every sequence
 
@@ -60,21 +59,15 @@ class Membership:
 
     # -- who comes and goes --------------------------------------------------------------------
 
-    def join(
-        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes, moved: bool
-    ) -> bool:
-        """A process connects. Returns whether a new start begins with it. `was`, `start_id`: the
-        start in which an earlier daemon had it; `moved`: in another storage directory."""
+    def join(self, who: Arrival) -> bool:
+        """A process connects. Returns whether a new start begins with it."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
         before = self.starts.current
-        volumes = self.tenants[rank].volumes
-        start = self.starts.join(
-            rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
-            start_id=start_id, known=known, moved=moved,
-            found=None if volumes.unreadable else volumes.newest_incarnation(),
-        )  # fmt: skip
-        self.numbering.joined(rank)
-        self.numbering.catch_up(self.processes() | {rank: owner.process})
+        volumes = self.tenants[who.rank].volumes
+        found = None if volumes.unreadable else volumes.newest_incarnation()
+        start = self.starts.join(who, known, found)
+        self.numbering.joined(who.rank)
+        self.numbering.catch_up(self.processes() | {who.rank: who.process})
         self._instruct()
         return start is not before
 

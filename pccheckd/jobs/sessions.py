@@ -27,6 +27,7 @@ from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
+from pccheckd.group.starts import Arrival
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
@@ -300,10 +301,11 @@ class Sessions:
         joins = tenant.owner is None  # else attach() refuses
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
-            session.incarnation = job.join(
-                hello.rank, owner, launch=hello.launch, was=hello.incarnation, start_id=hello.start,
+            session.incarnation = job.join(Arrival(
+                hello.rank, session.process, hello.launch, session.world_size,
+                was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
-            )  # fmt: skip
+            ))  # fmt: skip
         with _descriptors() as (ours, given):
             try:
                 given.insert(0, await tenant.attach(owner, ours.fileno()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
 
-from .saves import LOST, Key, Save, Saves, disk_rates, lags, lanes, losses, states
+from .saves import LOST, Key, Save, Saves, disk_rates, lags, lanes, losses
 
 SHOWN = 36  # checkpoints of a rank in the timeline, and columns of a chart
 RANKS_SHOWN = 16
@@ -109,7 +110,7 @@ def _ranks(saves: Saves) -> str:
 
 
 def _rank(key: Key, items: list[Save]) -> list[str]:
-    ended = states(items)
+    ended = Counter("durable" if one.state == "global" else one.state for one in items)
     counts = [ended.pop(name, 0) for name in ("durable", "superseded", "skipped", "failed")]
     steps = sorted({one.step for one in items})
     apart = [late - early for early, late in itertools.pairwise(steps)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -143,11 +142,6 @@ def losses(items: Iterable[Save]) -> list[Loss]:
             steps.setdefault((one.state, one.reason), []).append(one.step)
     found = [Loss(*key, made) for key, made in steps.items()]
     return sorted(found, key=lambda loss: -len(loss.steps))
-
-
-def states(items: Iterable[Save]) -> Counter[str]:
-    """How many checkpoints ended in which way; "global" counts as durable."""
-    return Counter("durable" if one.state == "global" else one.state for one in items)
 
 
 def lanes(items: Sequence[Save], now_ns: int) -> list[list[Save]]:
