@@ -216,7 +216,7 @@ def test_every_change_is_in_the_next_snapshot(
     kit: Kit, change: Callable[[Kit], None], quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:
-        monkeypatch.setattr("pccheck.state.watch._exchange", lambda: None)
+        monkeypatch.setattr("pccheck.state.watch._EXCHANGE", None)
         kit = Kit()
         kit.update()
         kit.check()
