@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Self
+
 PROTOCOL_VERSION = 11
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
@@ -25,6 +29,19 @@ START_HINT = "start it with: pccheckd --storage DIR"
 #: The error of a daemon without any option; pccheckctl distinguishes it from errors in a file.
 STORAGE_MISSING = "--storage is missing"
 SAME_VERSION_HINT = "install the same version of pccheck on both sides"
+
+
+class Closing:
+    """Is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def socket_name(given: str | os.PathLike[str] | None) -> str:

@@ -58,7 +58,6 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
 
 
 def _views(described: tree.Tree) -> dict[int, list[tree.Tensor]]:
-    """The tensors on each extent."""
     found: dict[int, list[tree.Tensor]] = defaultdict(list)
     for _, node in tree.walk(described.root):
         if isinstance(node, tree.Tensor):

@@ -203,7 +203,6 @@ def _path(text: str) -> str:
 
 
 def _uid(text: str) -> int:
-    """Of a user's number or name."""
     import pwd  # most commands need none
 
     with contextlib.suppress(KeyError):

@@ -12,6 +12,7 @@ from importlib import resources
 from statistics import median, quantiles
 from typing import NamedTuple
 
+from pccheck_wire.basics import some
 from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
 
@@ -70,8 +71,11 @@ def _sections(saves: Saves) -> Iterable[str]:
         "What training waited for",
         "How long the gate has held training before each request, until a copy had read its "
         "tensors.",
-        _held(saves.items),
-    )
+        _chart(
+            [Column([("held", one.held / 1e9)], _held_for(one)) for one in saves.items[-SHOWN:]],
+            render.brief, "Training did not wait.",
+        ),
+    )  # fmt: skip
     yield from (
         _section(
             f"Ranks of {escape(job)}",
@@ -230,15 +234,6 @@ def _durations(items: list[Save]) -> str:
     )  # fmt: skip
 
 
-def _held(items: list[Save]) -> str:
-    shown = items[-SHOWN:]
-    if not any(one.held for one in shown):
-        return "<p>Training did not wait.</p>"
-    return _chart(
-        [Column([("held", one.held / 1e9)], _held_for(one)) for one in shown], render.brief
-    )
-
-
 def _disk(saves: Saves) -> str:
     span = saves.span_ns
     width_s = (span[1] - span[0]) / BINS / 1e9
@@ -256,22 +251,17 @@ def _losses(items: list[Save]) -> str:
     return _table(
         ("how", "times", "steps", "why"),
         (
-            (loss.state, str(len(loss.steps)), _steps(loss.steps), loss.reason or "-")
+            (loss.state, str(len(loss.steps)), some(sorted(set(loss.steps))), loss.reason or "-")
             for loss in found
         ),
         "words",
     )
 
 
-def _steps(steps: list[int]) -> str:
-    named = ", ".join(map(str, sorted(set(steps))[:6]))
-    return named + (", ..." if len(set(steps)) > 6 else "")
-
-
-def _chart(columns: Sequence[Column], unit: Callable[[float], str]) -> str:
+def _chart(columns: Sequence[Column], unit: Callable[[float], str], empty: str = "Nothing.") -> str:
     top = max((sum(value for _, value in column.parts) for column in columns), default=0.0)
     if top <= 0:
-        return "<p>Nothing.</p>"
+        return f"<p>{empty}</p>"
     drawn = "".join(
         f'<div title="{escape(column.title)}">'
         + "".join(

@@ -35,10 +35,6 @@ class Save(NamedTuple):
     flushed: int
     durable: int
 
-    @property
-    def key(self) -> Key:
-        return self.uid, self.job, self.rank
-
     def took_s(self, since: str, until: str) -> float | None:
         """Seconds; None when one of the two was not reached."""
         began, ended = getattr(self, since), getattr(self, until)
@@ -58,7 +54,7 @@ class Saves(NamedTuple):
     def ranks(self) -> dict[Key, list[Save]]:
         found: dict[Key, list[Save]] = {}
         for item in self.items:
-            found.setdefault(item.key, []).append(item)
+            found.setdefault((item.uid, item.job, item.rank), []).append(item)
         return dict(sorted(found.items()))
 
     @property
