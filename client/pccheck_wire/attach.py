@@ -41,9 +41,6 @@ class Attachment(Closing):
         """As this process sees it; 0 in another PID namespace."""
         return pid_of(self.socket)
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
     def request(self, body: RequestBody, *, timeout_s: float = 30.0) -> Answer:
         """Sends one request and returns its answer.
 

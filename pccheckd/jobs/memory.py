@@ -235,7 +235,7 @@ class Memory(Background):
             if back <= 0:
                 return
             LOG.info("%s: returns %s of DRAM for others", claim.who, size_text(back))
-            self._resize(claim, claim.port.aim_bytes - back)
+            claim.port.resize(claim.port.aim_bytes - back, self._moved, claim.by.keeps_memory)
             short -= back
 
     def _grow(self) -> None:
@@ -251,13 +251,11 @@ class Memory(Background):
             more -= more % claim.port.chunk_bytes
             # A process of an earlier session may still write to what is left: that is replaced.
             if more or (claim.port.left and not claim.ends):
-                self._resize(claim, claim.port.aim_bytes + more)
+                aim_bytes = claim.port.aim_bytes + more
+                claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
                 free -= more
                 user[claim.by.uid] += more
             claim.had_share |= 0 < claim.share_bytes <= claim.port.granted_bytes
-
-    def _resize(self, claim: Claim, aim_bytes: int) -> None:
-        claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
 
     # -- small ---------------------------------------------------------------------------------
 
