@@ -85,7 +85,7 @@ class Job:
             # Nothing that the ranks had could be read; the disk may be back, so all is tried again.
             for tenant in self.tenants.values():
                 tenant.retention.unreadable.clear()
-        return self.members.incarnation(who.rank, who.process)
+        return self.members.of(who.rank, who.process).incarnation
 
     def left(self, rank: int, process: bytes) -> None:
         """A session has ended."""
@@ -99,8 +99,8 @@ class Job:
             start.bases.restored((rank, process), body.base, body.turn)
         self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
-        members = self.members
-        return Joined(members.incarnation(rank, process), members.start_id(rank, process))
+        now = self.members.of(rank, process)
+        return Joined(now.incarnation, now.id)
 
     async def release(self) -> None:
         """Ends the protection of what the run before left, once no rank needs it any longer."""
@@ -142,11 +142,11 @@ class Job:
 
     def incarnation(self, rank: int, owner: Owner) -> int:
         """The incarnation of the newest start that a process belongs to."""
-        return self.members.incarnation(rank, owner.process)
+        return self.members.of(rank, owner.process).incarnation
 
     def start_id(self, rank: int, owner: Owner) -> bytes:
         """The random id of the same start."""
-        return self.members.start_id(rank, owner.process)
+        return self.members.of(rank, owner.process).id
 
     def passed(self, sequence: int) -> None:
         """A volume holds this sequence, or a previous daemon used it."""

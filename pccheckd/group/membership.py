@@ -7,12 +7,11 @@ from collections.abc import Collection
 
 from pccheck_native import group
 from pccheck_native.group import Held, Rank
-from pccheck_native.identity import UNKNOWN
 from pccheck_wire.errors import RefusedError
 from pccheckd.tenancy.tenant import Tenant
 
 from .numbering import Numbering
-from .starts import Arrival, Start, Starts
+from .starts import NO_START, Arrival, Start, Starts
 
 NEVER = 2**63  # above every sequence
 
@@ -80,16 +79,10 @@ class Membership:
             self._instruct()
         return start
 
-    def incarnation(self, rank: int, process: bytes) -> int:
-        """The incarnation of the newest start that a process belongs to: the process may have moved
-        to a newer start since it connected."""
-        start = self.starts.of(rank, process)
-        return start.incarnation if start is not None else 0
-
-    def start_id(self, rank: int, process: bytes) -> bytes:
-        """The random id of the same start."""
-        start = self.starts.of(rank, process)
-        return start.id if start is not None else UNKNOWN
+    def of(self, rank: int, process: bytes) -> Start:
+        """The newest start that a process belongs to: the process may have moved to a newer start
+        since it connected. NO_START: it belongs to none."""
+        return self.starts.of(rank, process) or NO_START
 
     def registered(self, rank: int, process: bytes) -> int:
         """A process is about to save: one that has requested nothing in an older start moves to the

@@ -26,6 +26,7 @@ from secrets import token_bytes
 from typing import NamedTuple
 
 from pccheck_native.group import Held
+from pccheck_native.identity import UNKNOWN
 from pccheck_native.names import Bases
 
 STARTS_KEPT = 16
@@ -122,6 +123,9 @@ class Start:
     def lost(self) -> list[int]:
         """Those of `missing` that had one: not ranks that are late."""
         return [rank for rank in self.missing() if self.rejoined or rank in self.members]
+
+
+NO_START = Start(0, "", 0, UNKNOWN)
 
 
 class Starts:

@@ -92,7 +92,7 @@ class Session:
     @property
     def start(self) -> bytes:
         """The id of the start that its process belongs to; b"": it belongs to none."""
-        return self.job.members.start_id(self.rank, self.process) if self.job else b""
+        return self.job.members.of(self.rank, self.process).id if self.job else b""
 
     async def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
         """A checkpoint is read: its volumes stay open until `end_load`. Raises UsageError."""
