@@ -145,7 +145,6 @@ class Job:
         return self.members.of(rank, owner.process).incarnation
 
     def start_id(self, rank: int, owner: Owner) -> bytes:
-        """The random id of the same start."""
         return self.members.of(rank, owner.process).id
 
     def passed(self, sequence: int) -> None:

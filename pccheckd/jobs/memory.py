@@ -175,7 +175,6 @@ class Memory(Background):
             self._grow()
 
     def _divide(self) -> None:
-        """Sets the shares."""
         claims = list(self._claims.values())
         shares = fair(
             max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
@@ -256,8 +255,6 @@ class Memory(Background):
                 free -= more
                 user[claim.by.uid] += more
             claim.had_share |= 0 < claim.share_bytes <= claim.port.granted_bytes
-
-    # -- small ---------------------------------------------------------------------------------
 
     def _will_bytes(self, port: Port) -> int:
         """What a port has when the present resizes have ended."""

@@ -147,7 +147,6 @@ class Sessions:
         return list(self._sessions.values())
 
     def trainers(self) -> int:
-        """How many trainers are connected."""
         return sum(session.role is Role.TRAINER for session in self._sessions.values())
 
     def room_bytes(self, session: Session) -> int:

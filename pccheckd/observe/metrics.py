@@ -117,8 +117,6 @@ class Metrics:
         """Nothing: the families are known only when they are collected."""
         return iter(())
 
-    # -- small ---------------------------------------------------------------------------------
-
     def _count(self, name: str, labels: tuple[str, ...], more: float) -> None:
         if more:  # a series appears with its first event
             self._counters[name].labels(*labels).inc(more)

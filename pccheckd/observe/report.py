@@ -133,7 +133,6 @@ def _losses(engine: Engine, dropped: list[str]) -> Iterator[str]:
 
 
 def pinned_bytes(registry: Registry) -> int:
-    """DRAM that is pinned for GPUs."""
     return sum(usage.pinned_bytes for one in registry.tenants() if (usage := one.usage()))
 
 

@@ -362,7 +362,6 @@ class Scrubber(Background):
         return _core.Volume(str(path), writable=False, allow_buffered=buffered)
 
     def _payload_of(self, files: list[layout.VolumeFile]) -> int:
-        """Bytes of all checkpoints in these volumes."""
         total = 0
         for file in files:
             with (
