@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Self
 
 from pccheck.job.naming import identify
 from pccheck.options import check_step
@@ -12,11 +11,11 @@ from pccheck_native import catalog
 from pccheck_store.directory import which
 from pccheck_store.jobs import Stored, checkpoints_of, find_source
 from pccheck_store.reading.state_reader import open_chosen
-from pccheck_wire.basics import did_you_mean, some
+from pccheck_wire.basics import Closing, did_you_mean, some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
 
-class Reader:
+class Reader(Closing):
     """Finds and reads the checkpoints of one job, also while it trains. Use it as a context
     manager: it closes what it has opened.
 
@@ -44,12 +43,6 @@ class Reader:
         self._uid = uid
         self._source = find_source(storage, socket)
         self._open: list[OpenCheckpoint] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes what was opened. May be called again."""
