@@ -98,8 +98,7 @@ class Advice:
         self._compare()
 
     def _compare(self) -> None:
-        """A script may change them next, as it did in the run before: so the warning waits for the
-        next checkpoint."""
+        """A script may change them next, as in the run before: the next checkpoint warns."""
         for name, thing in self._planner.attached.items():
             if isinstance(thing, torch.nn.Module) and name in self._trainable:
                 saved = self._trainable.pop(name)

@@ -323,8 +323,7 @@ class PCcheckClient:
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises the UnsupportedStateError that the first checkpoint() would raise, before hours of
-        training are lost."""
+        """Raises what the first checkpoint() would raise, before hours of training are lost."""
         if self._inert():
             return
         try:

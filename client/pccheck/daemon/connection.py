@@ -87,8 +87,7 @@ def _require_threads() -> None:
 
 
 def _require_scheduling() -> None:
-    """Raises RefusedError when threads must not set their scheduling policy, not even to what it
-    is."""
+    """Raises RefusedError when threads must not set their scheduling policy, even as it is."""
     try:
         os.sched_setscheduler(0, os.sched_getscheduler(0), os.sched_getparam(0))
     except OSError as error:
@@ -262,12 +261,9 @@ class Connection:
             ends.callback(self._attachment.close)
             ends.callback(self._socket.close, 0)
             ends.callback(self._breaks.close, 0)
-            ends.callback(self._stop_monitor)
+            ends.enter_context(contextlib.suppress(zmq.ZMQError))
+            ends.callback(self._socket.disable_monitor)
             ends.callback(self.native.close)
-
-    def _stop_monitor(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.disable_monitor()
 
     def forget_in_child(self) -> None:
         """In a forked child: closes the sockets, so that the daemon notices the parent's end."""

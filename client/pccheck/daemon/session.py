@@ -103,11 +103,7 @@ class Session:
 
     def require(self, *, timeout_s: float = CONNECT_LIMIT_S) -> Connection:
         """The connection, made now if there is none. Raises PccheckError, which is `error` then."""
-        connection = self.current()
-        if connection is None:
-            connection = self._connect(timeout_s)
-            self._greet(connection)
-        return connection
+        return self.current() or self._connect(timeout_s)
 
     def reconnect(self) -> Connection | None:
         """For a training loop without a connection: tries again, at most as often as the back-off
@@ -138,11 +134,11 @@ class Session:
             raise self.error from error
         self.error = None
         self._delay_s, self._next_try_s = BACKOFF_FIRST_S, 0.0
+        self._greet(self._connection)
         return self._connection
 
     def _attach(self, timeout_s: float) -> attach.Attachment:
-        """Continues an attempt that was not answered in time: a daemon that opens volumes on a slow
-        disk answers late."""
+        """Continues an attempt that was not answered in time: volumes on a slow disk open late."""
         attempt = self._attempt or attach.Attempt(self._hello(), self._where(), timeout_s=timeout_s)
         self._attempt = None
         try:

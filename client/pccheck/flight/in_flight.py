@@ -33,8 +33,7 @@ def entry_of(connection: Connection, snapshot: int) -> ClientState | None:
 
 
 def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
-    """The snapshot of this session that has the sequence; a newer one supersedes while both have
-    their entries."""
+    """The snapshot of this session with the sequence, while both have their entries."""
     for snapshot, step in connection.steps.copy().items():
         entry = entry_of(connection, snapshot)
         if entry is not None and entry.sequence == sequence:
@@ -80,8 +79,7 @@ class InFlight:
         return made
 
     def fail(self, why: Why, *, reported: bool = True) -> bool:
-        """The client itself ends it. False when it has ended, which stays. `reported`: the user
-        knows why."""
+        """The client ends it; False when it has ended before. `reported`: the user knows why."""
         return self._course.move(Phase.ABANDONED if reported else Phase.FAILED, why)
 
     def hand_over(self) -> None:
@@ -131,8 +129,7 @@ class InFlight:
         return None if lives else str(made) or _UNTOLD
 
     def ask(self) -> None:
-        """Words that the page has no room for arrive with a later answer, and are not waited for.
-        Call it until they are known."""
+        """Asks for words that the page has no room for. Call it until they are known."""
         phase, connection = self._course.now().phase, self.connection
         missing = phase is Phase.SUPERSEDED and self.inquiry.newer is None
         wanted = phase in EXPLAINED and (missing or self.known_reason is None)

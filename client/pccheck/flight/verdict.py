@@ -39,8 +39,6 @@ _OPERATION_S, _OPERATION_BYTES_PER_S = 0.5, 512e6
 _LATE_LIMIT_S = 20.0
 _TICK_S = 0.05
 
-
-_NOTHING = Reading(())
 _UNGATED = "without a call of gate() before the change"
 _ELSEWHERE = (
     "before checkpoint() returned, so by another thread or a signal handler. Call checkpoint() in "
@@ -117,7 +115,7 @@ class Verdict:
             return True
 
     def _end(self) -> None:
-        self._reading = _NOTHING  # a handle that is kept keeps no tensors
+        self._reading = Reading(())  # a handle that is kept keeps no tensors
         # Before the caller returns: what it changes later does not concern this snapshot.
         self.given = True
 
@@ -129,8 +127,7 @@ class Verdict:
                 self.give()
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits until the verdict is possible, and gives it. Only the training thread does so: it
-        changes nothing meanwhile."""
+        """Waits until the verdict is possible, and gives it: only in the training thread."""
         if threading.get_ident() == self._thread and not self.given:
             with contextlib.suppress(ValueError, OSError):
                 self._native.wait(self.checkpoint.snapshot, "read", deadline_ns)

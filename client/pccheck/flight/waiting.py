@@ -18,8 +18,7 @@ _LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
 
 
 def wait_read(save: InFlight, timeout: float | None = None) -> None:
-    """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError after
-    `timeout` seconds."""
+    """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError."""
     _wait(save, "read", timeout)
     if not save.source_read:
         raise _late(save, "read")

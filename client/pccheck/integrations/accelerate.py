@@ -22,7 +22,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import IterableDataset
 
 from pccheck.client import PCcheckClient
-from pccheck.restoring.loaders import count_once, made_iterator
+from pccheck.restoring.loaders import after_iterator, count_once, made_iterator
 from pccheck.state.attaching import Stateful
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import Warner
@@ -104,7 +104,9 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
         )
     if num_batches == 0:
         return loader
-    rest = accelerate.skip_first_batches(loader, num_batches * _sampled(loader))
+    # Of a stream Accelerate skips batches of all ranks, else those of its sampler.
+    each = 1 if isinstance(loader.dataset, IterableDataset) else _joined(loader)
+    rest = accelerate.skip_first_batches(loader, num_batches * each)
     if epoch.began:
         epoch.continue_in(rest)
     end = rest.end
@@ -195,16 +197,14 @@ class _Epoch:
     def begin_after(self, loader: Any) -> None:
         """A loader whose state is the end of an epoch makes an iterator only to find that end: the
         generators are restored after it, and the epoch, which a seedable sampler counts there."""
-        base, generators = loader.base_dataloader, self.generators or capture_rng()
+        generators = self.generators or capture_rng()
 
-        def once() -> Any:
-            made = made_iterator(base)
+        def begin() -> None:
             restore_rng(generators)
             loader.set_epoch(loader.iteration)
             self._note_in(loader)
-            return made
 
-        base._get_iterator = once
+        after_iterator(loader.base_dataloader, lambda: begin)
 
 
 def _dispatches(loader: Any) -> bool:
@@ -221,12 +221,6 @@ def _joined(loader: Any) -> int:
     """How many batches of the loader in it make one batch of all ranks."""
     whole = not _dispatches(loader) or loader.split_batches or loader.submesh_tp
     return 1 if whole else loader.state.num_processes
-
-
-def _sampled(loader: Any) -> int:
-    """How many batches of its sampler Accelerate skips for one batch. Of a stream Accelerate skips
-    batches of all ranks."""
-    return 1 if isinstance(loader.dataset, IterableDataset) else _joined(loader)
 
 
 def _require_counted(loader: Any) -> None:

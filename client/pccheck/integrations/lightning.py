@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -144,7 +145,8 @@ class PCcheckCallback(Callback):
             if stage == "fit" and isinstance(each, ModelCheckpoint):
                 io.check(each, trainer.default_root_dir)
         strategy.checkpoint_io = io
-        strategy.save_checkpoint = _Save(io, strategy)  # type: ignore[method-assign]
+        # No function in a function: a trainer can be pickled.
+        strategy.save_checkpoint = partial(_save, io, strategy)  # type: ignore[method-assign]
 
     def _open(self, trainer: Trainer) -> PCcheckClient:
         rank, world_size = trainer.global_rank, trainer.world_size
@@ -297,21 +299,14 @@ class PCcheckCallback(Callback):
             )
 
 
-class _Save:
-    """A strategy's save_checkpoint(): every rank saves to paths of PCcheck, rank 0 to others. No
-    function in a function: a trainer can be pickled."""
-
-    def __init__(self, io: PCcheckIO, strategy: Strategy) -> None:
-        self._io, self._strategy = io, strategy
-
-    def __call__(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if place_of(filepath):
-            self._io.save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            save_by_rank_0 = type(self._strategy).save_checkpoint
-            save_by_rank_0(self._strategy, checkpoint, filepath, storage_options)
+def _save(
+    io: PCcheckIO, strategy: Strategy, checkpoint: Any, filepath: Any, storage_options: Any = None
+) -> None:
+    """A strategy's save_checkpoint(): every rank saves to paths of PCcheck, rank 0 to others."""
+    if place_of(filepath):
+        io.save_checkpoint(checkpoint, filepath, storage_options)
+    else:
+        type(strategy).save_checkpoint(strategy, checkpoint, filepath, storage_options)
 
 
 def _draws_order(loader: Any) -> bool:

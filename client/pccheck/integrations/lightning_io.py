@@ -39,8 +39,7 @@ _A_STEP = 12345  # to see whether a path names the step
 
 
 class _Names(PCcheckFileSystem):
-    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`: it finds nothing there, and asks no
-    daemon."""
+    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`: finds nothing, and asks no daemon."""
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         if path.endswith(ENDING):

@@ -1,5 +1,4 @@
-"""Who this process is: job, rank and launch, from arguments, PCCHECK_JOB, torchrun, Slurm or
-torch.distributed."""
+"""Who this process is, by arguments, PCCHECK_JOB, torchrun, Slurm or torch.distributed."""
 
 from __future__ import annotations
 

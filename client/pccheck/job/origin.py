@@ -40,17 +40,13 @@ class Origin(NamedTuple):
         return self._replace(command=f"{start.rpartition(' ')[0] or start} ...")
 
 
-def _started_as() -> tuple[str, str]:
-    try:
-        directory = str(Path.cwd())
-    except OSError:  # it was removed
-        directory = "?"
-    script, *arguments = sys.argv or [""]
-    return directory, shlex.join([Path(script).name, *arguments])[:_COMMAND_MAX]
-
-
-#: At the import: a script may change its directory and sys.argv later.
-_DIRECTORY, _COMMAND = _started_as()
+# At the import: a script may change its directory and sys.argv later.
+try:
+    _DIRECTORY = str(Path.cwd())
+except OSError:  # it was removed
+    _DIRECTORY = "?"
+_SCRIPT, *_ARGUMENTS = sys.argv or [""]
+_COMMAND = shlex.join([Path(_SCRIPT).name, *_ARGUMENTS])[:_COMMAND_MAX]
 
 
 def this_process() -> Origin:

@@ -112,7 +112,7 @@ def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
     """Calls `set_generators` once: for torch's loaders right after their next iterator was made,
     for others when the first batch of their next iteration arrives."""
     if hasattr(loader, "_get_iterator"):
-        _after_iterator(loader, lambda: set_generators)
+        after_iterator(loader, lambda: set_generators)
     else:
         _at_first_batch(loader, set_generators)
 
@@ -122,16 +122,15 @@ def count_once(thing: Any) -> None:
     without a state one by one when its next iterator is made, and torchdata counts them a second
     time: the next restore would skip twice as many."""
     if is_torchdata(type(thing)):
-        _after_iterator(thing, lambda: lambda: None)
+        after_iterator(thing, lambda: lambda: None)
 
 
 def undo_draws(loader: Any) -> None:
-    """For a StatefulDataLoader whose next iterator may be made at any time: what making it draws is
-    undone."""
-    _after_iterator(loader, lambda: functools.partial(restore_rng, capture_rng()))
+    """Undoes what a StatefulDataLoader draws when it makes its next iterator, at any time."""
+    after_iterator(loader, lambda: functools.partial(restore_rng, capture_rng()))
 
 
-def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
+def after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
     """Calls `before` ahead of the next iterator, and what `before` returned right after it. At the
     end of an epoch a loader makes a second iterator, which draws as in uninterrupted training."""
 
@@ -146,8 +145,7 @@ def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> No
 
 
 def made_iterator(loader: Any) -> Any:
-    """What `_get_iterator()` of a loader of torch or torchdata returns, with the count of the state
-    from which it was made."""
+    """A new iterator of a loader of torch or torchdata, with the count of the loader's state."""
     state = getattr(loader, "next_iter_state", None)
     made = type(loader)._get_iterator(loader)
     if state and is_torchdata(type(loader)):

@@ -162,8 +162,7 @@ def _overlapping(pairs: Sequence[Pair]) -> Iterator[list[int]]:
 
 
 def overlaps_itself(live: torch.Tensor) -> bool:
-    """Whether two elements may have one address: unless each stride leaves the inner dimensions
-    behind."""
+    """Whether two elements may have one address: a stride stays in the inner dimensions."""
     reach = 0
     for stride, size in sorted(zip(live.stride(), live.shape, strict=True)):
         if size > 1:

@@ -1,5 +1,4 @@
-"""Which memory takes which tensor of a checkpoint, the ranges that fill this memory, and what is
-called before and after."""
+"""Which memory takes which tensor of a checkpoint, by which ranges, and what is called then."""
 
 from __future__ import annotations
 

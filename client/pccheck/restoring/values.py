@@ -112,8 +112,7 @@ class Dicts:
         return make
 
     def _require_one(self, path: str, live: object, node: tree.Node) -> None:
-        """Raises StateMismatchError for a list or dict that is there twice, of which the checkpoint
-        has different values."""
+        """Raises StateMismatchError for a list or dict that is there twice and gets two values."""
         first_path, first = self._seen.setdefault(id(live), (path, node))
         if first is not node and tree.encode_node(first) != tree.encode_node(node):
             raise StateMismatchError(

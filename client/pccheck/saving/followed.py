@@ -1,5 +1,4 @@
-"""Every save that the client has handed over, until its end was noted and reported. Training thread
-only."""
+"""Every save in flight, until its end was noted and reported. Training thread only."""
 
 from __future__ import annotations
 

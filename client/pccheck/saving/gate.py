@@ -204,9 +204,8 @@ class Gate:
     def _wait(
         self, item: _Pending, deadline_ns: int, *, in_streams: bool = False
     ) -> tuple[bool, int]:
-        """Whether its source was read in time, or its streams wait; and the deadline of the next.
-        The limit applies to the daemon: a GPU that is still busy with the work before the snapshot
-        is no stall."""
+        """Whether its source was read in time, or its streams wait; and the deadline of the next. A
+        GPU that is still busy with the work before the snapshot is no stall of the daemon."""
         wait = item.hold if in_streams else item.wait
         while not item.reached():
             in_time = wait(deadline_ns)

@@ -195,8 +195,7 @@ class StepHooks:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread that is in this frame waits in the standard library: for a lock, a thread, a
-    queue, a socket."""
+    """Whether a thread in this frame waits in the standard library, for a lock or a queue, say."""
     file = frame.f_code.co_filename
     return file.startswith(_STANDARD) and "-packages" not in file
 

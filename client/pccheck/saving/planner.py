@@ -12,7 +12,7 @@ from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards
-from pccheck.state.attaching import checked, require_resumable
+from pccheck.state.attaching import ZeroOptions, checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
@@ -23,7 +23,6 @@ from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
-from . import zero
 from .exposure import Retry
 from .hooks import StepHooks
 
@@ -38,7 +37,7 @@ class Planner:
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self.client = origin.name_client()  #: recorded with every checkpoint
-        self.zero_options = zero.Options()
+        self.zero_options = ZeroOptions()
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options

@@ -207,10 +207,8 @@ class Saver:
         if before is None:
             return
         if before.state not in FINAL:
-            if self._options.on_busy == "skip":
-                raise _too_many()
             try:
-                wait_durable(before, self._stall_limit_s)
+                wait_durable(before, 0 if self._options.on_busy == "skip" else self._stall_limit_s)
             except CheckpointFailedError:
                 pass  # its own handle has the reason
             except WaitTimeoutError as error:

@@ -264,8 +264,7 @@ def _require_memory(storage: torch.UntypedStorage, end: int, path: str) -> None:
 
 
 def require_storable(value: torch.Tensor, path: str) -> None:
-    """Raises UnsupportedStateError as `Flattener.node()` does, in a fraction of its time. What is
-    in a DTensor is not checked."""
+    """Raises as `Flattener.node()` does, much faster. What is in a DTensor is not checked."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         _check_tensor(value, path)
     elif not shards.is_sharded(value):

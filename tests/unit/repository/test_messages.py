@@ -917,14 +917,12 @@ WORDS: dict[str, str] = {
         "job='train'; to start a separate run, use another job name)"
     ),
     "other names": (
-        "the checkpoint has optimizer, which is not attached; adam is attached, and the checkpoint "
-        "does not have it (attach the same under the same names; or take what you need from "
-        "recover())"
+        "only in the checkpoint: optimizer; only attached: adam (attach the same under the same "
+        "names; or take what you need from recover())"
     ),
     "more names": (
-        "the checkpoint has ema, scheduler, which are not attached (attach the same under the same "
-        'names; or restore what both have: restore(only=["model"]), then adopt() if this run '
-        "continues the job)"
+        "only in the checkpoint: ema, scheduler (attach the same under the same names; or restore "
+        'what both have: restore(only=["model"]), then adopt() if this run continues the job)'
     ),
     "other shape": (
         "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 3] is attached "
