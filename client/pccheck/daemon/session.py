@@ -24,16 +24,7 @@ from pccheck_wire.errors import (
     RefusedError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import (
-    Goodbye,
-    Hello,
-    Joined,
-    Register,
-    Registered,
-    ReplyBody,
-    Restored,
-    Role,
-)
+from pccheck_wire.messages import Goodbye, Hello, Joined, Register, Registered, Restored, Role
 from pccheck_wire.units import MIB
 
 from .connection import Connection
@@ -80,9 +71,7 @@ class Session:
         self.incarnation = 0  #: of the start that this process is a member of ...
         self._start = b""  # ... the id of that start, and the storage directory of its daemon
         self._storage = ""
-        self._fresh = fresh
-        self._solo = solo
-        self._stall_limit_s = stall_limit_s
+        self._fresh, self._solo, self._stall_limit_s = fresh, solo, stall_limit_s
         self._warner = warner
         self._connection: Connection | None = None
         self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
@@ -208,7 +197,7 @@ class Session:
         answer names the start that this process belongs to since it has restored."""
         connection.ask(Register(-(-payload_bytes // MIB) * MIB), self._belongs_to)
 
-    def _belongs_to(self, answer: ReplyBody) -> None:
+    def _belongs_to(self, answer: object) -> None:
         """The start that this process is a member of now, if the answer names one."""
         if isinstance(answer, (Registered, Joined)) and answer.incarnation:
             self.incarnation, self._start = answer.incarnation, answer.start

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pccheck.daemon.connection import Connection
-from pccheck_native import WORD_ABANDONED, ClientState
+from pccheck_native import WORD_ABANDONED, Client, ClientState
 from pccheck_wire.ends import Cause, Why, in_words, sentence
 from pccheck_wire.messages import CheckpointState
 
@@ -24,8 +24,7 @@ _UNTOLD = "the daemon ended before it gave the reason"
 
 
 def entry_of(connection: Connection, snapshot: int) -> ClientState | None:
-    """The snapshot's entry in the session page; None when the core is closed, or when a younger
-    snapshot has the entry."""
+    """The snapshot's entry in the page; None of a closed core, and when a younger one has it."""
     try:
         return connection.native.state(snapshot)
     except (ValueError, OSError):
@@ -39,20 +38,6 @@ def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
         if entry is not None and entry.sequence == sequence:
             return Durable(sequence, step)
     return None
-
-
-def _has_superseded(connection: Connection, sequence: int) -> bool:
-    """Whether the page has it as the newer one of another snapshot: then it is durable, on all
-    ranks if there are several, although its own entry does not say so yet."""
-    entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
-    return sequence > 0 and any(one is not None and one.newer == sequence for one in entries)
-
-
-def is_read(connection: Connection, snapshot: int) -> bool:
-    """Whether its source was read, or never will be. Asks the core, even of an abandoned one:
-    copies under way may still be at it."""
-    now = entry_of(connection, snapshot)
-    return now is None or now.source_read or not connection.alive()
 
 
 class InFlight:
@@ -146,12 +131,20 @@ class InFlight:
         return now.why if now.phase is Phase.LET_GO else None
 
     @property
-    def source_read(self) -> bool:
-        """Whether the tensors may be changed: they were read, or never will be."""
-        if self.verdict is not None:
-            self.verdict.give_if_read()
-        connection = self.connection
-        return connection is None or is_read(connection, self.snapshot)
+    def native(self) -> Client:
+        """Its core. Raises ValueError where there is none, as a closed one does."""
+        if self.connection is None:
+            raise ValueError("this save has no core")
+        return self.connection.native
+
+    def entry(self) -> ClientState | None:
+        return None if self.connection is None else entry_of(self.connection, self.snapshot)
+
+    def is_read(self) -> bool:
+        """Whether the tensors may be changed: they were read, or never will be. Asks the core, even
+        of an abandoned save: copies under way may still be at it."""
+        now, connection = self.entry(), self.connection
+        return now is None or now.source_read or not (connection and connection.alive())
 
     def settle(self) -> None:
         """Call it before the entry in the page is used again, or the core is closed."""
@@ -192,7 +185,9 @@ class InFlight:
     def _lose(self, connection: Connection) -> None:
         """Its daemon does not report any more how it ends. The client abandons what was not copied,
         but the copy may have become complete a moment before."""
-        if _has_superseded(connection, self._sequence):
+        entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
+        newer = {entry.newer for entry in entries if entry is not None} - {0}
+        if self._sequence in newer:  # so it is durable, on all ranks if there are several
             alone = connection.saves_alone
             self._course.move(Phase.DURABLE if alone else Phase.GLOBAL, Why())
             return

@@ -47,8 +47,7 @@ class Inquiry:
         return ""
 
     def find_out(self, connection: Connection, sequence: int) -> None:
-        """Asks a daemon that came later what became of a save that is UNKNOWN. Call it until that
-        is known."""
+        """Asks a later daemon what became of an UNKNOWN save. Call it until that is known."""
         if self._is_due():
             connection.ask(
                 Describe(self._snapshot, sequence), lambda answer: self._take_fate(answer, sequence)

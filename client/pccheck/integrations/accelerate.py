@@ -70,7 +70,11 @@ def attach(
     if accelerator.use_stateful_dataloader:
         for one in loaders:
             _require_counted(one)
-            _draw_again(one.base_dataloader)
+            base: Any = one.base_dataloader
+            if base.num_workers and base._initial_iter_for_state_dict:
+                # prepare() has made an iterator, whose workers read ahead in an order from before
+                # the sampler had its seed: no resumed run draws that order again.
+                base.load_state_dict({})
     models = [accelerator.unwrap_model(model) for model in accelerator._models]
     counters = _Counters(accelerator, first)
     things = {
@@ -118,13 +122,6 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
     rest.end = end_of_epoch
     rest._pccheck_epoch = epoch
     return rest
-
-
-def _draw_again(base: Any) -> None:
-    """prepare() has made an iterator, whose worker processes read ahead: in an order that was drawn
-    before the sampler had its seed, and that a resumed run could not draw again."""
-    if base.num_workers and base._initial_iter_for_state_dict:
-        base.load_state_dict({})
 
 
 class _Epoch:
@@ -243,8 +240,7 @@ def _named(name: str, things: list[Any]) -> dict[str, Stateful]:
 
 
 class _Counters:
-    """What an Accelerator and its loaders count: micro-batches since the last step, and epochs
-    (the data order may depend on them)."""
+    """What an Accelerator counts: micro-batches since the last step, and each loader's epochs."""
 
     def __init__(self, accelerator: accelerate.Accelerator, first: Any) -> None:
         self._accelerator = accelerator

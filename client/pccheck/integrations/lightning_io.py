@@ -246,8 +246,6 @@ def _lightnings(found: Found, path: object) -> dict[str, Any]:
     checkpoint: dict[str, Any] = state["lightning"]
     if "model" in state:
         checkpoint.setdefault("state_dict", state["model"])
-        names = itertools.takewhile(
-            state.__contains__, map("optimizer{}".format, itertools.count())
-        )
-        checkpoint["optimizer_states"] = [state[name] for name in names]
+        keys = itertools.takewhile(state.__contains__, map("optimizer{}".format, itertools.count()))
+        checkpoint["optimizer_states"] = [state[key] for key in keys]
     return checkpoint

@@ -38,8 +38,7 @@ def identify(
     *,
     solo: bool = False,
 ) -> Identity:
-    """Arguments first, then the environment, then torch.distributed unless `solo`. Raises
-    UsageError."""
+    """Arguments, else the environment, else torch.distributed unless `solo`. Raises UsageError."""
     if job == "":
         raise UsageError(
             'job="" is not a name', hint="leave job= out to use PCCHECK_JOB or the script's name"

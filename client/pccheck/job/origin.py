@@ -64,16 +64,13 @@ def name_client() -> str:
 
 
 def node(attached: Mapping[str, Any], client: str) -> tree.Mapping:
-    """For the tree: this process, the name of its client, and what kinds of optimizers and
-    schedulers are attached."""
+    """For the tree: this process, its client, and kinds of attached optimizers and schedulers."""
     optimizers = {
         name: type(thing).__qualname__
         for name, thing in attached.items()
         if isinstance(thing, torch.optim.Optimizer)
     }
-    schedulers = {
-        name: kind for name, thing in attached.items() if (kind := kind_of_scheduler(thing))
-    }
+    schedulers = {name: kind for name, one in attached.items() if (kind := kind_of_scheduler(one))}
     return _mapping(
         {
             **this_process()._asdict(), "client": client, "optimizers": _mapping(optimizers),

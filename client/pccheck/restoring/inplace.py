@@ -71,8 +71,7 @@ class Placement:
         return any(devices.device_of(live) != devices.HOST for live in self._targets.lives)
 
     def compare(self, load: Loader) -> None:
-        """The values, where only they tell whether the checkpoint fits: to be called before
-        `load()`. Raises StateMismatchError by path."""
+        """Compares values where needed, before `load()`. Raises StateMismatchError by path."""
         self._targets.compare(load)
 
     def load(self, load: Loader) -> None:
@@ -144,12 +143,10 @@ def _named(
     return [(name, saved[name], thing) for name, thing in attached.items()]
 
 
-def _same_scheduler(
-    described: tree.Tree, name: str, thing: object, both: Mapping[str, Any]
-) -> None:
+def _same_scheduler(saved: tree.Tree, name: str, thing: object, both: Mapping[str, Any]) -> None:
     """Raises StateMismatchError for a scheduler of another class, as far as is known: it takes any
     attributes, and would compute other learning rates with those."""
-    kind, mine = origin.kind(described, "schedulers", name), origin.kind_of_scheduler(thing)
+    kind, mine = origin.kind(saved, "schedulers", name), origin.kind_of_scheduler(thing)
     if kind and mine and kind != mine:
         raise StateMismatchError(
             f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
@@ -202,8 +199,7 @@ def _fill_shards(name: str, node: tree.Node, thing: Any, targets: Targets) -> bo
 
 
 def _trained_in(thing: Any, attached: Mapping[str, Any]) -> set[int]:
-    """The memory of its tensors that attached optimizers train. A state_dict() is called only where
-    no module has that memory."""
+    """What attached optimizers train of it. Calls state_dict() unless modules have all of it."""
     if isinstance(thing, torch.optim.Optimizer):
         return set()
     all_trained, modules = trained(attached), gating.modules_of(thing)

@@ -44,18 +44,15 @@ class Iterators:
 
 def _loaders_in(thing: object, depth: int) -> Iterator[tuple[Any, str]]:
     """The loaders of torchdata in it, and the attribute that has the iterator of each."""
-    attributes = getattr(thing, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(thing, torch.nn.Module):
+    inside = getattr(thing, "__dict__", None)
+    if not isinstance(inside, dict) or isinstance(thing, torch.nn.Module):
         return
     if is_torchdata(type(thing)):
         yield thing, "_iterator"
-    elif (
-        type(thing).__module__.startswith("torchdata.nodes.")
-        and "_iter_for_state_dict" in attributes
-    ):
+    elif type(thing).__module__.startswith("torchdata.nodes.") and "_iter_for_state_dict" in inside:
         yield thing, "_it"
     elif depth:
-        for value in list(attributes.values()):
+        for value in list(inside.values()):
             yield from _loaders_in(value, depth - 1)
 
 
@@ -102,8 +99,7 @@ def stateless_sampler(loader: Any) -> str:
 
 
 def begin_again(thing: Any) -> None:
-    """attach() asks for the state, for which a StatefulDataLoader makes an iterator: it may have
-    read ahead in the order of another epoch."""
+    """attach() asked for the state: a StatefulDataLoader may have read ahead in another epoch."""
     if is_torchdata(thing.__class__):
         thing.load_state_dict({})
 

@@ -74,21 +74,16 @@ class Optimizers:
         """Takes only the options that mean the same to an optimizer of another class."""
         saved = _groups_of(name, node)
         pairing.numbered(name, saved, optimizer, self._new_optimizer(name))
-        taken = [
-            {
-                k: v
-                for k, v in group.items()
-                if k in _BY_SCHEDULERS or k in _OF_ANY_CLASS & live.keys()
-            }
-            for group, live in zip(saved, optimizer.param_groups, strict=True)
-        ]
+        taken = []
+        for group, live in zip(saved, optimizer.param_groups, strict=True):
+            known = _BY_SCHEDULERS | (_OF_ANY_CLASS & live.keys())
+            taken.append({key: value for key, value in group.items() if key in known})
         self._groups(name, taken, optimizer)
 
     def _groups(
         self, name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
     ) -> None:
-        """All options of the groups, as torch does: some classes make options in their first
-        step."""
+        """All options of the groups, as torch does: some classes make options in a step."""
         options = [  # names stay in the order of the attached parameters
             {
                 key: value for key, value in group.items()
@@ -184,8 +179,7 @@ class Optimizers:
         optimizer: torch.optim.Optimizer,
         parameter: torch.Tensor,
     ) -> torch.Tensor | None:
-        """New memory on the parameter's device, for state that the optimizer does not have yet.
-        None: the value is made from the node later."""
+        """Memory on the parameter's device for new state; None: it is made from the node."""
         if not isinstance(node, (tree.Tensor, tree.Shard)):
             return None
         dtype = getattr(torch, node.dtype)

@@ -126,8 +126,7 @@ def require_one_value(pairs: Sequence[Pair], extents: list[tree.Extent], load: L
 
 
 def require_shared(strict: Sequence[Pair], others: Sequence[Pair]) -> None:
-    """Raises StateMismatchError when one of `strict` shares memory with another pair and did not
-    when it was saved."""
+    """Raises StateMismatchError when one of `strict` shares memory and did not when saved."""
     pairs = [*others, *strict]
     for numbers in _overlapping(pairs) if strict else ():
         one = pairs[max(numbers)]

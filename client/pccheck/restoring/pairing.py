@@ -92,11 +92,7 @@ def _bare(name: str) -> str:
 
 
 def require_shape(
-    path: str,
-    node: tree.Node,
-    key: object,
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor,
+    path: str, node: tree.Node, key: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
 ) -> None:
     """Raises StateMismatchError for state of another shape: torch takes it, and step() breaks."""
     if (

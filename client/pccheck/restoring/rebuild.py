@@ -38,8 +38,7 @@ class Values(Protocol):
 
 
 class Memory:
-    """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`.
-    `make` says where their bytes are."""
+    """One storage on the CPU for each wanted extent. `make` says where the others' bytes are."""
 
     def __init__(
         self,

@@ -40,7 +40,6 @@ _OBSTACLES = {
     "(expandable_segments:True, or a memory pool)",
 }
 
-
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
 RETRY_AFTER, RETRY_AFTER_MAX = 10, 640
 

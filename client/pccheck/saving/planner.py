@@ -81,8 +81,7 @@ class Planner:
         return any(devices.device_of(p) != devices.HOST for m in modules for p in m.parameters())
 
     def stop_staging(self, *, for_good: bool) -> None:
-        """From now on checkpoints return when the tensors were read. Without `for_good` staging is
-        tried again some checkpoints later."""
+        """From now on checkpoints return when all was read; without `for_good` for a while."""
         self._unstaged = True
         self._staging_retry = None if for_good else self._staging_retry or Retry()
         if self._staging_retry is not None:
@@ -107,8 +106,7 @@ class Planner:
         return "read" if blocking else ""
 
     def moved(self, moved: Moved) -> None:
-        """A tensor was changed while it was read, without a gate: from now on it is read before
-        checkpoint() returns. Any thread."""
+        """A tensor was changed without a gate: later calls wait until it was read. Any thread."""
         if moved.what == LOST:
             return  # it would be as lost then
         if moved.loose:

@@ -69,8 +69,9 @@ def _checked(name: str, thing: object) -> object:
         return thing
     if isinstance(thing, torch.optim.Optimizer):
         return _inner_optimizer(name, thing)
-    if name == "scheduler":
-        thing = _inner_scheduler(thing)
+    if name == "scheduler":  # perhaps inside of another one
+        inner, base = getattr(thing, "scheduler", None), torch.optim.lr_scheduler.LRScheduler
+        thing = inner if isinstance(inner, base) and not isinstance(thing, base) else thing
     if isinstance(thing, dict) and not hasattr(thing, "state_dict"):
         thing = Values(thing)
         _try(name, thing)
@@ -282,16 +283,10 @@ def zero_part(optimizer: object) -> torch.optim.Optimizer | None:
     return part if isinstance(part, torch.optim.Optimizer) else None
 
 
-def _inner_scheduler(scheduler: object) -> object:
-    inner = getattr(scheduler, "scheduler", None)
-    base = torch.optim.lr_scheduler.LRScheduler
-    return inner if isinstance(inner, base) and not isinstance(scheduler, base) else scheduler
-
-
 class ZeroOptions:
     """torch's ZeroRedundancyOptimizer and the optimizer of this rank's part inside it, which is
-    attached, have groups with the same options. A scheduler changes the outer ones, and `step()` copies these
-    inward: so the inner ones are saved, and restored, only after a copy."""
+    attached, have groups with the same options. A scheduler changes the outer ones, and `step()`
+    copies these inward: so the inner ones are saved, and restored, only after a copy."""
 
     def __init__(self) -> None:
         self.outer: dict[str, torch.optim.Optimizer] = {}  #: by name

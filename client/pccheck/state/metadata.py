@@ -1,5 +1,4 @@
-"""What `checkpoint(metadata=)` takes: a dict for a logger, by value and in the types of JSON, which
-every reader can show."""
+"""What `checkpoint(metadata=)` takes: a dict by value, in the types of JSON, for every reader."""
 
 from __future__ import annotations
 

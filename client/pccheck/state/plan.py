@@ -147,9 +147,7 @@ class AttachedPlan:
         self._attached = dict(attached)
         self._about = about
         self._ranks = ranks  # of the job
-        self.mode = mode
-        self.shape = shape
-        self.loose = loose  #: see Gating
+        self.mode, self.shape, self.loose = mode, shape, loose  #: see Gating
         self._fast: _FastPlan | None = None
         self.rebuilt = 0  #: how often the plan was made
 
@@ -196,12 +194,7 @@ class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
     def __init__(
-        self,
-        attached: Mapping[str, Any],
-        gating: Gating,
-        shape: Shape,
-        about: tree.Node,
-        ranks: int,
+        self, attached: dict[str, Any], gating: Gating, shape: Shape, about: tree.Node, ranks: int
     ) -> None:
         self._ranks = ranks
         flattener = Flattener(ranks)
@@ -248,8 +241,7 @@ class _FastPlan:
         )
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
-        """None when a state that is not static is on a GPU, whose section is fixed here, or shares
-        memory with the static tensors."""
+        """None when other state is on a GPU, whose section is fixed, or shares memory with this."""
         flattener = Flattener(self._ranks)
         nodes = {
             name: _dynamic_node(name, thing, flattener)

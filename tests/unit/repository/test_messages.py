@@ -209,9 +209,10 @@ def copied(thing: object) -> None:
 
 
 def elsewhere(kit: Kit) -> None:
-    ended, connection = InFlight(5), FakeConnection()
+    connection: Any = FakeConnection()
     connection.native.request(0)
-    fail_moved(ended, connection, Moved("model.weight", ""))  # type: ignore[arg-type]
+    ended = InFlight(5, connection, 0)
+    fail_moved(ended, Moved("model.weight", ""))
     raise RuntimeError(ended.reason)
 
 
@@ -239,7 +240,7 @@ def last_ones(kit: Kit, *steps: int, durable: int | None = None, known: bool = F
 
 def stalled(kit: Kit) -> None:
     made: Any = FakeConnection()
-    kit.client()._saver._expired(InFlight(5, made, 1), made)
+    kit.client()._saver._expired(InFlight(5, made, 1))
 
 
 def unrestored(kit: Kit) -> None:

@@ -96,10 +96,9 @@ class Kit:
         self.native.provisional.add(number)
         self.checkpoint = InFlight(1, self.connection, number)
         self.checkpoint.verdict = Verdict(
-            self.checkpoint, self.connection, reading_of(self.state),
-            lambda _, moved: self.told.append(moved),
-        )  # fmt: skip
-        self.gate.add(self.checkpoint, self.connection, [], host=True)
+            self.checkpoint, reading_of(self.state), lambda _, moved: self.told.append(moved)
+        )
+        self.gate.add(self.checkpoint, [], host=True, part=None)
 
     def while_it_waits(self, act: Callable[[], object]) -> None:
         def wait_read(snapshot: int, _deadline_ns: int, *, host_only: bool = False) -> bool:
