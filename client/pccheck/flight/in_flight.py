@@ -195,6 +195,3 @@ class InFlight:
         if self._sequence > 0:
             phase, cause = Phase.UNKNOWN, Cause.UNKNOWN
         self._course.move(phase, Why(Cause.FORKED if connection.pid != os.getpid() else cause))
-
-    def __repr__(self) -> str:
-        return f"<InFlight step={self.step} {self.state}>"

@@ -1,5 +1,4 @@
-"""Detects tensors that were changed, freed or moved while a snapshot was still read, without
-passing a gate.
+"""Detects tensors that were changed, freed or moved while a snapshot was read, without a gate.
 
 torch counts the in-place changes of every tensor (`_version`). The counts are taken in
 `checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
@@ -11,9 +10,9 @@ copies at once is compared directly after that.
 torch counts a change when its operation has ended. So equal counts prove something only where the
 training thread runs no such operation: in a gate, or in another call of this client. Memory may be
 freed by any thread (a queue's feeder shares what is sent), so the addresses are compared when all
-was read, also in a gate. For a trainer that makes no call for a while (a long step, an idle
-notebook) a thread compares, too: when everything was read, and again after more time than an
-earlier operation could still take.
+was read, also in a gate. For a trainer without a call for a while (an idle notebook) a thread
+compares, too: when everything was read, and again after more time than an earlier operation could
+still take.
 """
 
 from __future__ import annotations

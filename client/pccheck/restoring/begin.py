@@ -265,11 +265,8 @@ class Recovery:
         draw the same random numbers as the rank whose copy it gets."""
         identity = self._session.identity
         alone = self._session.saves_alone(identity.world_size)
-        wanted = {
-            name: thing
-            for name, thing in self._planner.attached.items()
-            if only is None or name in only
-        }
+        attached = self._planner.attached
+        wanted = {name: attached[name] for name in (attached if only is None else only)}
         if RNG in wanted and described.attached and RNG not in described.names():
             self._warner.once(
                 "no generators",

@@ -21,7 +21,7 @@ _LAST_COPIES_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class _Pending:
-    checkpoint: InFlight
+    save: InFlight
     owners: list[object]  # keeps the memory that is being read
     host: bool  # host memory is read in the background
     part: DevicePart | None
@@ -31,37 +31,31 @@ class _Pending:
     def devices(self) -> tuple[int, ...]:
         return self.part.devices if self.part else ()
 
-    def look(self) -> None:
-        """For the training thread, before it waits: a copy that is of no use ends at once."""
-        if self.checkpoint.verdict is not None and not self.checkpoint.is_read():
-            self.checkpoint.verdict.fail_if_moved()
-
     def give_verdict(self) -> None:
         """For the training thread, after it has waited."""
-        if self.checkpoint.verdict is not None:
-            self.checkpoint.verdict.give()
+        if self.save.verdict is not None:
+            self.save.verdict.give()
 
     def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
         """On the CPU; False when the deadline passed."""
-        what, snapshot = "host_read" if host_only else "read", self.checkpoint.snapshot
+        what, snapshot = "host_read" if host_only else "read", self.save.snapshot
         try:
-            return self.checkpoint.native.wait(snapshot, what, deadline_ns)
+            return self.save.native.wait(snapshot, what, deadline_ns)
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more
             return True
 
     def reached(self) -> bool:
         """Whether its streams have reached it; before that nothing could be read."""
         try:
-            return self.part is None or self.checkpoint.native.reached(self.checkpoint.snapshot)
+            return self.part is None or self.save.native.reached(self.save.snapshot)
         except (ValueError, OSError):
             return True
 
     def hold(self, deadline_ns: int) -> bool:
         """Streams wait for the GPU tensors, the CPU for the rest. False: not in time."""
-        save = self.checkpoint
         try:
             for place in self.here() - self.held:
-                if not save.native.hold(save.snapshot, *place, deadline_ns):
+                if not self.save.native.hold(self.save.snapshot, *place, deadline_ns):
                     return False
                 self.held.add(place)
         except (NativeError, OSError):  # the stream cannot be made to wait
@@ -119,13 +113,13 @@ class Gate:
         """Releases memory that was read, and notes snapshots that the core's thread abandoned at
         their deadline while a stream waited for them."""
         for item in self._pending:
-            if item.checkpoint.verdict is not None:
-                item.checkpoint.verdict.give_if_read()
-            why = item.checkpoint.let_go()
+            if item.save.verdict is not None:
+                item.save.verdict.give_if_read()
+            why = item.save.let_go()
             overdue = why is not None and why.cause == Cause.STREAM_OVERDUE
-            if why is not None and item.checkpoint.fail(why, reported=overdue) and overdue:
-                self._on_expiry(item.checkpoint)
-        self._pending = [item for item in self._pending if not item.checkpoint.is_read()]
+            if why is not None and item.save.fail(why, reported=overdue) and overdue:
+                self._on_expiry(item.save)
+        self._pending = [item for item in self._pending if not item.save.is_read()]
 
     def wait(self, *, on_cpu: bool = False) -> None:
         """Returns when every tensor may be changed by this thread and in the streams that it uses,
@@ -140,8 +134,9 @@ class Gate:
         deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
         waiting = list(self._pending)
         try:
-            for item in waiting:
-                item.look()
+            for item in waiting:  # a copy that is of no use ends at once
+                if item.save.verdict is not None and not item.save.is_read():
+                    item.save.verdict.fail_if_moved()
             while waiting:
                 item = waiting[0]
                 streams = bool(item.devices) and not on_cpu
@@ -152,18 +147,16 @@ class Gate:
                 waiting.pop(0)
         except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
             for item in waiting:
-                abandon(item.checkpoint, Why(Cause.INTERRUPTED))
+                abandon(item.save, Why(Cause.INTERRUPTED))
             raise
         finally:
             self.held.add(since_ns)
-            self._pending = [
-                item for item in self._pending if item.devices and not item.checkpoint.is_read()
-            ]
+            self._pending = [one for one in self._pending if one.devices and not one.save.is_read()]
 
     def give_up(self) -> None:
         """Abandons what was not read yet, and waits for copies under way, which end soon then."""
         for item in self._pending:
-            abandon(item.checkpoint, Why(Cause.RUN_ENDED))
+            abandon(item.save, Why(Cause.RUN_ENDED))
         deadline_ns = time.monotonic_ns() + _LAST_COPIES_NS
         for item in self._pending:
             item.wait(deadline_ns)
@@ -180,7 +173,7 @@ class Gate:
             # A stream that waits until this part was read or abandoned keeps the order; with
             # staging aside it waits for less.
             ordered = not part.all_staged and not (item.part and item.part.all_staged)
-            if not shared or (ordered and item.here() <= item.held) or item.checkpoint.is_read():
+            if not shared or (ordered and item.here() <= item.held) or item.save.is_read():
                 continue
             if skip:
                 raise CheckpointFailedError("staging memory still holds the previous checkpoint")
@@ -209,8 +202,8 @@ class Gate:
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:
-        if abandon(item.checkpoint, Why(Cause.OVERDUE, self._stall_limit_s)):
-            self._on_expiry(item.checkpoint)
+        if abandon(item.save, Why(Cause.OVERDUE, self._stall_limit_s)):
+            self._on_expiry(item.save)
 
     def _deadline_ns(self) -> int:
         return time.monotonic_ns() + int(self._stall_limit_s * 1e9)

@@ -214,8 +214,9 @@ class _FastPlan:
         # Extents are known: what is static can be encoded.
         self._static = {name: tree.encode_node(node) for name, node in static.items()}
         self._gating = gating
-        self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers.values()]
-        self._geometry = GeometryWatch([t for watch in self._watches for t in watch.tensors])
+        watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers.values()]
+        geometry = GeometryWatch([t for watch in watches for t in watch.tensors])
+        self._watches = (*watches, geometry, gating)  # identity first: geometry is of the same
         self._keep(layout, flattener.views, sharded=flattener.sharded)
 
     def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
@@ -233,12 +234,8 @@ class _FastPlan:
             self._ends.append(max(end, self._ends[-1]) if self._ends else end)
 
     def holds(self) -> bool:
-        """Whether all is where it was. Identity first: geometry is of the same tensors."""
-        return (
-            all(watch.holds() for watch in self._watches)
-            and self._geometry.holds()
-            and self._gating.holds()
-        )
+        """Whether all is where it was."""
+        return all(watch.holds() for watch in self._watches)
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
         """None when other state is on a GPU, whose section is fixed, or shares memory with this."""

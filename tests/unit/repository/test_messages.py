@@ -42,7 +42,7 @@ from pccheck.job.naming import Identity, identify
 from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
 from pccheck.restoring.inplace import Placement
-from pccheck.restoring.reading import ask_open
+from pccheck.restoring.reading import Found, ask_open
 from pccheck.saving.failures import Failures
 from pccheck.saving.handle import Checkpoint
 from pccheck.state.attaching import Values, checked
@@ -419,8 +419,8 @@ def skipped(kit: Kit) -> None:
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described, connection = tree.Tree(40, None, True, [], None), FakeConnection()
-    damaged = [Skipped(9, 50, "bad checksum")]
-    recovery._took_over(connection, opened, described, damaged, None)  # type: ignore[arg-type]
+    found = Found(skipped=[Skipped(9, 50, "bad checksum")])
+    recovery._took_over(connection, found, (opened, described), None)  # type: ignore[arg-type]
 
 
 def own(kit: Kit) -> None:
@@ -429,7 +429,7 @@ def own(kit: Kit) -> None:
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described = tree.Tree(40, None, True, [], None, about=origin.node({}, origin.name_client()))
-    recovery._took_over(FakeConnection(), opened, described, [], None)  # type: ignore[arg-type]
+    recovery._took_over(FakeConnection(), Found(), (opened, described), None)  # type: ignore[arg-type]
 
 
 def other_rank(kit: Kit) -> None:

@@ -142,7 +142,7 @@ def test_a_copy_that_met_missing_memory_is_told_once_by_path() -> None:
     kit.gate.wait()
     assert kit.failed() == f"abandoned: array {LOST}"
     kit.gate.collect()
-    assert kit.checkpoint.source_read and len(kit.told) == 1
+    assert kit.checkpoint.is_read() and len(kit.told) == 1
 
 
 def test_an_unchanged_state_is_confirmed_after_the_wait() -> None:
