@@ -13,9 +13,7 @@ from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import RANKS_MAX, require_job_name
 
 #: What `sys.argv[0]` comes to where no script runs: `python -c` and a prompt, notebooks, workers.
-_NO_SCRIPTS = frozenset(
-    ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
-)
+_NO_SCRIPTS = ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,7 @@ from pccheck_wire.errors import StateMismatchError
 
 NAMES = "param_names"
 #: What wrappers put into the names of a model's parameters.
-_OF_WRAPPERS = frozenset(
-    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-)
+_OF_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: State that torch's own optimizers keep for each element of the parameter, so of its shape. Other
 #: optimizers may keep anything under these names (quantized, factored).
 _BY_ELEMENT = frozenset(

@@ -99,7 +99,7 @@ class Saver:
         connection.steps[number] = step
         held_at_ns, held_ns = self._gate.held.take()
         try:
-            _request(connection, number)
+            connection.native.request(number)
             if handover is not None:
                 handover.enqueue(connection.native, number)
             connection.native.submit(
@@ -126,6 +126,8 @@ class Saver:
                 self.followed.drop(checkpoint)
             if isinstance(error, NativeError):
                 raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
+            if isinstance(error, OSError) and error.errno == errno.EBUSY:
+                raise _too_many() from error  # a GPU still copies what had the entry before
             if isinstance(error, OSError) and error.errno == errno.EFAULT:
                 raise _lost(checkpoint, snapshot) from error
             raise
@@ -311,13 +313,3 @@ def _lost(checkpoint: InFlight, snapshot: Snapshot) -> PccheckError:
     now = checkpoint.entry()
     at_once = snapshot.copying or Reading(())
     return PccheckError(why_moved(at_once.lost(now.fault if now is not None else 0)))
-
-
-def _request(connection: Connection, number: int) -> None:
-    """Takes the snapshot's entry. Raises CheckpointFailedError while a GPU still uses it."""
-    try:
-        connection.native.request(number)
-    except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise _too_many() from error
-        raise
