@@ -11,8 +11,7 @@
 struct pcc_client_device *pcc_client_device(struct pcc_client *client, uint32_t device)
 {
     /* Acquire pairs with the release in pcc_client_device_open. */
-    if (device >= PCC_DEVICES ||
-        !atomic_load_explicit(&client->devices[device].open, memory_order_acquire))
+    if (device >= PCC_DEVICES || !PCC_READ_ACQUIRE(&client->devices[device].open))
         return NULL;
     return &client->devices[device];
 }
@@ -22,7 +21,7 @@ int pcc_client_gpu_code(struct pcc_client_device *device, CUresult result)
     const int code = pcc_cuda_code(result);
 
     if (code == -PCC_E_DEVICE_LOST || result == CUDA_ERROR_DEINITIALIZED)
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     return code == -PCC_E_BAD_HANDLE ? -PCC_E_DEVICE : code; /* no handle was concerned */
 }
 
@@ -57,8 +56,7 @@ static void nap(uint64_t *nap_ns)
 int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *device, CUevent event,
                          bool is_thread)
 {
-    const uint64_t deadline =
-        pcc_now_ns() + atomic_load_explicit(&client->patience_ns, memory_order_relaxed);
+    const uint64_t deadline = pcc_now_ns() + PCC_READ(&client->patience_ns);
     uint64_t nap_ns = NAP_NS_MIN;
 
     for (;;) {
@@ -66,7 +64,7 @@ int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *de
         if (result != CUDA_ERROR_NOT_READY)
             return pcc_client_gpu_code(device, result);
         if (pcc_now_ns() >= deadline) {
-            atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            PCC_WRITE(&device->broken, true);
             return -PCC_E_DEVICE_LOST;
         }
         if (is_thread)
@@ -179,12 +177,12 @@ int pcc_client_device_open(struct pcc_client *client, uint32_t device)
         return -EINVAL;
     PCC_LOCKED(&client->gpu_lock);
     struct pcc_client_device *mine = &client->devices[device];
-    if (atomic_load_explicit(&mine->open, memory_order_relaxed))
-        return atomic_load_explicit(&mine->broken, memory_order_relaxed) ? -PCC_E_DEVICE_LOST : 0;
+    if (PCC_READ(&mine->open))
+        return PCC_READ(&mine->broken) ? -PCC_E_DEVICE_LOST : 0;
     const int error = device_make(client, device);
     /* Release: a thread that sees it open sees all of it. */
     if (error == 0)
-        atomic_store_explicit(&mine->open, true, memory_order_release);
+        PCC_WRITE_RELEASE(&mine->open, true);
     return error;
 }
 

@@ -51,7 +51,7 @@ static int devices_check(struct pcc_client *client, const struct pcc_device_rang
         const struct pcc_client_device *device = pcc_client_device(client, ranges[i].device);
         if (device == NULL || ranges[i].reserved != 0)
             return -EINVAL;
-        if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+        if (PCC_READ(&device->broken))
             return -PCC_E_DEVICE;
     }
     return 0;
@@ -70,7 +70,7 @@ int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
     if (targets == NULL)
         return error;
     PCC_LOCKED(&client->lock);
-    const bool dead = atomic_load_explicit(&client->dead, memory_order_relaxed);
+    const bool dead = PCC_READ(&client->dead);
     if (dead || client->load.active) {
         free(targets);
         return dead ? -ECONNRESET : -EBUSY;
@@ -114,7 +114,7 @@ void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *me
 bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id)
 {
     const struct pcc_client_load *load = &client->load;
-    const bool over = load->ended || atomic_load_explicit(&client->dead, memory_order_relaxed);
+    const bool over = load->ended || PCC_READ(&client->dead);
 
     return !load->active || load->id != load_id || (over && load->flying == 0);
 }
@@ -131,7 +131,7 @@ int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t d
         return -ENOENT;
     if (load->ended)
         result = load->result; /* also -ENOENT: the checkpoint is gone */
-    else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+    else if (PCC_READ(&client->dead))
         result = -ECONNRESET;
     load->ended = true;
     while (load->busy || load->flying > 0)
@@ -222,7 +222,7 @@ static void scatter_block(void *context, uint64_t block)
         (void)scatter(scattering->client, message, offset_bytes, offset_bytes + length_bytes,
                       PCC_HOST);
     else
-        atomic_store_explicit(&scattering->damaged, true, memory_order_relaxed);
+        PCC_WRITE(&scattering->damaged, true);
 }
 
 /* False when some of the chunk is damaged. */
@@ -233,7 +233,7 @@ static bool scatter_to_host(struct pcc_client *client, const struct pcc_message 
     pcc_crew_run(&client->crew, PCC_CREW_HELPERS,
                  pcc_ceil_div(message->length_bytes, client->view.geometry.block_bytes),
                  scatter_block, &scattering);
-    return !atomic_load_explicit(&scattering.damaged, memory_order_relaxed);
+    return !PCC_READ(&scattering.damaged);
 }
 
 /* How many copies to each GPU the chunk takes. */
@@ -282,14 +282,13 @@ static bool is_done(struct pcc_client *client, struct pcc_client_device *device,
     const uint32_t chunk = device->loading.first;
     CUresult result = CUDA_ERROR_DEINITIALIZED;
 
-    if (!atomic_load_explicit(&device->broken, memory_order_relaxed))
+    if (!PCC_READ(&device->broken))
         result = device->gpu.cuda->event_query(client->flights[chunk].event);
     if (result == CUDA_ERROR_NOT_READY &&
-        pcc_now_ns() - device->load_progress_ns <=
-            atomic_load_explicit(&client->patience_ns, memory_order_relaxed))
+        pcc_now_ns() - device->load_progress_ns <= PCC_READ(&client->patience_ns))
         return false;
     if (result != CUDA_SUCCESS) /* what a query says of others' work does not heal */
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     *error_out = result == CUDA_SUCCESS ? 0 : -PCC_E_DEVICE_LOST;
     return true;
 }
@@ -309,7 +308,7 @@ int pcc_client_load_land(struct pcc_client *client, struct pcc_client_device *de
     const bool entered = pcc_client_gpu_enter(device, &mode) == 0;
 
     if (!entered) /* there is nothing to ask */
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     while (result >= 0 && device->loading.first != PCC_NO_CHUNK && is_done(client, device, &error))
         result = give_back(client, device, error) ? 1 : -1;
     if (entered)
@@ -376,7 +375,7 @@ static int copies_enqueue(struct pcc_client *client, const struct pcc_message *m
     /* Also after a refusal: the copies before it read the chunk. */
     int error = pcc_client_gpu_code(device, device->gpu.cuda->event_record(event, device->load));
     if (error != 0)
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     else if (wait)
         error = pcc_client_gpu_await(client, device, event, true);
     else
@@ -391,7 +390,7 @@ static int scatter_to_device(struct pcc_client *client, const struct pcc_message
     struct pcc_client_device *device = &client->devices[index];
     int mode;
 
-    if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+    if (PCC_READ(&device->broken))
         return -PCC_E_DEVICE;
     pcc_client_await_unarmed(client);
     int error = pcc_client_gpu_enter(device, &mode);

@@ -14,8 +14,8 @@ bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_jo
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         /* Acquire pairs with the daemon's release: its reads came before our next update. */
         if ((job->pulled >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
-                                 memory_order_acquire) < job->snapshot)
+            PCC_READ_ACQUIRE(&pcc_page_words(&client->view, job->snapshot, i)->done) <
+                job->snapshot)
             return false;
     }
     return true;
@@ -29,7 +29,7 @@ void pcc_client_release_streams(struct pcc_client *client, struct pcc_job *job)
         if ((job->pulled >> i & 1) == 0)
             continue;
         _Atomic uint64_t *done = &pcc_page_words(&client->view, job->snapshot, i)->done;
-        uint64_t now = atomic_load_explicit(done, memory_order_relaxed);
+        uint64_t now = PCC_READ(done);
         /* Release: the word's move comes before it. The words only grow. */
         while (now < job->snapshot &&
                !atomic_compare_exchange_weak_explicit(done, &now, job->snapshot,
@@ -48,8 +48,7 @@ static bool held_back(struct pcc_client *client, struct pcc_job *job)
     }
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->held >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
-                                 memory_order_relaxed) >= job->snapshot)
+            PCC_READ(&pcc_page_words(&client->view, job->snapshot, i)->done) >= job->snapshot)
             job->held &= ~(1u << i);
     }
     return job->held != 0;
@@ -61,8 +60,7 @@ static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->held >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->ready,
-                                 memory_order_relaxed) >= job->snapshot)
+            PCC_READ(&pcc_page_words(&client->view, job->snapshot, i)->ready) >= job->snapshot)
             return true;
     }
     return false;
@@ -72,7 +70,7 @@ uint64_t pcc_client_expire(struct pcc_client *client)
 {
     uint64_t nearest = UINT64_MAX;
 
-    if (!atomic_load_explicit(&client->armed, memory_order_relaxed)) /* hold rings the bell */
+    if (!PCC_READ(&client->armed)) /* hold rings the bell */
         return nearest;
     PCC_LOCKED(&client->lock);
     const uint64_t now = pcc_now_ns();
@@ -91,7 +89,7 @@ uint64_t pcc_client_expire(struct pcc_client *client)
         }
     }
     if (nearest == UINT64_MAX)
-        atomic_store_explicit(&client->armed, false, memory_order_relaxed);
+        PCC_WRITE(&client->armed, false);
     return nearest;
 }
 
@@ -152,8 +150,7 @@ static bool mark_begin(struct pcc_client *client, uint64_t snapshot)
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
     PCC_LOCKED(&client->lock);
-    return job->snapshot == snapshot &&
-           atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED;
+    return job->snapshot == snapshot && PCC_READ(&job->state) == PCC_JOB_REQUESTED;
 }
 
 int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
@@ -224,7 +221,7 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
     const struct pcc_job_device *part = &job->devices[device];
-    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    const uint32_t state = PCC_READ(&job->state);
 
     if (job->snapshot != snapshot || !part->is_marked)
         return HOLD_NOT;
@@ -237,14 +234,13 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
         return HOLD_EVENT;
     if ((job->pulled >> device & 1) != 0)
         /* Acquire pairs with the daemon's release of done. */
-        return atomic_load_explicit(&pcc_page_words(&client->view, snapshot, device)->done,
-                                    memory_order_acquire) < snapshot
+        return PCC_READ_ACQUIRE(&pcc_page_words(&client->view, snapshot, device)->done) < snapshot
                    ? HOLD_WORD
                    : HOLD_NOT;
     if (part->enqueued)
         return HOLD_EVENT;
     if (state == PCC_JOB_REQUESTED)
-        return atomic_load_explicit(&client->dead, memory_order_relaxed) ? HOLD_NOT : HOLD_LATER;
+        return PCC_READ(&client->dead) ? HOLD_NOT : HOLD_LATER;
     return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
 }
 
@@ -252,7 +248,7 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
  * wait for them. */
 static void copies_all(struct pcc_client *client, uint64_t snapshot)
 {
-    uint64_t newest = atomic_load_explicit(&client->at_gate, memory_order_relaxed);
+    uint64_t newest = PCC_READ(&client->at_gate);
 
     while (newest < snapshot &&
            !atomic_compare_exchange_weak_explicit(&client->at_gate, &newest, snapshot,
@@ -277,7 +273,7 @@ static enum hold_way hold_await(struct pcc_client *client, uint64_t snapshot, ui
             return way;
         copies_all(client, snapshot);
         pcc_bell_sleep(bell, rung, until_ns);
-        if (!pcc_client_alive(client) && !atomic_load_explicit(&client->dead, memory_order_relaxed))
+        if (!pcc_client_alive(client) && !PCC_READ(&client->dead))
             pcc_bell_ring(bell); /* the thread ends what is outstanding */
     }
 }
@@ -297,7 +293,7 @@ static void hold_arm(struct pcc_client *client, uint64_t snapshot, uint32_t devi
             job->limit_ns = deadline_ns > now ? deadline_ns - now : 1;
         }
         job->held |= 1u << device;
-        atomic_store_explicit(&client->armed, true, memory_order_relaxed);
+        PCC_WRITE(&client->armed, true);
     }
     (void)pthread_mutex_unlock(&client->lock);
     pcc_bell_ring(&client->view.page->client_bell);

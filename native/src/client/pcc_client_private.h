@@ -227,7 +227,7 @@ struct pcc_client {
 static inline bool pcc_client_ended(const struct pcc_client *client)
 {
     /* Acquire pairs with the daemon's release. */
-    return atomic_load_explicit(&client->view.page->ended, memory_order_acquire) != 0;
+    return PCC_READ_ACQUIRE(&client->view.page->ended) != 0;
 }
 
 static inline struct pcc_client *pcc_client_enter(struct pcc_client *client)

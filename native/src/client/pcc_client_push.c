@@ -135,9 +135,9 @@ static bool may_go_ahead(const struct pcc_client *client, const struct pcc_clien
                          const struct pcc_job *job, const struct pcc_part *part)
 {
     const uint64_t two_chunks = 2ull * client->view.geometry.chunk_bytes;
-    const uint64_t ahead = atomic_load_explicit(&client->ahead_bytes, memory_order_relaxed);
+    const uint64_t ahead = PCC_READ(&client->ahead_bytes);
 
-    return job->snapshot <= atomic_load_explicit(&client->at_gate, memory_order_relaxed) ||
+    return job->snapshot <= PCC_READ(&client->at_gate) ||
            device->flying_bytes + part->length_bytes <= (ahead > two_chunks ? ahead : two_chunks);
 }
 
@@ -147,9 +147,9 @@ int pcc_client_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t 
     struct pcc_client_device *device = &client->devices[part->device];
     int mode;
 
-    if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+    if (PCC_READ(&device->broken))
         return -PCC_E_DEVICE;
-    if (atomic_load_explicit(&client->armed, memory_order_relaxed))
+    if (PCC_READ(&client->armed))
         return 0;
     if (device->pieces > 0 && device->pieces + part->pieces > PCC_PIECES_MAX)
         return 0;
@@ -214,8 +214,7 @@ static bool is_dead(struct pcc_client *client, struct pcc_client_device *device)
         part->passed = device->gpu.cuda->event_query(part->marked) != CUDA_ERROR_NOT_READY;
         device->progress_ns = now;
     }
-    return now - device->progress_ns >
-           atomic_load_explicit(&client->patience_ns, memory_order_relaxed);
+    return now - device->progress_ns > PCC_READ(&client->patience_ns);
 }
 
 int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
@@ -234,11 +233,11 @@ int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
         if (state == CUDA_ERROR_NOT_READY) {
             if (!is_dead(client, device))
                 break;
-            atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            PCC_WRITE(&device->broken, true);
             result = -1;
         } else {
             if (state != CUDA_SUCCESS) /* what a query says of others' work does not heal */
-                atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+                PCC_WRITE(&device->broken, true);
             landed(client, device, pcc_client_gpu_code(device, state));
             result = 1;
         }

@@ -214,7 +214,7 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
     tenant->pull.trainer = trainer;
-    atomic_store_explicit(&tenant->stopping, false, memory_order_relaxed);
+    PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);
 
@@ -265,7 +265,7 @@ static void session_end(struct pcc_tenant *tenant)
         }
     }
     /* Release pairs with the client's acquire. */
-    atomic_store_explicit(&tenant->view.page->ended, 1, memory_order_release);
+    PCC_WRITE_RELEASE(&tenant->view.page->ended, 1);
     pcc_tenant_wake_client(tenant);
     grants_forget(tenant);
     tenant->load.lent = 0;
@@ -279,7 +279,7 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
     PCC_LOCKED(&tenant->control);
     if (tenant->attached) {
         /* Release pairs with the drain thread's acquire. */
-        atomic_store_explicit(&tenant->stopping, true, memory_order_release);
+        PCC_WRITE_RELEASE(&tenant->stopping, true);
         pcc_bell_ring(&tenant->view.page->daemon_bell);
         (void)pthread_join(tenant->drain, NULL);
         pcc_tenant_load_stop(tenant);

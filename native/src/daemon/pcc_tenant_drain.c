@@ -46,7 +46,7 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
         return;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     /* The entry may have a younger snapshot by now; ids only grow. */
-    if (atomic_load_explicit(&entry->outcome, memory_order_relaxed) >> 8 > snapshot)
+    if (PCC_READ(&entry->outcome) >> 8 > snapshot)
         return;
     pcc_outcome_write(entry, snapshot, end->outcome, end->sequence, end->newer, &end->reason);
 }
@@ -307,7 +307,7 @@ void *pcc_tenant_drain_run(void *argument)
         const uint32_t rung = pcc_bell_read(bell);
         /* Acquire pairs with the release in detach. Read before the ring: what a dead trainer has
          * produced is taken before we stop. */
-        const bool stopping = atomic_load_explicit(&tenant->stopping, memory_order_acquire);
+        const bool stopping = PCC_READ_ACQUIRE(&tenant->stopping);
         bool moved = ring_drain(tenant) > 0;
         abort_abandoned(tenant);
         if (!stopping)

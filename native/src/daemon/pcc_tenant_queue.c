@@ -127,8 +127,7 @@ int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message 
 
     if (snapshot <= queue->newest || snapshot >> 56 != 0)
         return -PCC_E_BAD_PEER;
-    if (queue->unnoted >= UNNOTED_MAX &&
-        !atomic_load_explicit(&tenant->stopping, memory_order_relaxed)) {
+    if (queue->unnoted >= UNNOTED_MAX && !PCC_READ(&tenant->stopping)) {
         queue->crowded = true; /* taken again when the loop has noted some */
         queue->message = *message;
         return 0;

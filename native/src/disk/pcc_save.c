@@ -23,8 +23,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->has_base = base != NULL;
     if (base != NULL)
         save->base = *base;
-    save->flush_failures =
-        atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
+    save->flush_failures = PCC_READ(&save->lane->saver->flush_failures);
     save->times.begin = pcc_now_ns();
     save->active = true;
 }
