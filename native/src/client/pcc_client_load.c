@@ -157,8 +157,8 @@ static uint64_t target_from(const struct pcc_client_load *load, uint64_t offset_
                           offset_bytes);
 }
 
-/* A part of a chunk to where it belongs. On a GPU it is enqueued. Between pcc_client_gpu_enter and
- * leave of that GPU. */
+/* A part of a chunk to where it belongs. On a GPU it is enqueued. Within PCC_CLIENT_GPU
+ * of that GPU. */
 static CUresult put(const struct pcc_client *client, const struct pcc_range *to, uint32_t place,
                     const uint8_t *bytes)
 {
@@ -276,7 +276,7 @@ static uint32_t load_done(struct pcc_client *client, struct pcc_client_device *d
     return chunk;
 }
 
-/* True when the first chunk's copies are over, whatever came of them. Within enter/leave. */
+/* True when the first chunk's copies are over, whatever came of them. Within PCC_CLIENT_GPU. */
 static bool is_done(struct pcc_client *client, struct pcc_client_device *device, int *error_out)
 {
     const uint32_t chunk = device->loading.first;
@@ -304,15 +304,13 @@ static bool give_back(struct pcc_client *client, struct pcc_client_device *devic
 
 int pcc_client_load_land(struct pcc_client *client, struct pcc_client_device *device)
 {
-    int mode, error = 0, result = 0;
-    const bool entered = pcc_client_gpu_enter(device, &mode) == 0;
+    int error = 0, result = 0;
 
-    if (!entered) /* there is nothing to ask */
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0) /* there is nothing to ask */
         PCC_WRITE(&device->broken, true);
     while (result >= 0 && device->loading.first != PCC_NO_CHUNK && is_done(client, device, &error))
         result = give_back(client, device, error) ? 1 : -1;
-    if (entered)
-        pcc_client_gpu_leave(device, mode);
     return result;
 }
 
@@ -320,28 +318,23 @@ void pcc_client_load_drain(struct pcc_client *client)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
-        int mode, error = 0;
         if (device == NULL || device->loading.first == PCC_NO_CHUNK)
             continue;
-        if (pcc_client_gpu_enter(device, &mode) != 0) {
-            while (device->loading.first != PCC_NO_CHUNK)
-                (void)load_done(client, device, -PCC_E_DEVICE_LOST);
-            continue;
-        }
+        PCC_CLIENT_GPU(gpu, device);
+        int error = gpu.error != 0 ? -PCC_E_DEVICE_LOST : 0;
         while (device->loading.first != PCC_NO_CHUNK) {
             if (error == 0) /* after the first failure nothing is waited for */
                 error = pcc_client_gpu_await(client, device,
                                              client->flights[device->loading.first].event, true);
             (void)load_done(client, device, error);
         }
-        pcc_client_gpu_leave(device, mode);
     }
 }
 
 /* -- taking chunks -- */
 
-/* Within enter/leave: waits until the copies fit into the stream's queue. A full queue would block
- * this thread, which has deadlines to keep. */
+/* Within PCC_CLIENT_GPU: waits until the copies fit into the stream's queue. A full queue would
+ * block this thread, which has deadlines to keep. */
 static int room_await(struct pcc_client *client, struct pcc_client_device *device, uint32_t pieces)
 {
     int error = 0;
@@ -355,7 +348,7 @@ static int room_await(struct pcc_client *client, struct pcc_client_device *devic
     return error;
 }
 
-/* Within enter/leave: the chunk's copies, and the event behind them. */
+/* Within PCC_CLIENT_GPU: the chunk's copies, and the event behind them. */
 static int copies_enqueue(struct pcc_client *client, const struct pcc_message *message,
                           uint32_t index, uint32_t pieces, bool wait)
 {
@@ -388,19 +381,13 @@ static int scatter_to_device(struct pcc_client *client, const struct pcc_message
                              uint32_t index, uint32_t pieces, bool wait)
 {
     struct pcc_client_device *device = &client->devices[index];
-    int mode;
 
     if (PCC_READ(&device->broken))
         return -PCC_E_DEVICE;
     pcc_client_await_unarmed(client);
-    int error = pcc_client_gpu_enter(device, &mode);
-    if (error != 0)
-        return error;
-    error = room_await(client, device, pieces);
-    if (error == 0)
-        error = copies_enqueue(client, message, index, pieces, wait);
-    pcc_client_gpu_leave(device, mode);
-    return error;
+    PCC_CLIENT_GPU(gpu, device);
+    const int error = gpu.error != 0 ? gpu.error : room_await(client, device, pieces);
+    return error != 0 ? error : copies_enqueue(client, message, index, pieces, wait);
 }
 
 /* A chunk has one event. If several GPUs have parts of the chunk, all but the last are waited for

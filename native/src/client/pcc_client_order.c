@@ -117,7 +117,7 @@ static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t sna
 
 /* -- mark -- */
 
-/* Within enter/leave. */
+/* Within PCC_CLIENT_GPU. */
 static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t index, CUstream stream,
                      bool pull)
 {
@@ -158,7 +158,6 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    int mode;
 
     if (mine == NULL)
         return -EINVAL;
@@ -167,12 +166,11 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     PCC_CLIENT_WAITS(client);
     if (!mark_begin(client, snapshot))
         return 0; /* abandoned or hung up since: nothing to mark */
-    int error = pcc_client_gpu_enter(mine, &mode);
-    if (error != 0)
-        return error;
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
     CUstream const on = aside ? mine->side : (CUstream)(uintptr_t)stream;
-    error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
-    pcc_client_gpu_leave(mine, mode);
+    const int error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
     if (error != 0)
         return error;
     PCC_LOCKED(&client->lock);
@@ -188,22 +186,21 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
 {
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    bool reached = true;
-    int mode;
 
     PCC_CLIENT_WAITS(client);
-    for (uint32_t i = 0; reached && i < PCC_DEVICES; i++) {
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
         (void)pthread_mutex_lock(&client->lock);
         const bool marked = job->snapshot == snapshot && job->devices[i].is_marked;
         CUevent const event = job->devices[i].marked; /* made once, and kept */
         (void)pthread_mutex_unlock(&client->lock);
-        if (!marked || device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+        if (!marked || device == NULL)
             continue;
-        reached = device->gpu.cuda->event_query(event) != CUDA_ERROR_NOT_READY;
-        pcc_client_gpu_leave(device, mode);
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error == 0 && device->gpu.cuda->event_query(event) == CUDA_ERROR_NOT_READY)
+            return false;
     }
-    return reached;
+    return true;
 }
 
 /* -- hold -- */
@@ -299,7 +296,7 @@ static void hold_arm(struct pcc_client *client, uint64_t snapshot, uint32_t devi
     pcc_bell_ring(&client->view.page->client_bell);
 }
 
-/* The stream waits for a word of the page from now on. Within enter/leave. */
+/* The stream waits for a word of the page from now on. Within PCC_CLIENT_GPU. */
 static void waited(struct pcc_client *client, uint64_t snapshot, uint32_t device, CUstream stream)
 {
     struct pcc_client_device *mine = &client->devices[device];
@@ -319,16 +316,31 @@ static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
         pcc_client_release_streams(client, job);
 }
 
+/* The stream waits, for an event or for a word of the page. */
+static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                        CUstream stream, CUevent event)
+{
+    struct pcc_client_device *mine = &client->devices[device];
+
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
+    if (event != NULL)
+        return pcc_client_gpu_code(mine, mine->gpu.cuda->stream_wait_event(stream, event, 0));
+    const CUresult result = mine->gpu.cuda->stream_wait_value(
+        stream, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
+        snapshot, CU_STREAM_WAIT_VALUE_GEQ);
+    if (result == CUDA_SUCCESS)
+        waited(client, snapshot, device, stream);
+    return pcc_client_gpu_code(mine, result);
+}
+
 int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
                     uint64_t deadline_ns)
 {
-    struct pcc_client_device *mine = pcc_client_device(client, device);
-    CUstream const on = (CUstream)(uintptr_t)stream;
     CUevent event = NULL;
-    CUresult result;
-    int mode;
 
-    if (mine == NULL)
+    if (pcc_client_device(client, device) == NULL)
         return -EINVAL;
     PCC_CLIENT_WAITS(client);
     const enum hold_way way = hold_await(client, snapshot, device, &event, deadline_ns);
@@ -336,20 +348,8 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
         return way == HOLD_LATER ? -ETIMEDOUT : 0;
     if (way == HOLD_WORD)
         hold_arm(client, snapshot, device, deadline_ns);
-    int error = pcc_client_gpu_enter(mine, &mode);
-    if (error == 0) {
-        if (way == HOLD_WORD) {
-            result = mine->gpu.cuda->stream_wait_value(
-                on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
-                snapshot, CU_STREAM_WAIT_VALUE_GEQ);
-            if (result == CUDA_SUCCESS)
-                waited(client, snapshot, device, on);
-        } else {
-            result = mine->gpu.cuda->stream_wait_event(on, event, 0);
-        }
-        error = pcc_client_gpu_code(mine, result);
-        pcc_client_gpu_leave(mine, mode);
-    }
+    const int error = hold_enqueue(client, snapshot, device, (CUstream)(uintptr_t)stream,
+                                   way == HOLD_EVENT ? event : NULL);
     if (way == HOLD_WORD)
         hold_recheck(client, snapshot);
     /* The driver's want of memory for the wait: it is not enqueued. */

@@ -51,12 +51,12 @@ bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
 bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment)
 {
     struct pcc_client_device *device = pcc_client_device(client, segment->pinned_by);
-    int mode;
 
-    if (device != NULL && pcc_client_gpu_enter(device, &mode) == 0) {
-        if (pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
+    if (device != NULL) {
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error == 0 &&
+            pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
             segment->pinned_by = PCC_HOST;
-        pcc_client_gpu_leave(device, mode);
     }
     return segment->pinned_by == PCC_HOST;
 }
@@ -106,7 +106,7 @@ CUresult pcc_client_event_ready(struct pcc_client *client, uint32_t chunk, uint3
     return cuda->event_create(&flight->event, CU_EVENT_DISABLE_TIMING);
 }
 
-/* Within enter/leave, in order and with an event at hand. */
+/* Within PCC_CLIENT_GPU, in order and with an event at hand. */
 static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
                               const struct pcc_part *part)
 {
@@ -145,7 +145,6 @@ int pcc_client_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t 
                        const struct pcc_part *part, bool *taken_out)
 {
     struct pcc_client_device *device = &client->devices[part->device];
-    int mode;
 
     if (PCC_READ(&device->broken))
         return -PCC_E_DEVICE;
@@ -155,22 +154,20 @@ int pcc_client_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t 
         return 0;
     if (!may_go_ahead(client, device, job, part))
         return 0;
-    int result = pcc_client_gpu_enter(device, &mode);
-    if (result != 0)
-        return result;
-    result = order(client, job, chunk, part);
-    if (result > 0) {
-        result = pcc_client_gpu_code(device, pcc_client_event_ready(client, chunk, part->device));
-        if (result == 0) {
-            if (device->flying.first == PCC_NO_CHUNK)
-                device->progress_ns = pcc_now_ns();
-            *taken_out = true;
-            result = pcc_client_gpu_code(device, chunk_enqueue(client, job, chunk, part));
-        }
-        result = result == 0 ? 1 : result;
-    }
-    pcc_client_gpu_leave(device, mode);
-    return result;
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0)
+        return gpu.error;
+    const int ordered = order(client, job, chunk, part);
+    if (ordered <= 0)
+        return ordered;
+    int error = pcc_client_gpu_code(device, pcc_client_event_ready(client, chunk, part->device));
+    if (error != 0)
+        return error;
+    if (device->flying.first == PCC_NO_CHUNK)
+        device->progress_ns = pcc_now_ns();
+    *taken_out = true;
+    error = pcc_client_gpu_code(device, chunk_enqueue(client, job, chunk, part));
+    return error == 0 ? 1 : error;
 }
 
 /* -- landing -- */
@@ -219,9 +216,10 @@ static bool is_dead(struct pcc_client *client, struct pcc_client_device *device)
 
 int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
 {
-    int mode, result = 0;
+    int result = 0;
 
-    if (pcc_client_gpu_enter(device, &mode) != 0) {
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0) {
         while (device->flying.first != PCC_NO_CHUNK)
             landed(client, device, -PCC_E_DEVICE);
         return 1;
@@ -242,6 +240,5 @@ int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
             result = 1;
         }
     }
-    pcc_client_gpu_leave(device, mode);
     return result;
 }

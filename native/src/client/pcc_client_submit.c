@@ -30,16 +30,17 @@ static bool same_allocation(struct plan *plan, const struct pcc_source *last,
                             const struct pcc_source *source)
 {
     struct pcc_client_device *device = pcc_client_device(plan->client, source->device);
-    int mode;
 
     if (last->range.address - plan->base >= plan->base_bytes) {
         plan->base_bytes = 0;
-        if (device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+        if (device == NULL)
+            return false;
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error != 0)
             return false;
         if (device->gpu.cuda->address_range(&plan->base, &plan->base_bytes, last->range.address) !=
             CUDA_SUCCESS)
             plan->base_bytes = 0;
-        pcc_client_gpu_leave(device, mode);
     }
     return source->range.address - plan->base < plan->base_bytes;
 }
