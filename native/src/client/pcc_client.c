@@ -1,15 +1,11 @@
 /* A client's life, its requests and its waits. The thread itself is in pcc_client_run.c. */
-#include "client/pcc_client.h"
-
 #include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 /* How long abandoning waits for copies that a GPU makes. It is safe to continue after that: what

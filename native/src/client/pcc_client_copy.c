@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "base/pcc_copy.h"
-#include "base/pcc_futex.h"
 #include "base/pcc_guard.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"

@@ -4,10 +4,8 @@
  * the daemon reads the next chunks meanwhile. As with push, the driver is left alone while a stream
  * waits for the daemon. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/pcc_copy.h"
-#include "base/pcc_futex.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
 

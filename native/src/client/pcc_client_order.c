@@ -4,7 +4,6 @@
  * can run while the snapshot may still become COPIED (P4). The caller of hold looks at the word
  * again after it has enqueued the wait: either it sees the final word, or the process that makes
  * the word final stores `done` afterwards. */
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job)

@@ -9,6 +9,7 @@
 #define PCC_CLIENT_PRIVATE_H
 
 #include "base/pcc_crew.h"
+#include "base/pcc_futex.h"
 #include "base/pcc_thread.h"
 #include "client/pcc_client.h"
 #include "gpu/pcc_cuda.h"

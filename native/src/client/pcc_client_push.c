@@ -6,7 +6,6 @@
  * long as the copy, so it is made only when nothing is left to wait for. While a stream waits for
  * the daemon (`armed`), the thread makes no call at all: another thread may be inside a call that
  * ends with that wait and holds a driver lock, and only this thread can release the stream. */
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 void pcc_client_list_add(struct pcc_client *client, struct pcc_chunk_list *list, uint32_t chunk)

@@ -1,5 +1,4 @@
 /* The client's thread: messages, grants, deadlines, hang-up. */
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 #define BUSY_NS 100000000u /* something is outstanding: look for a hang-up this often */

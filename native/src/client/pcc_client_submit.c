@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_futex.h"
 #include "base/pcc_guard.h"
 #include "client/pcc_client_private.h"
 

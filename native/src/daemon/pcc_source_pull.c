@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 /* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under

@@ -1,14 +1,10 @@
 /* A tenant's life: opening, volumes, the attached session. */
-#include "daemon/pcc_tenant.h"
-
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
@@ -301,8 +297,8 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         tenant->trainer_fd = -1;
 
         pcc_tenant_lock(tenant);
-        const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = tenant->session};
-        pcc_tenant_put(tenant, &event);
+        pcc_tenant_put(tenant,
+                       (struct pcc_event){.kind = PCC_EVENT_DETACHED, .session = tenant->session});
         pcc_tenant_unlock(tenant);
     }
 }

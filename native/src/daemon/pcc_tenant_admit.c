@@ -182,11 +182,10 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
         return -PCC_E_ABORTED;
     }
     pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
-    const struct pcc_event event = {.kind = PCC_EVENT_BEGUN,
-                                    .session = tenant->session,
-                                    .id = snapshot,
-                                    .sequence = save->sequence};
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_BEGUN,
+                                              .session = tenant->session,
+                                              .id = snapshot,
+                                              .sequence = save->sequence});
     sources_want(tenant, save);
     pcc_tenant_wake_client(tenant);
     return 0;

@@ -1,6 +1,4 @@
 /* What owners of chunks call, on any thread. */
-#include "disk/pcc_save.h"
-
 #include <string.h>
 
 #include "disk/pcc_save_private.h"

@@ -1,8 +1,6 @@
 /* Continues the saves of a daemon that was killed, from the state memfd (pcc_kept.h). */
-#include <string.h>
 
 #include "disk/pcc_save_private.h"
-#include "io/pcc_pace.h"
 
 static bool has(const struct pcc_kept_piece *piece, uint32_t flag)
 {

@@ -1,5 +1,3 @@
-#include "disk/pcc_volume.h"
-
 #include <stdlib.h>
 #include <string.h>
 
