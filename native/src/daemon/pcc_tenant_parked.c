@@ -14,30 +14,26 @@ static struct pcc_tenant_save *parked_find(struct pcc_tenant *tenant, uint64_t s
 
 int pcc_tenant_write(struct pcc_tenant *tenant, uint64_t sequence)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = parked_find(tenant, sequence);
-    const int error = save != NULL ? pcc_save_write(save->save, &save->save) : 0;
-    pcc_tenant_unlock(tenant);
-    return error;
+    return save != NULL ? pcc_save_write(save->save, &save->save) : 0;
 }
 
 bool pcc_tenant_drop(struct pcc_tenant *tenant, uint64_t sequence, const struct pcc_tenant_end *end)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = parked_find(tenant, sequence);
-    const bool dropped = save != NULL && pcc_save_drop(save->save);
-    if (dropped) {
-        save->save = NULL;
-        pcc_tenant_chunks_forget(tenant, save, false);
-        tenant->bindings[save->binding].active--;
-        if (pcc_tenant_of_session(tenant, save))
-            pcc_tenant_outcome(tenant, save->snapshot, end);
-        pcc_tenant_wake_client(tenant);
-        pcc_tenant_pass_on(tenant);
-        pcc_tenant_queue_look(tenant);
-    }
-    pcc_tenant_unlock(tenant);
-    return dropped;
+    if (save == NULL || !pcc_save_drop(save->save))
+        return false;
+    save->save = NULL;
+    pcc_tenant_chunks_forget(tenant, save, false);
+    tenant->bindings[save->binding].active--;
+    if (pcc_tenant_of_session(tenant, save))
+        pcc_tenant_outcome(tenant, save->snapshot, end);
+    pcc_tenant_wake_client(tenant);
+    pcc_tenant_pass_on(tenant);
+    pcc_tenant_queue_look(tenant);
+    return true;
 }
 
 void pcc_tenant_adopted_write(struct pcc_tenant *tenant)

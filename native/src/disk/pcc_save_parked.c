@@ -20,7 +20,7 @@ static void take_over(struct pcc_save *save, struct pcc_save *parked, uint32_t s
     parked->active = false;
     save->slot = slot;
     save->has_slot = true;
-    save->flush_failures = atomic_load_explicit(&saver->flush_failures, memory_order_relaxed);
+    save->flush_failures = PCC_READ(&saver->flush_failures);
     pcc_kept_moved(saver->spec.kept, save->kept_place, slot, save->piece_count);
     for (uint32_t i = 0; i < save->piece_count; i++)
         pcc_save_queue_piece(save, i);

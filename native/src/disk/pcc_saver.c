@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_thread.h"
 #include "disk/pcc_save_private.h"
 #include "io/pcc_pace.h"
 
@@ -12,17 +11,15 @@
  * false only when the lane closes. */
 static bool work_take(struct pcc_lane *lane, bool wait, uint64_t *item_out)
 {
-    (void)pthread_mutex_lock(&lane->lock);
+    PCC_LOCKED(&lane->lock);
     while (wait && lane->work_count == 0 && !lane->closing)
         (void)pthread_cond_wait(&lane->changed, &lane->lock);
-    const bool found = lane->work_count > 0;
-    if (found) {
-        *item_out = lane->work[lane->work_first];
-        lane->work_first = (lane->work_first + 1) % lane->work_capacity;
-        lane->work_count--;
-    }
-    (void)pthread_mutex_unlock(&lane->lock);
-    return found;
+    if (lane->work_count == 0)
+        return false;
+    *item_out = lane->work[lane->work_first];
+    lane->work_first = (lane->work_first + 1) % lane->work_capacity;
+    lane->work_count--;
+    return true;
 }
 
 static void *run_lane(void *argument)
@@ -201,14 +198,16 @@ void pcc_saver_close(struct pcc_saver *saver)
 
 void pcc_saver_exchange(struct pcc_save *one, struct pcc_save *other)
 {
-    const struct pcc_save before = *one;
+    const uint32_t kept_place = one->kept_place;
+    uint8_t *manifest = one->manifest;
+    struct pcc_save_piece *pieces = one->pieces;
 
     one->kept_place = other->kept_place;
     one->manifest = other->manifest;
     one->pieces = other->pieces;
-    other->kept_place = before.kept_place;
-    other->manifest = before.manifest;
-    other->pieces = before.pieces;
+    other->kept_place = kept_place;
+    other->manifest = manifest;
+    other->pieces = pieces;
 }
 
 /* With the saver's lock held. */
@@ -226,7 +225,7 @@ struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_pla
     const uint32_t first = parked ? saver->spec.lanes : 0;
     struct pcc_save *found = NULL;
 
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     for (uint32_t i = first; !found && !saver->closing && i < saver->spec.lanes + parked; i++) {
         struct pcc_lane *lane = &saver->lanes[i];
         for (uint32_t k = 0; !found && !lane->current && k < lane->place_count; k++)
@@ -242,7 +241,6 @@ struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_pla
             pcc_pace_save_begins(saver->identity.uid);
         }
     }
-    (void)pthread_mutex_unlock(&saver->lock);
     return found;
 }
 
@@ -252,11 +250,10 @@ void pcc_save_leave_lane(struct pcc_save *save)
 
     if (save->lane->parks)
         return;
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     PCC_ASSERT(save->lane->current == save);
     save->lane->current = NULL;
     pcc_pace_save_ends(saver->identity.uid);
-    (void)pthread_mutex_unlock(&saver->lock);
 }
 
 void pcc_save_leave(struct pcc_save *save)
@@ -264,10 +261,9 @@ void pcc_save_leave(struct pcc_save *save)
     struct pcc_saver *saver = save->lane->saver;
 
     pcc_save_leave_lane(save);
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     save->used = false;
     (void)pthread_cond_broadcast(&saver->ended);
-    (void)pthread_mutex_unlock(&saver->lock);
 }
 
 void pcc_save_over(struct pcc_save *save)
@@ -280,10 +276,9 @@ void pcc_save_over(struct pcc_save *save)
     (void)pthread_mutex_unlock(&saver->lock);
     if (saver->spec.events->freed)
         saver->spec.events->freed(saver->spec.owner);
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     saver->telling--;
     (void)pthread_cond_broadcast(&saver->ended);
-    (void)pthread_mutex_unlock(&saver->lock);
 }
 
 int pcc_saver_step(struct pcc_saver *saver, uint32_t lane)
