@@ -209,7 +209,7 @@ void pcc_tenant_retry(struct pcc_tenant *tenant);
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
                             const struct pcc_tenant_end *end);
 
-/* -- parked saves, of requests of level MEMORY: copied, and not written (pcc_tenant_parked.c) -- */
+/* -- parked saves, of requests of level MEMORY: copied, and not written (pcc_tenant_admit.c) -- */
 
 /* Has the parked save of that sequence written: WRITING, DURABLE and the others follow as for any
  * save, also when its session is over. 0 also when nothing of that sequence is parked. -EBUSY while

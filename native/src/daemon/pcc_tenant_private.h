@@ -353,7 +353,6 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
 /* Whether a source is at work on a save of that binding; PCC_TENANT_VOLUMES: on any. */
 bool pcc_tenant_is_filled(const struct pcc_tenant *tenant, uint32_t binding);
 
-/* -- pcc_tenant_parked.c; with the lock held -- */
 /* Parked saves of the earlier daemon are written as far as there is room. */
 void pcc_tenant_adopted_write(struct pcc_tenant *tenant);
 

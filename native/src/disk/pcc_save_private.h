@@ -1,7 +1,7 @@
 /* The inside of a saver, shared by pcc_saver.c (memory, threads, lanes), pcc_save.c (what
  * owners call), pcc_save_work.c (what is done with a save's bytes, in which order),
- * pcc_save_base.c (which of them lie in an earlier checkpoint), pcc_save_parked.c (saves that stay
- * in memory) and pcc_save_adopt.c (saves of the earlier daemon).
+ * pcc_save_base.c (which of them lie in an earlier checkpoint) and pcc_save_adopt.c (saves of the
+ * earlier daemon).
  *
  * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
  * save while the end of the last one is still being reported. Behind the lanes comes one that
@@ -13,9 +13,8 @@
  * beside a write of the same save, and a save never ends while a write of it is under way.
  *
  * Locks, outermost first: the volume's publishing -> the lock of the lane that parks -> another
- * lane's lock -> the volume's lock. The
- * saver's three locks stand alone. The lock of pcc_pace.h is taken under any of them. Owners'
- * callbacks run without any of them. */
+ * lane's lock -> the volume's lock. The saver's three locks stand alone. The lock of pcc_pace.h is
+ * taken under any of them. Owners' callbacks run without any of them. */
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
 
@@ -196,12 +195,10 @@ uint64_t pcc_save_referred_bytes(const struct pcc_save *save);
  * An error with *lost_out: the bytes in the base have changed, or cannot be read. */
 PCC_MUST_CHECK int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_out);
 
-/* -- pcc_save_parked.c -- */
+/* -- pcc_save.c -- */
 /* A sealed save leaves its parking place; true when it was one. With `kept` the state memfd
  * continues to hold it. */
 bool pcc_save_unpark(struct pcc_save *parked, bool kept);
-
-/* -- pcc_save.c -- */
 /* A place that was just taken becomes this save, with no chunk handed over. `slot` may be
  * PCC_KEPT_NO_SLOT, and `base` NULL. */
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
