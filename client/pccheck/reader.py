@@ -51,7 +51,7 @@ class Reader(Closing):
 
     def steps(self) -> list[Stored]:
         """Every checkpoint of the job, newest first; also those that only some ranks have."""
-        return [stored for stored, _ in self._found()]
+        return [stored for stored, _ in checkpoints_of(self._source, self.job, self._uid)]
 
     def newest(self) -> Stored | None:
         """The newest checkpoint that every rank of its world has, undamaged: the one that
@@ -73,7 +73,7 @@ class Reader(Closing):
 
     def _chosen(self, step: int | None, sequence: int | None) -> list[catalog.Checkpoint]:
         """The parts of the chosen checkpoint, by rank."""
-        found = self._found()
+        found = checkpoints_of(self._source, self.job, self._uid)
         fits = [
             (stored, parts) for stored, parts in found
             if step in (None, stored.step) and sequence in (None, stored.sequence)
@@ -82,9 +82,6 @@ class Reader(Closing):
             if stored.complete:
                 return parts
         raise self._none(step, sequence, [stored for stored, _ in (fits or found)], bool(fits))
-
-    def _found(self) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
-        return checkpoints_of(self._source, self.job, self._uid)
 
     def _none(
         self, step: int | None, sequence: int | None, near: list[Stored], chosen: bool

@@ -100,8 +100,7 @@ class OpenCheckpoint(Closing):
         return state_of(_Infos(described), described.root)
 
     def leaves(self, rank: int | None = None) -> dict[str, Any]:
-        """`describe` as a flat dict: a TensorInfo or a Python value by its path. Empty containers
-        are left out."""
+        """`describe` as a flat dict by path, without empty containers."""
         infos = _Infos(self._tree(self._checked(rank)))
         containers = (tree.Mapping, tree.Sequence)
         return {
@@ -231,8 +230,7 @@ class OpenCheckpoint(Closing):
         near = did_you_mean([path], list(self._paths(self._checked(rank))))
         whose = "" if rank is None else f" of rank {rank}"
         raise UsageError(
-            f"there is no {path!r} in step {self.step}{whose}",
-            hint=f"{near}leaves() has all paths",
+            f"there is no {path!r} in step {self.step}{whose}", hint=f"{near}leaves() has all paths"
         )
 
     def _tree(self, rank: int) -> tree.Tree:
