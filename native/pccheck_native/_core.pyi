@@ -204,8 +204,6 @@ class SaveRequest(NamedTuple):
     tree_bytes: int
     skip: bool  # on_busy
     map: int
-    frozen_bytes: int
-    offered_bytes: int
     held_at_ns: int
     held_ns: int
     base: int
@@ -270,10 +268,8 @@ class Gpus:
 class TenantUsage(NamedTuple):
     bytes: int
     free_chunks: int
-    granted_chunks: int
     full_chunks: int
     cached_chunks: int
-    lent_chunks: int
     left_chunks: int  # never used again; shrink gives them back
     in_flight: int
     pinned_bytes: int

@@ -29,9 +29,7 @@ static PyObject *client_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     struct pcc_client *client = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_client_open(socket_fd, page_fd, &client));
-    if (result < 0)
-        return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    return pcc_py_object_new(type, "Client", client, client_close);
+    return pcc_py_object_new(type, "Client", result, client, client_close);
 }
 
 /* The client's thread reads the caller's tensors, so close() returns when that thread has ended.

@@ -72,8 +72,9 @@ struct pcc_py_state *pcc_py_state_of(PyTypeObject *type);
     {                                                                                              \
         close_handle(handle);                                                                      \
     }
-/* A new object of `type` that takes `handle`; closes it and returns NULL when memory is out. */
-PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
+/* A new object of `type` that takes `handle`, which is closed when memory is out; or the exception
+ * of a negative `code`. */
+PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, int code, void *handle,
                             void (*close)(void *handle));
 /* The handle, and one more user; NULL with ValueError when closed or in a forked child. */
 void *pcc_py_enter(PyObject *self);
