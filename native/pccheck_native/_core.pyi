@@ -268,8 +268,10 @@ class Gpus:
 class TenantUsage(NamedTuple):
     bytes: int
     free_chunks: int
+    granted_chunks: int
     full_chunks: int
     cached_chunks: int
+    lent_chunks: int
     left_chunks: int  # never used again; shrink gives them back
     in_flight: int
     pinned_bytes: int

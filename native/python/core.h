@@ -117,14 +117,12 @@ static inline void pcc_py_left(PyObject **entered)
         Py_END_ALLOW_THREADS                                                                       \
     } while (0)
 
-/* In a method: the statement, with `handle`. */
-#define PCC_PY_WITH(statement)                                                                     \
+/* In a method: the statement, with `handle` and without the GIL. */
+#define PCC_PY_CALL(statement)                                                                     \
     do {                                                                                           \
         PCC_PY_ENTER();                                                                            \
-        statement;                                                                                 \
+        PCC_PY_UNLOCKED(statement);                                                                \
     } while (0)
-/* The same without the GIL, as most methods do. */
-#define PCC_PY_CALL(statement) PCC_PY_WITH(PCC_PY_UNLOCKED(statement))
 /* How these end. Returns None. */
 #define PCC_PY_RETURN_NONE(statement)                                                              \
     do {                                                                                           \

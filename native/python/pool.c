@@ -32,8 +32,8 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyObject *pool_stored(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    struct pcc_store_usage usage;
-    PCC_PY_WITH(usage = pcc_pool_stored(handle));
+    PCC_PY_ENTER();
+    const struct pcc_store_usage usage = pcc_pool_stored(handle);
     return Py_BuildValue("(IIK)", usage.stored, usage.limit, usage.refused);
 }
 

@@ -292,10 +292,10 @@ static PyObject *tenant_usage(PyObject *self, PyObject *Py_UNUSED(unused))
     struct pcc_tenant_usage usage;
     PCC_PY_CALL(pcc_tenant_usage(handle, &usage));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_TENANT_USAGE,
-                         Py_BuildValue("(KKKKKIKKI)", usage.bytes, usage.free_chunks,
-                                       usage.full_chunks, usage.cached_chunks, usage.left_chunks,
-                                       usage.in_flight, usage.pinned_bytes, usage.exposed_bytes,
-                                       usage.mappings));
+                         Py_BuildValue("(KKKKKKKIKKI)", usage.bytes, usage.free_chunks,
+                                       usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
+                                       usage.lent_chunks, usage.left_chunks, usage.in_flight,
+                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings));
 }
 
 /* "" or why not. */
