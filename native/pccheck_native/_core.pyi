@@ -208,8 +208,6 @@ class SaveRequest(NamedTuple):
     skip: bool  # on_busy
     level: int  # LEVEL_*: where it is to be safe
     map: int
-    frozen_bytes: int
-    offered_bytes: int
     held_at_ns: int
     held_ns: int
     base: int
