@@ -201,10 +201,11 @@ class Handlers:
     ) -> Registered:
         job = session.job
         assert job is not None
-        volume = await tenant.register(body.payload_bytes)
-        wanted = tenant.wanted_bytes(body.payload_bytes)
-        granted = await self._registry.memory.claim(session, wanted)
-        expected = max(granted, min(wanted, self._registry.memory.share_bytes(session.number)))
+        volume = await tenant.readiness.register(body.payload_bytes)
+        memory = self._registry.memory
+        wanted = memory.wanted_for(tenant, body.payload_bytes)
+        granted = await memory.claim(session, wanted)
+        expected = max(granted, min(wanted, memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
         return Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
@@ -224,7 +225,7 @@ class Handlers:
         _require_pull(offered(case))
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
         if whole is not None:
-            _require_pull(await tenant.expose(session.number, body.map, whole, case))
+            _require_pull(await tenant.pulling.expose(session.number, body.map, whole, case))
 
     async def _describe(self, session: Session, body: Describe) -> Described:
         """Waits until the records have what the page shows already: the core writes the page."""
@@ -248,7 +249,7 @@ class Handlers:
         if not await tenant.ledger.settled(GOODBYE_LIMIT_S, asked):
             raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")
         if body.done:
-            await tenant.finish()
+            await tenant.binding.finish()
 
     async def _status(self, session: Session) -> report.Document:
         async with self._making(session.uid):
@@ -318,7 +319,7 @@ def _count_failed(tenant: Tenant, count: int) -> None:
     if not 0 <= count <= FAILED_MAX:
         raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {count})")
     if count:
-        tenant.failed_before_request(count)
+        tenant.saves.failed_before_request(count)
 
 
 def _require_pull(offer: Decision) -> None:

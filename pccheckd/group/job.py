@@ -51,12 +51,12 @@ class Job:
     @property
     def last_used_ns(self) -> int:
         """When it was loaded, or the last trainer of a rank ended."""
-        return max((tenant.last_used_ns for tenant in self.tenants.values()), default=0)
+        return max((tenant.seat.last_used_ns for tenant in self.tenants.values()), default=0)
 
     @property
     def leaving(self) -> bool:
         """A rank's trainer has ended and is being drained."""
-        return any(tenant.leaving for tenant in self.tenants.values())
+        return any(tenant.seat.is_leaving for tenant in self.tenants.values())
 
     def loaded(self, tenant: Tenant) -> None:
         """Adds a rank whose volumes have been opened."""
@@ -67,11 +67,11 @@ class Job:
 
     async def look(self) -> None:
         """Checks the files of all its ranks, and opens new ones."""
-        await asyncio.gather(*(tenant.look() for tenant in list(self.tenants.values())))
+        await asyncio.gather(*(tenant.readiness.look() for tenant in list(self.tenants.values())))
 
     async def close(self) -> None:
         for tenant in self.tenants.values():
-            tenant.stop_attaches()  # all first: no trainer attaches to the last ones meanwhile
+            tenant.seat.close()  # all first: no trainer attaches to the last ones meanwhile
         for tenant in self.tenants.values():
             await tenant.close()
 
@@ -176,7 +176,7 @@ class Job:
         """Gives a request of one of several ranks its sequence, or says how it ends. Waits for
         nothing."""
         tenant, numbering = self.tenants[rank], self.members.numbering
-        owner = tenant.owner
+        owner = tenant.seat.owner
         assert owner is not None
         start = self.members.may_ask(rank, owner.process)
         if start is None:

@@ -34,7 +34,9 @@ def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
         return _newest(own, wanted, found)
     if session.world_size == 1:
         alone = [one for one in found if one.world_size == 1]
-        best = (one.sequence for one in alone if _fits(one, wanted) and own.is_usable(one))
+        best = (
+            one.sequence for one in alone if _fits(one, wanted) and own.retention.is_usable(one)
+        )
         common = job.members.common()
         shared = (held.sequence for held in common if held.world_size > 1 and _fits(held, wanted))
         if alone and max(shared, default=0) <= max(best, default=0):
@@ -48,7 +50,7 @@ def restorable(session: Session, job: Job, own: Tenant) -> dict[int, int]:
     mine = {
         one.sequence: one.step
         for one in own.volumes.checkpoints()
-        if is_alone and own.is_usable(one) and (session.solo or one.world_size == 1)
+        if is_alone and own.retention.is_usable(one) and (session.solo or one.world_size == 1)
     }
     shared = {
         held.sequence: held.step
@@ -74,7 +76,7 @@ async def settled(job: Job) -> Writing | None:
 def _writing(tenants: list[Tenant], last: int) -> Writing:
     """What is on its way, up to the sequence `last`."""
     live = [one for t in tenants for one in t.ledger.live() if one.sequence <= last]
-    ports = [t.port for t in tenants if t.port is not None and t.ledger.live()]
+    ports = [t.binding.port for t in tenants if t.binding.port is not None and t.ledger.live()]
     left = sum(u.full_chunks * port.chunk_bytes for port in ports if (u := port.usage()))
     total = sum(one.payload_bytes for one in live)
     newest = max(live, key=lambda one: one.sequence, default=None)
@@ -107,7 +109,7 @@ def _of_group(session: Session, job: Job, own: Tenant, wanted: Open) -> catalog.
     # A rank that did not exist then takes the copy of rank 0, or of the only saver.
     for holder in (own, *(other for _, other in sorted(job.tenants.items()))):
         item = holder.volumes.checkpoint(common.sequence)
-        if item is not None and holder.is_usable(item):
+        if item is not None and holder.retention.is_usable(item):
             return item
         if session.rank < common.world_size and not wanted.any_world_size:
             break

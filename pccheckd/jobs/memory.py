@@ -135,6 +135,17 @@ class Memory(Background):
             claim = self._claims[by.number] = Claim(by, by.port, by.tenant.key, wanted)
         return claim
 
+    def wanted_for(self, tenant: Tenant, payload_bytes: int) -> int:
+        """DRAM for two checkpoints of this size, within the rank's share of the budget."""
+        owner, port = tenant.seat.owner, tenant.binding.port
+        if owner is None or port is None:
+            raise RefusedError("the session has ended")
+        chunk, budget = port.chunk_bytes, self._config.dram_bytes
+        share = min(self._config.max_dram_per_user_bytes or budget, budget)
+        wanted = -(-payload_bytes // chunk) * chunk * 2
+        most = share // owner.local_world_size // chunk * chunk
+        return max(2 * chunk, min(wanted, most))
+
     def gone(self, session: int) -> None:
         """The session has ended: its memory is a cache now, or was given back."""
         self._claims.pop(session, None)
@@ -224,7 +235,11 @@ class Memory(Background):
             if not tenant.quiet:  # as its checkpoints are written
                 short -= port.aim_bytes - _least(tenant, port)
                 port.resize(_least(tenant, port), self._moved, stuck=lambda: None)  # no trainer
-            elif young or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
+            elif (
+                young
+                or tenant.volumes.is_done
+                or now_ns - tenant.seat.last_used_ns > LEFT_ALONE_S * 1e9
+            ):
                 short -= port.granted_bytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
         return short
@@ -269,18 +284,18 @@ class Memory(Background):
     def _unclaimed(self) -> Iterator[tuple[Tenant, Port]]:
         claimed = {claim.port for claim in self._claims.values()}
         for tenant in self._tenants():
-            if tenant.port is not None and tenant.port not in claimed:
-                yield tenant, tenant.port
+            if tenant.binding.port is not None and tenant.binding.port not in claimed:
+                yield tenant, tenant.binding.port
 
     def _caches(self, uid: int | None) -> list[tuple[Tenant, Port]]:
         """What tenants without a trainer, of one user or of all, can return, in this order."""
         found = [
             (tenant, port) for tenant, port in self._unclaimed()
-            if tenant.owner is None and uid in (None, tenant.key.uid)
-            if port not in self._releasing and not tenant.lock.locked()
+            if tenant.seat.owner is None and uid in (None, tenant.key.uid)
+            if port not in self._releasing and not tenant.binding.lock.locked()
             if port.aim_bytes > _least(tenant, port)
         ]  # fmt: skip
-        return sorted(found, key=lambda item: item[0].last_used_ns)
+        return sorted(found, key=lambda item: item[0].seat.last_used_ns)
 
     def _bound_bytes(self) -> int:
         """Memory that is in use until a disk has ended its writes."""
@@ -292,8 +307,10 @@ class Memory(Background):
     async def _release(self, tenant: Tenant, port: Port) -> None:
         """Makes a tenant without a trainer give back all its memory."""
         try:
-            async with tenant.lock:
-                ours = tenant.owner is None and tenant.port is port  # no trainer came meanwhile
+            async with tenant.binding.lock:
+                ours = (
+                    tenant.seat.owner is None and tenant.binding.port is port
+                )  # no trainer came meanwhile
                 if ours and await port.release_memory():
                     LOG.info("%s: its cache was released for others", tenant.key)
         finally:

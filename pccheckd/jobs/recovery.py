@@ -89,7 +89,7 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
             raise recycled(tenant.key, body.sequence)
         if not port.granted_bytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
-            await memory.claim(session, own.wanted_bytes(payload.payload_bytes))
+            await memory.claim(session, memory.wanted_for(own, payload.payload_bytes))
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )

@@ -42,6 +42,8 @@ class Ledger:
         self._has_saved = False  # ... a checkpoint of it became durable ...
         self._has_ended = False  # ... and it has ended
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
+        #: Durable and not yet read from the volume: sequence and world size.
+        self.appearing: dict[int, int] = {}
         self._waiters: set[asyncio.Event] = set()
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -122,6 +124,12 @@ class Ledger:
     def copied(self) -> list[Checkpoint]:
         """Checkpoints that will become durable, whatever happens to their trainer."""
         return [one for one in self.live() if one.state in (State.COPIED, State.WRITING)]
+
+    def pending(self) -> dict[int, int]:
+        """Requested sequences that have not ended and that the volume does not list as durable,
+        each with the world size of the start that requested it."""
+        live = (found for found in self.live() if found.sequence)
+        return {found.sequence: found.world_size for found in live} | self.appearing
 
     @property
     def in_flight(self) -> bool:

@@ -7,6 +7,7 @@ await."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -46,6 +47,12 @@ class Key(NamedTuple):
 
     def __str__(self) -> str:
         return f"job {self.job!r} rank {self.rank} of uid {self.uid}"
+
+    @property
+    def label(self) -> str:
+        """The name of its memory in the descriptor store, where names are short and public."""
+        text = f"{self.uid}/{self.job}/{self.rank}".encode()
+        return "pccheck-" + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 @dataclass(slots=True)
@@ -118,6 +125,11 @@ class VolumeSet:
     @property
     def current(self) -> OpenVolume | None:
         return self.open[-1] if self.open else None
+
+    @property
+    def is_done(self) -> bool:
+        """The trainer that saved last reported its job as done."""
+        return self.current is not None and self.current.info.done
 
     def checkpoints(self) -> list[catalog.Checkpoint]:
         """Durable checkpoints of all files as last read, newest first."""

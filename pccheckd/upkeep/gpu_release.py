@@ -25,10 +25,10 @@ class GpuRelease(Background):
             return
         after_s = self._registry.config.gpu_release_s
         for tenant in list(self._registry.tenants()):
-            if tenant.port is None:
+            if tenant.binding.port is None:
                 continue
             try:
-                await tenant.port.rest(after_s)
+                await tenant.binding.port.rest(after_s)
             except Exception:  # the others' memory is released anyway
                 LOG.exception("%s: DRAM could not be unpinned", tenant.key)
         await self._registry.engine.drive(os.getuid(), gpus.rest, after_s)

@@ -23,7 +23,7 @@ class Rest(Background):
         """The writers first: a job that is closed has none."""
         before_ns = time.monotonic_ns() - int(REST_S * 1e9)
         for tenant in list(self._registry.tenants()):
-            if tenant.quiet and tenant.last_used_ns < before_ns:
+            if tenant.quiet and tenant.seat.last_used_ns < before_ns:
                 try:
                     await tenant.rest()
                 except Exception:  # the others rest anyway

@@ -342,7 +342,7 @@ class Scrubber(Background):
         self.paused = False
 
     def _busy(self) -> bool:
-        return any(t.is_read or t.ledger.live() for t in self._registry.tenants())
+        return any(t.uses.reads or t.ledger.live() for t in self._registry.tenants())
 
     def _count(self, result: Result) -> None:
         self.results[result] += 1

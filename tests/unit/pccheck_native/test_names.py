@@ -195,7 +195,7 @@ class Player:
         self.saved: list[int] = []  # by each save of the programme: its sequence; 0: none
         self.owner = owner(rank, world=world)
         job.join(rank, self.owner, launch="", was=0)
-        job.tenants[rank].owner = self.owner
+        job.tenants[rank].seat.owner = self.owner
 
     def save(self) -> None:
         """checkpoint() of the present step."""
@@ -206,7 +206,7 @@ class Player:
         )
         _, sequence, end = self.job.number(self.rank, requested)
         if end is None:
-            self.job.tenants[self.rank].on_its_way[sequence] = self.world
+            self.job.tenants[self.rank].ledger.on_its_way[sequence] = self.world
             self.got[sequence] = self.state
             self.saved.append(sequence)
         else:

@@ -105,15 +105,17 @@ class Node:
         port = Port(self.engine, uid, lambda _event: None, CHUNK)
         port.number, port.native = 1, Tenant(self.engine.pool)
         tenant = SimpleNamespace(
-            port=port, owner=object(), quiet=False, finished=False, last_used_ns=0,
-            lock=asyncio.Lock(), key=SimpleNamespace(uid=uid), ledger=SimpleNamespace(live=list),
+            binding=SimpleNamespace(port=port, lock=asyncio.Lock()), quiet=False,
+            seat=SimpleNamespace(owner=object(), last_used_ns=0),
+            volumes=SimpleNamespace(is_done=False), key=SimpleNamespace(uid=uid),
+            ledger=SimpleNamespace(live=list),
         )  # fmt: skip
         self.tenants.append(tenant)
         return tenant
 
     async def claim(self, session: int, tenant: Any, chunks: int) -> int:
         by: Any = SimpleNamespace(
-            number=session, uid=tenant.key.uid, port=tenant.port, ending=False,
+            number=session, uid=tenant.key.uid, port=tenant.binding.port, ending=False,
             tenant=SimpleNamespace(key=f"s{session}"),
             keeps_memory=lambda: self.stuck.append(session),
             is_busy=lambda: session in self.busy, give_way=lambda: self.ended.append(session),
@@ -122,8 +124,8 @@ class Node:
 
     def leaves(self, session: int, tenant: Any, *, ago_s: float = 0.0) -> None:
         self.memory.gone(session)
-        tenant.owner, tenant.quiet = None, True
-        tenant.last_used_ns = memory_module.time.monotonic_ns() - int(ago_s * 1e9)
+        tenant.seat.owner, tenant.quiet = None, True
+        tenant.seat.last_used_ns = memory_module.time.monotonic_ns() - int(ago_s * 1e9)
 
     async def settled(self, *chunks: int) -> None:
         """Until the tenants have so many."""
@@ -135,7 +137,7 @@ class Node:
         raise AssertionError(self.has())
 
     def has(self) -> list[int]:
-        return [tenant.port.granted_bytes // CHUNK for tenant in self.tenants]
+        return [tenant.binding.port.granted_bytes // CHUNK for tenant in self.tenants]
 
 
 async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
@@ -143,9 +145,9 @@ async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
     tenant = node.tenant()
     await node.claim(1, tenant, 16)
     await node.settled(16)
-    channel = tenant.port.native
+    channel = tenant.binding.port.native
     channel.left, channel.busy, channel.keeps = 3, True, True
-    tenant.port.adopted(16 * CHUNK)
+    tenant.binding.port.adopted(16 * CHUNK)
     for _ in range(50):  # not while that would hold up what is in flight
         node.memory.balance()
         await asyncio.sleep(0.001)
@@ -173,7 +175,7 @@ async def test_a_newcomer_gets_its_share_and_it_goes_back() -> None:
         node.memory.balance()
         await asyncio.sleep(0)
     assert node.has() == [10, 6]
-    second.last_used_ns -= int(memory_module.LEFT_ALONE_S * 1e9)
+    second.seat.last_used_ns -= int(memory_module.LEFT_ALONE_S * 1e9)
     await node.settled(16, 0)
 
 
@@ -197,14 +199,16 @@ async def test_nothing_moves_while_the_same_sessions_are_there() -> None:
     for _ in range(50):
         node.memory.balance()
         await asyncio.sleep(0)
-        assert all(tenant.port.aim_bytes == tenant.port.granted_bytes for tenant in tenants)
+        assert all(
+            tenant.binding.port.aim_bytes == tenant.binding.port.granted_bytes for tenant in tenants
+        )
         assert node.has() == [6, 6, 5]
 
 
 async def test_memory_does_not_grow_beside_a_load_that_has_enough() -> None:
     node = Node(2 * LOAD_CHUNKS)
     tenant, other = node.tenant(), node.tenant()
-    port = tenant.port
+    port = tenant.binding.port
     volume: Any = None
     await port.load(volume, 1, 0, 1, 1)
     await node.claim(1, tenant, 2 * LOAD_CHUNKS)
@@ -218,7 +222,7 @@ async def test_memory_does_not_grow_beside_a_load_that_has_enough() -> None:
     await node.settled(2 * LOAD_CHUNKS - 4, 4)
     await port.load(volume, 1, 0, 1, 2)
     node.memory.gone(2)
-    await other.port.release_memory()
+    await other.binding.port.release_memory()
     await node.claim(1, tenant, 2 * LOAD_CHUNKS)
     await port.release_memory()  # waits for no load
 
@@ -228,7 +232,7 @@ async def test_a_load_that_does_not_begin_holds_nothing_up() -> None:
     tenant = node.tenant()
     volume: Any = "removed"
     with pytest.raises(RefusedError):
-        await tenant.port.load(volume, 1, 0, 1, 1)
+        await tenant.binding.port.load(volume, 1, 0, 1, 1)
     await node.claim(1, tenant, 2 * LOAD_CHUNKS)
     await node.settled(2 * LOAD_CHUNKS)
 
@@ -240,12 +244,12 @@ async def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.Mo
     first, second = node.tenant(), node.tenant()
     await node.claim(1, first, 8)
     await node.settled(8, 0)
-    first.port.native.keeps = True
+    first.binding.port.native.keeps = True
     with pytest.raises(RefusedError, match="being returned") as refused:
         await node.claim(2, second, 8)
     assert refused.value.retryable and "80 B of 80 B (--dram) are used" in refused.value.message
     assert node.stuck and set(node.stuck) == {1}
-    first.port.native.keeps = False  # its session was ended
+    first.binding.port.native.keeps = False  # its session was ended
     await node.settled(4, 4)
 
 
@@ -261,13 +265,13 @@ async def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     first, second = node.tenant(), node.tenant()
     await node.claim(1, first, 8)
     await node.settled(8, 0)
-    first.port.native.keeps = True
+    first.binding.port.native.keeps = True
     with pytest.raises(RefusedError, match="being returned"):
         await node.claim(2, second, 8)
     paused_s = 1000.0
     await asyncio.sleep(10 * port_module._RETRY_S)
     assert not node.stuck
-    first.port.native.keeps = False
+    first.binding.port.native.keeps = False
     await node.settled(4, 4)
 
 
@@ -280,20 +284,20 @@ async def test_memory_that_grows_for_a_session_without_room_is_not_lost() -> Non
 
     async def told_late(uid: int, function: Any, *arguments: Any) -> Any:
         grown = await call(uid, function, *arguments)
-        if function == second.port.native.grow:
+        if function == second.binding.port.native.grow:
             await told.wait()
         return grown
 
     node.engine.call = told_late
     newcomer = asyncio.create_task(node.claim(2, second, 2))
-    while not second.port.aim_bytes:
+    while not second.binding.port.aim_bytes:
         await asyncio.sleep(0)
     other = asyncio.create_task(node.claim(3, third, 2))
     await asyncio.sleep(3 * memory_module._RETRY_S)  # both claims are looked at again
     told.set()
     await asyncio.gather(newcomer, return_exceptions=True)
     while not other.done():
-        if 2 in node.ended and second.owner is not None:
+        if 2 in node.ended and second.seat.owner is not None:
             node.leaves(2, second)
         await asyncio.sleep(0.001)
     assert await other == 2
@@ -305,7 +309,7 @@ async def test_memory_that_the_system_refuses_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.1)
     node = Node(8)
     tenant = node.tenant()
-    tenant.port.native.grow = lambda _nbytes: 0
+    tenant.binding.port.native.grow = lambda _nbytes: 0
     with pytest.raises(RefusedError, match=r"0 B of .* but the system refuses the rest: memory li"):
         await node.claim(1, tenant, 4)
 
@@ -318,7 +322,7 @@ async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch)
     tenants = [node.tenant() for _ in range(sessions)]
     await node.claim(0, tenants[0], 8 * sessions)
     await node.settled(8 * sessions, *([0] * (sessions - 1)))
-    tenants[0].port.native.keeps = True
+    tenants[0].binding.port.native.keeps = True
     divided, balance = 0, node.memory.balance
 
     def counted() -> None:
@@ -333,7 +337,7 @@ async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch)
     assert all(isinstance(result, RefusedError) for result in results)
     looks = (time.monotonic() - began) / memory_module._RETRY_S
     assert divided <= 2 * sessions + 2 * looks
-    tenants[0].port.native.keeps = False
+    tenants[0].binding.port.native.keeps = False
     await node.settled(*([8] * sessions))
 
 
