@@ -87,7 +87,7 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
         volume = tenant.volumes.find(body.sequence)
         if volume is None:
             raise recycled(tenant.key, body.sequence)
-        if not port.granted_bytes:  # a rank that recovers before it registers
+        if not port.grant.nbytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
             await memory.claim(session, memory.wanted_for(own, payload.payload_bytes))
         await port.load(

@@ -24,7 +24,8 @@ from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import PortShape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
-from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
+from pccheckd.core.grant import BACK_LIMIT_S
+from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
 from pccheckd.tenancy.tenant import Tenant
@@ -279,8 +280,8 @@ class Sessions:
                         descriptors = await self._join(session, hello, job, tenant)
             session.port = port = tenant.binding.port
             session.chose(PUSH, "CPU tensors")
-            if port is not None and port.granted_bytes:  # no longer a cache
-                self.registry.memory.enter(session, port.granted_bytes)
+            if port is not None and port.grant.nbytes:  # no longer a cache
+                self.registry.memory.enter(session, port.grant.nbytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,

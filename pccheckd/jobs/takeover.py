@@ -60,7 +60,7 @@ async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant)
             usage = port.native.usage()
-            port.adopted(usage.bytes)
+            port.grant.adopted(usage.bytes)
             for state in list(left.states):
                 await _bind(state, left, tenant, summary)
             summary.nbytes += usage.bytes

@@ -226,7 +226,7 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "waiting": len(tenant.queue),
         "chunks": chunks(tenant),
         "dram": {
-            "bytes": tenant.binding.port.granted_bytes if tenant.binding.port else 0,
+            "bytes": tenant.binding.port.grant.nbytes if tenant.binding.port else 0,
             "wanted_bytes": memory.wanted_bytes(tenant.binding.port) if tenant.binding.port else 0,
         },
         "volume": _open_volume(current) if current else None,

@@ -92,7 +92,7 @@ class Tenant:
     async def prepare(self) -> None:
         """The slow part of an attach, before other ranks of the job wait for it."""
         port = self.binding.port
-        if port is not None and port.least_bytes > self.engine.config.dram_bytes:
+        if port is not None and port.grant.least_bytes > self.engine.config.dram_bytes:
             # A trainer cannot use its chunks, which are larger than --chunk is now.
             await self.ledger.until(lambda: not self.ledger.live(), UNBIND_LIMIT_S)
         async with self.binding.lock:

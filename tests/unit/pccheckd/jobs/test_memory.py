@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pccheck_wire.errors import RefusedError
-from pccheckd.core import port as port_module
-from pccheckd.core.port import Port, load_chunks
+from pccheckd.core import grant as grant_module
+from pccheckd.core.grant import load_chunks
+from pccheckd.core.port import Port
 from pccheckd.jobs import memory as memory_module
 from pccheckd.jobs.memory import Memory
 
@@ -102,8 +103,8 @@ class Node:
         self.busy: set[int] = set()
 
     def tenant(self, uid: int = UID) -> Any:
-        port = Port(self.engine, uid, lambda _event: None, CHUNK)
-        port.number, port.native = 1, Tenant(self.engine.pool)
+        native: Any = Tenant(self.engine.pool)
+        port = Port(self.engine, uid, lambda _event: None, CHUNK, 1, native)
         tenant = SimpleNamespace(
             binding=SimpleNamespace(port=port, lock=asyncio.Lock()), quiet=False,
             seat=SimpleNamespace(owner=object(), last_used_ns=0),
@@ -137,7 +138,7 @@ class Node:
         raise AssertionError(self.has())
 
     def has(self) -> list[int]:
-        return [tenant.binding.port.granted_bytes // CHUNK for tenant in self.tenants]
+        return [tenant.binding.port.grant.nbytes // CHUNK for tenant in self.tenants]
 
 
 async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
@@ -147,7 +148,7 @@ async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
     await node.settled(16)
     channel = tenant.binding.port.native
     channel.left, channel.busy, channel.keeps = 3, True, True
-    tenant.binding.port.adopted(16 * CHUNK)
+    tenant.binding.port.grant.adopted(16 * CHUNK)
     for _ in range(50):  # not while that would hold up what is in flight
         node.memory.balance()
         await asyncio.sleep(0.001)
@@ -199,9 +200,8 @@ async def test_nothing_moves_while_the_same_sessions_are_there() -> None:
     for _ in range(50):
         node.memory.balance()
         await asyncio.sleep(0)
-        assert all(
-            tenant.binding.port.aim_bytes == tenant.binding.port.granted_bytes for tenant in tenants
-        )
+        grants = [tenant.binding.port.grant for tenant in tenants]
+        assert all(grant.aim_bytes == grant.nbytes for grant in grants)
         assert node.has() == [6, 6, 5]
 
 
@@ -238,7 +238,7 @@ async def test_a_load_that_does_not_begin_holds_nothing_up() -> None:
 
 
 async def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_module, "BACK_LIMIT_S", 0.05)
+    monkeypatch.setattr(grant_module, "BACK_LIMIT_S", 0.05)
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
     node = Node(8)
     first, second = node.tenant(), node.tenant()
@@ -259,7 +259,7 @@ async def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     """A machine that was paused for minutes: no client could return memory meanwhile."""
     paused_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s)
-    monkeypatch.setattr(port_module, "time", clock)
+    monkeypatch.setattr(grant_module, "time", clock)
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
     node = Node(8)
     first, second = node.tenant(), node.tenant()
@@ -269,7 +269,7 @@ async def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     with pytest.raises(RefusedError, match="being returned"):
         await node.claim(2, second, 8)
     paused_s = 1000.0
-    await asyncio.sleep(10 * port_module._RETRY_S)
+    await asyncio.sleep(10 * grant_module.RETRY_S)
     assert not node.stuck
     first.binding.port.native.keeps = False
     await node.settled(4, 4)
@@ -290,7 +290,7 @@ async def test_memory_that_grows_for_a_session_without_room_is_not_lost() -> Non
 
     node.engine.call = told_late
     newcomer = asyncio.create_task(node.claim(2, second, 2))
-    while not second.binding.port.aim_bytes:
+    while not second.binding.port.grant.aim_bytes:
         await asyncio.sleep(0)
     other = asyncio.create_task(node.claim(3, third, 2))
     await asyncio.sleep(3 * memory_module._RETRY_S)  # both claims are looked at again

@@ -139,13 +139,13 @@ class Memory:
         return 2 * payload_bytes
 
     async def claim(self, who: Session, wanted_bytes: int) -> int:
-        who.port.granted_bytes = wanted_bytes  # type: ignore[union-attr]
+        who.port.grant.nbytes = wanted_bytes  # type: ignore[union-attr]
         return wanted_bytes
 
 
 class Port:
     def __init__(self, error: Exception | None = None) -> None:
-        self.granted_bytes = 0
+        self.grant = SimpleNamespace(nbytes=0)
         self.error = error
         self.loads: list[tuple[int, bool]] = []
 
@@ -159,7 +159,7 @@ def test_a_read_has_memory_and_holds_its_volume_until_it_ends() -> None:
     ranks, who = alone()
     port = who.port = Port()  # type: ignore[assignment]
     read(who)
-    assert port.loads == [(3, True)] and port.granted_bytes == 200  # it had not registered
+    assert port.loads == [(3, True)] and port.grant.nbytes == 200  # it had not registered
     assert ranks.tenants[0].calls == ["read"]
     with pytest.raises(UsageError, match="in progress"):
         read(who)
