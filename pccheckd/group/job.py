@@ -8,13 +8,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from pccheck_native._core import SaveRequest
 from pccheck_wire.ends import Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Joined, Restored
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
 from pccheckd.tenancy.checkpoint import End
-from pccheckd.tenancy.group import Numbered, Requested
+from pccheckd.tenancy.group import Numbered
 from pccheckd.tenancy.tenant import Tenant
 
 from . import explain
@@ -172,7 +173,7 @@ class Job:
         used = self.tenants[rank].volumes.last_sequence()
         return self.members.numbering.took(rank, sequence, used)
 
-    def number(self, rank: int, requested: Requested) -> Numbered:
+    def number(self, rank: int, asked: SaveRequest) -> Numbered:
         """Gives a request of one of several ranks its sequence, or says how it ends. Waits for
         nothing."""
         tenant, numbering = self.tenants[rank], self.members.numbering
@@ -184,23 +185,23 @@ class Job:
         if start.world_size == 1:
             return Numbered(start.incarnation, 0)  # `took` follows
         used = tenant.volumes.last_sequence()
-        given = numbering.number(start, rank, owner.process, requested, used)
+        given = numbering.number(start, rank, owner.process, asked, used)
         sequence = 0 if given.is_passed else given.sequence
-        return Numbered(start.incarnation, sequence, self._end(rank, given, requested))
+        return Numbered(start.incarnation, sequence, self._end(rank, given, asked))
 
-    def _end(self, rank: int, given: Given, requested: Requested) -> End | None:
+    def _end(self, rank: int, given: Given, asked: SaveRequest) -> End | None:
         """How a request of a group ends at once; None when the rank may save."""
         sequence, why = given.sequence, None
         if given.is_passed:
             return End(State.SKIPPED, self.decisions.why_passed(sequence))
-        self.lateness.requested(sequence, requested.at_ns)
+        self.lateness.requested(sequence, asked.taken_ns)
         if given.apart:
             self.lateness.note_apart(given.apart)
         if not given.is_first:
             why = self.decisions.why_too_late(sequence)
-        elif requested.skip_when_busy:
+        elif asked.skip:
             self.decisions.skip_if_busy(sequence)
-        other = self.members.numbering.divided_otherwise(rank, sequence, requested.division)
+        other = self.members.numbering.divided_otherwise(rank, sequence, asked.division)
         if other is not None:
             return explain.divided_otherwise(other, rank)
         return End(State.SKIPPED, why) if why is not None else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import dataclass, field
 
 from pccheck_native import _core
 from pccheck_native.group import Agreement
@@ -39,24 +40,20 @@ _REFUSED = frozenset({"ABORTED", "BAD_HANDLE", "DEVICE_LOST"})
 _SKIPPED = End(State.SKIPPED, Why(Cause.SLOTS_BUSY))
 
 
+@dataclass(slots=True)
 class Slots:
     """Whether a slot for the next checkpoint is free or can be freed, and why none will be."""
 
-    def __init__(
-        self, group: Group, seat: Seat, uses: Uses, ledger: Ledger, binding: Binding,
-        retention: Retention, leases: Leases,
-    ) -> None:  # fmt: skip
-        self._group = group
-        self._seat = seat
-        self._uses = uses
-        self._ledger = ledger
-        self._binding = binding
-        self._volumes = binding.volumes
-        self._retention = retention
-        self._leases = leases
-        #: Ranks that are waited for although they have requested nothing ...
-        self._late: list[int] = []
-        self._late_since_s = 0.0  # ... and since when (time.monotonic)
+    _group: Group
+    _seat: Seat
+    _uses: Uses
+    _ledger: Ledger
+    _binding: Binding
+    _retention: Retention
+    _leases: Leases
+    #: Ranks that are waited for although they have requested nothing ...
+    _late: list[int] = field(default_factory=list)
+    _late_since_s: float = 0.0  # ... and since when (time.monotonic)
 
     @property
     def _is_grouped(self) -> bool:
@@ -65,7 +62,7 @@ class Slots:
 
     def has_room(self) -> bool:
         """A checkpoint that is requested now finds a lane and a slot. Waits for no disk."""
-        current = self._volumes.current
+        current = self._binding.volumes.current
         if current is None:
             return True  # a volume is made first
         if not self._binding.is_usable or current.info.stopped:
@@ -89,18 +86,18 @@ class Slots:
     async def free(self, checkpoint: Checkpoint) -> bool:
         """No slot is free: recycles what is no longer kept now, instead of with the next record,
         and in the end what only a reader keeps. Whether a slot became free."""
-        if self._volumes.current is None:
+        if self._binding.volumes.current is None:
             return False
         if self._is_grouped:
-            late = await self._group.request_slot(self._volumes.key.rank)
+            late = await self._group.request_slot(self._binding.volumes.key.rank)
             before = self._late
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late
-        if await self._volumes.recycle():
+        if await self._binding.volumes.recycle():
             return True
         waits = not checkpoint.skip_when_busy
-        return self._end_lease(waits=waits) and await self._volumes.recycle()
+        return self._end_lease(waits=waits) and await self._binding.volumes.recycle()
 
     def _end_lease(self, *, waits: bool) -> bool:
         """Ends a reader's lease, and returns whether a slot is free now. For a checkpoint that
@@ -109,7 +106,9 @@ class Slots:
         if waits and self._ledger.in_flight:
             return False
         newest = self._group.newest_common
-        late = self._is_grouped and any(c.sequence > newest for c in self._volumes.checkpoints())
+        late = self._is_grouped and any(
+            c.sequence > newest for c in self._binding.volumes.checkpoints()
+        )
         return not (waits and late) and self._leases.end_for_room()
 
     async def end_without(self) -> End | None:
@@ -118,8 +117,8 @@ class Slots:
             return End(State.SKIPPED, Why(Cause.SLOTS_LATE, self._late[0]))
         if self._ledger.in_flight or self._uses.reads:  # a reader holds the slot it reads
             return None
-        await self._volumes.refresh()
-        current = self._volumes.current
+        await self._binding.volumes.refresh()
+        current = self._binding.volumes.current
         if current is None or current.info.free_slots:
             return None
         with contextlib.suppress(ValueError):  # it is being reopened
@@ -134,26 +133,22 @@ class Slots:
         return failed(Cause.SLOTS_BROKEN, current.quarantined)
 
 
+@dataclass(slots=True)
 class Admission:
     """Answers the queue of one tenant. Owned by the tenant."""
 
-    def __init__(
-        self, engine: Engine, ledger: Ledger, binding: Binding, readiness: Readiness,
-        slots: Slots, saves: Saves,
-    ) -> None:  # fmt: skip
-        self._engine = engine
-        self._ledger = ledger
-        self._binding = binding
-        self._key = binding.volumes.key
-        self._readiness = readiness
-        self._slots = slots
-        self._saves = saves
-        self._first: Checkpoint | None = None  # waits in the core for what the loop can do ...
-        self._why = ""  # ... and the core's code for it
-        self._reopened: Checkpoint | None = None  # the volume was opened again for it
-        self._task: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
-        self._agreement: Agreement | None = None  # the last decision of the ranks
+    _engine: Engine
+    _ledger: Ledger
+    _binding: Binding
+    _readiness: Readiness
+    _slots: Slots
+    _saves: Saves
+    _first: Checkpoint | None = None  # waits in the core for what the loop can do ...
+    _why: str = ""  # ... and the core's code for it
+    _reopened: Checkpoint | None = None  # the volume was opened again for it
+    _task: asyncio.Task[None] | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _agreement: Agreement | None = None  # the last decision of the ranks
 
     def __len__(self) -> int:
         """Checkpoints that wait for a lane and a slot."""
@@ -171,7 +166,7 @@ class Admission:
         try:
             self._take(event)
         except Exception:  # the edge of this checkpoint: no trainer waits for it
-            LOG.exception("%s: a checkpoint cannot be saved", self._key)
+            LOG.exception("%s: a checkpoint cannot be saved", self._binding.volumes.key)
             found = self._ledger.find(event.session, event.id)
             if found is not None:
                 self._saves.refuse(found, BROKEN)
@@ -205,7 +200,7 @@ class Admission:
         return self._failed(_error_of(code))
 
     def _failed(self, error: BaseException) -> End:
-        told = translated(error, f"the volume of {self._key}")
+        told = translated(error, f"the volume of {self._binding.volumes.key}")
         return End(
             State.FAILED,
             in_words(told.message, told.hint, getattr(error, "code_name", told.code)),
@@ -232,7 +227,7 @@ class Admission:
             try:
                 end = await self._help(first)
             except Exception:  # the edge of this checkpoint: the next ones continue
-                LOG.exception("%s: step %d cannot begin", self._key, first.step)
+                LOG.exception("%s: step %d cannot begin", self._binding.volumes.key, first.step)
                 end = BROKEN
             if end is not None:
                 # The slot that was missing may be the one that this checkpoint has just got.

@@ -4,6 +4,7 @@ registered, and the core knows whether saves may begin, and who numbers them."""
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 from pccheck_wire.errors import RefusedError
 from pccheckd.core.uses import Seat
@@ -15,23 +16,18 @@ from .retention import Leases, Retention
 from .volumes import OpenVolume
 
 
+@dataclass
 class Readiness:
     """Owned by its tenant."""
 
-    def __init__(
-        self, group: Group, seat: Seat, ledger: Ledger, binding: Binding, retention: Retention,
-        leases: Leases,
-    ) -> None:  # fmt: skip
-        self._rank = binding.volumes.key.rank
-        self._group = group
-        self._seat = seat
-        self._ledger = ledger
-        self._binding = binding
-        self._volumes = binding.volumes
-        self._retention = retention
-        self._leases = leases
-        self.stops = False  # the daemon is stopping: what has not begun fails
-        self.room_bytes = 0  #: the payload bytes that the trainer has registered
+    _group: Group
+    _seat: Seat
+    _ledger: Ledger
+    _binding: Binding
+    _retention: Retention
+    _leases: Leases
+    stops: bool = False  # the daemon is stopping: what has not begun fails
+    room_bytes: int = 0  #: the payload bytes that the trainer has registered
 
     @property
     def incarnation(self) -> int:
@@ -39,8 +35,8 @@ class Readiness:
         here."""
         owner = self._seat.owner
         if owner is None:
-            return self._volumes.newest_incarnation()
-        return self._group.incarnation(self._rank, owner)
+            return self._binding.volumes.newest_incarnation()
+        return self._group.incarnation(self._binding.volumes.key.rank, owner)
 
     def instruct(self) -> None:
         """Tells the core whether saves may begin, and whether it numbers them. Call it whenever
@@ -48,7 +44,7 @@ class Readiness:
         port, owner = self._binding.port, self._seat.owner
         if port is None:
             return
-        alone = self._group.alone(self._rank, owner) if owner else None
+        alone = self._group.alone(self._binding.volumes.key.rank, owner) if owner else None
         incarnation, above = alone or (0, 0)
         with contextlib.suppress(ValueError):  # closed
             port.native.policy(
@@ -66,7 +62,7 @@ class Readiness:
         and opens what is there instead; with `listing` also files that have appeared beside it."""
         changed = await self._binding.look(listing=listing)
         if changed:
-            self._ledger.newest = self._volumes.newest()
+            self._ledger.newest = self._binding.volumes.newest()
             await self._retention.volumes_changed()
             await self._mark_again()
         self.instruct()
@@ -88,10 +84,10 @@ class Readiness:
             owner = self._seat.owner
             if owner is None or self._binding.port is None:
                 raise RefusedError("the session has ended")
+            start = self._group.start_id(self._binding.volumes.key.rank, owner)
             volume = await self._binding.register(
-                payload_bytes, incarnation=self.incarnation,
-                start=self._group.start_id(self._rank, owner), world_size=owner.world_size,
-                last_sequence=self._ledger.last_sequence,
+                payload_bytes, incarnation=self.incarnation, start=start,
+                world_size=owner.world_size, last_sequence=self._ledger.last_sequence,
             )  # fmt: skip
         self.instruct()
         return volume

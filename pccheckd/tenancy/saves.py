@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core
 from pccheck_wire.ends import Cause, Why
@@ -16,37 +17,36 @@ from pccheckd.core.uses import Seat
 
 from .binding import Binding, BindingState
 from .checkpoint import BROKEN, Checkpoint, End, failed
-from .group import Group, Requested
+from .group import Group
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
 from .readiness import Readiness
 from .retention import Retention
-from .volumes import OpenVolume
+from .volumes import Key, OpenVolume
 
 FILE_LOST = ("REMOVED", "REPLACED", "TRUNCATED")  # a volume's file is not at its path, or truncated
 INHERITED = 0  # the session of checkpoints that the previous daemon had copied
 
 
+@dataclass(slots=True)
 class Saves:
     """Owned by its tenant; only the loop touches it."""
 
-    def __init__(
-        self, group: Group, seat: Seat, ledger: Ledger, binding: Binding, retention: Retention,
-        readiness: Readiness, pulling: Pulling, chronicle: Chronicle, tasks: Tasks,
-    ) -> None:  # fmt: skip
-        self._key = binding.volumes.key
-        self._group = group
-        self._seat = seat
-        self._ledger = ledger
-        self._binding = binding
-        self._volumes = binding.volumes
-        self._retention = retention
-        self._readiness = readiness
-        self._pulling = pulling
-        self._chronicle = chronicle
-        self._spawn = tasks.spawn
-        self.interval_steps = 0  #: between checkpoints, if the client chooses the interval
+    _group: Group
+    _seat: Seat
+    _ledger: Ledger
+    _binding: Binding
+    _retention: Retention
+    _readiness: Readiness
+    _pulling: Pulling
+    _chronicle: Chronicle
+    _tasks: Tasks
+    interval_steps: int = 0  #: between checkpoints, if the client chooses the interval
+
+    @property
+    def _key(self) -> Key:
+        return self._binding.volumes.key
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -79,15 +79,10 @@ class Saves:
         """Gives one of several ranks its number; how it ends if it gets none."""
         if self._readiness.stops:
             return failed(Cause.STOPPING)
-        if self._volumes.current is None and not self._readiness.room_bytes:
+        if self._binding.volumes.current is None and not self._readiness.room_bytes:
             return failed(Cause.NO_ROOM)
-        requested = Requested(
-            asked.step, asked.base, asked.turn, asked.descents, asked.row, asked.division,
-            asked.skip, checkpoint.requested_ns,
-        )  # fmt: skip
-        checkpoint.incarnation, checkpoint.sequence, end = self._group.number(
-            self._key.rank, requested
-        )
+        given = self._group.number(self._key.rank, asked)
+        checkpoint.incarnation, checkpoint.sequence, end = given
         self._ledger.numbered(checkpoint)
         if end is None and checkpoint.sequence:
             end = self._given_up(checkpoint) or self._tell_number(checkpoint, port)
@@ -157,18 +152,18 @@ class Saves:
         if event.kind == "durable":
             self._seat.saved(checkpoint.requested_ns)
             self._ledger.appearing[checkpoint.sequence] = checkpoint.world_size
-            self._spawn(self._after_durable(checkpoint))
+            self._tasks.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
             self._binding.lose()
             self._readiness.instruct()
-            self._spawn(self._readiness.look(listing=False))
+            self._tasks.spawn(self._readiness.look(listing=False))
         elif event.kind == "failed" and event.stage == "publish":
             self._binding.stop()
         if not checkpoint.live:
             self._chronicle.ended(self._key, checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
             self._group.decide_soon()
-            self._spawn(self._retire())
+            self._tasks.spawn(self._retire())
 
     def failed_before_request(self, count: int) -> None:
         """Checkpoints of its trainer failed because it was refused room, or without a daemon."""
@@ -183,7 +178,7 @@ class Saves:
         for found in self._ledger.became_global(newest, common):
             superseded = found.state is State.SUPERSEDED
             self._tell(found, found.state, newest if superseded else 0)
-        self._spawn(self._retire())
+        self._tasks.spawn(self._retire())
 
     def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
         """Writes to the page which of the checkpoints that are durable here never become global."""
@@ -199,15 +194,15 @@ class Saves:
     # -- the volumes ---------------------------------------------------------------------------
 
     async def _after_durable(self, checkpoint: Checkpoint) -> None:
-        await self._volumes.refresh()
+        await self._binding.volumes.refresh()
         if self._binding.state is not BindingState.LOST:
-            self._volumes.settled()
+            self._binding.volumes.settled()
         self._ledger.appearing.pop(checkpoint.sequence, None)
         self._group.decide_soon()
         await self._retire()
         owner = self._seat.owner
         if checkpoint.session == INHERITED:
-            inherited = self._ledger.sequences(INHERITED) & self._volumes.sequences()
+            inherited = self._ledger.sequences(INHERITED) & self._binding.volumes.sequences()
             await self._retention.became_durable(inherited)
         elif owner is not None and owner.session != checkpoint.session:
             await self._retention.protect_late()

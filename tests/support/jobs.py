@@ -16,7 +16,6 @@ from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.group.job import Job
-from pccheckd.tenancy.group import Requested
 from pccheckd.tenancy.volumes import Key
 
 CONFIG = Config(Path("/none"), Path("/none/socket"), dram_bytes=1 << 24)
@@ -29,6 +28,10 @@ def owner(rank: int, *, world: int = 2, solo: bool = False, start: int = 1) -> O
         local_world_size=world, fresh=False, process=bytes([start, rank]), solo=solo,
         restored=None, on_event=lambda _: None,
     )  # fmt: skip
+
+
+def save_request(**about: int) -> _core.SaveRequest:
+    return _core.SaveRequest(*[0] * len(_core.SaveRequest._fields))._replace(**about)
 
 
 def kept(
@@ -219,8 +222,8 @@ class Ranks:
         self, rank: int, step: int, *, on_busy: str = "wait", row: int = 0, **name: int
     ) -> tuple[int, int]:
         """Requests a checkpoint; returns its incarnation and sequence, and sets `ended`."""
-        requested = Requested(step, row=row, skip_when_busy=on_busy == "skip", at_ns=1, **name)
-        incarnation, sequence, self.ended = self.job.number(rank, requested)
+        asked = save_request(step=step, row=row, skip=on_busy == "skip", taken_ns=1, **name)
+        incarnation, sequence, self.ended = self.job.number(rank, asked)
         if self.world == 1 and self.ended is None:  # the core takes the next one
             alone = self.tenants[rank].seat.owner
             free = self.job.alone(rank, alone) if alone is not None else None

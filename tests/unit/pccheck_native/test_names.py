@@ -20,8 +20,7 @@ from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Starts
-from pccheckd.tenancy.group import Requested
-from tests.support.jobs import CONFIG, Tenant, owner
+from tests.support.jobs import CONFIG, Tenant, owner, save_request
 
 # -- numbers ------------------------------------------------------------------------------------
 
@@ -201,10 +200,11 @@ class Player:
         """checkpoint() of the present step."""
         self.steps.called(self.state.step)
         steps = self.steps
-        requested = Requested(
-            self.state.step, steps.base, steps.base_turn, steps.descents, steps.row
-        )
-        _, sequence, end = self.job.number(self.rank, requested)
+        asked = save_request(
+            step=self.state.step, base=steps.base, turn=steps.base_turn, descents=steps.descents,
+            row=steps.row,
+        )  # fmt: skip
+        _, sequence, end = self.job.number(self.rank, asked)
         if end is None:
             self.job.tenants[self.rank].ledger.on_its_way[sequence] = self.world
             self.got[sequence] = self.state
