@@ -20,7 +20,7 @@ from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Starts
-from tests.support.jobs import CONFIG, Tenant, owner, save_request
+from tests.support.jobs import CONFIG, Tenant, arrival, owner, save_request
 
 # -- numbers ------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Player:
         self.got: dict[int, State] = {}
         self.saved: list[int] = []  # by each save of the programme: its sequence; 0: none
         self.owner = owner(rank, world=world)
-        job.join(rank, self.owner, launch="", was=0)
+        job.join(arrival(rank, self.owner, launch="", was=0))
         job.tenants[rank].seat.owner = self.owner
 
     def save(self) -> None:

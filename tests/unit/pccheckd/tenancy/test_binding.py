@@ -19,6 +19,7 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.binding import BindingState
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PROTECTED
+from tests.support.jobs import arrival
 from tests.support.loaded import KEY, asked, closing, owner, trainer_of
 
 
@@ -244,7 +245,7 @@ async def test_leases_and_flags_hold_in_a_reopened_volume(
     registry: Registry, tenant: Tenant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, _ = await registry.tenant(KEY)
-    job.join(KEY.rank, owner(), launch="", was=0)
+    job.join(arrival(KEY.rank, owner()))
     newest = tenant.volumes.checkpoints()[0].sequence
     renewed: list[bool] = []
     async with trainer_of(tenant):
