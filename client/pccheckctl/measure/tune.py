@@ -73,7 +73,7 @@ class Given(NamedTuple):
         return self.slowdown if self.mtbf_s is None else 1.0
 
 
-class Advice(NamedTuple):
+class Tuning(NamedTuple):
     in_flight: int  # N
     effective: float  # min(N, 1 + M/m)
     dram_bytes: int
@@ -170,7 +170,7 @@ def best_in_flight(rates: Rates, checkpoint_bytes: int) -> int:
     return N_MAX
 
 
-def advise(rates: Rates, given: Given) -> Advice:
+def advise(rates: Rates, given: Given) -> Tuning:
     m, t, q = given.checkpoint_bytes, given.step_s, given.slowdown
     count = (given.slots or SLOTS_MAX) - given.keep
     if given.slots is None:
@@ -190,7 +190,7 @@ def advise(rates: Rates, given: Given) -> Advice:
         costs = Costs(t, stall_s, whole_s, given.restart_s, given.mtbf_s)
         interval = best_interval(costs, interval)
         good = goodput(costs, interval)
-    return Advice(
+    return Tuning(
         count, effective, dram, whole_s, copy_s, stall_s, disk_interval, stall, interval,
         1 + stall_s / (interval * t), good,
     )  # fmt: skip
@@ -302,7 +302,7 @@ def storage_bytes(given: Given, slots: int) -> int:
         ) from error
 
 
-def document(rates: Rates, given: Given, advice: Advice) -> Document:
+def document(rates: Rates, given: Given, advice: Tuning) -> Document:
     """What `tune --json` prints."""
     slots = advice.in_flight + given.keep
     return {
@@ -325,7 +325,7 @@ def document(rates: Rates, given: Given, advice: Advice) -> Document:
     }
 
 
-def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
+def as_toml(rates: Rates, given: Given, advice: Tuning) -> str:
     m, t = render.size(given.checkpoint_bytes), render.brief(given.step_s)
     return (
         f"# pccheckctl tune: {m} per checkpoint, steps of {t}; save every "
@@ -335,7 +335,7 @@ def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
     )
 
 
-def as_text(rates: Rates, given: Given, advice: Advice) -> str:
+def as_text(rates: Rates, given: Given, advice: Tuning) -> str:
     m, t = given.checkpoint_bytes, given.step_s
     size, brief, steps = render.size, render.brief, render.plural(advice.interval, "step")
     slots, place = advice.in_flight + given.keep, shlex.quote(rates.storage or "DIR")
@@ -374,7 +374,7 @@ def as_text(rates: Rates, given: Given, advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def _failures(rates: Rates, given: Given, advice: Advice) -> list[str]:
+def _failures(rates: Rates, given: Given, advice: Tuning) -> list[str]:
     if given.mtbf_s is None or advice.goodput is None:
         return []
     steps, good = stopping(rates, given)
@@ -385,7 +385,7 @@ def _failures(rates: Rates, given: Given, advice: Advice) -> list[str]:
     ]
 
 
-def _arithmetic(rates: Rates, given: Given, advice: Advice) -> list[str]:
+def _arithmetic(rates: Rates, given: Given, advice: Tuning) -> list[str]:
     m, n, q, t = given.checkpoint_bytes, advice.effective, given.slowdown, given.step_s
     size, brief, of_disk = render.size, render.brief, given.disk_slowdown
     shared, alone = brief(n * m / rates.write_bytes_per_s), brief(m / rates.one_bytes_per_s)
