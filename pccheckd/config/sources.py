@@ -28,8 +28,8 @@ from .options import (
     SOCKET_DIRECTORY_BYTES_MAX,
     YES_NO,
     Config,
-    Group,
     Option,
+    OptionGroup,
     Origin,
     show_size,
 )
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "or 5min.",
         allow_abbrev=False,
     )
-    for group in Group:
+    for group in OptionGroup:
         titled = made.add_argument_group(group.value)
         for option in OPTIONS:
             if option.group is group:
