@@ -15,7 +15,7 @@ from pccheckd.tenancy.retention import recycled
 from pccheckd.tenancy.tenant import Tenant
 
 from . import choosing
-from .memory import Memory
+from .memory import Dram
 from .sessions import Session
 
 
@@ -73,7 +73,7 @@ def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) 
             tenant.leases.take(one.sequence, session.number)
 
 
-async def read(session: Session, memory: Memory, body: Read) -> None:
+async def read(session: Session, memory: Dram, body: Read) -> None:
     """Starts to send payload through the page; its END carries the result."""
     job, own = _place(session)
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user

@@ -18,7 +18,7 @@ from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
 from .inherited import Summary
-from .memory import Memory
+from .memory import Dram
 from .survey import Fault, Survey
 
 #: Tenants without a trainer that stay loaded, for recovery from DRAM.
@@ -34,7 +34,7 @@ class Registry:
         self.inherited = Summary()  # from the daemon before
         self.survey = Survey()  # of the start
         self.jobs: dict[tuple[int, str], Job] = {}
-        self.memory = Memory(engine, self.tenants)
+        self.memory = Dram(engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.group.explain import Standing
 from pccheckd.group.job import Job
 from pccheckd.jobs.inherited import Summary
-from pccheckd.jobs.memory import Memory
+from pccheckd.jobs.memory import Dram
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
 from pccheckd.jobs.survey import Fault
@@ -206,7 +206,7 @@ def _session(session: Session) -> Document:
     }
 
 
-def _rank(tenant: Tenant, memory: Memory) -> Document:
+def _rank(tenant: Tenant, memory: Dram) -> Document:
     owner, current, why = tenant.seat.owner, tenant.volumes.current, tenant.seat.refused
     return {
         **tenant.key._asdict(),
