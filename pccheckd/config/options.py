@@ -31,7 +31,7 @@ _YES = {"1": True, "yes": True, "true": True, "on": True,
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class OptionOrigin:
     """Where a value comes from: `kind` is "flag", "environment", "file" or "default"."""
 
     kind: str
@@ -319,7 +319,7 @@ class Config:
     # fmt: on
     #: Where each value came from, by field; the file that was read; values that the file has by now
     #: and that need a restart, by field.
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, OptionOrigin] = field(default_factory=dict)
     file: Path | None = None
     pending: Mapping[str, object] = field(default_factory=dict)
 
