@@ -41,7 +41,7 @@ class State:
         self.files = state["files"]
 
 
-class Source:
+class DeepspeedSource:
     """What is loaded: this rank's files, and those that only other ranks have saved."""
 
     def __init__(self, client: PCcheckClient, done: RestoreResult, mine: dict[str, Any]) -> None:
