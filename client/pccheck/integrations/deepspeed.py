@@ -36,7 +36,7 @@ from pccheck.state.attaching import Stateful
 from pccheck.warn import Warner, warn
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
-from .deepspeed_files import NAME, DeepspeedSource, State, settled, tags_of
+from .deepspeed_files import NAME, DeepspeedSource, DeepspeedState, settled, tags_of
 from .objects import Objects
 
 #: What DeepSpeed itself puts into a checkpoint.
@@ -111,7 +111,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         self._saving = False
         self._warner = Warner()
         self._source: DeepspeedSource | None = None
-        self._state = State(engine.module)
+        self._state = DeepspeedState(engine.module)
         self.client.attach(rng=True, loader=loader, deepspeed=self._state)
         self._state.attached = True
         engine.checkpoint_engine = self

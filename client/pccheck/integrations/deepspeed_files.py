@@ -21,7 +21,7 @@ NAME = "deepspeed"
 _UPDATED = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 
 
-class State:
+class DeepspeedState:
     """The files of this rank, attached while DeepSpeed saves or loads them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
