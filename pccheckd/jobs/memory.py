@@ -85,7 +85,7 @@ class Claim:
         return self.port.grant.nbytes < self.port.grant.least_bytes
 
 
-class Memory(Background):
+class Dram(Background):
     """Owns the claims. On the loop only; memory itself moves in the ports' threads."""
 
     def __init__(self, engine: Engine, tenants: Callable[[], Iterable[Tenant]]) -> None:

@@ -15,7 +15,7 @@ from pccheckd.core import grant as grant_module
 from pccheckd.core.grant import load_chunks
 from pccheckd.core.port import Port
 from pccheckd.jobs import memory as memory_module
-from pccheckd.jobs.memory import Memory
+from pccheckd.jobs.memory import Dram
 
 CHUNK = 10
 WRITERS = 6
@@ -97,7 +97,7 @@ class Node:
         )
         self.engine.config = self.config
         self.tenants: list[Any] = []
-        self.memory = Memory(self.engine, lambda: self.tenants)
+        self.memory = Dram(self.engine, lambda: self.tenants)
         self.stuck: list[int] = []
         self.ended: list[int] = []
         self.busy: set[int] = set()
