@@ -30,7 +30,7 @@ from pccheckd.core import exposing
 from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
@@ -309,7 +309,7 @@ def _require_pull(offer: Decision) -> None:
         raise RefusedError(offer.reason, hint=offer.hint, retryable=offer.may_pass)
 
 
-def _described(found: Checkpoint, ledger: Ledger) -> messages.Described:
+def _described(found: RankCheckpoint, ledger: Ledger) -> messages.Described:
     reason, hint, _ = found.sentence
     newer = ledger.newer_than(found) if found.state is messages.CheckpointState.SUPERSEDED else None
     return messages.Described(

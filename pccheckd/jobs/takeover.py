@@ -13,7 +13,7 @@ from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.port import Port
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.saves import INHERITED
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
@@ -112,7 +112,7 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
         tenant.group.passed(sequence)
         if why:
             continue
-        ledger.inherit(Checkpoint(
+        ledger.inherit(RankCheckpoint(
             session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
             skip_when_busy=False,
             incarnation=incarnation, world_size=world_size, sequence=sequence,

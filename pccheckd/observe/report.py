@@ -31,7 +31,7 @@ from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import outcomes
 from pccheckd.tenancy.binding import BindingState
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
@@ -264,7 +264,7 @@ def chunks(tenant: Tenant) -> dict[str, int] | None:
     return {"bytes": usage.bytes} | {one: getattr(usage, f"{one}_chunks") for one in states}
 
 
-def _state(item: Checkpoint, tenant: Tenant) -> Document:
+def _state(item: RankCheckpoint, tenant: Tenant) -> Document:
     """One recent checkpoint: its state, and how long each part took (None: not reached)."""
     record = item.record(tenant.key)
     names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes",

@@ -20,7 +20,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.core.uses import Seat, Uses
 
 from .binding import Binding
-from .checkpoint import BROKEN, Checkpoint, End, failed
+from .checkpoint import BROKEN, End, RankCheckpoint, failed
 from .group import Group
 from .ledger import Ledger
 from .readiness import Readiness
@@ -83,7 +83,7 @@ class Slots:
         """A checkpoint has got one: no rank is waited for any more."""
         self._late = []
 
-    async def free(self, checkpoint: Checkpoint) -> bool:
+    async def free(self, checkpoint: RankCheckpoint) -> bool:
         """No slot is free: recycles what is no longer kept now, instead of with the next record,
         and in the end what only a reader keeps. Whether a slot became free."""
         if self._binding.volumes.current is None:
@@ -143,9 +143,9 @@ class Admission:
     _readiness: Readiness
     _slots: Slots
     _saves: Saves
-    _first: Checkpoint | None = None  # waits in the core for what the loop can do ...
+    _first: RankCheckpoint | None = None  # waits in the core for what the loop can do ...
     _why: str = ""  # ... and the core's code for it
-    _reopened: Checkpoint | None = None  # the volume was opened again for it
+    _reopened: RankCheckpoint | None = None  # the volume was opened again for it
     _task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _agreement: Agreement | None = None  # the last decision of the ranks
@@ -237,13 +237,13 @@ class Admission:
             if self._waiting() is first:
                 await happened(self._changed, LOOK_S)
 
-    def _waiting(self) -> Checkpoint | None:
+    def _waiting(self) -> RankCheckpoint | None:
         first = self._first
         if first is None or first.state is not State.REQUESTED:
             self._first = None
         return self._first
 
-    async def _help(self, first: Checkpoint) -> End | None:
+    async def _help(self, first: RankCheckpoint) -> End | None:
         """Does what the first one waits for; or how it ends, if that cannot be done."""
         if self._readiness.stops:
             return failed(Cause.STOPPING)

@@ -97,7 +97,7 @@ _TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class RankCheckpoint:
     """One snapshot of one session, from its request to its end. Owned by its tenant."""
 
     session: int

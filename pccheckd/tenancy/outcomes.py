@@ -14,7 +14,7 @@ from pccheck_wire.basics import size_text
 from pccheckd.base.access import has_access
 from pccheckd.base.logs import LOG
 
-from .checkpoint import Checkpoint, Record
+from .checkpoint import RankCheckpoint, Record
 from .volumes import Key
 
 SCHEMA = 1
@@ -80,12 +80,12 @@ class Chronicle:
         """From now on `metrics` counts, too."""
         self._metrics = metrics
 
-    def requested(self, key: Key, item: Checkpoint) -> None:
+    def requested(self, key: Key, item: RankCheckpoint) -> None:
         metrics = self._metrics
         if metrics is not None and self._enabled():
             self._guard(lambda: metrics.requested(item.record(key)))
 
-    def ended(self, key: Key, item: Checkpoint) -> None:
+    def ended(self, key: Key, item: RankCheckpoint) -> None:
         """It is durable, superseded, skipped, or has failed."""
         if self._enabled():
             self._guard(lambda: self._ended(key, item.record(key)))

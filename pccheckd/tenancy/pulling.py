@@ -12,7 +12,7 @@ from pccheck_wire.errors import RefusedError
 from pccheckd.base.logs import LOG
 
 from .binding import Binding
-from .checkpoint import Checkpoint
+from .checkpoint import RankCheckpoint
 
 _AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE"})
 
@@ -26,7 +26,7 @@ class Pulling:
         self._session = 0
         self._failures = 0
 
-    def note(self, checkpoint: Checkpoint, event: _core.Event) -> None:
+    def note(self, checkpoint: RankCheckpoint, event: _core.Event) -> None:
         """An event of any checkpoint; only copies of pulled ones count."""
         if not checkpoint.map:
             return

@@ -18,7 +18,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.core.port import Owner
 from pccheckd.core.uses import Seat
 
-from .checkpoint import Checkpoint
+from .checkpoint import RankCheckpoint
 from .group import Group
 from .volumes import DAMAGED, PROTECTED, Key, VolumeSet
 
@@ -159,7 +159,7 @@ class Retention:
         if not self.protected or max(self.protected) <= sequence:
             self.unrestored = False
 
-    def protected_step(self, copied: Iterable[Checkpoint]) -> int | None:
+    def protected_step(self, copied: Iterable[RankCheckpoint]) -> int | None:
         """The newest step that is kept for a trainer that has not restored. `copied`: checkpoints
         of earlier starts that will be kept, too, when they are durable."""
         if not self.unrestored:

@@ -16,7 +16,7 @@ from pccheckd.core.port import Port
 from pccheckd.core.uses import Seat
 
 from .binding import Binding, BindingState
-from .checkpoint import BROKEN, Checkpoint, End, failed
+from .checkpoint import BROKEN, End, RankCheckpoint, failed
 from .group import Group
 from .ledger import Ledger
 from .outcomes import Chronicle
@@ -58,7 +58,7 @@ class Saves:
         port.native.noted()
         asked = event.request
         self.interval_steps = asked.interval
-        checkpoint = Checkpoint(
+        checkpoint = RankCheckpoint(
             session=event.session, snapshot=event.id, step=asked.step,
             payload_bytes=asked.payload_bytes, skip_when_busy=asked.skip,
             incarnation=self._readiness.incarnation, world_size=owner.world_size,
@@ -75,7 +75,9 @@ class Saves:
             self.refuse(checkpoint, end)
         self._group.decide_soon()
 
-    def _number(self, checkpoint: Checkpoint, asked: _core.SaveRequest, port: Port) -> End | None:
+    def _number(
+        self, checkpoint: RankCheckpoint, asked: _core.SaveRequest, port: Port
+    ) -> End | None:
         """Gives one of several ranks its number; how it ends if it gets none."""
         if self._readiness.stops:
             return failed(Cause.STOPPING)
@@ -88,7 +90,7 @@ class Saves:
             end = self._given_up(checkpoint) or self._tell_number(checkpoint, port)
         return end
 
-    def _tell_number(self, checkpoint: Checkpoint, port: Port) -> End | None:
+    def _tell_number(self, checkpoint: RankCheckpoint, port: Port) -> End | None:
         try:
             port.native.number(
                 checkpoint.snapshot, checkpoint.sequence, checkpoint.incarnation,
@@ -99,7 +101,7 @@ class Saves:
             return BROKEN
         return None
 
-    def begun(self, checkpoint: Checkpoint, sequence: int) -> None:
+    def begun(self, checkpoint: RankCheckpoint, sequence: int) -> None:
         """The core has found lane and slot for it."""
         if not checkpoint.sequence:  # of a rank alone
             checkpoint.sequence = self._group.took(self._key.rank, sequence)
@@ -111,7 +113,7 @@ class Saves:
         self._ledger.passed(checkpoint.sequence)
         checkpoint.advance(State.COPYING, time.monotonic_ns())
 
-    def _given_up(self, checkpoint: Checkpoint) -> End | None:
+    def _given_up(self, checkpoint: RankCheckpoint) -> End | None:
         if not self._group.gives_up(checkpoint.sequence):
             return None
         return End(State.SKIPPED, self._group.why_given_up(checkpoint.sequence))
@@ -126,7 +128,7 @@ class Saves:
 
     # -- ends ----------------------------------------------------------------------------------
 
-    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
+    def refuse(self, checkpoint: RankCheckpoint, end: End) -> None:
         """Ends a checkpoint that is not copied yet. If the core has copied or ended it meanwhile,
         an event says how it went on."""
         port, why = self._binding.port_of(checkpoint.session), end.why
@@ -136,7 +138,7 @@ class Saves:
         ):  # fmt: skip
             self.ended(checkpoint, end)
 
-    def ended(self, checkpoint: Checkpoint, end: End) -> None:
+    def ended(self, checkpoint: RankCheckpoint, end: End) -> None:
         """The core has ended a checkpoint that was not copied yet."""
         if checkpoint.live:
             self._ledger.refuse(checkpoint, end)
@@ -185,7 +187,7 @@ class Saves:
         for found in self._ledger.gave_up(why_never):
             self._tell(found, OUTCOME_GIVEN_UP)
 
-    def _tell(self, found: Checkpoint, outcome: int, newer: int = 0) -> None:
+    def _tell(self, found: RankCheckpoint, outcome: int, newer: int = 0) -> None:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
         if (port := self._binding.port_of(found.session)) is not None:
@@ -193,7 +195,7 @@ class Saves:
 
     # -- the volumes ---------------------------------------------------------------------------
 
-    async def _after_durable(self, checkpoint: Checkpoint) -> None:
+    async def _after_durable(self, checkpoint: RankCheckpoint) -> None:
         await self._binding.volumes.refresh()
         if self._binding.state is not BindingState.LOST:
             self._binding.volumes.settled()

@@ -17,7 +17,7 @@ from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
 from pccheckd.core import gpus
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.pulling import Pulling
 
 ROOM = UNFINISHED_BYTES_MAX
@@ -97,7 +97,7 @@ def ended(
     pulling: Pulling, kind: str, error: str = "", *, stage: str = "copy", session: int = 1,
     number: int = 1,
 ) -> None:  # fmt: skip
-    checkpoint = Checkpoint(
+    checkpoint = RankCheckpoint(
         session=session, snapshot=1, step=1, payload_bytes=1,
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
     )  # fmt: skip

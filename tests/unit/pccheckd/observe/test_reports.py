@@ -28,7 +28,7 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy import outcomes
-from pccheckd.tenancy.checkpoint import Checkpoint, End, Record
+from pccheckd.tenancy.checkpoint import End, RankCheckpoint, Record
 from pccheckd.tenancy.ledger import HISTORY, Ledger
 from pccheckd.tenancy.outcomes import Document
 from pccheckd.tenancy.volumes import Key
@@ -170,8 +170,8 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
 # -- what they are made of ---------------------------------------------------------------------
 
 
-def checkpoint(snapshot: int, *, session: int = 1) -> Checkpoint:
-    return Checkpoint(
+def checkpoint(snapshot: int, *, session: int = 1) -> RankCheckpoint:
+    return RankCheckpoint(
         session=session, snapshot=snapshot, step=snapshot, payload_bytes=1,
         skip_when_busy=False, incarnation=session, world_size=1, requested_ns=1,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
 from pccheckd.core.uses import Uses
 from pccheckd.tenancy.admission import Admission, Slots
-from pccheckd.tenancy.checkpoint import Checkpoint, End
+from pccheckd.tenancy.checkpoint import End, RankCheckpoint
 from pccheckd.tenancy.group import Numbered
 from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.outcomes import Chronicle
@@ -159,7 +159,7 @@ class Desk:
 
     async def _refresh(self) -> None: ...
 
-    def request(self, snapshot: int = 1, **about: Any) -> Checkpoint:
+    def request(self, snapshot: int = 1, **about: Any) -> RankCheckpoint:
         asked = event("requested", snapshot)
         self.queue.on_event(asked._replace(request=_ASKED._replace(**about)))
         found = self.ledger.find(SESSION, snapshot)
