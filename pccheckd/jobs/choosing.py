@@ -21,7 +21,7 @@ SETTLE_LIMIT_S = 5.0
 
 #: The checkpoint, and the newer ones that are damaged with the volumes that could not be read.
 #: None: the volumes were read, and hold nothing.
-Choice = tuple[catalog.Checkpoint | None, list[Skipped]]
+Choice = tuple[catalog.StoredCheckpoint | None, list[Skipped]]
 
 
 def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
@@ -86,7 +86,9 @@ def _writing(tenants: list[Tenant], last: int) -> Writing:
 # -- of a group --------------------------------------------------------------------------------
 
 
-def _of_group(session: Session, job: Job, own: Tenant, wanted: Open) -> catalog.Checkpoint | None:
+def _of_group(
+    session: Session, job: Job, own: Tenant, wanted: Open
+) -> catalog.StoredCheckpoint | None:
     """This rank's copy of the common checkpoint. Never mixes steps: fails when it is damaged or
     could not be read."""
     again = "restart all ranks; they will restore the previous step"
@@ -165,7 +167,7 @@ def _require_no_newer(session: Session, job: Job, found: Held) -> None:
 # -- of a rank alone ---------------------------------------------------------------------------
 
 
-def _newest(own: Tenant, wanted: Open, found: list[catalog.Checkpoint]) -> Choice:
+def _newest(own: Tenant, wanted: Open, found: list[catalog.StoredCheckpoint]) -> Choice:
     """Of the checkpoints of one rank, newest first, the first that is not damaged."""
     skipped = _in_doubt(own)
     for item in found:
@@ -193,6 +195,6 @@ def _in_doubt(tenant: Tenant) -> list[Skipped]:
     return [Skipped(0, 0, error.message) for error in tenant.volumes.doubts]
 
 
-def _fits(one: catalog.Checkpoint | Held, wanted: Open) -> bool:
+def _fits(one: catalog.StoredCheckpoint | Held, wanted: Open) -> bool:
     older = wanted.before is None or one.sequence < wanted.before
     return older and wanted.step in (None, one.step)

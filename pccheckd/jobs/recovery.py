@@ -52,7 +52,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     )  # fmt: skip
 
 
-def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
+def _parts(job: Job, chosen: catalog.StoredCheckpoint) -> list[Part]:
     """The other ranks' payloads of the same checkpoint."""
     if chosen.world_size < 2:
         return []
@@ -63,7 +63,7 @@ def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
     ]
 
 
-def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) -> None:
+def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.StoredCheckpoint) -> None:
     """A reader's checkpoint stays on every rank that has a part of it until the session ends.
     Raises NoCheckpointError when it was recycled meanwhile."""
     own.leases.take(chosen.sequence, session.number)

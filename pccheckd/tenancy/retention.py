@@ -92,7 +92,7 @@ class Retention:
         LOG.error("%s: checkpoint %d could not be read", self._volumes.key, sequence)
         self.unreadable = (self.unreadable | {sequence}) & self._volumes.sequences()
 
-    def is_usable(self, found: catalog.Checkpoint) -> bool:
+    def is_usable(self, found: catalog.StoredCheckpoint) -> bool:
         """Neither flagged nor, when it was last tried, unreadable."""
         return not found.is_damaged and found.sequence not in self.unreadable
 
@@ -227,7 +227,7 @@ class Leases:
         )  # fmt: skip
         return True
 
-    def oldest_for_room(self) -> catalog.Checkpoint | None:
+    def oldest_for_room(self) -> catalog.StoredCheckpoint | None:
         """The oldest leased checkpoint whose slot a new one can have."""
         current = self._volumes.current
         if current is None:

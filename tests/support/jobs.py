@@ -42,10 +42,10 @@ def save_request(**about: int) -> _core.SaveRequest:
 
 def kept(
     sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
-) -> catalog.Checkpoint:
+) -> catalog.StoredCheckpoint:
     """A durable checkpoint; the step is ten times the sequence."""
     stored = CheckpointId(7, "j", rank, sequence, 10 * sequence, run, UNKNOWN, world, b"")
-    return catalog.Checkpoint(
+    return catalog.StoredCheckpoint(
         stored, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
         tree_offset=90, tree_bytes=10, slot=0, volume_path=Path("v"),
     )  # fmt: skip

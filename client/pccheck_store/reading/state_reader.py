@@ -136,8 +136,8 @@ def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
 
 def open_state(
     source: Source,
-    one: catalog.Checkpoint,
-    stored: Iterable[catalog.Checkpoint],
+    one: catalog.StoredCheckpoint,
+    stored: Iterable[catalog.StoredCheckpoint],
     progress: ReadProgress | None = None,
 ) -> StateReader:
     """Opens what the ranks have of a checkpoint. `stored` is what `one` was chosen from: to look
@@ -151,8 +151,8 @@ def open_state(
 
 def open_chosen(
     source: Source,
-    choose: Callable[[], Sequence[catalog.Checkpoint]],
-    use: Callable[[catalog.Checkpoint, StateReader], _Opened],
+    choose: Callable[[], Sequence[catalog.StoredCheckpoint]],
+    use: Callable[[catalog.StoredCheckpoint, StateReader], _Opened],
 ) -> _Opened:
     """What `use` makes of a reader of the checkpoint of which `choose` returns the parts, and which
     is read as the first of them. Chooses again when the job has replaced that one meanwhile; raises
