@@ -29,8 +29,8 @@ from .options import (
     YES_NO,
     Config,
     Option,
-    OptionGroup,
     OptionOrigin,
+    Topic,
     show_size,
 )
 
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "or 5min.",
         allow_abbrev=False,
     )
-    for group in OptionGroup:
+    for group in Topic:
         titled = made.add_argument_group(group.value)
         for option in OPTIONS:
             if option.group is group:
