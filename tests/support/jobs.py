@@ -133,6 +133,7 @@ class Tenant:
     obeyed: list[Agreement] = field(default_factory=list)
     made_global: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    why_never: Any = None
 
     def __post_init__(self) -> None:
         self.key = Key(7, "gpt", self.rank)

@@ -128,7 +128,7 @@ class Desk:
         self.retention: Any = SimpleNamespace(protected=set())
         leases: Any = SimpleNamespace(end_for_room=lambda: False)
         self.unready: Exception | None = None  # what reopen() raises
-        about = self.group, self.seat
+        about: Any = self.group, self.seat
         self.readiness = Readiness(*about, self.ledger, binding, self.retention, leases)
         self.readiness.room_bytes = 100
         self.readiness.reopen = self._reopen  # type: ignore[method-assign]
