@@ -36,6 +36,10 @@ def volume(
     return SimpleNamespace(path=path, info=info, checkpoints=[newest], quarantined=quarantined)
 
 
+class Name(str):
+    uid = 7
+
+
 def tenant(**changed: Any) -> Any:
     """A connected rank without trouble."""
     volumes = SimpleNamespace(
@@ -51,7 +55,7 @@ def tenant(**changed: Any) -> Any:
     seat = SimpleNamespace(
         refused=changed.pop("refused", None), owner=changed.pop("owner", object())
     )
-    values = {"seat": seat, "key": "gpt", "quiet": True}
+    values = {"seat": seat, "key": Name("gpt"), "quiet": True}
     retention = SimpleNamespace(unreadable=changed.pop("unreadable", set()))
     return SimpleNamespace(
         volumes=volumes, ledger=ledger, retention=retention, binding=binding, **(values | changed)
@@ -62,7 +66,10 @@ def troubles(*tenants: Any, job: Any = None, gpus: Iterable[Any] = (), **of_engi
     driver = SimpleNamespace(info=lambda: list(gpus))
     values = {"missing_storage": "", "stalled": ""} | of_engine
     engine: Any = SimpleNamespace(driver=driver, **values)
-    return "\n".join(report.troubles(engine, tenants, [job] if job else [], []))
+    registry = SimpleNamespace(
+        engine=engine, tenants=lambda: tenants, jobs={0: job} if job else {}, faults=list
+    )
+    return "\n".join(report.troubles(registry))  # type: ignore[arg-type]
 
 
 def late_job() -> Any:
