@@ -77,6 +77,7 @@ class Cause(enum.IntEnum):
     )  # fmt: skip
     BAD_KIND = 26, "this pccheckd saves tensors only, and not kind {n}", SAME_VERSION_HINT
     BAD_FLAGS = 27, "it sets flags that this pccheckd does not know ({n})", SAME_VERSION_HINT
+    REPLACED_IN_MEMORY = 28, "a newer checkpoint, step {n}, is in memory on all ranks"
 
     INTERRUPTED = (_CLIENT + 1, "abandoned: this process was interrupted before it was copied")
     RUN_ENDED = _CLIENT + 2, "abandoned: the run ended before it was copied"

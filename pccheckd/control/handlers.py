@@ -190,7 +190,7 @@ class Handlers:
         lanes = volume.info.slots - volume.info.keep
         return messages.Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
-            granted_bytes=granted, volume=str(volume.path),
+            granted_bytes=granted, expected_bytes=expected, volume=str(volume.path),
             absent=job.members.absent(),
             incarnation=job.members.registered(session.rank, session.process),
             start=session.start,
