@@ -75,6 +75,8 @@ def decide(every: Collection[Known], *, idle: bool) -> Decision:
         newer = best if best is not None and best.sequence > one.sequence else None
         if one.never and (best is not None or _newest(one, copied, above=one.sequence)):
             decision.drop.append((one, None))
+        elif newer is not None and newer.is_on_all(Place.DURABLE):
+            decision.drop.append((one, newer))
         elif one.wanted or one.is_begun or (idle and best is one):
             decision.write.append(one)
         elif newer is not None:
@@ -120,7 +122,7 @@ class Parked:
         if not self:
             return
         tenants = self._members.tenants.values()
-        is_idle = all(one.parks for tenant in tenants for one in tenant.ledger.live())
+        is_idle = not any(tenant.ledger.moving() for tenant in tenants)
         starved = any(tenant.unparking.is_starved for tenant in tenants)
         decision = decide(self._known(), idle=is_idle or starved)
         for one, newer in decision.drop:
@@ -153,7 +155,9 @@ class Parked:
         end, by = End(State.SKIPPED, self._decisions.why_given_up(one.sequence)), None
         if newer is not None:
             by = newer.sequence, self._step(newer)
-            end = End(State.SUPERSEDED, Why(Cause.REPLACED_IN_MEMORY, by[1]))
+            on_disk = newer.is_on_all(Place.DURABLE)
+            why = Why(Cause.REPLACED) if on_disk else Why(Cause.REPLACED_IN_MEMORY, by[1])
+            end = End(State.SUPERSEDED, why)
         for tenant, found in self._parts(one):
             tenant.saves.drop(found, end, by)
 

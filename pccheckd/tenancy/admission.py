@@ -57,8 +57,8 @@ class Slots:
 
     @property
     def _is_grouped(self) -> bool:
-        """Its trainer is one of several ranks, or they have left checkpoints."""
-        return self._seat.owner is not None and self._group.is_shared
+        """The rank is one of several, or they have left checkpoints."""
+        return self._group.is_shared
 
     def has_room(self) -> bool:
         """A checkpoint that is requested now finds a lane and a slot. Waits for no disk."""
@@ -67,8 +67,7 @@ class Slots:
             return True  # a volume is made first
         if not self._binding.is_usable or current.info.stopped:
             return True  # the volume is opened again first
-        lanes = (found for found in self._ledger.live() if not found.parks)
-        busy = sum(found.state is not State.REQUESTED for found in lanes)
+        busy = sum(found.state is not State.REQUESTED for found in self._ledger.moving())
         info = current.info
         if busy >= info.slots - info.keep:
             return False
@@ -120,8 +119,8 @@ class Slots:
             return None
         await self._binding.volumes.refresh()
         current = self._binding.volumes.current
-        if current is None or current.info.free_slots:
-            return None
+        if current is None or current.info.free_slots or self._ledger.in_flight:
+            return None  # one in memory may have taken a slot meanwhile
         with contextlib.suppress(ValueError):  # it is being reopened
             if current.volume.has_expendable():  # since a moment ago
                 return None

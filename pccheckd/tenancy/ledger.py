@@ -125,6 +125,10 @@ class Ledger:
         """Checkpoints that will become durable, whatever happens to their trainer."""
         return [one for one in self.live() if one.state in (State.COPIED, State.WRITING)]
 
+    def moving(self) -> list[RankCheckpoint]:
+        """Checkpoints that have not ended, without those of level memory that nothing writes."""
+        return [one for one in self.live() if not one.parks]
+
     def parked(self) -> list[RankCheckpoint]:
         """Checkpoints that are in memory only, oldest first."""
         return [one for one in self.live() if one.is_parked]
@@ -138,7 +142,7 @@ class Ledger:
     @property
     def in_flight(self) -> bool:
         """Some have a slot and have not ended."""
-        return any(one.state is not State.REQUESTED and not one.parks for one in self.live())
+        return any(one.state is not State.REQUESTED for one in self.moving())
 
     async def settled(self, limit_s: float, up_to: int) -> bool:
         """Waits until none with a sequence up to `up_to` is live; False at the limit."""

@@ -53,7 +53,7 @@ class Unparking:
         parks = [one for one in live if one.parks and one.state is not State.REQUESTED]
         stays = chunks(one.payload_bytes for one in parks if one.wanted)
         newest = chunks(one.payload_bytes for one in parks if not one.wanted)
-        lanes = chunks(one.payload_bytes for one in live if not one.parks)
+        lanes = chunks(one.payload_bytes for one in self._ledger.moving())
         # The core may have begun to copy what the loop takes for requested only.
         left = max(0, usage.full_chunks - sum(stays) - sum(newest))
         queued = max(1, sum(one.parks for one in live) - len(parks))
@@ -66,7 +66,7 @@ class Unparking:
     def is_starved(self) -> bool:
         """A checkpoint that is being written gets no chunk, because others are in memory."""
         usage = self._binding.usage()
-        waits = any(one.state is State.COPYING and not one.parks for one in self._ledger.live())
+        waits = any(one.state is State.COPYING for one in self._ledger.moving())
         return waits and usage is not None and not (usage.free_chunks + usage.cached_chunks)
 
     def write(self, parked: RankCheckpoint, *, must: bool) -> None:

@@ -263,7 +263,7 @@ async def test_saves_go_first_but_not_for_ever(
         nonlocal asked
         asked += 1
         waits.append(place.scrubber.paused)
-        return [object()] if asked < 5 else []
+        return [SimpleNamespace(parks=False)] if asked < 5 else []
 
     monkeypatch.setattr(tenant.ledger, "live", live)
     await place.scrubber._give_way()
