@@ -57,6 +57,7 @@ class Rank(NamedTuple):
     #: Sequences of the checkpoints that the rank is saving, each with the world size of the start
     #: that requested it: a start of another size may have begun since.
     pending: Mapping[int, int] = MappingProxyType({})
+    parked: Collection[int] = ()  # of these, what is in memory only, and may stay so
     #: The process of the rank will never request this sequence or an older one, because it has
     #: requested this sequence, or the sequence was in use before the process came. None: the rank
     #: has no process, and may get one. Above every sequence: no rank waits for this rank.
@@ -214,7 +215,7 @@ def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> l
         for other, known in sorted(ranks.items())
         if other < world_size
         and known.asked is not None
-        and not known.pending
+        and not known.pending.keys() - known.parked
         and any(number > known.asked for number in waits)
     ]
 

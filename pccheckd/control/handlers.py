@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 
-from pccheck_native import subset
+from pccheck_native import _core, subset
 from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, messages, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
@@ -184,7 +184,8 @@ class Handlers:
         assert job is not None
         volume = await tenant.readiness.register(body.payload_bytes)
         memory = self._registry.memory
-        wanted = memory.wanted_for(tenant, body.payload_bytes)
+        states = 3 if body.levels >> _core.LEVEL_MEMORY & 1 else 2
+        wanted = memory.wanted_for(tenant, body.payload_bytes, states=states)
         granted = await memory.claim(session, wanted)
         expected = max(granted, min(wanted, memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
@@ -227,6 +228,7 @@ class Handlers:
         if not session.took_leave:
             session.took_leave = True
             _count_failed(tenant, body.failed)
+        job.write_parked()
         asked = job.members.numbering.asked(session.rank)
         if not await tenant.ledger.settled(GOODBYE_LIMIT_S, asked):
             raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")

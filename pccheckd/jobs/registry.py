@@ -39,6 +39,7 @@ class Registry:
 
     async def close(self) -> None:
         """Drains and closes every tenant. Raises the first failure, after all have ended."""
+        await asyncio.gather(*(job.emptied() for job in self.jobs.values()))
         results = await asyncio.gather(
             *(tenant.close() for tenant in self.tenants()), return_exceptions=True
         )

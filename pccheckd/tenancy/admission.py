@@ -67,7 +67,8 @@ class Slots:
             return True  # a volume is made first
         if not self._binding.is_usable or current.info.stopped:
             return True  # the volume is opened again first
-        busy = sum(found.state is not State.REQUESTED for found in self._ledger.live())
+        lanes = (found for found in self._ledger.live() if not found.parks)
+        busy = sum(found.state is not State.REQUESTED for found in lanes)
         info = current.info
         if busy >= info.slots - info.keep:
             return False

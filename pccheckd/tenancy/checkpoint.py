@@ -108,6 +108,9 @@ class RankCheckpoint:
     incarnation: int
     world_size: int
     requested_ns: int  # CLOCK_MONOTONIC
+    #: Its level is memory, and it has neither a lane nor a slot; false from when it is written.
+    parks: bool = False
+    wanted: bool = False  # on the disk, although its level is memory
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     held_at_ns: int = 0
     held_ns: int = 0
@@ -116,6 +119,8 @@ class RankCheckpoint:
     sequence: int = 0  # the same on every rank of a group; 0: it has no number yet
     slot: int | None = None
     state: State = State.REQUESTED
+    #: Sequence and step of what replaced it in memory.
+    newer: tuple[int, int] | None = None
     why: Why | None = None  # it ended so, or will never be on all ranks
     rehomed: int = 0
     first_write_ns: int = 0
@@ -127,6 +132,11 @@ class RankCheckpoint:
     @property
     def live(self) -> bool:
         return self.state in LIVE
+
+    @property
+    def is_parked(self) -> bool:
+        """It is copied, and nothing writes it."""
+        return self.parks and self.state is State.COPIED
 
     @property
     def ended_ns(self) -> int:

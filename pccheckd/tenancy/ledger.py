@@ -125,6 +125,10 @@ class Ledger:
         """Checkpoints that will become durable, whatever happens to their trainer."""
         return [one for one in self.live() if one.state in (State.COPIED, State.WRITING)]
 
+    def parked(self) -> list[RankCheckpoint]:
+        """Checkpoints that are in memory only, oldest first."""
+        return [one for one in self.live() if one.is_parked]
+
     def pending(self) -> dict[int, int]:
         """Requested sequences that have not ended and that the volume does not list as durable,
         each with the world size of the start that requested it."""
@@ -134,7 +138,7 @@ class Ledger:
     @property
     def in_flight(self) -> bool:
         """Some have a slot and have not ended."""
-        return any(checkpoint.state is not State.REQUESTED for checkpoint in self.live())
+        return any(one.state is not State.REQUESTED and not one.parks for one in self.live())
 
     async def settled(self, limit_s: float, up_to: int) -> bool:
         """Waits until none with a sequence up to `up_to` is live; False at the limit."""
@@ -224,6 +228,8 @@ class Ledger:
     def newer_than(self, found: RankCheckpoint) -> tuple[int, int] | None:
         """Sequence and step of what superseded a checkpoint, on all ranks if there are several.
         None until the event of that one, which may come later, has arrived."""
+        if found.newer is not None:
+            return found.newer
         newest = self._newest_global if found.world_size > 1 else self.newest
         return newest if newest is not None and newest[0] > found.sequence else None
 

@@ -23,6 +23,7 @@ from .pulling import Pulling
 from .readiness import Readiness
 from .retention import Leases, Retention
 from .saves import Saves
+from .unparking import Unparking
 from .volumes import Key, VolumeSet
 
 
@@ -53,6 +54,7 @@ class Tenant:
             chronicle, self.tasks,
         )  # fmt: skip
         self.queue = Admission(engine, self.ledger, binding, self.readiness, self.slots, self.saves)
+        self.unparking = Unparking(self.ledger, self.readiness, self.slots, self.saves)
 
     def _on_event(self, event: _core.Event) -> None:
         """From the native core, on the loop."""
@@ -64,6 +66,7 @@ class Tenant:
             self.queue.on_event(event)
         else:
             self.queue.look()
+            self.unparking.look()
             self.saves.on_event(event)
 
     def obey(self, agreement: Agreement) -> None:
@@ -151,5 +154,6 @@ class Tenant:
         """Drains sealed saves, then closes port and volumes."""
         self.seat.close()
         await self.queue.close()
+        await self.unparking.close()
         await self.tasks.settle()
         await self.binding.close()

@@ -124,8 +124,9 @@ class Rank:
                 raise DaemonUnreachableError("the daemon has ended")
         return False
 
-    def register(self, size: int) -> ReplyBody:
-        return self.ask(Register(size))
+    def register(self, size: int, *, memory: bool = False) -> ReplyBody:
+        """`memory`: it will also save to memory only."""
+        return self.ask(Register(size, levels=3 if memory else 1))
 
     def begin(
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
