@@ -81,9 +81,7 @@ def newest_on_disk(daemon: Daemon) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_killed_trainer_loses_nothing(
-    start_daemon: Start, members: Members, world: int
-) -> None:
+def test_a_killed_trainer_loses_nothing(start_daemon: Start, members: Members, world: int) -> None:
     daemon = start_daemon(*SMALL)
     group = members(daemon, world, launch="a")
     for step in range(1, 6):

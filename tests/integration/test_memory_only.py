@@ -16,8 +16,8 @@ from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, Trainer
 from tests.support.waiting import until
 
-#: A disk that takes about a second for a state, and is never idle while it writes.
-SLOW = ("--slots", "4", "--keep", "1", "--chunk", "64KiB", "--max-bandwidth", "1MiB")
+#: A disk that takes a third of a second for a state, and is not idle meanwhile.
+SLOW = ("--slots", "4", "--keep", "1", "--chunk", "64KiB", "--max-bandwidth", "4MiB")
 AUTO = {"durable_every": "auto"}
 
 
@@ -136,8 +136,8 @@ def test_two_ranks_restore_the_newest_step_that_both_copied(
     """One rank is a step ahead when both are killed."""
     daemon = start_daemon(*SLOW)
     group = ranks(start_trainer, daemon, "0", **AUTO)
-    for trainer in group:
-        saves(trainer, 4)
+    for trainer in group * 4:
+        saves(trainer, 1)
     saves(group[0], 1)
     end(group)
     group = ranks(start_trainer, daemon, "1", **AUTO)
