@@ -198,7 +198,9 @@ class Job:
         if start is None:
             return Numbered(self.incarnation(rank, owner), 0, explain.FENCED)
         if start.world_size == 1:
-            return Numbered(start.incarnation, 0)  # `took` follows
+            why = self.parked.lacks_room([rank]) if asked.level == _core.LEVEL_MEMORY else None
+            end = End(State.SKIPPED, why) if why is not None else None
+            return Numbered(start.incarnation, 0, end)  # `took` follows
         used = tenant.volumes.last_sequence()
         given = numbering.number(start, rank, owner.process, asked, used)
         sequence = 0 if given.is_passed else given.sequence
@@ -215,6 +217,10 @@ class Job:
             self.lateness.note_apart(given.apart)
         if not given.is_first:
             why = self.decisions.why_too_late(sequence)
+        elif asked.level == _core.LEVEL_MEMORY:
+            full = self.parked.lacks_room(range(self.members.world_size))
+            if full is not None:
+                self.decisions.skip(sequence, full)
         elif asked.skip:
             self.decisions.skip_if_busy(sequence)
         other = self.members.numbering.divided_otherwise(rank, sequence, asked.division)

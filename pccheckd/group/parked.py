@@ -119,8 +119,10 @@ class Parked:
         """Decides, and applies it to every rank. Waits for nothing."""
         if not self:
             return
-        live = (one for tenant in self._members.tenants.values() for one in tenant.ledger.live())
-        decision = decide(self._known(), idle=all(one.parks for one in live))
+        tenants = self._members.tenants.values()
+        is_idle = all(one.parks for tenant in tenants for one in tenant.ledger.live())
+        starved = any(tenant.unparking.is_starved for tenant in tenants)
+        decision = decide(self._known(), idle=is_idle or starved)
         for one, newer in decision.drop:
             self._drop(one, newer)
         for one in decision.write:
@@ -132,6 +134,14 @@ class Parked:
         for one in newest(self._known()) if self else ():
             for _, found in self._parts(one):
                 found.wanted = True
+
+    def lacks_room(self, ranks: Iterable[int]) -> Why | None:
+        """Why none of these ranks copies one more to memory now; None: all have room for it."""
+        self.look()  # what is replaced frees memory
+        tenants = ((rank, self._members.tenants.get(rank)) for rank in ranks)
+        full = (rank for rank, one in tenants if one is not None and not one.unparking.has_room())
+        first = next(full, None)
+        return Why(Cause.MEMORY_BUSY, first) if first is not None else None
 
     def _parts(self, one: Known) -> list[tuple[Tenant, RankCheckpoint]]:
         ranks = (rank for rank, place in one.places.items() if place is Place.PARKED)

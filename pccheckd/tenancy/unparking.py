@@ -4,6 +4,7 @@ slot for them. The job's ranks decide which ones (`group/parked.py`)."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pccheck_wire.ends import in_words
@@ -12,11 +13,13 @@ from pccheckd.base.background import happened
 from pccheckd.base.logs import LOG
 
 from .admission import LOOK_S, Slots
+from .binding import Binding
 from .checkpoint import BROKEN, End, RankCheckpoint
 from .ledger import Ledger
 from .readiness import Readiness
 from .saves import Saves
 
+PLACES = 3  # PCC_SAVES_PARKED
 #: Codes of what ends by itself: every lane is busy, or what an earlier daemon left is being checked.
 _SOON = frozenset({"NO_LANE", "EBUSY"})
 
@@ -26,6 +29,7 @@ class Unparking:
     """Owned by its tenant."""
 
     _ledger: Ledger
+    _binding: Binding
     _readiness: Readiness
     _slots: Slots
     _saves: Saves
@@ -33,6 +37,37 @@ class Unparking:
     _waiting: dict[int, tuple[RankCheckpoint, bool]] = field(default_factory=dict)
     _task: asyncio.Task[None] | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def has_room(self) -> bool:
+        """A checkpoint of level memory that is requested now finds memory beside what is being
+        written, what is going to be, and the newest in memory: its copy waits for no disk. The
+        others in memory are replaced as soon as the other ranks have copied theirs."""
+        usage, port = self._binding.usage(), self._binding.port
+        if usage is None or port is None:
+            return True  # it is refused otherwise
+
+        def chunks(sizes: Iterable[int]) -> list[int]:
+            return [-(-size // port.chunk_bytes) for size in sizes]
+
+        live = self._ledger.live()
+        parks = [one for one in live if one.parks and one.state is not State.REQUESTED]
+        stays = chunks(one.payload_bytes for one in parks if one.wanted)
+        newest = chunks(one.payload_bytes for one in parks if not one.wanted)
+        lanes = chunks(one.payload_bytes for one in live if not one.parks)
+        # The core may have begun to copy what the loop takes for requested only.
+        left = max(0, usage.full_chunks - sum(stays) - sum(newest))
+        queued = max(1, sum(one.parks for one in live) - len(parks))
+        new = queued * sum(chunks([self._readiness.room_bytes]))
+        has = max(port.grant.nbytes, port.grant.aim_bytes) // port.chunk_bytes
+        taken = min(sum(lanes), left) + sum(stays) + max(newest, default=0) + new
+        return len(stays) < PLACES - 1 and taken <= has
+
+    @property
+    def is_starved(self) -> bool:
+        """A checkpoint that is being written gets no chunk, because others are in memory."""
+        usage = self._binding.usage()
+        waits = any(one.state is State.COPYING and not one.parks for one in self._ledger.live())
+        return waits and usage is not None and not (usage.free_chunks + usage.cached_chunks)
 
     def write(self, parked: RankCheckpoint, *, must: bool) -> None:
         _, before = self._waiting.get(parked.sequence, (parked, False))

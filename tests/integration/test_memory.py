@@ -42,12 +42,16 @@ def members(stack: ExitStack) -> Members:
 
 def park(group: list[Rank], step: int) -> list[int]:
     """Every rank copies the step to memory; the snapshots."""
-    snapshots = [
+    snapshots = begin(group, step)
+    for rank, snapshot in zip(group, snapshots, strict=True):
+        assert rank.wait(snapshot, copied=True).outcome < State.SUPERSEDED
+    return snapshots
+
+
+def begin(group: list[Rank], step: int) -> list[int]:
+    return [
         rank.begin(step, data_of(rank.rank, step), level=LEVEL_MEMORY, row=step) for rank in group
     ]
-    for rank, snapshot in zip(group, snapshots, strict=True):
-        rank.wait(snapshot, copied=True)
-    return snapshots
 
 
 def data_of(rank: int, step: int) -> bytes:
@@ -169,3 +173,16 @@ def test_a_killed_daemon_finds_it_in_the_store(stack: ExitStack, members: Member
     for rank in group:
         rank.close()
     assert restored(members(daemon, 2, launch="b")) == 4
+
+
+def test_what_has_no_room_in_memory_is_skipped(start_daemon: Start, members: Members) -> None:
+    """Room for two states: beside one that is written and one that is safe there is no third."""
+    daemon = start_daemon(*SMALL, *STUCK, "--dram", "4MiB")
+    (rank,) = members(daemon)
+    (first,), (second,) = park([rank], 1), park([rank], 2)
+    (third,) = begin([rank], 3)
+    assert ended(rank, third) is State.SKIPPED
+    assert "--dram" in rank.describe(third).hint
+    found = [rank.native.state(one).outcome for one in (first, second)]
+    assert found == [State.WRITING, State.COPIED]
+
