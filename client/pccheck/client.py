@@ -383,8 +383,7 @@ class PCcheckClient(Closing):
                 the metadata, and `restore().metadata` returns them.
             to: "memory" leaves this one in the daemon's memory, "disk" writes it; the default is
                 as `durable_every` says. A memory-only checkpoint is written when this process
-                ends, when the disk is idle, and for `wait_durable()`, `pin()`, `flush()` and
-                `close()`.
+                ends, and for `wait_durable()`, `pin()`, `flush()` and `close()`.
 
         Raises UsageError for a call that cannot be right: without a step, while a CUDA graph is
         recorded, after close(); UnsupportedStateError by path for what cannot be stored, unless an

@@ -185,4 +185,3 @@ def test_what_has_no_room_in_memory_is_skipped(start_daemon: Start, members: Mem
     assert "--dram" in rank.describe(third).hint
     found = [rank.native.state(one).outcome for one in (first, second)]
     assert found == [State.WRITING, State.COPIED]
-

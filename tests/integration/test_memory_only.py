@@ -169,7 +169,6 @@ def test_a_memory_too_small_is_said(start_daemon: Start, start_trainer: Connect)
     for _ in range(4):
         trainer.step()
         trainer.checkpoint()
-    states = trainer.states()
-    assert [states[0] == "skipped", states[1] == "skipped"] in ([True, False], [False, True])
-    (told,) = trainer.warnings
-    assert "every second memory-only checkpoint is skipped" in told and "--dram" in told
+    assert {"superseded", "copied", "writing", "durable"} >= set(trainer.states()) - {"skipped"}
+    told = [one for one in trainer.warnings if "--dram" in one]
+    assert sum("3 states of 1 MiB" in one for one in told) == 1

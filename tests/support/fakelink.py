@@ -223,7 +223,7 @@ class FakeSession:
     room_bytes = 1 << 40
 
     def register(self, connection: FakeConnection, payload_bytes: int, levels: int) -> None:
-        assert levels & 1
+        assert levels
         connection.sent.append(("register", payload_bytes))
 
     def warn_if_unrestored(self) -> None:

@@ -10,6 +10,7 @@ from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight
 from pccheck.flight.phases import EXPLAINED, REPORTED, SAFE, SHOWN, Durable, Phase
 from pccheck.flight.waiting import saved
 from pccheck_native import SNAPSHOTS
+from pccheck_wire.ends import Cause
 
 from .failures import REPORTED as WORDS
 from .failures import Failures
@@ -89,7 +90,9 @@ class Followed:
             return  # until the answer has come
         if now is not Phase.UNKNOWN:  # until another daemon has said what became of it
             self.drop(save)
-        if now not in REPORTED and SHOWN[now] in WORDS:  # not superseded meanwhile
+        if save.why.cause == Cause.MEMORY_BUSY:  # a newer one comes soon, and the older one is safe
+            self._failures.report(save.step, reason, SHOWN[now])
+        elif now not in REPORTED and SHOWN[now] in WORDS:  # not superseded meanwhile
             self._failures.failed_later(save.step, reason, SHOWN[now])
 
     def explain_all(self) -> None:

@@ -3,6 +3,8 @@ rank decides by its own calls; the daemon writes on all ranks what one of them w
 
 from __future__ import annotations
 
+import math
+
 from pccheck.options import Options
 from pccheck.warn import Warner
 from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
@@ -17,17 +19,15 @@ STATES = 3
 class Levels:
     """Training thread only."""
 
-    #: Why a checkpoint is skipped.
-    reason = "pccheckd's memory has room for two states of this rank only (--dram is too small)"
-
     def __init__(self, options: Options, warner: Warner) -> None:
         self._every = options.writes_every
         self._warner = warner
         self._since = 0  # checkpoints since the last one for the disk
-        self._skips = False  # the next memory-only one, where there is room for two states only
-        self.used = 1 << LEVEL_DISK  #: bit n: checkpoints of level n are to be expected
-        if self._every != 1:
-            self.used |= 1 << LEVEL_MEMORY
+        #: Bit n: level n has checkpoints of its own. Without those for the disk ("auto") the daemon
+        #: gives an idle disk what is in memory.
+        self.used = (1 << LEVEL_MEMORY if self._every > 1 else 0) | (
+            1 << LEVEL_DISK if self._every < math.inf else 0
+        )
 
     def choose(self, to: str | None) -> int:
         """The level of this call of `checkpoint(to=...)`. Raises UsageError."""
@@ -42,25 +42,22 @@ class Levels:
         level = _NAMES[to] if to is not None else level
         if level == LEVEL_DISK:
             self._since = 0
-        self.used |= 1 << level
+        if level == LEVEL_MEMORY:
+            self.used |= 1 << LEVEL_MEMORY
         return level
 
-    def fitting(self, level: int, payload_bytes: int, room_bytes: int) -> int | None:
+    def fitting(self, level: int, payload_bytes: int, room_bytes: int) -> int:
         """The level of a checkpoint of this size where the daemon's memory has room for so much of
-        this rank; None: it is skipped, for `reason`."""
+        this rank. With room for two states the daemon skips those whose copy would have to wait."""
         states = room_bytes // max(1, payload_bytes)
         if level == LEVEL_DISK or states >= STATES:
             return level
-        self._skips = states >= 2 and not self._skips
-        skipped = "every second memory-only checkpoint is skipped"
         self._warner.once(
             "memory only",
             f"memory-only checkpoints need room for {STATES} states of {payload_bytes / MIB:.0f} "
             "MiB in pccheckd's memory (one is copied, one is safe, one is written), and this rank "
             f"gets {room_bytes / MIB:.0f} MiB: "
-            f"{skipped if states >= 2 else 'they go to the disk'}. Give pccheckd "
+            f"{'some are skipped' if states >= 2 else 'they go to the disk'}. Give pccheckd "
             f"{(STATES * payload_bytes - room_bytes) / MIB:.0f} MiB more for each rank: --dram",
         )
-        if states < 2:
-            return LEVEL_DISK
-        return None if self._skips else level
+        return level if states >= 2 else LEVEL_DISK

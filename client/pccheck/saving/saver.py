@@ -94,10 +94,8 @@ class Saver:
         back. Raises NoStagingError before anything has begun."""
         wait = snapshot.wait
         handover = self._prepare(connection, snapshot)
-        fits = self.levels.fitting(level, snapshot.payload_bytes, self._session.room_bytes)
-        if fits is None:
-            return InFlight.ended(step, CheckpointState.SKIPPED, self.levels.reason)
-        in_memory = fits == LEVEL_MEMORY
+        level = self.levels.fitting(level, snapshot.payload_bytes, self._session.room_bytes)
+        in_memory = level == LEVEL_MEMORY
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
         self._free_entry(number)
@@ -115,7 +113,7 @@ class Saver:
                 *(handover.sources() if handover else ()),
                 step=step, skip=self._options.on_busy == "skip",
                 map=handover.map if handover else 0,
-                frozen_bytes=0 if in_memory else snapshot.worth_a_base, level=fits,
+                frozen_bytes=0 if in_memory else snapshot.worth_a_base, level=level,
                 held_at_ns=held_at_ns, held_ns=held_ns,
                 base=steps.base, turn=steps.base_turn, descents=steps.descents, row=steps.row,
                 interval=interval, division=snapshot.division,
