@@ -171,7 +171,7 @@ class Register(Message):
 
     payload_bytes: int
     failed: int = 0  # checkpoints of this client that failed and that no daemon has counted yet
-    levels: int = 1  # where its checkpoints are to be safe: bit n of level n (1: memory needs DRAM)
+    levels: int = 1  # where its checkpoints are to be safe: bit n of level n
 
 
 @message("registered")

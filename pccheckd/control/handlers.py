@@ -185,6 +185,7 @@ class Handlers:
         volume = await tenant.readiness.register(body.payload_bytes)
         memory = self._registry.memory
         states = 3 if body.levels >> _core.LEVEL_MEMORY & 1 else 2
+        tenant.unparking.fills_disk = not body.levels >> _core.LEVEL_DISK & 1
         wanted = memory.wanted_for(tenant, body.payload_bytes, states=states)
         granted = await memory.claim(session, wanted)
         expected = max(granted, min(wanted, memory.share_bytes(session.number)))

@@ -122,7 +122,9 @@ class Parked:
         if not self:
             return
         tenants = self._members.tenants.values()
-        is_idle = not any(tenant.ledger.moving() for tenant in tenants)
+        is_idle = not any(tenant.ledger.moving() for tenant in tenants) and all(
+            tenant.unparking.fills_disk or tenant.seat.owner is None for tenant in tenants
+        )
         starved = any(tenant.unparking.is_starved for tenant in tenants)
         decision = decide(self._known(), idle=is_idle or starved)
         for one, newer in decision.drop:
@@ -179,7 +181,9 @@ class Parked:
                 if found.parks and (found.wanted or hurry):
                     wanted.add(one)
             is_usable = tenant.retention.is_usable
-            durable = {c.sequence: c.world_size for c in tenant.volumes.checkpoints() if is_usable(c)}
+            durable = {
+                c.sequence: c.world_size for c in tenant.volumes.checkpoints() if is_usable(c)
+            }
             for sequence, size in (tenant.ledger.appearing | durable).items():
                 places.setdefault((sequence, _members(rank, size)), {})[rank] = Place.DURABLE
         return [

@@ -205,9 +205,7 @@ class Saves:
         parked.parks = False
         return ""
 
-    def drop(
-        self, parked: RankCheckpoint, end: End, newer: tuple[int, int] | None = None
-    ) -> None:
+    def drop(self, parked: RankCheckpoint, end: End, newer: tuple[int, int] | None = None) -> None:
         """Ends a parked one, which frees its memory. `newer`: sequence and step of what replaced
         it."""
         port, why = self._binding.port, end.why

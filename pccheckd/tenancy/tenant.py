@@ -54,9 +54,7 @@ class Tenant:
             chronicle, self.tasks,
         )  # fmt: skip
         self.queue = Admission(engine, self.ledger, binding, self.readiness, self.slots, self.saves)
-        self.unparking = Unparking(
-            self.ledger, binding, self.readiness, self.slots, self.saves
-        )
+        self.unparking = Unparking(self.ledger, binding, self.readiness, self.slots, self.saves)
 
     def _on_event(self, event: _core.Event) -> None:
         """From the native core, on the loop."""

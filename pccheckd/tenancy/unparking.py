@@ -33,6 +33,9 @@ class Unparking:
     _readiness: Readiness
     _slots: Slots
     _saves: Saves
+    #: What is in memory may take an idle disk: no checkpoint is requested for the disk,
+    #: which would find the disk busy, and the memory full.
+    fills_disk: bool = True
     #: By sequence, in their order; and whether one has to be written, or only if the disk has room.
     _waiting: dict[int, tuple[RankCheckpoint, bool]] = field(default_factory=dict)
     _task: asyncio.Task[None] | None = None

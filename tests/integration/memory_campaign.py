@@ -96,7 +96,9 @@ def train(socket: Path, group: Group, start: int, rank: int, first: int, board: 
         link.register(group.sizes[rank], memory=True)
         steps: dict[int, int] = {}
         for step in range(first, STEPS_MAX):
-            level = LEVEL_DISK if group.disk_every and step % group.disk_every == 0 else LEVEL_MEMORY
+            level = (
+                LEVEL_DISK if group.disk_every and step % group.disk_every == 0 else LEVEL_MEMORY
+            )
             data = data_of(start, rank, step, group.sizes[rank])
             steps[link.begin(step, data, level=level, row=step)] = step
             seen.note(rank, step, REQUESTED)
@@ -167,7 +169,9 @@ class Round:
         ]
         for one in ranks:
             one.start()
-        until(lambda: board.newest(world, REQUESTED) >= last, lambda: daemon.log.read_text()[-3000:])
+        until(
+            lambda: board.newest(world, REQUESTED) >= last, lambda: daemon.log.read_text()[-3000:]
+        )
         time.sleep(self.rng.random() * 0.03)  # not synchronisation: the moment is the test
         keeps = COPIED
         if "daemon" in death:
@@ -193,7 +197,9 @@ class Round:
     def _judge(self, daemon: Daemon, label: str, start: int) -> None:
         """All ranks of a start that only looks restore; the next start goes on from there."""
         found = set()
-        links = [_connect(daemon.socket, self.group, 1000 + start, r) for r in range(self.group.world)]
+        links = [
+            _connect(daemon.socket, self.group, 1000 + start, r) for r in range(self.group.world)
+        ]
         try:
             for rank, link in enumerate(links):
                 opened = link.open()

@@ -85,9 +85,7 @@ def newest_on_disk(daemon: Daemon) -> int:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_killed_trainer_loses_nothing(
-    start_daemon: Start, members: Members, world: int
-) -> None:
+def test_a_killed_trainer_loses_nothing(start_daemon: Start, members: Members, world: int) -> None:
     daemon = start_daemon(*SMALL)
     group = members(daemon, world, launch="a")
     for step in range(1, 6):
@@ -187,4 +185,3 @@ def test_what_has_no_room_in_memory_is_skipped(start_daemon: Start, members: Mem
     assert "--dram" in rank.describe(third).hint
     found = [rank.native.state(one).outcome for one in (first, second)]
     assert found == [State.WRITING, State.COPIED]
-

@@ -63,6 +63,9 @@ class FakeLink:
         if provisional:
             self.provisional.add(snapshot)
 
+    def write(self, snapshot: int) -> None:
+        self._note("write", snapshot)
+
     def confirm(self, snapshot: int) -> None:
         self.provisional.discard(snapshot)
 
@@ -217,7 +220,10 @@ class FakeSession:
     def require(self, *, timeout_s: float = 0) -> FakeConnection:
         return self.connection
 
-    def register(self, connection: FakeConnection, payload_bytes: int) -> None:
+    room_bytes = 1 << 40
+
+    def register(self, connection: FakeConnection, payload_bytes: int, levels: int) -> None:
+        assert levels
         connection.sent.append(("register", payload_bytes))
 
     def warn_if_unrestored(self) -> None:

@@ -25,7 +25,15 @@ from pccheck_native import _core
 #: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
     "Tenant": {
-        "drop", "noted", "number", "policy", "refuse", "retry", "set_outcome", "usage", "write",
+        "drop",
+        "noted",
+        "number",
+        "policy",
+        "refuse",
+        "retry",
+        "set_outcome",
+        "usage",
+        "write",
     },
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group", "spare"},
     "Pool": {"stored", "usage"},

@@ -126,7 +126,7 @@ class Rank:
 
     def register(self, size: int, *, memory: bool = False) -> ReplyBody:
         """`memory`: it will also save to memory only."""
-        return self.ask(Register(size, levels=3 if memory else 1))
+        return self.ask(Register(size, levels=2 if memory else 1))
 
     def begin(
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
