@@ -107,6 +107,15 @@ def _newest(one: Known, among: Iterable[Known], *, above: int = 0) -> Known | No
     return max(fits, key=_sequence, default=None)
 
 
+class Standing(NamedTuple):
+    """What a death would cost a job that keeps checkpoints in memory, now. By request: the step and
+    CLOCK_MONOTONIC in ns; None: there is none."""
+
+    asked: tuple[int, int]  # the newest checkpoint that a rank has requested
+    copied: tuple[int, int] | None  # the newest that all ranks have copied
+    durable: tuple[int, int] | None  # the newest that all ranks have durable
+
+
 class Parked:
     """Owned by the job."""
 
@@ -147,6 +156,25 @@ class Parked:
         first = next(full, None)
         return Why(Cause.MEMORY_BUSY, first) if first is not None else None
 
+    def standing(self) -> Standing | None:
+        """None for a job that has nothing in memory only."""
+        every = self._known() if self else []
+        asked = max(every, key=_sequence, default=None)
+        if asked is None or (at := self._requested(asked)) is None:
+            return None
+        anywhere = Place.PARKED, Place.WRITING, Place.DURABLE
+        copied = max((o for o in every if o.is_on_all(*anywhere)), key=_sequence, default=None)
+        durable = max((o for o in every if o.is_on_all(Place.DURABLE)), key=_sequence, default=None)
+        return Standing(at, self._requested(copied), self._requested(durable))
+
+    def _requested(self, one: Known | None) -> tuple[int, int] | None:
+        """The step and the time of the first request; 0 when the time is not remembered."""
+        if one is None:
+            return None
+        parts = (self._members.tenants[rank].ledger.of_sequence(one.sequence) for rank in one.places)
+        times = [part.requested_ns for part in parts if part is not None]
+        return self._step(one), min(times, default=0)
+
     def _parts(self, one: Known) -> list[tuple[Tenant, RankCheckpoint]]:
         ranks = (rank for rank, place in one.places.items() if place is Place.PARKED)
         tenants = [self._members.tenants[rank] for rank in ranks]
@@ -164,7 +192,7 @@ class Parked:
             tenant.saves.drop(found, end, by)
 
     def _step(self, one: Known) -> int:
-        tenant = self._members.tenants[next(iter(one.members))]
+        tenant = self._members.tenants[next(iter(one.places))]
         found = tenant.ledger.of_sequence(one.sequence) or tenant.volumes.checkpoint(one.sequence)
         return found.step if found is not None else 0
 
