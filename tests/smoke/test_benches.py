@@ -32,7 +32,7 @@ OTHERS = {"timeline": ("-o", "timeline.png")}
 GPU = {
     "bandwidth": (),
     "resume": ("--steps", "2", "--dtypes", "bf16"),
-    "train": ("--intervals", "1", "--no-rivals", *SMALL),
+    "train": ("--intervals", "1", "--contenders", "push:N=1,M=1;CheckFreq", *SMALL),
 }
 #: What others are made of.
 PARTS = {"__init__", "common", "fio", "ours", "rivals"}

@@ -3,6 +3,8 @@ first session with a real one must not find them broken."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
 import shlex
 import subprocess
@@ -14,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import check, probe
+from bench.gpu import check, contender, probe
 from tests.support import fakegpu, standin
-from tests.support.programs import Program, python
+from tests.support.programs import python
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="of the machine without one")
 SMALL = check.Part("small", 20, "-c pass")
@@ -74,15 +76,23 @@ def test_a_check_leaves_an_archive_and_names_what_it_skips(
         assert {Path(name).suffix for name in packed.getnames()} == {".json", ".md", ".log"}
 
 
-def test_every_part_takes_the_command_that_it_is_given() -> None:
+def test_every_part_takes_the_command_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ParsedError(Exception):
+        """Ends a bench when its options are parsed."""
+
+    def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        raise ParsedError(parser.parse_args())
+
+    monkeypatch.setattr(contender, "begin", begin)
     for part in (*check.PARTS, *check.BENCHES):
-        words = command_of(part)
-        if "bench.gpu." in part.command:
-            with Program(words[1], *words[2:], "--no-such-flag") as program:
-                said = program.finish()
-            assert said.strip().endswith("unrecognized arguments: --no-such-flag"), (part, said)
-        elif "probe.py" in part.command:
-            assert words[1] in probe.PARTS and part.seconds >= probe.PARTS[words[1]][0], part
+        for dry in ("", part.dry):
+            words = [*command_of(part), *dry.split()]
+            if words[0] == "-m" and words[1].startswith("bench."):
+                monkeypatch.setattr(sys, "argv", words[1:])
+                with pytest.raises(ParsedError):
+                    importlib.import_module(words[1]).main()
+            elif words[0].endswith("probe.py"):
+                assert words[1] in probe.PARTS and part.seconds >= probe.PARTS[words[1]][0], part
 
 
 def test_the_tests_that_a_check_runs_are_there() -> None:
