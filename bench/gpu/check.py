@@ -32,7 +32,7 @@ import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ CARRIED = {
     "safetensors": 0, "pytest": 8, "iniconfig": 2, "pluggy": 1, "packaging": 23, "pygments": 2,
     "pytest-timeout": 2, "pytest-xdist": 3, "execnet": 2, "hypothesis": 6, "sortedcontainers": 2,
     "anyio": 4, "idna": 3, "typing-extensions": 4, "torchsnapshot": 0, "nest-asyncio": 1,
-    "importlib-metadata": 8, "zipp": 3, "aiofiles": 24, "accelerate": 1, "timm": 1,
-    "lightning": 2, "pytorch-lightning": 2, "lightning-utilities": 0, "torchmetrics": 1,
+    "importlib-metadata": 8, "zipp": 3, "aiofiles": 24,
 }  # fmt: skip
 GRACE_S = 10.0  # to end after Ctrl-C, daemons included
 TAIL_CHARACTERS = 4000
@@ -83,14 +82,14 @@ def tests(name: str, seconds: int, which: str) -> Part:
     return Part(name, seconds, command, f"=-m pytest {which} --collect-only -q")
 
 
-def bench(name: str, seconds: int, words: str) -> Part:
+def bench(name: str, seconds: int, words: str, dry: str) -> Part:
     command = f"-m bench.gpu.{words} --json {{out}} --budget-s {{budget}} --directory {{directory}}"
-    return Part(name, seconds, command, "--device cpu --tiny --layers 1 --rounds 1")
+    return Part(name, seconds, command, dry)
 
 
 def train(name: str, seconds: int, words: str, contenders: str) -> Part:
-    part = bench(name, seconds, f"train --contenders {contenders} {words}")
-    return replace(part, dry=f"{part.dry} --intervals 2 --steps 2")
+    dry = "--device cpu --tiny --layers 1 --rounds 1 --intervals 2 --steps 2"
+    return bench(name, seconds, f"train --contenders {contenders} {words}", dry)
 
 
 _FIRST = " ".join(f"tests/integration/{name}" for name in FIRST)
@@ -99,7 +98,8 @@ PARTS = (
     probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
     tests("first tests", 45, _FIRST),
     probe("handles", 30), probe("mps", 25), probe("locks", 12), probe("power", 10),
-    bench("bandwidth", 60, "bandwidth --rounds 3"),
+    bench("kinds", 110, "kinds", "--device cpu --lanes 1"),
+    bench("bandwidth", 50, "bandwidth --rounds 3", "--device cpu --tiny --layers 1 --rounds 1"),
     tests("tests", 70, _OTHERS),
     probe("facts", 10), probe("page", 10), probe("overlap", 15), probe("host", 20),
 )  # fmt: skip

@@ -30,8 +30,8 @@ BENCHES = {
 #: They leave no document in results/.
 OTHERS = {"timeline": ("-o", "timeline.png")}
 GPU = {
-    "bandwidth": (),
-    "resume": ("--steps", "2", "--dtypes", "bf16"),
+    "bandwidth": SMALL,
+    "kinds": ("--only", "plain", "fsdp2", "--lanes", 1),
     "train": ("--intervals", "1", "--contenders", "push:N=1,M=1;CheckFreq", *SMALL),
 }
 #: What others are made of.
