@@ -242,12 +242,12 @@ class Report:
         self.name = name
         self.path: Path | None = options.json
         self.document: Document = common.facts_of(options.directory)
-        if options.device == "cuda":
-            self.document["gpu"] = torch.cuda.get_device_name()
         self.start_s = time.monotonic()
         self.budget_s: float = options.budget_s
 
     def keep(self, **parts: object) -> None:
+        if torch.cuda.is_initialized():  # to ask would start CUDA, and forbid forks
+            self.document["gpu"] = torch.cuda.get_device_name()
         self.document.update(parts)
         if self.path is not None:
             fresh = self.path.with_suffix(".new")

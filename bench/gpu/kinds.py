@@ -1,6 +1,6 @@
 """Ten kinds of training scripts on a GPU, each killed twice: are the losses those of a whole run?
 
-    python -m bench.gpu.kinds [--only KIND...] [--device cpu] [--lanes 2] [--budget-s 110]
+    python -m bench.gpu.kinds [--only KIND...] [--device cpu] [--lanes 3] [--budget-s 110]
                               [--directory DIR] [--json FILE]
 
 A kind trains once without PCcheck. Then it trains with a checkpoint every third step, and is killed
@@ -187,7 +187,7 @@ def timm(run: Run) -> None:
     """fp16 with a scaler, BatchNorm's buffers, and an average of the weights."""
     library: Any = importlib.import_module("timm")
     torch.manual_seed(1)
-    model = library.create_model("resnet18", num_classes=10).to(run.device)
+    model = library.create_model("mobilenetv3_small_050", num_classes=10).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     scaler: Any = torch.amp.GradScaler(run.device.type)
     average = library.utils.ModelEmaV3(model, decay=0.99)
@@ -329,7 +329,7 @@ def fsdp2(run: Run) -> None:
 
 KINDS: dict[str, Callable[[Run], None]] = {
     "plain": plain, "push": push, "device": device, "trainer": trainer, "lightning": lightning,
-    "graph": graph, "compiled": compiled, "accelerate": accelerate, "timm": timm, "fsdp2": fsdp2,
+    "graph": graph, "timm": timm, "accelerate": accelerate, "compiled": compiled, "fsdp2": fsdp2,
 }  # fmt: skip
 
 
@@ -338,7 +338,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
 
 def start(kind: str, device_name: str, socket: str, pipe: Connection) -> None:
     """The process of one start."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # to warn only would choose other kernels
     torch.backends.cudnn.deterministic = True
     run = Run(kind, torch.device(device_name), socket, pipe)
     try:
@@ -412,27 +412,29 @@ def tried(context: Any, kind: str, device_name: str, socket: str) -> dict[str, A
     }
 
 
-def lane(kinds: list[str], device_name: str, socket: str, context: Any, pipe: Connection) -> None:
+def lane(kinds: list[str], device_name: str, socket: str, method: str, pipe: Connection) -> None:
+    context = multiprocessing.get_context(method)
     for kind in kinds:
         pipe.send(tried(context, kind, device_name, socket))
     pipe.close()
 
 
-def context_of(device_name: str) -> Any:
+def method_of(device_name: str) -> str:
     """Forks of this process, which has imported everything, unless that has started CUDA."""
     if device_name == "cpu":
-        return multiprocessing.get_context("fork")
+        return "fork"
     cuda = ctypes.CDLL("libcuda.so.1")
     untouched = cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == NOT_INITIALISED
-    return multiprocessing.get_context("fork" if untouched else "spawn")
+    return "fork" if untouched else "spawn"
 
 
 def measure(options: argparse.Namespace, report: Report, directory: Path) -> list[dict[str, Any]]:
     for name in FRAMEWORKS:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):  # its kind reports it
             importlib.import_module(name)
     rows: list[dict[str, Any]] = []
-    context = context_of(options.device)
+    method = method_of(options.device)
+    context: Any = multiprocessing.get_context(method)
     daemon = ours.Daemon("--dram", "512MiB", storage=directory)
     with daemon:
         daemon.start()
@@ -442,7 +444,7 @@ def measure(options: argparse.Namespace, report: Report, directory: Path) -> lis
             kinds = options.only[number :: options.lanes]
             socket = str(daemon.socket)
             lanes.append(
-                context.Process(target=lane, args=(kinds, options.device, socket, context, there))
+                context.Process(target=lane, args=(kinds, options.device, socket, method, there))
             )
             lanes[-1].start()
             there.close()
@@ -491,7 +493,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> int:
     parser = contender.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--lanes", type=int, default=2, help="kinds that run at a time")
+    parser.add_argument("--lanes", type=int, default=3, help="kinds that run at a time")
     options = contender.begin(parser)
     report = Report("kinds", options)
     with common.scratch(options.directory) as scratch:
