@@ -94,7 +94,10 @@ def train(name: str, seconds: int, words: str, contenders: str) -> Part:
 
 _FIRST = " ".join(f"tests/integration/{name}" for name in FIRST)
 _OTHERS = "tests/integration -k gpu " + " ".join(f"--deselect=tests/integration/{n}" for n in FIRST)
+#: Sentences about the driver that PCcheck relies on, each with a check.
+_BELIEFS = Part("behaviours", 30, "tests/standin/behaviours.py --json {out} --limit-s {budget}")
 PARTS = (
+    *([_BELIEFS] if (ROOT / "tests/standin/behaviours.py").exists() else []),
     probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
     tests("first tests", 45, _FIRST),
     probe("handles", 30), probe("mps", 25), probe("locks", 12), probe("power", 10),
@@ -169,8 +172,8 @@ class Check:
 
         (self.work / "device").mkdir(mode=0o777, exist_ok=True)
         (self.work / "device").chmod(0o777)
-        gpus = standin.environment(self.work / "device", dead="keep", any_uid=True)
-        return found | gpus | {"OMP_NUM_THREADS": "1"}
+        gpus = standin.environment(self.work / "device", dead="keep")  # as cards do
+        return found | gpus | {"PCCHECK_STANDIN_UIDS": "any", "OMP_NUM_THREADS": "1"}
 
     def install(self) -> None:
         """From wheels/, what this Python lacks; PCcheck itself from there, or else built here."""
@@ -356,6 +359,11 @@ def shown(name: str, found: Document) -> list[str]:
     if "steps" in found:
         facts = found["steps"].get(name, {})
         return ["| | |", "|---|---|", *(f"| {key} | {text(fact)} |" for key, fact in facts.items())]
+    if "beliefs" in found:
+        beliefs = found["beliefs"].values()
+        other = [one for one in beliefs if one["found"] != "holds"]
+        return [f"{len(beliefs) - len(other)} of {len(beliefs)} hold.",
+                *(f"- {one['found']}: {one['belief']} {one['why']}" for one in other)]  # fmt: skip
     lines: list[str] = found.get("table", ["It did not end; the JSON file has the rest."])
     return lines
 

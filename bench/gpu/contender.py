@@ -246,7 +246,8 @@ class Report:
         self.budget_s: float = options.budget_s
 
     def keep(self, **parts: object) -> None:
-        if torch.cuda.is_initialized():  # to ask would start CUDA, and forbid forks
+        # To ask would start CUDA, and forbid forks.
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self.document["gpu"] = torch.cuda.get_device_name()
         self.document.update(parts)
         if self.path is not None:

@@ -31,7 +31,8 @@ def command_of(part: check.Part) -> list[str]:
 @pytest.mark.timeout(300)
 def test_parts_of_the_probe_on_the_stand_in_end_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = standin.new_directory()
-    for name, value in fakegpu.environment(gpus, dead="keep", any_uid=True).items():
+    gpus_are = fakegpu.environment(gpus, dead="keep") | {"PCCHECK_STANDIN_UIDS": "any"}
+    for name, value in gpus_are.items():
         monkeypatch.setenv(name, value)
     ran = subprocess.run(
         [sys.executable, "bench/gpu/probe.py", "--small"], cwd=check.ROOT, check=False,
