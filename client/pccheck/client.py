@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Never, NoReturn, Self, SupportsIndex
+from typing import Any, Literal, Never, NoReturn, SupportsIndex
 
 import torch
 
 from pccheck_wire import tree
-from pccheck_wire.basics import socket_name
+from pccheck_wire.basics import Closing, socket_name
 from pccheck_wire.errors import (
     CheckpointFailedError,
     NoStoreError,
@@ -65,7 +65,7 @@ LAST_LOOK_S = 5.0
 _BETWEEN = "let the signal handler set a flag, and check it between two steps"
 
 
-class PCcheckClient:
+class PCcheckClient(Closing):
     """Checkpoints of one rank of one job, by the daemon of this node.
 
     Args:
@@ -899,12 +899,6 @@ class PCcheckClient:
             "object and process: leave the client out of what is copied, and make a PCcheckClient "
             "where one is needed"
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not self._closed:

@@ -8,9 +8,10 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pccheck_native import FORMAT_VERSION, catalog, dropping, group, layout
+from pccheck_wire.basics import Closing
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -47,7 +48,7 @@ _DENIED = ("EACCES", "EPERM")
 DAMAGED_CODES = ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED", "RECORD_LOST")
 
 
-class Storage:
+class Storage(Closing):
     """See `source.Source`: the volumes below one directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -62,11 +63,8 @@ class Storage:
                 hint="use the directory that pccheckd was started with (--storage)",
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def close(self) -> None:
+        """Nothing is open."""
 
     def held(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False

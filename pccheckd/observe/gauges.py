@@ -39,7 +39,7 @@ class Family(NamedTuple):
 def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]:
     registry, engine = sessions.registry, sessions.engine
     ranks = list(registry.tenants())
-    warnings = len(troubles(engine, ranks, registry.jobs.values(), registry.faults()))
+    warnings = len(troubles(registry))
     connected = Counter((one.role.value, one.transfer) for one in sessions.all())
     return [
         *_daemon(registry, sessions.control, health, warnings),

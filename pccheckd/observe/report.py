@@ -26,7 +26,6 @@ from pccheckd.group.job import Job
 from pccheckd.jobs.memory import Memory
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
-from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import trace as traces
 from pccheckd.tenancy.binding import BindingState
@@ -63,8 +62,7 @@ async def status(
         if tenant.owner or tenant.refused or tenant.volumes.open or tenant.ledger.checkpoints
     ]
     jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
-    faults = [one for one in registry.faults() if has_access(asker_uid, one.key.uid)]
-    warnings = troubles(engine, tenants, jobs, faults)
+    warnings = troubles(registry, asker_uid)
     left = registry.inherited
     dropped = [f"{key}: {why}" for key, why in left.dropped if has_access(asker_uid, key.uid)]
     budget, used = engine.pool.usage()
@@ -295,16 +293,20 @@ def _group(job: Job, found: Standing) -> Document:
     )  # fmt: skip
 
 
-def troubles(
-    engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job], faults: Iterable[Fault]
-) -> list[str]:
-    """What makes this daemon `degraded`, as far as these tenants, jobs and faults of the start are
-    concerned."""
-    found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
+def troubles(registry: Registry, asker_uid: int = 0) -> list[str]:
+    """What makes this daemon `degraded`, as far as the asker may know."""
+    engine = registry.engine
+    found = [
+        f"{tenant.key}: {text}"
+        for tenant in registry.tenants() if has_access(asker_uid, tenant.key.uid)
+        for text in _warnings(tenant)
+    ]  # fmt: skip
     found += [
-        f"job {job.name!r} of uid {job.uid}: {job.lateness.why}" for job in jobs if job.lateness.why
+        f"job {job.name!r} of uid {job.uid}: {job.lateness.why}"
+        for job in registry.jobs.values()
+        if job.lateness.why and has_access(asker_uid, job.uid)
     ]
-    found += [fault.text for fault in faults]
+    found += [one.text for one in registry.faults() if has_access(asker_uid, one.key.uid)]
     found += [
         f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
         "pccheckd is restarted"

@@ -28,8 +28,7 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]  #: of what this rank has stored
     dtype: torch.dtype | np.dtype[Any]
-    #: Of a DTensor the shape of the whole tensor, and where this block begins in it; otherwise
-    #: `shape` and zeros.
+    #: Of a DTensor the shape of the whole, and where this block begins; else `shape` and zeros.
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     #: Of a DTensor: sizes and names of its mesh, and its placements as torch writes them, "S(0)".

@@ -132,15 +132,15 @@ def choose(
     common = None if alone else catalog.common_step(usable, world_size)
     if arguments.all_ranks and world_size == 1:
         return {rank: _newest(usable, rank, arguments) for rank in ranks}
-    if arguments.all_ranks and common is None:
+    if arguments.all_ranks:
+        if common is not None:
+            return common
         newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
         raise NoCheckpointError(
             f"there is no step that all {world_size} ranks of job {arguments.job!r} have a valid "
             f"checkpoint of here; newest steps: {some(newest) or 'none'}",
             hint="copy the volumes of all ranks into one directory, or choose one with --rank",
         )
-    if arguments.all_ranks and common is not None:
-        return common
     if arguments.rank is None and common and len(common) > 1 and _sharded(storage, common[0]):
         return {0: common[0]}  # with the blocks of the others
     if arguments.rank is None and len(ranks) > 1:
