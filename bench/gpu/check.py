@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -269,6 +270,22 @@ def commit(wheels: Path) -> str:
     return ran.stdout.strip() or (noted.read_text().strip() if noted.exists() else "unknown")
 
 
+def sources() -> str:
+    """A digest of what the wheel of PCcheck is made of."""
+    found = hashlib.sha256()
+    for folder in ("client", "native/pccheck_native", "native/python", "native/src", "pccheckd"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".c", ".h"):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def is_stale(wheels: Path) -> bool:
+    """Whether the wheel of PCcheck there is of other sources than these."""
+    noted = wheels / "SOURCES"
+    return noted.exists() and noted.read_text().strip() != sources()
+
+
 def version_of(name: str) -> str:
     try:
         return importlib.metadata.version(name)
@@ -305,6 +322,7 @@ def pack(wheels: Path, python: str) -> int:
         check=True,
     )  # fmt: skip
     (wheels / "COMMIT").write_text(commit(wheels) + "\n")
+    (wheels / "SOURCES").write_text(sources() + "\n")
     size = sum(path.stat().st_size for path in wheels.iterdir())
     print(f"{wheels}: {len(list(wheels.iterdir()))} files, {size / 2**20:.0f} MiB")
     return 0
@@ -388,6 +406,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.half == "pack":
         return pack(options.wheels, options.for_python)
+    if not options.no_install and is_stale(options.wheels):
+        parser.error(f"{options.wheels} has another PCcheck than this folder: make gpu-pack again")
     parts, limit_s = HALVES[options.half]
     options.limit_s = options.limit_s or limit_s
     work = Path(tempfile.mkdtemp(prefix="pcc-gpu-"))

@@ -121,3 +121,11 @@ def test_what_must_be_carried_is_named() -> None:
 def test_only_what_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "version_of", lambda name: "" if name == "pyzmq" else "99")
     assert check.missing() == ["pyzmq"]
+
+
+def test_wheels_of_other_sources_are_noticed(tmp_path: Path) -> None:
+    assert not check.is_stale(tmp_path)
+    (tmp_path / "SOURCES").write_text(check.sources() + "\n")
+    assert not check.is_stale(tmp_path)
+    (tmp_path / "SOURCES").write_text("of another commit\n")
+    assert check.is_stale(tmp_path)
