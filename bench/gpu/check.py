@@ -101,7 +101,7 @@ PARTS = (
     *([_BELIEFS] if (ROOT / "tests/standin/behaviours.py").exists() else []),
     probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
     tests("first tests", 45, _FIRST),
-    probe("handles", 30), probe("mps", 25), probe("locks", 12), probe("power", 10),
+    probe("handles", 30), probe("mps", 40), probe("locks", 12), probe("power", 10),
     bench("kinds", 110, "kinds", "--device cpu --lanes 1"),
     bench("bandwidth", 50, "bandwidth --rounds 3", "--device cpu --tiny --layers 1 --rounds 1"),
     tests("tests", 70, _OTHERS),
@@ -192,14 +192,12 @@ class Check:
         out = self.work / f"{part.name.replace(' ', '-')}.out"
         dry: str = part.dry if self.options.dry else ""
         words = dry[1:] if dry.startswith("=") else f"{part.command} {dry}"
-        words = words.format(
-            out=out,
-            budget=999 if self.options.dry else part.seconds * 7 // 10,
-            directory=self.options.directory,
-        )
+        budget_s = 999 if self.options.dry else part.seconds * 7 // 10
+        places = {"out": out, "budget": budget_s, "directory": self.options.directory}
         # On CPUs that others use, too, small parts may take longer than large ones on a GPU.
         limit_s = self.left_s() if self.options.dry else part.seconds
-        self.run(part.name, [sys.executable, *words.split()], limit_s)
+        command = [word.format(**places) for word in words.split()]
+        self.run(part.name, [sys.executable, *command], limit_s)
         if out.exists():
             self.document["parts"][part.name] = adopted(out)
             self.write()

@@ -75,6 +75,8 @@ class Cuda:
     """The driver with the primary context of one GPU current. Integers go as 64 bits, which every
     parameter of the driver's calls that is a number or a handle takes in a register."""
 
+    access = 0  # of the last range that was mapped
+
     def __init__(self, ordinal: int = 0) -> None:
         try:
             self.library = ctypes.CDLL("libcuda.so.1")
@@ -171,12 +173,16 @@ class Cuda:
         return self.out("cuMemCreate", length, ctypes.byref(self.properties()), 0)
 
     def map(self, handles: Sequence[int], length: int, access: int = READ_WRITE) -> int:
-        """One range over handles of `length` bytes each."""
+        """One range over handles of `length` bytes each; read-only where the driver can do that,
+        see `access`."""
         base = self.out("cuMemAddressReserve", length * len(handles), 0, 0, 0)
         for number, handle in enumerate(handles):
             self("cuMemMap", base + number * length, length, 0, handle, 0)
         wanted = Access(Location(1, self.device), access)
-        self("cuMemSetAccess", base, length * len(handles), ctypes.byref(wanted), 1)
+        self.access = access
+        if self.code("cuMemSetAccess", base, length * len(handles), ctypes.byref(wanted), 1):
+            self.access = wanted.flags = READ_WRITE
+            self("cuMemSetAccess", base, length * len(handles), ctypes.byref(wanted), 1)
         return base
 
     def unmap(self, base: int, handles: Sequence[int], length: int) -> None:

@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[int, Callable[..., None]]] = {
     "latency": (15, probe_streams.latency),
     "queue": (15, probe_streams.queue),
     "handles": (30, probe_memory.handles),
-    "mps": (25, probe_memory.mps),
+    "mps": (40, probe_memory.mps),
     "locks": (12, probe_streams.locks),
     "power": (10, probe_streams.power),
     "facts": (10, probe_memory.facts),

@@ -124,6 +124,10 @@ def map_taken(length: int) -> None:
     HERE.addresses = [base + n * length for n in range(len(HERE.handles))]
 
 
+def mapped_access() -> str:
+    return "read-only" if HERE.cuda.access == READ_ONLY else "read and write"
+
+
 def right_bytes() -> int:
     """How many allocations have their number in the first and in the last word."""
 
@@ -170,7 +174,7 @@ def step(say: Say, name: str) -> Iterator[None]:
     """A question whose failure is an answer; the next one is still asked."""
     try:
         yield
-    except (RefusedError, NotHereError) as error:
+    except (RefusedError, NotHereError, TimeoutError) as error:
         kind = "not here" if isinstance(error, NotHereError) else "refused"
         say(name, f"{kind}: {error}")
 
@@ -223,6 +227,7 @@ def vmm(say: Say, small: bool) -> None:
         say("granularity_bytes", mapped[0](make_mapped, count, length))
         share_mapped(*mapped, count)
         say("mapped_right", [mapped[1](right_bytes), count])
+        say("mapped_access", mapped[1](mapped_access))
     with step(say, "of_torch"):
         if version is None:
             raise NotHereError("a torch with CUDA")
@@ -327,6 +332,7 @@ def death(say: Say, small: bool) -> None:
         name = f"{number} {kind}, {way}"
         with step(say, name):
             source, before = sources[number], cuda.free_bytes()
+            HERE.addresses, HERE.handles = [], []
             source(begin)
             if kind == "plain":
                 open_plain(source(make_plain, 1, length), length)
@@ -392,6 +398,8 @@ def mps(say: Say, small: bool) -> None:
             "client_to_other": (Peer(environment=paths), Peer()),
             "other_to_client": (Peer(), Peer(environment=paths)),
         }
+        for peer in (peer for peers in pairs.values() for peer in peers):
+            peer.socket.settimeout(5)  # the server must be ended before this part's time is up
         subprocess.run([control, "-d"], env=environment, check=True, timeout=10)
         try:
             for name, (source, target) in pairs.items():
