@@ -37,7 +37,7 @@ from .daemon.session import DISCONNECTED, Session
 from .flight.in_flight import InFlight
 from .flight.phases import Durable
 from .garbage import no_collection
-from .job.agreement import Agreement
+from .job.agreement import RankAgreement
 from .job.naming import identify
 from .job.steps import steps_of
 from .job.stop import Stop
@@ -167,7 +167,7 @@ class PCcheckClient(Closing):
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
         gathers = several and identity.rank == 0
         self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
-        self._agreement = Agreement(saving, self._warner)
+        self._agreement = RankAgreement(saving, self._warner)
         self._stop = Stop(self._agreement)
         self._interval: Interval | None = None  # once should_checkpoint() was called
         self._call: FrameType | None = None  # that no other may come in the middle of

@@ -62,7 +62,7 @@ class OpenCheckpoint(Closing):
     Every byte is checked. Reads raise DamagedError, UnreadableError, DaemonUnreachableError, and
     RecycledError when newer checkpoints have replaced this one."""
 
-    def __init__(self, one: catalog.Checkpoint, reader: StateReader) -> None:
+    def __init__(self, one: catalog.StoredCheckpoint, reader: StateReader) -> None:
         self.step = one.step
         self.sequence = one.sequence
         self.world_size = one.world_size

@@ -74,7 +74,7 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldTime:
     """How long the gate held training back since the last `take`."""
 
     at_ns: int = 0  # when it did so first; 0: not at all
@@ -99,7 +99,7 @@ class Gate:
         self._stall_limit_s = stall_limit_s
         self._on_expiry = on_expiry
         self._pending: list[_Pending] = []
-        self.held = Held()
+        self.held = HeldTime()
 
     def add(
         self, checkpoint: InFlight, owners: list[object], *, host: bool, part: DevicePart | None

@@ -34,9 +34,9 @@ ATTEMPTS = 8
 NAMED_MAX = 8
 TORCH, SAFETENSORS, HUGGINGFACE = "torch", "safetensors", "huggingface"
 
-Ranks = dict[int, list[catalog.Checkpoint]]
-Chosen = dict[int, catalog.Checkpoint]
-Skipped = list[tuple[catalog.Checkpoint, str]]  # and why
+Ranks = dict[int, list[catalog.StoredCheckpoint]]
+Chosen = dict[int, catalog.StoredCheckpoint]
+Skipped = list[tuple[catalog.StoredCheckpoint, str]]  # and why
 _Reading = Callable[..., StateReader]
 
 
@@ -112,7 +112,7 @@ def check(arguments: argparse.Namespace) -> None:
 # -- choosing ----------------------------------------------------------------------------------
 
 
-def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
+def key_of(one: catalog.StoredCheckpoint) -> tuple[int, int]:
     return one.rank, one.sequence
 
 
@@ -163,7 +163,7 @@ def choose(
     return {rank: _newest(usable, rank, arguments)}
 
 
-def _sharded(storage: Source, one: catalog.Checkpoint) -> bool:
+def _sharded(storage: Source, one: catalog.StoredCheckpoint) -> bool:
     try:
         with contextlib.closing(storage.open([one])) as payloads:
             return payloads.tree(one.rank).sharded()
@@ -171,7 +171,7 @@ def _sharded(storage: Source, one: catalog.Checkpoint) -> bool:
         raise _DamageError(one, error.message) from error
 
 
-def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:
+def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.StoredCheckpoint:
     for one in usable.get(rank, ()):
         return one
     raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
@@ -183,7 +183,7 @@ def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.
 class _DamageError(Exception):
     """The checkpoint that is damaged, and why it is skipped."""
 
-    args: tuple[catalog.Checkpoint, str]
+    args: tuple[catalog.StoredCheckpoint, str]
 
 
 def write(
@@ -217,7 +217,7 @@ def write(
 
 def _write_one(
     reading: _Reading,
-    one: catalog.Checkpoint,
+    one: catalog.StoredCheckpoint,
     output: Output,
     kind: str,
     bar: Bar,

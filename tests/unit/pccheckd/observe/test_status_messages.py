@@ -49,8 +49,13 @@ def tenant(**changed: Any) -> Any:
         failing=changed.pop("failing", 0), last_failure="write: EIO",
         newest=changed.pop("newest", (9, 90)),
     )  # fmt: skip
-    binding = SimpleNamespace(state=changed.pop("state", BindingState.BOUND))
-    values = {"refused": None, "stalled": "", "owner": object(), "key": Name("gpt"), "quiet": True}
+    binding = SimpleNamespace(
+        state=changed.pop("state", BindingState.BOUND), stalled=changed.pop("stalled", "")
+    )
+    seat = SimpleNamespace(
+        refused=changed.pop("refused", None), owner=changed.pop("owner", object())
+    )
+    values = {"seat": seat, "key": Name("gpt"), "quiet": True}
     retention = SimpleNamespace(unreadable=changed.pop("unreadable", set()))
     return SimpleNamespace(
         volumes=volumes, ledger=ledger, retention=retention, binding=binding, **(values | changed)
