@@ -189,7 +189,7 @@ def require_room(directory: Path, wanted_bytes: int) -> None:
 def raw_disk(directory: Path, length: int) -> tuple[float, float]:
     """GB/s of direct writes, with a flush, and of direct reads: four threads, blocks of 4 MiB."""
     path, block = directory / "raw", 4 * MIB
-    count = max(4, min(length, 2 * GIB) // block)
+    count = max(4, min(length, GIB) // block)
     with mmap.mmap(-1, block) as buffer:
         buffer[:] = os.urandom(block)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
