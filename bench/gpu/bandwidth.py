@@ -264,7 +264,7 @@ def main() -> int:
         bench = Bench(options, scratch, report)
         bench.run()
     report.finish(table(bench))
-    return 0
+    return int(bool(report.document.get("failures")))
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def main() -> int:
     with common.scratch(options.directory) as scratch:
         lines = measure(options, report, scratch)
     report.finish(lines)
-    return 0
+    return int(bool(report.document.get("failures")))
 
 
 if __name__ == "__main__":
