@@ -27,6 +27,7 @@ from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
+from pccheckd.group.starts import Arrival
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
@@ -91,7 +92,7 @@ class Session:
     @property
     def start(self) -> bytes:
         """The id of the start that its process belongs to; b"": it belongs to none."""
-        return self.job.members.start_id(self.rank, self.process) if self.job else b""
+        return self.job.members.of(self.rank, self.process).id if self.job else b""
 
     async def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
         """A checkpoint is read: its volumes stay open until `end_load`. Raises UsageError."""
@@ -115,11 +116,6 @@ class Session:
         """It restores: it belongs to the newest start of its job."""
         if self.job is not None:
             self.incarnation = self.job.members.follow(self.rank, self.process)
-
-    def take_leave(self) -> bool:
-        """Its Goodbye has arrived. False when one had arrived before."""
-        first, self.took_leave = not self.took_leave, True
-        return first
 
     def give_way(self) -> None:
         self.gives_way = True
@@ -151,7 +147,6 @@ class Sessions:
         return list(self._sessions.values())
 
     def trainers(self) -> int:
-        """How many trainers are connected."""
         return sum(session.role is Role.TRAINER for session in self._sessions.values())
 
     def room_bytes(self, session: Session) -> int:
@@ -267,28 +262,24 @@ class Sessions:
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        place = self.config.storage
         with tenant.uses.come():
-            return await self._take_place(session, hello, peer, job, tenant)
-
-    async def _take_place(
-        self, session: Session, hello: Hello, peer: Peer, job: Job, tenant: Tenant
-    ) -> list[int]:
-        await tenant.look()
-        session.storage = await self.engine.call(session.uid, layout.identity, self.config.storage)
-        deadline = time.monotonic() + DETACH_LIMIT_S
-        while session.tenant is None:
-            await self._wait_for_predecessor(tenant, peer)
-            await tenant.prepare()
-            async with job.joining:  # other ranks wait meanwhile
-                _require_there(peer)
-                late = time.monotonic() > deadline
-                # One that ends may have been noticed only while this one waited here.
-                if late or not self._predecessor_ends(tenant):
-                    descriptors = await self._join(session, hello, job, tenant)
-        session.port = tenant.port
-        session.chose(PUSH, "CPU tensors")
-        if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
-            self.registry.memory.enter(session, tenant.port.granted_bytes)
+            await tenant.look()
+            session.storage = await self.engine.call(session.uid, layout.identity, place)
+            deadline = time.monotonic() + DETACH_LIMIT_S
+            while session.tenant is None:
+                await self._wait_for_predecessor(tenant, peer)
+                await tenant.prepare()
+                async with job.joining:  # other ranks wait meanwhile
+                    _require_there(peer)
+                    late = time.monotonic() > deadline
+                    # One that ends may have been noticed only while this one waited here.
+                    if late or not self._predecessor_ends(tenant):
+                        descriptors = await self._join(session, hello, job, tenant)
+            session.port = tenant.port
+            session.chose(PUSH, "CPU tensors")
+            if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
+                self.registry.memory.enter(session, tenant.port.granted_bytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,
@@ -309,10 +300,11 @@ class Sessions:
         joins = tenant.owner is None  # else attach() refuses
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
-            session.incarnation = job.join(
-                hello.rank, owner, launch=hello.launch, was=hello.incarnation, start_id=hello.start,
+            session.incarnation = job.join(Arrival(
+                hello.rank, session.process, hello.launch, session.world_size,
+                was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
-            )  # fmt: skip
+            ))  # fmt: skip
         with _descriptors() as (ours, given):
             try:
                 given.insert(0, await tenant.attach(owner, ours.fileno()))

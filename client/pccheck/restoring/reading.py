@@ -24,7 +24,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Empty, Open, Opened, Skipped, Writing
 from pccheck_wire.units import MIB
 
-OPEN_LIMIT_S = 120.0
+OPEN_LIMIT_S = 120.0  #: the daemon opens the volumes of all ranks before it answers
 #: A restore waits while earlier checkpoints are written, as long as more of them is written;
 #: pccheckd reports every few seconds how much that is.
 STUCK_LIMIT_S = 120.0
@@ -140,8 +140,7 @@ def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheck
 
 
 def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
-    """The answer, once what was copied is written. Raises WaitTimeoutError when nothing more is
-    written."""
+    """The answer, once what was copied is written. Raises WaitTimeoutError when writing stops."""
     before: Writing | None = None
     progress_s = time.monotonic()
     while True:

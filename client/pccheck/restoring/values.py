@@ -7,6 +7,8 @@ in an optimizer. What shares memory now must have shared it when it was saved.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -49,10 +51,7 @@ class Dicts:
         self._placed[name] = live
 
     def settle(
-        self,
-        attached: Mapping[str, Any],
-        restored: Collection[str],
-        saved: Mapping[str, tree.Node],
+        self, attached: Mapping[str, Any], restored: Collection[str], saved: Mapping[str, tree.Node]
     ) -> None:
         """When all that is restored has its place. Raises StateMismatchError by path when a tensor
         shares memory with another attached one and did not when it was saved, or is trained and
@@ -113,8 +112,7 @@ class Dicts:
         return make
 
     def _require_one(self, path: str, live: object, node: tree.Node) -> None:
-        """Raises StateMismatchError for a list or dict that is there twice, of which the checkpoint
-        has different values."""
+        """Raises StateMismatchError for a list or dict that is there twice and gets two values."""
         first_path, first = self._seen.setdefault(id(live), (path, node))
         if first is not node and tree.encode_node(first) != tree.encode_node(node):
             raise StateMismatchError(
@@ -125,8 +123,7 @@ class Dicts:
             )
 
     def _fill(self, path: str, node: tree.Node, live: object) -> bool:
-        """Whether what is there now can take the value. Raises StateMismatchError for a DTensor
-        that does not fit: it can only be filled."""
+        """Whether what is there takes the value. Raises StateMismatchError for another DTensor."""
         for below, shard in tree.walk(node, path):
             if isinstance(shard, tree.Shard) and shard.mesh:  # others were no DTensors
                 self._targets.shard(below, shard, live if shard is node else None, of_dict=True)
@@ -204,8 +201,7 @@ def _pair(path: str, node: tree.Node, live: object) -> overlaps.Pair | None:
 
 
 def _memory(live: object) -> torch.Tensor | None:
-    """What can be loaded into: a tensor, or its local part; an array that can be written as a
-    tensor with one more dimension, of bytes."""
+    """What can be filled: a tensor or its local part; a writeable array, as a tensor of bytes."""
     if isinstance(live, torch.Tensor):
         plain = live.layout is torch.strided and not is_lazy(live) and not live.is_meta
         return shards.local(live) if plain else None
@@ -219,14 +215,7 @@ def _memory(live: object) -> torch.Tensor | None:
 
 def _bytes(node: tree.Array, item: int) -> tree.Tensor:
     """The array as a tensor with one more dimension, of bytes."""
-    strides = [item * step for step in _steps(node.shape, node.order)]
+    sizes = node.shape[::-1] if node.order == "C" else node.shape
+    steps = list(itertools.accumulate(sizes, operator.mul, initial=item))[:-1]
+    strides = steps[::-1] if node.order == "C" else steps
     return tree.Tensor([*node.shape, item], [*strides, 1], "uint8", 0, node.extent, node.offset)
-
-
-def _steps(shape: list[int], order: str) -> list[int]:
-    inner = 1
-    steps: list[int] = []
-    for size in reversed(shape) if order == "C" else shape:
-        steps.append(inner)
-        inner *= size
-    return steps[::-1] if order == "C" else steps

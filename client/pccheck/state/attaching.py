@@ -1,5 +1,4 @@
-"""What may be attached: anything with a state dict, without a framework's wrapper, and dicts of
-plain values."""
+"""What may be attached: dicts of plain values, and what has a state dict, without wrappers."""
 
 from __future__ import annotations
 
@@ -10,12 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from pccheck.warn import LOG
+from pccheck.warn import LOG, in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 from .flatten import Flattener, require_storable, type_name
-from .foreign import in_words
 from .plan import RNG
 from .watch import ModuleWatch, OptimizerWatch, gives_by_name, takes_by_name
 
@@ -48,13 +46,6 @@ def checked(things: Mapping[str, object]) -> dict[str, Any]:
     return {name: _checked(name, thing) for name, thing in things.items()}
 
 
-def is_replicated(things: Mapping[str, object]) -> bool:
-    """Whether a module has the same parameters on every rank (plain DDP)."""
-    return any(
-        isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in things.values()
-    )
-
-
 def is_gathered(things: Mapping[str, object]) -> bool:
     """Whether state_dict() of a module gathers it from all ranks (FSDP1)."""
     return any(
@@ -78,8 +69,9 @@ def _checked(name: str, thing: object) -> object:
         return thing
     if isinstance(thing, torch.optim.Optimizer):
         return _inner_optimizer(name, thing)
-    if name == "scheduler":
-        thing = _inner_scheduler(thing)
+    if name == "scheduler":  # perhaps inside of another one
+        inner, base = getattr(thing, "scheduler", None), torch.optim.lr_scheduler.LRScheduler
+        thing = inner if isinstance(inner, base) and not isinstance(thing, base) else thing
     if isinstance(thing, dict) and not hasattr(thing, "state_dict"):
         thing = Values(thing)
         _try(name, thing)
@@ -88,7 +80,10 @@ def _checked(name: str, thing: object) -> object:
     if not all(callable(getattr(thing, one, None)) for one in ("state_dict", "load_state_dict")):
         raise UsageError(
             f"attach({name}=...): type {type_name(thing)} has no state_dict, load_state_dict",
-            hint=_hint(thing),
+            hint="use torchdata's StatefulDataLoader (pip install torchdata): it takes the same "
+            "arguments and saves its place in the data"
+            if isinstance(thing, torch.utils.data.DataLoader)
+            else "attach a dict that has the value, or give the object these two methods",
         )
     _require_load(name, thing)
     _try(name, thing)
@@ -107,15 +102,6 @@ def _refuse_optimizer_state(path: str, values: dict[Any, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             _refuse_optimizer_state(f"{path}.{key}", value)
-
-
-def _hint(thing: object) -> str:
-    if isinstance(thing, torch.utils.data.DataLoader):
-        return (
-            "use torchdata's StatefulDataLoader (pip install torchdata): it takes the same "
-            "arguments and saves its place in the data"
-        )
-    return "attach a dict that has the value, or give the object these two methods"
 
 
 def _try(name: str, thing: Any) -> None:
@@ -248,11 +234,9 @@ def _not_taken(name: str, module: torch.nn.Module, key: str, what: str) -> Unsup
 def _require_load(name: str, thing: Any) -> None:
     """Raises UsageError for a load_state_dict() that cannot be called with a state alone."""
     try:
-        signature = inspect.signature(thing.load_state_dict)
-    except (TypeError, ValueError):  # not known
+        inspect.signature(thing.load_state_dict).bind({})
+    except ValueError:  # the signature is not known
         return
-    try:
-        signature.bind({})
     except TypeError as error:
         raise UsageError(
             f"attach({name}=...): load_state_dict() of {type(thing).__name__} cannot be called "
@@ -262,8 +246,7 @@ def _require_load(name: str, thing: Any) -> None:
 
 
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside torch.compile and plain data parallelism, whose state dicts have the same
-    tensors under other names."""
+    """The module inside torch.compile and plain data parallelism, which only change the names."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     while True:
         if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
@@ -300,7 +283,33 @@ def zero_part(optimizer: object) -> torch.optim.Optimizer | None:
     return part if isinstance(part, torch.optim.Optimizer) else None
 
 
-def _inner_scheduler(scheduler: object) -> object:
-    inner = getattr(scheduler, "scheduler", None)
-    base = torch.optim.lr_scheduler.LRScheduler
-    return inner if isinstance(inner, base) and not isinstance(scheduler, base) else scheduler
+class ZeroOptions:
+    """torch's ZeroRedundancyOptimizer and the optimizer of this rank's part inside it, which is
+    attached, have groups with the same options. A scheduler changes the outer ones, and `step()`
+    copies these inward: so the inner ones are saved, and restored, only after a copy."""
+
+    def __init__(self) -> None:
+        self.outer: dict[str, torch.optim.Optimizer] = {}  #: by name
+
+    def attach(self, things: Mapping[str, object]) -> None:
+        for name, thing in things.items():
+            self.outer.pop(name, None)
+            if isinstance(thing, torch.optim.Optimizer) and zero_part(thing) is not None:
+                self.outer[name] = thing
+
+    def inward(self) -> None:
+        """Updates the inner optimizers, before they are saved or restored."""
+        for outer in self.outer.values():
+            _copy_options(outer, zero_part(outer))
+
+    def outward(self) -> None:
+        """Updates the outer optimizers, after the inner ones were restored."""
+        for outer in self.outer.values():
+            _copy_options(zero_part(outer), outer)
+
+
+def _copy_options(source: Any, target: Any) -> None:
+    if source is None or target is None:
+        return
+    for one, other in zip(source.param_groups, target.param_groups, strict=False):
+        other.update({key: value for key, value in one.items() if key != "params"})

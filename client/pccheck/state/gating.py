@@ -61,8 +61,7 @@ class Gating:
         return integers(_REQUIRES_GRAD, self._parameters) == self._require_grad
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
-        """Sets `volatile`, `loose`, `frozen` and `shared`; without `promised` the views may differ
-        between ranks."""
+        """Sets how views are read; without `promised` they may differ between ranks."""
         for view in views:
             changes = view.storage in self._buffers or view.storage in self._gated
             view.frozen = view.constant or (view.storage in self._still and not changes)
@@ -98,11 +97,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> int:
     try:
         return local(tensor).untyped_storage().data_ptr()
-    except (
-        RuntimeError,
-        ValueError,
-        NotImplementedError,
-    ):  # wrappers without memory; refused later, by path
+    except (RuntimeError, ValueError):  # wrappers without memory; refused later, by path
         return 0
 
 

@@ -1,4 +1,4 @@
-"""What `checkpoint(metadata=)` takes: a dict for a logger, by value and in the types of JSON."""
+"""What `checkpoint(metadata=)` takes: a dict by value, in the types of JSON, for every reader."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 
 from .flatten import Flattener
-from .foreign import in_words
 
 METADATA_NUMBERS_MAX = 65536  # of one array
 METADATA_DEPTH_MAX = 64
 
 
 def metadata_node(value: object) -> tree.Node:
-    """A dict for a logger, by value and in the types of JSON, so that every reader can show it.
-    Raises UnsupportedStateError by path."""
+    """Raises UnsupportedStateError by path."""
     return None if value is None else Flattener().node(_json(value, "metadata", 0), "metadata")
 
 

@@ -9,10 +9,17 @@
 #define STAGING_BYTES_MAX (1ull << 46)
 #define PROBE_ROOM_BYTES 256u
 
+static int memory_alloc(struct pcc_client_device *device, uint64_t length_bytes, CUdeviceptr *out)
+{
+    PCC_CLIENT_GPU(gpu, device);
+    return gpu.error != 0
+               ? gpu.error
+               : pcc_client_gpu_code(device, device->gpu.cuda->memory_alloc(out, length_bytes));
+}
+
 int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_bytes)
 {
     CUdeviceptr address;
-    int mode;
 
     if (length_bytes > STAGING_BYTES_MAX)
         return -ENOMEM;
@@ -20,11 +27,7 @@ int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_by
     struct pcc_staging *staging = malloc(sizeof(*staging));
     if (staging == NULL)
         return -ENOMEM;
-    int error = pcc_client_gpu_enter(device, &mode);
-    if (error == 0) {
-        error = pcc_client_gpu_code(device, device->gpu.cuda->memory_alloc(&address, whole));
-        pcc_client_gpu_leave(device, mode);
-    }
+    const int error = memory_alloc(device, whole, &address);
     if (error != 0) {
         free(staging);
         return error;
@@ -45,12 +48,11 @@ int pcc_client_staging(struct pcc_client *client, uint32_t device, uint64_t leng
 
     if (mine == NULL)
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     if (mine->staging == NULL || mine->staging->length_bytes < length_bytes)
         error = pcc_client_staging_make(mine, length_bytes);
     if (error == 0)
         *address_out = mine->staging->address;
-    (void)pthread_mutex_unlock(&client->gpu_lock);
     return error;
 }
 
@@ -67,22 +69,20 @@ void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *fi
 
 void pcc_client_staging_trim(struct pcc_client *client)
 {
-    int mode;
-
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
-        if (device == NULL || device->staging == NULL || device->staging->next == NULL ||
-            pcc_client_gpu_enter(device, &mode) != 0)
+        if (device == NULL || device->staging == NULL || device->staging->next == NULL)
+            continue;
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error != 0)
             continue;
         pcc_client_staging_free(device->gpu.cuda, device->staging->next);
         device->staging->next = NULL;
-        pcc_client_gpu_leave(device, mode);
     }
-    (void)pthread_mutex_unlock(&client->gpu_lock);
 }
 
-/* With gpu_lock held, within enter/leave. */
+/* With gpu_lock held, within PCC_CLIENT_GPU. */
 static CUresult stage(struct pcc_client_device *device, CUstream stream,
                       const struct pcc_device_copy *copies, uint64_t copy_count, bool aside)
 {
@@ -107,24 +107,19 @@ int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream
                      const struct pcc_device_copy *copies, uint64_t copy_count, bool aside)
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
-    int mode, error = 0;
 
     if (mine == NULL)
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     const uint64_t room = mine->staging != NULL ? mine->staging->length_bytes : 0;
-    for (uint64_t i = 0; error == 0 && i < copy_count; i++) {
+    for (uint64_t i = 0; i < copy_count; i++) {
         if (copies[i].staging_offset_bytes > room ||
             copies[i].length_bytes > room - copies[i].staging_offset_bytes)
-            error = -EINVAL;
+            return -EINVAL;
     }
-    if (error == 0)
-        error = pcc_client_gpu_enter(mine, &mode);
-    if (error == 0) {
-        error = pcc_client_gpu_code(
-            mine, stage(mine, (CUstream)(uintptr_t)stream, copies, copy_count, aside));
-        pcc_client_gpu_leave(mine, mode);
-    }
-    (void)pthread_mutex_unlock(&client->gpu_lock);
-    return error;
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
+    return pcc_client_gpu_code(mine,
+                               stage(mine, (CUstream)(uintptr_t)stream, copies, copy_count, aside));
 }

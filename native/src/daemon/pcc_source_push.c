@@ -163,8 +163,7 @@ static void abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
 static bool is_quiet(const struct pcc_tenant *tenant)
 {
     /* Acquire pairs with the client's release. */
-    return tenant->granted_count == 0 ||
-           atomic_load_explicit(&tenant->view.page->quiet, memory_order_acquire) != 0 ||
+    return tenant->granted_count == 0 || PCC_READ_ACQUIRE(&tenant->view.page->quiet) != 0 ||
            pcc_process_ended(tenant->trainer_fd, DEATH_LIMIT_MS);
 }
 
@@ -172,7 +171,7 @@ static void leave(struct pcc_tenant *tenant)
 {
     const bool quiet = is_quiet(tenant); /* nothing is granted to a broken session */
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         if (tenant->chunks[i].state != PCC_CHUNK_GRANTED)
             continue;
@@ -182,7 +181,6 @@ static void leave(struct pcc_tenant *tenant)
             pcc_tenant_chunk_set(tenant, &tenant->chunks[i], PCC_CHUNK_LEFT);
     }
     tenant->granted_count = 0;
-    pcc_tenant_unlock(tenant);
 }
 
 const struct pcc_source_ops pcc_source_push = {

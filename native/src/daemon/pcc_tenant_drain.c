@@ -1,21 +1,17 @@
 /* The drain thread, which reads the client's messages (the ring to_daemon), and the callbacks of
  * the savers. Every message is checked against the tenant's own table before it has any effect. */
-#include <string.h>
 #include <unistd.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 #define IDLE_NS 1000000000u /* a peer that sets its bell back delays us by this much */
 #define EMPTY_WAKES_MAX 64u /* rung that often for nothing: look once per millisecond */
 #define EMPTY_WAKE_PAUSE_NS 1000000
 
-void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event)
+void pcc_tenant_put(struct pcc_tenant *tenant, struct pcc_event event)
 {
-    struct pcc_event full = *event;
-
-    full.tenant = tenant->spec.id;
-    pcc_events_put(tenant->events, &full);
+    event.tenant = tenant->spec.id;
+    pcc_events_put(tenant->events, &event);
 }
 
 void pcc_tenant_break(struct pcc_tenant *tenant)
@@ -23,9 +19,9 @@ void pcc_tenant_break(struct pcc_tenant *tenant)
     if (tenant->broken)
         return;
     tenant->broken = true;
-    const struct pcc_event event = {
-        .kind = PCC_EVENT_BAD_PEER, .error = -PCC_E_BAD_PEER, .session = tenant->session};
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_BAD_PEER,
+                                              .error = -PCC_E_BAD_PEER,
+                                              .session = tenant->session});
     (void)pthread_cond_broadcast(&tenant->chunk_back);
 }
 
@@ -46,7 +42,7 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
         return;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     /* The entry may have a younger snapshot by now; ids only grow. */
-    if (atomic_load_explicit(&entry->outcome, memory_order_relaxed) >> 8 > snapshot)
+    if (PCC_READ(&entry->outcome) >> 8 > snapshot)
         return;
     pcc_outcome_write(entry, snapshot, end->outcome, end->sequence, end->newer, &end->reason);
 }
@@ -61,10 +57,10 @@ void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant
 static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
                        enum pcc_event_kind kind)
 {
-    const struct pcc_event event = {
-        .kind = kind, .session = save->session, .id = save->snapshot, .sequence = save->sequence};
-
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = kind,
+                                              .session = save->session,
+                                              .id = save->snapshot,
+                                              .sequence = save->sequence});
 }
 
 void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
@@ -202,24 +198,19 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
     struct pcc_message message;
 
     while (count < tenant->geometry.ring_capacity) {
-        pcc_tenant_lock(tenant);
+        PCC_LOCKED(&tenant->lock);
         const int result = message_next(tenant, &again, &message);
-        if (result == 0) {
-            pcc_tenant_unlock(tenant);
+        if (result == 0)
             break;
-        }
         if (!tenant->broken) {
             if (result < 0 || take(tenant, &message) != 0)
                 pcc_tenant_break(tenant);
             else
                 pcc_push_hand_out(tenant);
         }
-        const bool broken = tenant->broken;
-        const bool put_back = tenant->queue.crowded;
-        pcc_tenant_unlock(tenant);
-        if (broken)
+        if (tenant->broken)
             return 0; /* and nothing from this ring is believed again */
-        if (put_back)
+        if (tenant->queue.crowded)
             break; /* the loop rings when it has noted some */
         count++;
     }
@@ -228,7 +219,7 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
 
 static void abort_abandoned(struct pcc_tenant *tenant)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i];
         if (save->save == NULL || save->copied || save->aborted || save->session != tenant->session)
@@ -238,7 +229,6 @@ static void abort_abandoned(struct pcc_tenant *tenant)
             pcc_word(save->snapshot, PCC_WORD_COPYING))
             pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     }
-    pcc_tenant_unlock(tenant);
 }
 
 /* -- judging what was read -- */
@@ -295,12 +285,11 @@ static bool sources_judge(struct pcc_tenant *tenant)
     struct pcc_source *source;
     bool any = false;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     while ((source = unjudged_next(tenant, &save)) != NULL) {
         source_judge(tenant, save, source);
         any = true;
     }
-    pcc_tenant_unlock(tenant);
     return any;
 }
 
@@ -314,7 +303,7 @@ void *pcc_tenant_drain_run(void *argument)
         const uint32_t rung = pcc_bell_read(bell);
         /* Acquire pairs with the release in detach. Read before the ring: what a dead trainer has
          * produced is taken before we stop. */
-        const bool stopping = atomic_load_explicit(&tenant->stopping, memory_order_acquire);
+        const bool stopping = PCC_READ_ACQUIRE(&tenant->stopping);
         bool moved = ring_drain(tenant) > 0;
         abort_abandoned(tenant);
         if (!stopping)
@@ -340,7 +329,7 @@ static void on_writing(void *owner, uint64_t tag)
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
     if (!save->writing) {
         save->writing = true;
@@ -350,19 +339,17 @@ static void on_writing(void *owner, uint64_t tag)
             save_event(tenant, save, PCC_EVENT_WRITING);
         }
     }
-    pcc_tenant_unlock(tenant);
 }
 
 static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     if (chunk->tag == tag && chunk->state == PCC_CHUNK_FULL) /* not so when written again */
         pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 /* With the lock held. */
@@ -390,11 +377,10 @@ static void on_offered(void *owner, uint64_t tag, uint64_t payload_offset_bytes,
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
     if (save != NULL && pcc_tenant_of_session(tenant, save) && !save->aborted && !tenant->broken)
         answer(tenant, save, payload_offset_bytes, in_base);
-    pcc_tenant_unlock(tenant);
 }
 
 static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
@@ -438,7 +424,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     };
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, result->tag);
     save->save = NULL;
     pcc_tenant_chunks_forget(tenant, save, result->end == PCC_SAVE_DURABLE);
@@ -446,33 +432,30 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     if (!save->silent) {
         if (pcc_tenant_of_session(tenant, save))
             ended_outcome(tenant, save, result);
-        const struct pcc_event event = {.kind = kinds[result->end],
-                                        .error = result->error,
-                                        .session = save->session,
-                                        .id = save->snapshot,
-                                        .sequence = save->sequence,
-                                        .slot = result->slot,
-                                        .rehomed = result->rehomed,
-                                        .copied_bytes = result->copied_bytes,
-                                        .written_bytes = result->written_bytes,
-                                        .stage = result->stage,
-                                        .times = result->times};
-        pcc_tenant_put(tenant, &event);
+        pcc_tenant_put(tenant, (struct pcc_event){.kind = kinds[result->end],
+                                                  .error = result->error,
+                                                  .session = save->session,
+                                                  .id = save->snapshot,
+                                                  .sequence = save->sequence,
+                                                  .slot = result->slot,
+                                                  .rehomed = result->rehomed,
+                                                  .copied_bytes = result->copied_bytes,
+                                                  .written_bytes = result->written_bytes,
+                                                  .stage = result->stage,
+                                                  .times = result->times});
     }
     if (!save->copied) /* after the outcome: owners go on when the word is final */
         pcc_tenant_sources_abandon(tenant, save, save->sources);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 static void on_freed(void *owner)
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     if (tenant->queue.count > 0)
         pcc_tenant_queue_look(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 const struct pcc_save_events pcc_tenant_save_events = {

@@ -1,9 +1,7 @@
 /* A tenant's memory: segments taken from the pool, pinned for GPUs, given back, and what chunks
  * hold. */
-#include <stdlib.h>
 #include <time.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh)
@@ -11,7 +9,7 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
     const uint32_t chunk_bytes = tenant->spec.chunk_bytes;
     const struct pcc_segment *segment = &fresh->memory;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     PCC_ASSERT(tenant->lasting_count == tenant->segment_count);
     const uint32_t index = tenant->segment_count++;
     tenant->lasting_count++;
@@ -27,7 +25,6 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
     pcc_tenant_chunks_add(tenant, added->memory.first_chunk, added->memory.chunk_count);
     pcc_tenant_grant_segments(tenant);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 /* The next segment's length: what is wanted, cut to a segment, to the table and to the budget. */
@@ -48,125 +45,6 @@ static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
     return chunks * chunk_bytes;
 }
 
-/* With growing held: the driver does not pin. Push does not need pinned memory, so the memory is
- * used. Pull ends: the next exposure pins first, and is refused with the reason. */
-static void pull_stop(struct pcc_tenant *tenant)
-{
-    pcc_tenant_pinner_set(tenant, NULL);
-    pcc_tenant_lock(tenant);
-    pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
-    tenant->pull.map = NULL;
-    if (tenant->attached)
-        pcc_bell_ring(&tenant->view.page->daemon_bell);
-    pcc_tenant_unlock(tenant);
-}
-
-/* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
-static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
-
-/* With growing held. Pinned for the GPU that reads into it, if there is one. */
-static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
-{
-    *out = (struct pcc_tenant_segment){0};
-    int error = pcc_pool_take(tenant->pool, length, tenant->label, &out->memory);
-    if (error != 0)
-        return error;
-    if (segment_pin(tenant, out) != 0)
-        pull_stop(tenant);
-    return 0;
-}
-
-int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted_out)
-{
-    struct pcc_tenant_segment segment;
-    int error = 0;
-
-    (void)pthread_mutex_lock(&tenant->growing);
-    /* The table of segments changes only under `growing`. */
-    uint64_t have = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
-    /* What retires leaves from the end of the table first. */
-    while (have < bytes && tenant->lasting_count == tenant->segment_count) {
-        const uint64_t length = segment_length(tenant, bytes - have);
-        if (length == 0)
-            break;
-        error = segment_make(tenant, length, &segment);
-        if (error == -PCC_E_NO_MEMORY)
-            continue; /* another tenant was faster: ask for what is left */
-        if (error != 0)
-            break;
-        pcc_tenant_segment_add(tenant, &segment);
-        have += length;
-    }
-    pcc_tenant_lock(tenant);
-    pcc_tenant_grant_segments(tenant); /* also those of an earlier session */
-    pcc_tenant_unlock(tenant);
-    (void)pthread_mutex_unlock(&tenant->growing);
-    if (error == -PCC_E_NO_MEMORY || error == -ENOMEM)
-        error = 0;
-    if (error == 0)
-        *granted_out = have;
-    return error;
-}
-
-/* Saves, with the lock held. */
-static uint32_t in_flight(const struct pcc_tenant *tenant)
-{
-    uint32_t count = 0;
-
-    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
-        count += tenant->bindings[i].active;
-    return count;
-}
-
-int pcc_tenant_release_memory(struct pcc_tenant *tenant)
-{
-    uint32_t count = 0;
-
-    (void)pthread_mutex_lock(&tenant->control);
-    (void)pthread_mutex_lock(&tenant->growing);
-    pcc_tenant_lock(tenant);
-    const bool busy = tenant->attached || tenant->load.active || in_flight(tenant) > 0 ||
-                      pcc_tenant_is_filled(tenant, PCC_TENANT_VOLUMES);
-    if (!busy) {
-        count = tenant->segment_count;
-        tenant->segment_count = tenant->lasting_count = 0;
-        tenant->chunk_count = 0;
-        pcc_tenant_lists_clear(tenant);
-    }
-    pcc_tenant_unlock(tenant);
-    /* They are in no list any more, and `growing` keeps new ones away while they are unmapped. */
-    for (uint32_t i = 0; i < count; i++)
-        pcc_tenant_segment_return(tenant, &tenant->segments[i]);
-    if (!busy)
-        pcc_tenant_pinner_set(tenant, NULL); /* the next session may have no use for it */
-    (void)pthread_mutex_unlock(&tenant->growing);
-    (void)pthread_mutex_unlock(&tenant->control);
-    return busy ? -EBUSY : 0;
-}
-
-void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
-{
-    uint32_t count[PCC_CHUNK_LEFT + 1] = {0}; /* by state; that is the last one */
-
-    pcc_tenant_lock(tenant);
-    for (uint32_t i = 0; i < tenant->chunk_count; i++)
-        count[tenant->chunks[i].state]++;
-    *out = (struct pcc_tenant_usage){
-        .bytes = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes,
-        .free_chunks = count[PCC_CHUNK_FREE],
-        .granted_chunks = count[PCC_CHUNK_GRANTED] + count[PCC_CHUNK_PULLED], /* being filled */
-        .full_chunks = count[PCC_CHUNK_FULL],
-        .cached_chunks = count[PCC_CHUNK_CACHED],
-        .lent_chunks = count[PCC_CHUNK_READING] + count[PCC_CHUNK_LENT],
-        .left_chunks = count[PCC_CHUNK_LEFT],
-        .in_flight = in_flight(tenant),
-        .pinned_bytes = tenant->pull.pinned_bytes,
-        .exposed_bytes = tenant->pull.exposed_bytes,
-        .mappings = tenant->pull.mappings,
-    };
-    pcc_tenant_unlock(tenant);
-}
-
 /* -- pinned for the copies of a GPU --
  *
  * For as long as the trainer's memory is mapped, and some time after it. The driver is called
@@ -185,6 +63,7 @@ void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
     tenant->pull.pinner = gpu;
 }
 
+/* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
 static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
 {
     struct pcc_gpu *gpu = tenant->pull.pinner;
@@ -222,6 +101,118 @@ static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *
     return true;
 }
 
+/* -- growing -- */
+
+/* With growing held: the driver does not pin. Push does not need pinned memory, so the memory is
+ * used. Pull ends: the next exposure pins first, and is refused with the reason. */
+static void pull_stop(struct pcc_tenant *tenant)
+{
+    pcc_tenant_pinner_set(tenant, NULL);
+    PCC_LOCKED(&tenant->lock);
+    pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
+    tenant->pull.map = NULL;
+    if (tenant->attached)
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+}
+
+/* With growing held. Pinned for the GPU that reads into it, if there is one. */
+static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
+{
+    *out = (struct pcc_tenant_segment){0};
+    int error = pcc_pool_take(tenant->pool, length, tenant->label, &out->memory);
+    if (error != 0)
+        return error;
+    if (segment_pin(tenant, out) != 0)
+        pull_stop(tenant);
+    return 0;
+}
+
+int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted_out)
+{
+    struct pcc_tenant_segment segment;
+    int error = 0;
+
+    PCC_LOCKED(&tenant->growing);
+    /* The table of segments changes only under `growing`. */
+    uint64_t have = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
+    /* What retires leaves from the end of the table first. */
+    while (have < bytes && tenant->lasting_count == tenant->segment_count) {
+        const uint64_t length = segment_length(tenant, bytes - have);
+        if (length == 0)
+            break;
+        error = segment_make(tenant, length, &segment);
+        if (error == -PCC_E_NO_MEMORY)
+            continue; /* another tenant was faster: ask for what is left */
+        if (error != 0)
+            break;
+        pcc_tenant_segment_add(tenant, &segment);
+        have += length;
+    }
+    PCC_LOCKED(&tenant->lock);
+    pcc_tenant_grant_segments(tenant); /* also those of an earlier session */
+    if (error != 0 && error != -PCC_E_NO_MEMORY && error != -ENOMEM)
+        return error;
+    *granted_out = have;
+    return 0;
+}
+
+/* Saves, with the lock held. */
+static uint32_t in_flight(const struct pcc_tenant *tenant)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        count += tenant->bindings[i].active;
+    return count;
+}
+
+int pcc_tenant_release_memory(struct pcc_tenant *tenant)
+{
+    PCC_LOCKED(&tenant->control);
+    PCC_LOCKED(&tenant->growing);
+    pcc_tenant_lock(tenant);
+    const uint32_t count = tenant->segment_count;
+    const bool busy = tenant->attached || tenant->load.active || in_flight(tenant) > 0 ||
+                      pcc_tenant_is_filled(tenant, PCC_TENANT_VOLUMES);
+    if (!busy) {
+        tenant->segment_count = tenant->lasting_count = 0;
+        tenant->chunk_count = 0;
+        pcc_tenant_lists_clear(tenant);
+    }
+    pcc_tenant_unlock(tenant);
+    if (busy)
+        return -EBUSY;
+    /* They are in no list any more, and `growing` keeps new ones away while they are unmapped. */
+    for (uint32_t i = 0; i < count; i++)
+        pcc_tenant_segment_return(tenant, &tenant->segments[i]);
+    pcc_tenant_pinner_set(tenant, NULL); /* the next session may have no use for it */
+    return 0;
+}
+
+void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
+{
+    uint32_t count[PCC_CHUNK_LEFT + 1] = {0}; /* by state; that is the last one */
+
+    PCC_LOCKED(&tenant->lock);
+    for (uint32_t i = 0; i < tenant->chunk_count; i++)
+        count[tenant->chunks[i].state]++;
+    *out = (struct pcc_tenant_usage){
+        .bytes = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes,
+        .free_chunks = count[PCC_CHUNK_FREE],
+        .granted_chunks = count[PCC_CHUNK_GRANTED] + count[PCC_CHUNK_PULLED], /* being filled */
+        .full_chunks = count[PCC_CHUNK_FULL],
+        .cached_chunks = count[PCC_CHUNK_CACHED],
+        .lent_chunks = count[PCC_CHUNK_READING] + count[PCC_CHUNK_LENT],
+        .left_chunks = count[PCC_CHUNK_LEFT],
+        .in_flight = in_flight(tenant),
+        .pinned_bytes = tenant->pull.pinned_bytes,
+        .exposed_bytes = tenant->pull.exposed_bytes,
+        .mappings = tenant->pull.mappings,
+    };
+}
+
+/* -- giving back, and unpinning -- */
+
 void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
 {
     struct pcc_segment *memory = &segment->memory;
@@ -248,13 +239,12 @@ int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
 {
     int error = 0;
 
-    (void)pthread_mutex_lock(&tenant->growing);
+    PCC_LOCKED(&tenant->growing);
     pcc_tenant_pinner_set(tenant, gpu);
     for (uint32_t i = 0; error == 0 && i < tenant->segment_count; i++)
         error = segment_pin(tenant, &tenant->segments[i]);
     if (error != 0)
         pcc_tenant_pinner_set(tenant, NULL);
-    (void)pthread_mutex_unlock(&tenant->growing);
     return error;
 }
 
@@ -267,11 +257,10 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
         tenant->pull.maps == 0 && pcc_now_ns() - tenant->pull.mapped_ns >= unmapped_ns;
     pcc_tenant_unlock(tenant);
     if (rests) {
-        (void)pthread_mutex_lock(&tenant->growing);
+        PCC_LOCKED(&tenant->growing);
         pcc_tenant_pinner_set(tenant, NULL);
         for (uint32_t i = 0; i < tenant->segment_count; i++)
             (void)segment_unpin(tenant, &tenant->segments[i]);
-        (void)pthread_mutex_unlock(&tenant->growing);
     }
     (void)pthread_mutex_unlock(&tenant->control);
 }
@@ -445,8 +434,8 @@ void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_ten
 {
     struct pcc_tenant_segment gone;
 
-    (void)pthread_mutex_lock(&tenant->growing);
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->growing);
+    PCC_LOCKED(&tenant->lock);
     choose(tenant, bytes);
     pcc_tenant_chunks_retire(tenant);
     tell(tenant);
@@ -456,6 +445,4 @@ void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_ten
         pcc_tenant_lock(tenant);
     }
     *out = holding(tenant);
-    pcc_tenant_unlock(tenant);
-    (void)pthread_mutex_unlock(&tenant->growing);
 }

@@ -161,7 +161,7 @@ static int write_replica(struct pcc_volume *volume, uint32_t replica)
         result = pcc_volume_in_place(volume);
     if (result != 0)
         /* Release: pairs with the acquire in pcc_volume_stopped(). */
-        atomic_store_explicit(&volume->stopped, true, memory_order_release);
+        PCC_WRITE_RELEASE(&volume->stopped, true);
     return result;
 }
 
@@ -169,13 +169,12 @@ static void prepare(struct pcc_volume *volume)
 {
     struct pcc_record *next = volume->buffer;
 
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     *next = volume->staged;
     next->record_number = volume->durable.record_number + 1;
     next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);
     /* Sequences that were given out but never published are passed over as well. */
-    next->next_sequence = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
-    (void)pthread_mutex_unlock(&volume->lock);
+    next->next_sequence = PCC_READ(&volume->next_sequence);
 }
 
 /* With `lock` held: the newest durable sequence without a damage flag, neither on the media nor
@@ -195,12 +194,12 @@ void pcc_commit_superseding(struct pcc_volume *volume)
     const uint64_t sequence =
         pcc_commit_is_grouped(&volume->durable) ? volume->group.newest : newest_sound(volume);
     /* Release: pairs with the acquire in pcc_volume_superseding(). */
-    atomic_store_explicit(&volume->superseding, sequence, memory_order_release);
+    PCC_WRITE_RELEASE(&volume->superseding, sequence);
 }
 
 int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *context), void *context)
 {
-    if (atomic_load_explicit(&volume->stopped, memory_order_acquire))
+    if (PCC_READ_ACQUIRE(&volume->stopped))
         return -PCC_E_STOPPED;
     prepare(volume);
     int result = write_replica(volume, 0);
@@ -217,30 +216,25 @@ int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *contex
 
 int pcc_commit_opening(struct pcc_volume *volume, const struct pcc_commit_found *found)
 {
-    int result = 0;
-
     /* A generation of which neither replica can be read may hold the newest record. Writing would
      * destroy it, though the next attempt to read it might succeed. */
     for (uint32_t generation = 0; generation < PCC_GENERATIONS; generation++)
         if (found->unreadable[generation] == PCC_REPLICAS)
             return found->read_error;
-    (void)pthread_mutex_lock(&volume->publishing);
+    PCC_LOCKED(&volume->publishing);
     /* First writes what is missing of the newest record. Otherwise, while the next record is
      * written, a single replica might be the only intact one. */
-    for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++) {
+    for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++) {
         if (found->good[replica])
             continue;
         *volume->buffer = found->record;
-        result = write_replica(volume, replica);
-        if (result == 0)
-            volume->health.repaired_replicas++;
+        const int result = write_replica(volume, replica);
+        if (result != 0)
+            return result;
+        volume->health.repaired_replicas++;
     }
-    if (result == 0) {
-        volume->staged.boot_epoch++;
-        result = pcc_commit_staged(volume, NULL, NULL);
-    }
-    (void)pthread_mutex_unlock(&volume->publishing);
-    return result;
+    volume->staged.boot_epoch++;
+    return pcc_commit_staged(volume, NULL, NULL);
 }
 
 /* -- finding -- */

@@ -3,7 +3,6 @@
  *
  * Places in the queue are counted in bytes, not in time: a transfer takes the place at the end, and
  * may start when the bucket, which fills at the present rate, has reached that place. */
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "base/pcc_thread.h"
@@ -32,7 +31,7 @@ static struct throttle_io *self_of(struct pcc_io *io)
 static uint64_t rate_of(const struct throttle_io *self)
 {
     /* Relaxed: a transfer that begins beside a change may count as before it. */
-    return atomic_load_explicit(&self->bytes_per_second, memory_order_relaxed);
+    return PCC_READ(&self->bytes_per_second);
 }
 
 /* With the lock held: how far the bucket is at a time, in bytes of the line. */
@@ -61,7 +60,7 @@ static void pass(struct throttle_io *self, uint64_t length)
 {
     if (rate_of(self) == 0)
         return;
-    (void)pthread_mutex_lock(&self->lock);
+    PCC_LOCKED(&self->lock);
     const double start = filled_at(self, pcc_now_ns()) - BURST_S * (double)rate_of(self);
     if (self->line_end < start)
         self->line_end = start;
@@ -69,7 +68,6 @@ static void pass(struct throttle_io *self, uint64_t length)
     const double place = self->line_end;
     while (wait_for(self, place)) {
     }
-    (void)pthread_mutex_unlock(&self->lock);
 }
 
 static int64_t throttle_write(struct pcc_io *io, const void *bytes, uint64_t length,
@@ -139,15 +137,14 @@ void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second)
     struct throttle_io *self = self_of(io);
 
     PCC_ASSERT(io->ops->write == throttle_write);
-    (void)pthread_mutex_lock(&self->lock);
+    PCC_LOCKED(&self->lock);
     const uint64_t now_ns = pcc_now_ns();
     self->filled = filled_at(self, now_ns);
     self->since_ns = now_ns;
     if (rate_of(self) == 0)
         self->line_end = self->filled; /* the threads that wait in it go on */
-    atomic_store_explicit(&self->bytes_per_second, bytes_per_second, memory_order_relaxed);
+    PCC_WRITE(&self->bytes_per_second, bytes_per_second);
     (void)pthread_cond_broadcast(&self->changed);
-    (void)pthread_mutex_unlock(&self->lock);
 }
 
 uint64_t pcc_io_limit_of(struct pcc_io *io)
