@@ -47,7 +47,10 @@ from pccheck import PCcheckClient
 STEPS, EVERY = 24, 3
 KILLED_AFTER = (8, 16)
 NOT_INITIALISED = 3  # of CUDA's driver
-FRAMEWORKS = ("timm", "accelerate", "transformers", "lightning")
+#: By kind; loaded before the forks.
+FRAMEWORKS = {
+    "timm": "timm", "accelerate": "accelerate", "trainer": "transformers", "lightning": "lightning",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -429,7 +432,7 @@ def method_of(device_name: str) -> str:
 
 
 def measure(options: argparse.Namespace, report: Report, directory: Path) -> list[dict[str, Any]]:
-    for name in FRAMEWORKS:
+    for name in (FRAMEWORKS[kind] for kind in options.only if kind in FRAMEWORKS):
         with contextlib.suppress(Exception):  # its kind reports it
             importlib.import_module(name)
     rows: list[dict[str, Any]] = []

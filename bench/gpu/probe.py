@@ -104,7 +104,9 @@ def run(name: str, small: bool, keep: Callable[[Document], None]) -> Document:
         keep(found)
     else:
         found["ended"] = f"timed out after {limit_s} s"
-    os.killpg(pid, signal.SIGKILL)  # a process that hangs in the driver is left behind
+    os.killpg(pid, signal.SIGKILL)
+    if "timed out" not in found["ended"]:  # else it may hang in the driver, and is left behind
+        os.waitpid(pid, 0)
     os.close(ends[0])
     found["seconds"] = round(time.monotonic() - start_s, 1)
     return found
