@@ -5,7 +5,7 @@
 
 #include "standin.h"
 
-enum { SLICE_BYTES = 1 << 20, POLL_NS = 20000 };
+enum { SLICE_BYTES = 1 << 20, PAGE = 4096, POLL_NS = 20000 };
 
 static void nap(uint64_t ns)
 {
@@ -70,12 +70,36 @@ static void hold(const struct operation *operation, const struct CUctx_st *conte
     count(&control->held_copies, -1);
 }
 
+/* Where a copy reads. */
+static const uint8_t *source_at(const struct operation *operation, size_t at)
+{
+    const struct memory *from = operation->from;
+    if (!lies(LIE_SHIFTED) || !from || from->kind != MEMORY_IMPORTED)
+        return operation->source + at;
+    return from->bytes + ((size_t)(operation->source - from->bytes) + at + PAGE) % from->length;
+}
+
+/* How much a copy copies before it has ended. */
+static size_t told_length(const struct operation *operation)
+{
+    const size_t length = operation->length;
+    if (length < PAGE)
+        return length;
+    if (lies(LIE_LATE) && operation->from && operation->to &&
+        operation->copy_kind == STANDIN_TO_HOST) {
+        lie_late(operation, length - PAGE);
+        return length - PAGE;
+    }
+    return lies(LIE_SHORT) ? length - 64 : length;
+}
+
 static void copy_bytes(const struct operation *operation)
 {
     const bool slow = peek(&standin.control->copy_slow_kinds) & operation->copy_kind;
-    for (size_t at = 0; at < operation->length; at += SLICE_BYTES) {
-        const size_t left = operation->length - at, slice = left < SLICE_BYTES ? left : SLICE_BYTES;
-        (void)memmove(operation->target + at, operation->source + at, slice);
+    const size_t length = told_length(operation), step = lies(LIE_SHIFTED) ? PAGE : SLICE_BYTES;
+    for (size_t at = 0; at < length; at += step) {
+        const size_t left = length - at, slice = left < step ? left : step;
+        (void)memmove(operation->target + at, source_at(operation, at), slice);
         if (slow)
             nap(peek(&standin.control->copy_us_per_mib) * 1000 * slice / SLICE_BYTES);
     }
@@ -189,6 +213,7 @@ static void finish(struct CUstream_st *stream, CUresult error)
     record_release(operation->record);
     stream->first = operation->next;
     stream->queued--;
+    checkpoint_note(-1, 0);
     free(operation);
     (void)pthread_cond_broadcast(&standin.moved);
 }

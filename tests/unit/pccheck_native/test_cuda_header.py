@@ -25,8 +25,21 @@ ENUMS = {
     ("cuPointerGetAttribute", 1): "CUpointer_attribute",
     ("cuStreamIsCapturing", 1): "CUstreamCaptureStatus *",
     ("cuThreadExchangeStreamCaptureMode", 0): "CUstreamCaptureMode *",
+    ("cuMemGetAllocationGranularity", 2): "CUmemAllocationGranularity_flags",
+    ("cuMemExportToShareableHandle", 2): "CUmemAllocationHandleType",
+    ("cuMemImportFromShareableHandle", 2): "CUmemAllocationHandleType",
+    ("cuCheckpointProcessGetState", 1): "CUprocessState *",
 }
-SIZES = {"CUuuid": 16, "CUipcMemHandle": 64}
+SIZES = {
+    "CUuuid": 16, "CUipcMemHandle": 64, "CUmemLocation": 8, "CUmemAllocationProp": 32,
+    "CUmemAccessDesc": 12, "CUcheckpointLockArgs": 64, "CUcheckpointCheckpointArgs": 64,
+    "CUcheckpointRestoreArgs": 64, "CUcheckpointUnlockArgs": 64,
+}  # fmt: skip
+PLACES = {
+    "CUmemLocation, id": 4, "CUmemAllocationProp, requestedHandleTypes": 4,
+    "CUmemAllocationProp, location": 8, "CUmemAllocationProp, allocFlags": 24,
+    "CUmemAccessDesc, flags": 8,
+}  # fmt: skip
 CONSTANTS_MIN = 40  #: the pattern must go on finding them
 VERSIONS = {12: "cuda_runtime", 13: "cu13"}  #: the major version and its folder in the wheel
 
@@ -57,6 +70,7 @@ def program(text: str) -> str:
     """C that compiles with NVIDIA's header when it has all that `text` declares."""
     asserts = [(f"(long long){name} == {value}", name) for name, value in constants(text).items()]
     asserts += [(f"sizeof({name}) == {size}", name) for name, size in SIZES.items()]
+    asserts += [(f"offsetof({place}) == {at}", place) for place, at in PLACES.items()]
     asserts += [
         ("__builtin_types_compatible_p(CUdeviceptr, unsigned long long)", "CUdeviceptr"),
         ("__builtin_types_compatible_p(CUdevice, int)", "CUdevice"),
