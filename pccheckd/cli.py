@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.help_config:
         from .config import text as config_text
 
-        print(config_text.help_text(flags.help_config), end="")
+        print(config_text.file_text(), end="")
         return 0
     sources = config.Sources(vars(flags))
     try:

@@ -39,8 +39,7 @@ from .tenancy import inherited
 from .tenancy.outcomes import Chronicle
 from .upkeep.expiry import Expiry
 from .upkeep.file_watch import FileWatch
-from .upkeep.gpu_release import GpuRelease
-from .upkeep.rest import Rest
+from .upkeep.rest import GpuRelease, Rest
 
 FILES_WANTED = 65536
 #: How long a thread that makes a document may keep the interpreter's lock; Python's is 5 ms.

@@ -10,7 +10,7 @@ import torch
 
 from .restoring.loaders import stateless_sampler
 from .saving.planner import Planner
-from .state.attaching import is_gathered, is_replicated, require_storable_state
+from .state.attaching import is_gathered, require_storable_state
 from .state.plan import RNG
 from .unsaved import trainable
 from .unsaved.mapped import written_elsewhere
@@ -43,7 +43,8 @@ class Advice:
         alone = not attached.keys() - optimizers.keys() - {RNG}
         self._unseen = {} if alone else {id(one): name for name, one in optimizers.items()}
         self._compare()
-        if self._copies > 1 and is_replicated(things):
+        plain_ddp = torch.nn.parallel.DistributedDataParallel
+        if self._copies > 1 and any(isinstance(one, plain_ddp) for one in things.values()):
             self._warner.once(
                 "ddp",
                 f"the model is in DistributedDataParallel, and each of the {self._copies} ranks "

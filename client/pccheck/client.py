@@ -151,7 +151,7 @@ class PCcheckClient:
         self._lock = threading.RLock()
         _check_together(solo, replicated, autostart, storage)
         several = identity.world_size > 1
-        self._fresh, self._replicated, self._alone = fresh, replicated, solo and several
+        self._fresh, self._alone = fresh, solo and several
         saving = 1 if solo else identity.world_size  # ranks
         self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
         self._step = 0
@@ -379,7 +379,8 @@ class PCcheckClient:
                 self._require_open()
             reason = "this client belongs to the parent process, and saves nothing in a forked one"
             self._warner.once("forked", f"{reason}: make a PCcheckClient in this process")
-            return self._handle(InFlight.ended(step or 0, CheckpointState.SKIPPED, reason))
+            made = InFlight.ended(step or 0, CheckpointState.SKIPPED, reason)
+            return Checkpoint(made, self._warner)
         if self._is_inside():
             number = self._step if step is None else check_step(step)
             return self._failed(
@@ -403,14 +404,11 @@ class PCcheckClient:
             self._step = number
             if self._interval is not None:
                 self._interval.requested(made)
-        handle = self._handle(made)
+        handle = Checkpoint(made, self._warner)
         if self._options.raises and made.state is CheckpointState.FAILED:
             self._saver.raised(made)
             raise CheckpointFailedError(f"checkpoint of step {number} failed: {handle.reason}")
         return handle
-
-    def _handle(self, made: InFlight) -> Checkpoint:
-        return Checkpoint(made, self._warner)
 
     def _numbered(self, state: object, step: int | None) -> int:
         """The step of a call. Raises UsageError."""
@@ -497,7 +495,7 @@ class PCcheckClient:
         if state is CheckpointState.FAILED:
             self._session.uncounted += 1
             self._saver.failures.failed(made)
-        return self._handle(made)
+        return Checkpoint(made, self._warner)
 
     def restore(
         self,
@@ -618,7 +616,7 @@ class PCcheckClient:
         job cannot be read; DaemonUnreachableError and the like."""
         with self._calling("steps()"):
             self._require_open()
-            return self._recovery.saved(self._wait_for_daemon())
+            return self._recovery.saved(self._session.require(timeout_s=OPEN_LIMIT_S))
 
     def pin(self, step: int) -> None:
         """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
@@ -713,11 +711,6 @@ class PCcheckClient:
             self._saver.leave()
             if self._private is not None:
                 self._private.ensure()
-        return self._wait_for_daemon()
-
-    def _wait_for_daemon(self) -> Connection:
-        """The connection, for a call before or after training: the daemon opens the volumes of all
-        ranks before it answers."""
         return self._session.require(timeout_s=OPEN_LIMIT_S)
 
     def _expose(self, connection: Connection, step: int) -> None:
@@ -887,7 +880,7 @@ class PCcheckClient:
         try:
             if self._private is not None:
                 self._private.ensure()
-            self._wait_for_daemon()
+            self._session.require(timeout_s=OPEN_LIMIT_S)
             self._done = self._session.say_goodbye(True)
         finally:
             self._leave()

@@ -43,6 +43,14 @@ def warn(text: str) -> None:
     )  # fmt: skip
 
 
+def in_words(error: Exception) -> str:
+    """An exception of the user's code, whose own __str__ may raise anything, too."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 class Warner:
     """Warns once per kind of trouble until that kind is over. The commands of pccheckctl in its
     warnings and errors have `options`, so that they ask the daemon of this client."""

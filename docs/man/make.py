@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pccheckctl
 from pccheckctl import cli
 from pccheckd.config import sources as config
-from pccheckd.config import text as config_text
 from pccheckd.config.options import OPTIONS
+from pccheckd.config.text import changes, groups, sentence, takes
 
 HERE = Path(__file__).parent
 
@@ -54,7 +55,7 @@ def pages() -> dict[str, str]:
     """File names and what belongs in them."""
     control, daemon = cli.parser(), config.parser()
     codes = cli.EXIT_CODES.partition("\n")[2].rstrip()
-    table = config_text.help_text("man").rstrip()
+    table = "\n".join(_table())
     described = frozenset(option.flag for option in OPTIONS)
     return {
         "pccheckctl.1": _page(
@@ -129,6 +130,21 @@ def _options(parser: argparse.ArgumentParser, without: frozenset[str] = frozense
         text = (action.help or "").replace("%(prog)s", parser.prog).replace("%%", "%")
         lines += [".TP", f"{flags} {shown}".strip(), _text(_sentence(text))]
     return "\n".join(lines)
+
+
+def _table() -> Iterator[str]:
+    """The options of the daemon, in a section for each group."""
+    for group, options in groups():
+        yield f".SS {group}"
+        for option in options:
+            metavar = option.metavar or "|".join(option.choices)
+            yield ".TP"
+            yield f".BR {_text(option.flag)}" + (f' " \\fI{metavar}\\fR"' if metavar else "")
+            default = "Required" if option.required else f"Default: {option.shown_default}"
+            yield _text(
+                f"{sentence(option.help)} Takes: {takes(option)}. {default}. Changes: "
+                f"{changes(option)}. Variable: {option.variable}."
+            )
 
 
 def _sentence(text: str) -> str:

@@ -33,22 +33,18 @@ _SHORT = {
 }
 _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
     "NOT_A_VOLUME": (
-        DamagedError,
-        "holds no valid commit record",
-        "move the file away, then restart",
+        DamagedError, "holds no valid commit record", "move the file away, then restart",
     ),
     "DAMAGED": (DamagedError, "is damaged", "see: pccheckctl verify"),
     "UNREADABLE": (UnreadableError, "could not be read", "check the disk: dmesg"),
     "TRUNCATED": (
-        DamagedError,
-        "is shorter than its records say",
+        DamagedError, "is shorter than its records say",
         "stop pccheckd, restore the whole file from a copy, start pccheckd",
     ),
     "REMOVED": (CheckpointFailedError, "was removed or moved away while it was open", ""),
     "REPLACED": (CheckpointFailedError, "was replaced by another file while it was open", ""),
     "OLDER_FORMAT": (
-        RefusedError,
-        f"has volume format 1 or 2, and this version reads {_core.FORMAT_VERSION}",
+        RefusedError, f"has volume format 1 or 2, and this version reads {_core.FORMAT_VERSION}",
         "read it with the pccheck that wrote it, or move the file away",
     ),
     "NEWER_FORMAT": (
@@ -62,27 +58,22 @@ _NATIVE: dict[str, tuple[type[PccheckError], str, str]] = {
         "upgrade pccheck",
     ),
     "FOREIGN_BASE": (
-        RefusedError,
-        "has a checkpoint of which a part lies in another volume",
-        "upgrade pccheck",
+        RefusedError, "has a checkpoint of which a part lies in another volume", "upgrade pccheck",
     ),
     "LOCKED": (StoreLockedError, "is open in another process", "end that process first"),
     "NO_SLOT": (CheckpointFailedError, "has no free slot", "use more --slots"),
     "TOO_LARGE": (
-        CheckpointFailedError,
-        "has slots smaller than this checkpoint",
-        "register the new size",
+        CheckpointFailedError, "has slots smaller than this checkpoint", "register the new size",
     ),
     "STOPPED": (CheckpointFailedError, "could not write a commit record", "check the disk"),
     "NO_MEMORY": (RefusedError, "got no DRAM: the budget is in use", "raise --dram"),
     "NO_DRIVER": (RefusedError, "found no CUDA driver", "trainers push GPU tensors"),
     "DEVICE": (CheckpointFailedError, "failed at the GPU driver", "see the kernel's log: dmesg"),
     "UNSUPPORTED": (
-        NoStoreError,
-        "cannot use direct I/O: its file system or the kernel has none",
+        NoStoreError, "cannot use direct I/O: its file system or the kernel has none",
         "use a local ext4 or xfs disk; --allow-any-filesystem overrides this for tests",
     ),
-}
+}  # fmt: skip
 
 
 def translated(error: BaseException, what: str) -> PccheckError:

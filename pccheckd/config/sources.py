@@ -75,9 +75,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     others.add_argument("--json", action="store_true", help="--check-config as a JSON document")
     others.add_argument(
-        "--help-config", nargs="?", const="toml", metavar="toml|markdown|man",
-        choices=("toml", "markdown", "man"),
-        help="describe every option: unit, range, default; toml is a file to start from",
+        "--help-config", action="store_true",
+        help="print a file to start from: every option with its unit, range and default",
     )  # fmt: skip
     made.add_argument(
         "--version", action="version", version=f"pccheckd {VERSION}", help="print the version"

@@ -57,13 +57,7 @@ def effective(config: Config) -> str:
     return "\n".join(f"  {name:{names}}  {value:{values}}  {why}" for name, value, why in shown)
 
 
-def help_text(kind: str) -> str:
-    """Every option described, as "toml", "markdown" or "man" (the option section)."""
-    makers = {"toml": _toml, "markdown": _markdown, "man": _man}
-    return "\n".join(makers[kind]()) + "\n"
-
-
-def _groups() -> Iterator[tuple[Group, list[Option]]]:
+def groups() -> Iterator[tuple[Group, list[Option]]]:
     for group in Group:
         shown = [option for option in OPTIONS if option.group is group and not option.hidden]
         if shown:
@@ -78,30 +72,35 @@ def takes(option: Option) -> str:
     return ", ".join(part for part in (f"{option.kind.name}{unit}", option.range) if part)
 
 
-def _reload(option: Option) -> str:
+def changes(option: Option) -> str:
     if not option.live:
         return "needs a restart"
     return f"at SIGHUP, {option.when}" if option.when else "at SIGHUP"
 
 
-def _toml() -> Iterator[str]:
+def file_text() -> str:
+    """A file to start from, with a description of every option: `--help-config` prints it."""
+    return "\n".join(_file_lines()) + "\n"
+
+
+def _file_lines() -> Iterator[str]:
     yield "# The configuration of pccheckd. A line '# KEY = VALUE' shows the default, or an example"
     yield "# where the default depends on the machine."
     yield "# KEY is also the flag --KEY and the variable PCCHECK_KEY, in capitals, with _ for -."
     yield "# Check a change before it takes effect:  pccheckd --config THIS-FILE --check-config"
     yield "# Apply the options that can change while running:  systemctl reload pccheckd"
-    for group, options in _groups():
+    for group, options in groups():
         yield f"\n# -- {group.lower()} --"
         for option in options:
             yield ""
             yield from textwrap.wrap(
-                f"{_sentence(option.help)} Takes: {takes(option)}. Changes: {_reload(option)}.",
+                f"{sentence(option.help)} Takes: {takes(option)}. Changes: {changes(option)}.",
                 94, initial_indent="# ", subsequent_indent="# ",
             )  # fmt: skip
-            yield _toml_line(option)
+            yield _file_line(option)
 
 
-def _toml_line(option: Option) -> str:
+def _file_line(option: Option) -> str:
     """The line of the option; commented out unless the option is required."""
     if option.required:
         return f'{option.key} = "{option.example}"'
@@ -118,38 +117,5 @@ def _toml_line(option: Option) -> str:
     return f"# {option.key} = {shown}{remark}"
 
 
-def _markdown() -> Iterator[str]:
-    for group, options in _groups():
-        yield f"### {group}\n"
-        yield "| key | takes | default | changes | what it is |"
-        yield "|---|---|---|---|---|"
-        for option in options:
-            default = "*required*" if option.required else option.shown_default
-            cells = (f"`{option.key}`", takes(option), default, _reload(option),
-                     _sentence(option.help))  # fmt: skip
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        yield ""
-
-
-def _man() -> Iterator[str]:
-    for group, options in _groups():
-        yield f".SS {group}"
-        for option in options:
-            metavar = option.metavar or "|".join(option.choices)
-            name = option.flag.replace("-", "\\-")
-            yield ".TP"
-            yield f".BR {name}" + (f' " \\fI{metavar}\\fR"' if metavar else "")
-            default = "Required" if option.required else f"Default: {option.shown_default}"
-            yield _roff(
-                f"{_sentence(option.help)} Takes: {takes(option)}. {default}. Changes: "
-                f"{_reload(option)}. Variable: {option.variable}."
-            )
-
-
-def _roff(text: str) -> str:
-    escaped = text.replace("\\", "\\e").replace("-", "\\-")
-    return "\\&" + escaped if escaped.startswith((".", "'")) else escaped
-
-
-def _sentence(text: str) -> str:
+def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."

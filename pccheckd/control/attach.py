@@ -266,8 +266,7 @@ class AttachServer(Background):
         mine, every = self._count[uid], self._count.total()
         if mine > CONNECTIONS_PER_UID_MAX:
             raise RefusedError(
-                f"uid {uid} has {mine - 1} connections, which is the limit",
-                hint="close some first",
+                f"uid {uid} has {mine - 1} connections, which is the limit", hint="close some first"
             )
         if every > CONNECTIONS_MAX and (mine > CONNECTIONS_RESERVED or every > 2 * CONNECTIONS_MAX):
             raise RefusedError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 from pccheck_native import subset
 from pccheck_native.transfer import PULL, Decision, offered
-from pccheck_wire import codec, packing
+from pccheck_wire import codec, messages, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
 from pccheck_wire.errors import (
     InternalError,
@@ -21,34 +21,6 @@ from pccheck_wire.errors import (
     RefusedError,
     UsageError,
     WaitTimeoutError,
-)
-from pccheck_wire.messages import (
-    CheckpointState,
-    Chose,
-    ConfigShow,
-    Describe,
-    Described,
-    Done,
-    Drop,
-    Expose,
-    Failure,
-    Goodbye,
-    ListVolumes,
-    Open,
-    Pin,
-    Read,
-    Register,
-    Registered,
-    Reply,
-    ReplyBody,
-    Report,
-    Request,
-    RequestBody,
-    Restored,
-    Role,
-    Status,
-    Trace,
-    Verify,
 )
 from pccheckd.base.access import require_access
 from pccheckd.base.errors import translated
@@ -72,17 +44,25 @@ DESCRIBE_LIMIT_S = 1.0  # the client waits for twice as long
 TRACE_S_MAX = 1e8
 FAILED_MAX = 1 << 40
 
-_TRAINER_ONLY = (Register, Expose, Chose, Describe, Restored, Pin, Goodbye)
-_NOT_OBSERVER = (*_TRAINER_ONLY, Open, Read)
-_NEEDS_STORAGE = (Open, ListVolumes, Verify, Drop)
+_TRAINER_ONLY = (
+    messages.Register,
+    messages.Expose,
+    messages.Chose,
+    messages.Describe,
+    messages.Restored,
+    messages.Pin,
+    messages.Goodbye,
+)
+_NOT_OBSERVER = (*_TRAINER_ONLY, messages.Open, messages.Read)
+_NEEDS_STORAGE = (messages.Open, messages.ListVolumes, messages.Verify, messages.Drop)
 
 
-def failure(error: BaseException) -> Failure:
+def failure(error: BaseException) -> messages.Failure:
     """The answer to the peer; an internal error is logged with its traceback."""
     why = error if isinstance(error, PccheckError) else translated(error, "the request")
     if isinstance(why, InternalError):
         LOG.error("a request failed", exc_info=error)
-    return Failure(why.code, why.message[:2000], why.hint[:2000], why.retryable)
+    return messages.Failure(why.code, why.message[:2000], why.hint[:2000], why.retryable)
 
 
 @contextlib.contextmanager
@@ -114,73 +94,75 @@ class Handlers:
             with readable("the request"):
                 plain = packing.unpack(data)
                 number = _number(plain)
-                request = codec.from_plain(plain, Request)
+                request = codec.from_plain(plain, messages.Request)
             if session is None:
                 session = self._sessions.by_token(uid, request.token)
             body = await self._handle(session, request.body)
             if not number or body is None:
                 return None
-            reply = Reply(number, body)
-            if isinstance(body, Report):  # it may be long
+            reply = messages.Reply(number, body)
+            if isinstance(body, messages.Report):  # it may be long
                 return await self._engine.document(session.uid, codec.encode, reply)
             return codec.encode(reply)
         except Exception as error:  # the edge of this request
             why = failure(error)
             if number or request is None:
-                return codec.encode(Reply(number, why))
+                return codec.encode(messages.Reply(number, why))
             who = session.key if session is not None else "unknown session"
             LOG.info("%s: request %r failed: %s", who, request.body.TAG, why.message)
             return None  # the peer reads no answer
 
-    async def _handle(self, session: Session, body: RequestBody) -> ReplyBody | None:
-        if isinstance(body, _TRAINER_ONLY) and session.role is not Role.TRAINER:
+    async def _handle(
+        self, session: Session, body: messages.RequestBody
+    ) -> messages.ReplyBody | None:
+        if isinstance(body, _TRAINER_ONLY) and session.role is not messages.Role.TRAINER:
             raise RefusedError(f"request {body.TAG!r} requires a trainer session")
-        if isinstance(body, _NOT_OBSERVER) and session.role is Role.OBSERVER:
+        if isinstance(body, _NOT_OBSERVER) and session.role is messages.Role.OBSERVER:
             raise RefusedError(f"request {body.TAG!r} requires a trainer or reader session")
         if isinstance(body, _NEEDS_STORAGE):
             await self._engine.require_storage(session.uid)
         match body:
-            case Register():
+            case messages.Register():
                 return await self._register(session, body)
-            case Expose():
+            case messages.Expose():
                 await self._expose(session, body)
-            case Chose():
+            case messages.Chose():
                 session.chose(*exposing.checked(body))
-            case Describe():
+            case messages.Describe():
                 return await self._describe(session, body)
-            case Open():
+            case messages.Open():
                 return await recovery.open_checkpoint(session, body, self._registry.engine)
-            case Read():
+            case messages.Read():
                 await recovery.read(session, self._registry.memory, body)
-            case Restored():
+            case messages.Restored():
                 assert session.job is not None
                 return await session.job.restored(session.rank, session.process, body)
-            case Pin():
+            case messages.Pin():
                 await pinning.pin(session, body)
-            case Goodbye():
+            case messages.Goodbye():
                 await self._goodbye(session, body)
-            case Status():
-                return Report(await self._status(session))
-            case ListVolumes():
-                return Report(
+            case messages.Status():
+                return messages.Report(await self._status(session))
+            case messages.ListVolumes():
+                return messages.Report(
                     await self._engine.look(
                         session.uid, report.listing, session.uid, self._config, body.job
                     )
                 )
-            case ConfigShow():
-                return Report(config_text.document(self._config, "daemon"))
-            case Verify():
-                return Report(await self._verify(session, body))
-            case Drop():
+            case messages.ConfigShow():
+                return messages.Report(config_text.document(self._config, "daemon"))
+            case messages.Verify():
+                return messages.Report(await self._verify(session, body))
+            case messages.Drop():
                 work = functools.partial(expiry.drop, self._registry, session.uid, body)
                 if body.dry_run:
-                    return Report(await work())
-                return Report(await self._whole(session.uid, body.TAG, work))
-            case Trace():
-                return Report(await self._trace(session, body))
-        return Done()
+                    return messages.Report(await work())
+                return messages.Report(await self._whole(session.uid, body.TAG, work))
+            case messages.Trace():
+                return messages.Report(await self._trace(session, body))
+        return messages.Done()
 
-    async def _register(self, session: Session, body: Register) -> Registered:
+    async def _register(self, session: Session, body: messages.Register) -> messages.Registered:
         tenant = session.tenant
         assert tenant is not None
         if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
@@ -197,8 +179,8 @@ class Handlers:
         return answer
 
     async def _volume_and_dram(
-        self, session: Session, tenant: Tenant, body: Register
-    ) -> Registered:
+        self, session: Session, tenant: Tenant, body: messages.Register
+    ) -> messages.Registered:
         job = session.job
         assert job is not None
         volume = await tenant.register(body.payload_bytes)
@@ -206,7 +188,7 @@ class Handlers:
         granted = await self._registry.memory.claim(session, wanted)
         expected = max(granted, min(wanted, self._registry.memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
-        return Registered(
+        return messages.Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
             granted_bytes=granted, volume=str(volume.path),
             absent=job.members.absent(),
@@ -215,7 +197,7 @@ class Handlers:
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
         )  # fmt: skip
 
-    async def _expose(self, session: Session, body: Expose) -> None:
+    async def _expose(self, session: Session, body: messages.Expose) -> None:
         """No other task runs until the first await: pieces are taken in the order of arrival."""
         tenant = session.tenant
         if tenant is None or session.ending:
@@ -226,7 +208,7 @@ class Handlers:
         if whole is not None:
             _require_pull(await tenant.expose(session.number, body.map, whole, case))
 
-    async def _describe(self, session: Session, body: Describe) -> Described:
+    async def _describe(self, session: Session, body: messages.Describe) -> messages.Described:
         """Waits until the records have what the page shows already: the core writes the page."""
         assert session.tenant is not None
         if body.sequence:
@@ -239,10 +221,11 @@ class Handlers:
         await ledger.until(lambda: not found.live and ledger.knows_newer(found), DESCRIBE_LIMIT_S)
         return _described(found, ledger)
 
-    async def _goodbye(self, session: Session, body: Goodbye) -> None:
+    async def _goodbye(self, session: Session, body: messages.Goodbye) -> None:
         tenant, job = session.tenant, session.job
         assert tenant is not None and job is not None
-        if session.take_leave():
+        if not session.took_leave:
+            session.took_leave = True
             _count_failed(tenant, body.failed)
         asked = job.members.numbering.asked(session.rank)
         if not await tenant.ledger.settled(GOODBYE_LIMIT_S, asked):
@@ -257,7 +240,7 @@ class Handlers:
                 self._scrubber.document() if self._scrubber else None,
             )  # fmt: skip
 
-    async def _trace(self, session: Session, body: Trace) -> report.Document:
+    async def _trace(self, session: Session, body: messages.Trace) -> report.Document:
         if not 0 <= body.last_s <= TRACE_S_MAX:
             raise UsageError(f"$.body.last_s must be 0 to {TRACE_S_MAX:g} (got {body.last_s:g})")
         async with self._making(session.uid):
@@ -285,7 +268,7 @@ class Handlers:
         begun.add_done_callback(ended)
         return await asyncio.shield(begun)
 
-    async def _verify(self, session: Session, body: Verify) -> report.Document:
+    async def _verify(self, session: Session, body: messages.Verify) -> report.Document:
         uid = session.uid if body.uid < 0 else body.uid
         require_access(session.uid, uid, "read checkpoints")
         try:
@@ -326,23 +309,25 @@ def _require_pull(offer: Decision) -> None:
         raise RefusedError(offer.reason, hint=offer.hint, retryable=offer.may_pass)
 
 
-def _described(found: Checkpoint, ledger: Ledger) -> Described:
+def _described(found: Checkpoint, ledger: Ledger) -> messages.Described:
     reason, hint, _ = found.sentence
-    newer = ledger.newer_than(found) if found.state is CheckpointState.SUPERSEDED else None
-    return Described(
+    newer = ledger.newer_than(found) if found.state is messages.CheckpointState.SUPERSEDED else None
+    return messages.Described(
         snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
         reason=reason, hint=hint, newer_sequence=newer[0] if newer else 0,
         newer_step=newer[1] if newer else None,
     )  # fmt: skip
 
 
-def _became(tenant: Tenant, body: Describe) -> Described:
+def _became(tenant: Tenant, body: messages.Describe) -> messages.Described:
     """What became of a checkpoint that an earlier daemon had copied. Raises NoCheckpointError when
     it is lost."""
     if (inherited := tenant.ledger.of_sequence(body.sequence)) is not None:
         return _described(inherited, tenant.ledger)
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
-        return Described(body.snapshot, CheckpointState.DURABLE, found.sequence, found.step)
+        return messages.Described(
+            body.snapshot, messages.CheckpointState.DURABLE, found.sequence, found.step
+        )
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
 
 

@@ -152,12 +152,7 @@ class Keeper(Background):
     """Keeps a front for one uid, from the first session until there has been none for a while."""
 
     def __init__(
-        self,
-        uid: int,
-        gid: int,
-        listener: socket.socket,
-        threads: Executor,
-        handle: Handle,
+        self, uid: int, gid: int, listener: socket.socket, threads: Executor, handle: Handle
     ) -> None:
         self.sessions = 0
         self.restarts = 0

@@ -116,11 +116,6 @@ class Session:
         if self.job is not None:
             self.incarnation = self.job.members.follow(self.rank, self.process)
 
-    def take_leave(self) -> bool:
-        """Its Goodbye has arrived. False when one had arrived before."""
-        first, self.took_leave = not self.took_leave, True
-        return first
-
     def give_way(self) -> None:
         self.gives_way = True
         self.broken.set()
@@ -267,28 +262,24 @@ class Sessions:
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
+        place = self.config.storage
         with tenant.uses.come():
-            return await self._take_place(session, hello, peer, job, tenant)
-
-    async def _take_place(
-        self, session: Session, hello: Hello, peer: Peer, job: Job, tenant: Tenant
-    ) -> list[int]:
-        await tenant.look()
-        session.storage = await self.engine.call(session.uid, layout.identity, self.config.storage)
-        deadline = time.monotonic() + DETACH_LIMIT_S
-        while session.tenant is None:
-            await self._wait_for_predecessor(tenant, peer)
-            await tenant.prepare()
-            async with job.joining:  # other ranks wait meanwhile
-                _require_there(peer)
-                late = time.monotonic() > deadline
-                # One that ends may have been noticed only while this one waited here.
-                if late or not self._predecessor_ends(tenant):
-                    descriptors = await self._join(session, hello, job, tenant)
-        session.port = tenant.port
-        session.chose(PUSH, "CPU tensors")
-        if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
-            self.registry.memory.enter(session, tenant.port.granted_bytes)
+            await tenant.look()
+            session.storage = await self.engine.call(session.uid, layout.identity, place)
+            deadline = time.monotonic() + DETACH_LIMIT_S
+            while session.tenant is None:
+                await self._wait_for_predecessor(tenant, peer)
+                await tenant.prepare()
+                async with job.joining:  # other ranks wait meanwhile
+                    _require_there(peer)
+                    late = time.monotonic() > deadline
+                    # One that ends may have been noticed only while this one waited here.
+                    if late or not self._predecessor_ends(tenant):
+                        descriptors = await self._join(session, hello, job, tenant)
+            session.port = tenant.port
+            session.chose(PUSH, "CPU tensors")
+            if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
+                self.registry.memory.enter(session, tenant.port.granted_bytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,

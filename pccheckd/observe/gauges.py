@@ -13,7 +13,7 @@ from pccheckd.base import logs
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
 from pccheckd.jobs.registry import Registry
-from pccheckd.jobs.sessions import Session, Sessions
+from pccheckd.jobs.sessions import Sessions
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.upkeep.scrub import Scrubber
 
@@ -40,11 +40,11 @@ def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]
     registry, engine = sessions.registry, sessions.engine
     ranks = list(registry.tenants())
     warnings = len(troubles(engine, ranks, registry.jobs.values(), registry.faults()))
+    connected = Counter((one.role.value, one.transfer) for one in sessions.all())
     return [
-        *_daemon(registry, health, warnings),
+        *_daemon(registry, sessions.control, health, warnings),
         *_gpus(engine.driver.info()),
-        _sessions(sessions.all()),
-        *_fronts(sessions.control),
+        Family("sessions", "Connected processes", list(connected.items()), ("role", "transfer")),
         *_groups(registry.jobs.values()),
         *_ranks(ranks),
         *_scrub(scrubber),
@@ -55,7 +55,9 @@ def _one(name: str, text: str, value: float, *, counts: bool = False) -> Family:
     return Family(name, text, [((), value)], counts=counts)
 
 
-def _daemon(registry: Registry, health: Health, warnings: int) -> Iterator[Family]:
+def _daemon(
+    registry: Registry, control: ControlServer, health: Health, warnings: int
+) -> Iterator[Family]:
     engine, config = registry.engine, registry.config
     facts = VERSION, str(config.slots), str(config.keep), engine.io.running
     yield Family("info", "Always 1", [(facts, 1)], ("version", "slots", "keep", "engine"))
@@ -78,6 +80,9 @@ def _daemon(registry: Registry, health: Health, warnings: int) -> Iterator[Famil
     if total is not None and free is not None:  # else `degraded` reports it
         yield _one("storage_bytes", "Size of the file system with the volumes", total)
         yield _one("storage_free_bytes", "Free on that file system", free)
+    yield _one("fronts", "Processes that receive users' requests, one per user", control.fronts)
+    text = "How often such a process ended unexpectedly"
+    yield _one("front_restarts", text, control.restarts, counts=True)
 
 
 def _gpus(found: list[_core.GpuInfo]) -> Iterator[Family]:
@@ -89,17 +94,6 @@ def _gpus(found: list[_core.GpuInfo]) -> Iterator[Family]:
     ):
         samples = [((gpu_uuid(gpu.uuid), gpu.name), getattr(gpu, name)) for gpu in found]
         yield Family(f"gpu_{name}", text, list(samples), ("gpu", "name"), name != "lost")
-
-
-def _sessions(sessions: Iterable[Session]) -> Family:
-    count = Counter((one.role.value, one.transfer) for one in sessions)
-    return Family("sessions", "Connected processes", list(count.items()), ("role", "transfer"))
-
-
-def _fronts(control: ControlServer) -> Iterator[Family]:
-    yield _one("fronts", "Processes that receive users' requests, one per user", control.fronts)
-    text = "How often such a process ended unexpectedly"
-    yield _one("front_restarts", text, control.restarts, counts=True)
 
 
 def _groups(jobs: Iterable[Job]) -> Iterator[Family]:

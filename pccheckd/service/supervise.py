@@ -28,11 +28,7 @@ DRAIN_STEP_S = 1.0
 
 class Supervisor(Background):
     def __init__(
-        self,
-        notifier: Notifier,
-        sessions: Sessions,
-        *,
-        faults: Callable[[], list[str]],
+        self, notifier: Notifier, sessions: Sessions, *, faults: Callable[[], list[str]]
     ) -> None:
         """`faults` returns why the process itself fails: the watchdog then ends it."""
         self._faults = faults

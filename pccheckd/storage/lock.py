@@ -116,16 +116,14 @@ def sweep(place: Path) -> int:
             f"the files in the storage directory {place} cannot be listed: {error.strerror}",
             hint=_fix(error, "give all of them to the user that runs pccheckd"),
         ) from error
-    return sum(_removed(path) for path in left)
-
-
-def _removed(path: Path) -> bool:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        LOG.warning("a file that an interrupted start left behind cannot be removed: %s", error)
-        return False
-    return True
+    count = 0
+    for path in left:
+        try:
+            path.unlink(missing_ok=True)
+            count += 1
+        except OSError as error:
+            LOG.warning("a file that an interrupted start left behind cannot be removed: %s", error)
+    return count
 
 
 def _fix(error: OSError, of_rights: str) -> str:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pccheck_native import _core, dropping
+from pccheck_native.dropping import JobUse
 from pccheck_wire.errors import PccheckError, RefusedError, owner_of
 from pccheck_wire.messages import Drop, require_job_name
+from pccheckd.base import state_file
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Background, happened
 from pccheckd.base.errors import translated
@@ -19,14 +22,15 @@ from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 
-from .finished import NAME, Idle
-
 Document = dict[str, object]
 
 #: The pause between two checks for finished jobs is an eighth of the age, at most this.
 PAUSE_S_MAX = 3600.0
 #: Jobs dropped per check: an error that makes all jobs look old must be noticed in time.
 DROPS_MAX = 16
+#: How long finished jobs have been unused, over a restart of the daemon.
+STATE_NAME = ".pccheckd.expiry.json"
+STATE_SCHEMA = 1
 
 
 async def drop(registry: Registry, asker_uid: int, body: Drop) -> Document:
@@ -79,6 +83,55 @@ async def _remove(engine: Engine, uid: int, files: list[dropping.Victim]) -> Non
         raise translated(error, "the volumes to be dropped") from error
 
 
+@dataclass(slots=True)
+class _Seen:
+    last_write_s: float  # only compared, to notice new writes
+    idle_s: float
+
+
+class Idle:
+    """How long finished jobs have been unused, in time that daemons have watched them. A wall clock
+    that jumps (no NTP at boot, a bad RTC) would make every job old at once, so only time on a
+    running daemon's monotonic clock counts. Losing the file restarts the count: a job may stay
+    longer, never shorter. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], _Seen] = {}
+
+    def observe(self, finished: Iterable[JobUse], elapsed_s: float) -> None:
+        """These are finished and not in use now, `elapsed_s` after the previous call. The count of
+        any other job, and of one that was written to, restarts."""
+        before, self._seen = self._seen, {}
+        for job in finished:
+            known = before.get((job.uid, job.job))
+            same = known is not None and known.last_write_s == job.last_write_s
+            idle_s = known.idle_s + elapsed_s if known is not None and same else 0.0
+            self._seen[job.uid, job.job] = _Seen(job.last_write_s, idle_s)
+
+    def idle_s(self, job: JobUse) -> float:
+        known = self._seen.get((job.uid, job.job))
+        return known.idle_s if known is not None else 0.0
+
+    def load(self, storage: Path) -> None:
+        """Loads the stored counts; invalid rows are skipped."""
+        rows = state_file.load(storage / STATE_NAME, STATE_SCHEMA).get("jobs")
+        for row in rows if isinstance(rows, list) else []:
+            match row:
+                case {
+                    "uid": int(uid), "job": str(job), "last_write_s": float(last),
+                    "idle_s": float(idle_s),
+                }:  # fmt: skip
+                    self._seen[uid, job] = _Seen(last, idle_s)
+
+    def store(self, storage: Path) -> None:
+        """Raises OSError."""
+        rows = [
+            {"uid": uid, "job": job, "last_write_s": seen.last_write_s, "idle_s": seen.idle_s}
+            for (uid, job), seen in self._seen.items()
+        ]
+        state_file.store(storage / STATE_NAME, STATE_SCHEMA, {"jobs": rows})
+
+
 class Expiry(Background):
     """Drops finished jobs that were unused for `config.expire_finished_s`, as `Idle` counts it. A
     due job is announced at one check and dropped at a later one, a few at once."""
@@ -90,13 +143,13 @@ class Expiry(Background):
         self._changed = asyncio.Event()
         self._idle = Idle()
         self._looked_s: float | None = None  # when; None before the first look
-        self._announced: set[dropping.JobUse] = set()
+        self._announced: set[JobUse] = set()
 
     def wake(self) -> None:
         """The option may have changed."""
         self._changed.set()
 
-    async def look(self) -> list[dropping.JobUse]:
+    async def look(self) -> list[JobUse]:
         """Announces due jobs, and drops those announced before, except jobs in use. Returns the
         dropped jobs."""
         age_s = self._config.expire_finished_s
@@ -123,7 +176,7 @@ class Expiry(Background):
                 LOG.warning("job %r of uid %d cannot be dropped: %s", job.job, job.uid, error)
         return gone
 
-    async def _observed(self) -> list[dropping.JobUse]:
+    async def _observed(self) -> list[JobUse]:
         """The finished, unused jobs, with their time counted and stored."""
         uid, storage = os.geteuid(), self._config.storage
         if self._looked_s is None:
@@ -136,10 +189,10 @@ class Expiry(Background):
         try:
             await self._engine.look(uid, self._idle.store, storage)
         except OSError as error:
-            LOG.warning("%s cannot be written: %s", storage / NAME, error)
+            LOG.warning("%s cannot be written: %s", storage / STATE_NAME, error)
         return finished
 
-    async def _expire(self, job: dropping.JobUse) -> bool:
+    async def _expire(self, job: JobUse) -> bool:
         async with self._registry.unloaded(job.uid, job.job):
             # Not by `look`: the user's trainers wait for the lock that is held here.
             files = await self._engine.call(

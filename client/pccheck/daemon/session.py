@@ -210,15 +210,11 @@ class Session:
     def announce(self, connection: Connection, payload_bytes: int) -> None:
         """Makes the daemon allocate already, so that the first checkpoint does not wait for it. The
         answer names the start that this process belongs to since it has restored."""
-        connection.ask(Register(-(-payload_bytes // MIB) * MIB), self._announced)
+        connection.ask(Register(-(-payload_bytes // MIB) * MIB), self._belongs_to)
 
-    def _announced(self, answer: ReplyBody) -> None:
-        if isinstance(answer, Registered):
-            self._belongs_to(answer)
-
-    def _belongs_to(self, answer: Registered | Joined) -> None:
-        """The start that this process is a member of now."""
-        if answer.incarnation:
+    def _belongs_to(self, answer: ReplyBody) -> None:
+        """The start that this process is a member of now, if the answer names one."""
+        if isinstance(answer, (Registered, Joined)) and answer.incarnation:
             self.incarnation, self._start = answer.incarnation, answer.start
 
     def took_over(
@@ -228,9 +224,7 @@ class Session:
         earlier run (P7). `base`: the sequence that is in place now, by restore(); `turn`: as
         `Steps.turn`."""
         restored = Restored(sequence, base, turn)
-        answer = connection.request(restored, timeout_s=RESTORED_LIMIT_S)
-        if isinstance(answer, Joined):
-            self._belongs_to(answer)
+        self._belongs_to(connection.request(restored, timeout_s=RESTORED_LIMIT_S))
         self._restored = sequence
         self._registered_bytes = 0  # the next checkpoint learns the start of this process
         self._protected_step = None

@@ -70,7 +70,7 @@ class InFlight:
         self.connection = connection
         self._course = Course()
         self._sequence = 0
-        self._inquiry = Inquiry(step, snapshot, self._course)
+        self.inquiry = Inquiry(step, snapshot, self._course)  #: what only a daemon knows of it
 
     @classmethod
     def ended(cls, step: int, state: CheckpointState, reason: str) -> InFlight:
@@ -103,11 +103,6 @@ class InFlight:
         return self._sequence
 
     @property
-    def newer(self) -> Durable | None:
-        """What superseded it, once that is known."""
-        return self._inquiry.newer
-
-    @property
     def why(self) -> Why:
         """The cause of its end; words that only the daemon has are missing."""
         return self._look().why
@@ -128,7 +123,7 @@ class InFlight:
     def known_reason(self) -> str | None:
         """The reason if it is known without asking."""
         now = self._course.now()
-        told = self._inquiry.told.get(now.phase)
+        told = self.inquiry.told.get(now.phase)
         made = sentence(now.why)
         if told is not None or not made.asks:
             return told or str(made)
@@ -139,14 +134,14 @@ class InFlight:
         """Words that the page has no room for arrive with a later answer, and are not waited for.
         Call it until they are known."""
         phase, connection = self._course.now().phase, self.connection
-        missing = phase is Phase.SUPERSEDED and self._inquiry.newer is None
+        missing = phase is Phase.SUPERSEDED and self.inquiry.newer is None
         wanted = phase in EXPLAINED and (missing or self.known_reason is None)
         if connection is not None and wanted:
-            self._inquiry.ask(connection)
+            self.inquiry.ask(connection)
 
     def ask_now(self) -> str:
         """Waits for what the daemon has to say. Why it said nothing; "" otherwise."""
-        return self._inquiry.ask_now(self.connection) if self.connection is not None else ""
+        return self.inquiry.ask_now(self.connection) if self.connection is not None else ""
 
     def let_go(self) -> Why | None:
         """Why the core gave up the copy by itself, until the client has ended it for that."""
@@ -168,15 +163,6 @@ class InFlight:
             self._lose(connection)
         self.ask()
 
-    def find_out(self, connection: Connection) -> None:
-        """Asks another daemon what became of a save that is UNKNOWN. Call it until that is
-        known."""
-        self._inquiry.find_out(connection, self._sequence)
-
-    def found_durable(self) -> None:
-        """Another daemon has it."""
-        self._inquiry.found(self._sequence)
-
     def _look(self) -> Now:
         if self.verdict is not None:
             self.verdict.give_if_read()
@@ -193,7 +179,7 @@ class InFlight:
         if now.phase in GOING and (entry is None or not alive):
             self._lose(connection)
         elif now.phase not in GOING and entry is None and alive:  # used again
-            self._inquiry.ask(connection)  # it may have become global since
+            self.inquiry.ask(connection)  # it may have become global since
         return self._course.now()
 
     def _note(self, entry: ClientState, connection: Connection) -> None:
@@ -202,8 +188,8 @@ class InFlight:
         phase, why = in_page(entry, lives=lives)
         if entry.sequence:
             self._sequence = entry.sequence
-        if entry.newer and self._inquiry.newer is None:
-            self._inquiry.newer = _with_sequence(connection, entry.newer)
+        if entry.newer and self.inquiry.newer is None:
+            self.inquiry.newer = _with_sequence(connection, entry.newer)
         self._course.move(phase, why)
 
     def _lose(self, connection: Connection) -> None:

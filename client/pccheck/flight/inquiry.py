@@ -47,7 +47,8 @@ class Inquiry:
         return ""
 
     def find_out(self, connection: Connection, sequence: int) -> None:
-        """Asks a daemon that came later what became of it."""
+        """Asks a daemon that came later what became of a save that is UNKNOWN. Call it until that
+        is known."""
         if self._is_due():
             connection.ask(
                 Describe(self._snapshot, sequence), lambda answer: self._take_fate(answer, sequence)

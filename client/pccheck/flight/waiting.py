@@ -91,15 +91,15 @@ def _wait(save: InFlight, what: str, timeout: float | None) -> Phase:
 
 
 def _replacement(save: InFlight) -> Durable:
-    if save.newer is None:  # the page has no name for one that was damaged since
+    if save.inquiry.newer is None:  # the page has no name for one that was damaged since
         save.ask_now()
-    if save.newer is None:
+    if save.inquiry.newer is None:
         raise DaemonUnreachableError(
             f"checkpoint of step {save.step}: {sentence(Why(Cause.REPLACED)).reason}, and pccheckd "
             "did not report which",
             hint="see: pccheckctl list",
         )
-    return save.newer
+    return save.inquiry.newer
 
 
 def _late(save: InFlight, what: str) -> WaitTimeoutError:

@@ -121,17 +121,9 @@ def by_another_client(described: tree.Tree, client: str) -> bool:
     return made_by != client and made_by.rpartition(".")[0] == client.rpartition(".")[0]
 
 
-def optimizer_kind(described: tree.Tree, name: str) -> str:
-    """The class of the optimizer that was attached under this name; "" when it is not known."""
-    return _kind(described, "optimizers", name)
-
-
-def scheduler_kind(described: tree.Tree, name: str) -> str:
-    """The same of a scheduler, as `kind_of_scheduler()` has it."""
-    return _kind(described, "schedulers", name)
-
-
-def _kind(described: tree.Tree, things: str, name: str) -> str:
+def kind(described: tree.Tree, things: str, name: str) -> str:
+    """The class of what was attached under this name, one of `things`: "optimizers", or
+    "schedulers" as `kind_of_scheduler()` has it. "" when the class is not known."""
     kinds = _about(described).get(things)
     return str(kinds.get(name, "")) if isinstance(kinds, dict) else ""
 

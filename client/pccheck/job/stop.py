@@ -31,7 +31,7 @@ class Stop:
         #: By signal: our handler, and the earlier one.
         self._handlers: dict[int, tuple[_Function, _Handler]] = {}
         self._asks = False  # the ranks, now: a signal handler may call in the middle
-        self._agreed = False  # every rank knows that one of them has the flag
+        self.agreed = False  #: every rank knows that one of them has the flag
 
     def on(self, signals: tuple[int, ...], limit_s: float) -> None:
         """Makes these signals set the flag. Raises UsageError; nothing is changed then."""
@@ -66,11 +66,6 @@ class Stop:
         """Whether signals set the flag."""
         return bool(self._handlers)
 
-    @property
-    def agreed(self) -> bool:
-        """Whether an earlier call of `asked` said so."""
-        return self._agreed
-
     def ask(self) -> None:
         """Sets the flag."""
         self._asked_s = self._asked_s or time.monotonic()
@@ -83,15 +78,15 @@ class Stop:
 
     def asked(self) -> bool:
         """Whether to stop. All ranks must call it, and get the same answer."""
-        if not (self._agreed or self._asks):
+        if not (self.agreed or self._asks):
             try:
                 self._asks = True
                 if self._agreement.largest(int(self._asked_s is not None)):
                     self.ask()
-                    self._agreed = True
+                    self.agreed = True
             finally:
                 self._asks = False
-        return self._agreed  # a signal after the reduction counts in the next one, on all ranks
+        return self.agreed  # a signal after the reduction counts in the next one, on all ranks
 
 
 def _handler(stop: weakref.ref[Stop], before: _Handler) -> _Function:

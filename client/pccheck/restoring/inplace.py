@@ -16,16 +16,17 @@ import torch
 from pccheck.job import origin
 from pccheck.state import devices, gating
 from pccheck.state.attaching import Values
-from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG
 from pccheck.state.rng import require_generators, restore_rng
 from pccheck.state.watch import ModuleWatch
+from pccheck.warn import in_words
 from pccheck_wire import tree
+from pccheck_wire.basics import some
 from pccheck_wire.errors import StateMismatchError
 
 from .loaders import count_once, is_loader, is_torchdata, set_again, undo_draws
 from .optimizers import Optimizers, load_optimizer
-from .pairing import mapping, only_hint, some
+from .pairing import mapping, only_hint
 from .rebuild import Loader, Memory, state_of
 from .targets import Stage, Targets
 from .values import Dicts, leaves, trained
@@ -178,7 +179,7 @@ def _same_scheduler(
 ) -> None:
     """Raises StateMismatchError for a scheduler of another class, as far as is known: it takes any
     attributes, and would compute other learning rates with those."""
-    kind, mine = origin.scheduler_kind(described, name), origin.kind_of_scheduler(thing)
+    kind, mine = origin.kind(described, "schedulers", name), origin.kind_of_scheduler(thing)
     if kind and mine and kind != mine:
         raise StateMismatchError(
             f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",

@@ -17,10 +17,11 @@ from pccheck.state import devices, shards
 from pccheck.state.watch import OptimizerWatch
 from pccheck.warn import warn
 from pccheck_wire import tree
+from pccheck_wire.basics import some
 from pccheck_wire.errors import StateMismatchError
 
 from . import overlaps, pairing
-from .pairing import mapping, only_hint, some
+from .pairing import mapping, only_hint
 from .rebuild import Memory, state_of
 from .targets import Stage, Targets
 
@@ -54,7 +55,8 @@ class Optimizers:
 
     def _same_kind(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the state is of an optimizer of this class, as far as is known."""
-        kind, mine = origin.optimizer_kind(self._targets.tree, name), type(optimizer).__qualname__
+        mine = type(optimizer).__qualname__
+        kind = origin.kind(self._targets.tree, "optimizers", name)
         if kind not in ("", mine) and self._strict:
             raise StateMismatchError(
                 f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
@@ -116,7 +118,7 @@ class Optimizers:
     def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         saved_groups, new = _groups_of(name, node), self._new_optimizer(name)
         parameters = pairing.numbered(name, saved_groups, optimizer, new)
-        if self._strict and not origin.optimizer_kind(self._targets.tree, name):
+        if self._strict and not origin.kind(self._targets.tree, "optimizers", name):
             _same_options(name, saved_groups, optimizer, new)
         entries: dict[torch.Tensor, dict[str, tree.Node | torch.Tensor]] = {}
         others: dict[Any, tree.Node] = {}  # no dicts, or under names of the optimizer's own

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from pccheck.state import shards
 from pccheck_wire import tree
+from pccheck_wire.basics import some
 from pccheck_wire.errors import StateMismatchError
 
 NAMES = "param_names"
-_SHOWN = 5
 #: What wrappers put into the names of a model's parameters.
 _OF_WRAPPERS = frozenset(
     ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -115,12 +115,6 @@ def require_shape(
             hint="give the optimizer its parameters in the order that they had. Made of "
             "named_parameters() before it is saved, it takes them in any order",
         )
-
-
-def some(names: list[str]) -> str:
-    """For a message: the first of them."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def only_hint(names: Collection[str]) -> str:

@@ -24,7 +24,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Empty, Open, Opened, Skipped, Writing
 from pccheck_wire.units import MIB
 
-OPEN_LIMIT_S = 120.0
+OPEN_LIMIT_S = 120.0  #: the daemon opens the volumes of all ranks before it answers
 #: A restore waits while earlier checkpoints are written, as long as more of them is written;
 #: pccheckd reports every few seconds how much that is.
 STUCK_LIMIT_S = 120.0

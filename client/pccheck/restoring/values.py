@@ -7,6 +7,8 @@ in an optimizer. What shares memory now must have shared it when it was saved.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -49,10 +51,7 @@ class Dicts:
         self._placed[name] = live
 
     def settle(
-        self,
-        attached: Mapping[str, Any],
-        restored: Collection[str],
-        saved: Mapping[str, tree.Node],
+        self, attached: Mapping[str, Any], restored: Collection[str], saved: Mapping[str, tree.Node]
     ) -> None:
         """When all that is restored has its place. Raises StateMismatchError by path when a tensor
         shares memory with another attached one and did not when it was saved, or is trained and
@@ -219,14 +218,7 @@ def _memory(live: object) -> torch.Tensor | None:
 
 def _bytes(node: tree.Array, item: int) -> tree.Tensor:
     """The array as a tensor with one more dimension, of bytes."""
-    strides = [item * step for step in _steps(node.shape, node.order)]
+    sizes = node.shape[::-1] if node.order == "C" else node.shape
+    steps = list(itertools.accumulate(sizes, operator.mul, initial=item))[:-1]
+    strides = steps[::-1] if node.order == "C" else steps
     return tree.Tensor([*node.shape, item], [*strides, 1], "uint8", 0, node.extent, node.offset)
-
-
-def _steps(shape: list[int], order: str) -> list[int]:
-    inner = 1
-    steps: list[int] = []
-    for size in reversed(shape) if order == "C" else shape:
-        steps.append(inner)
-        inner *= size
-    return steps[::-1] if order == "C" else steps

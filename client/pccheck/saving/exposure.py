@@ -74,6 +74,10 @@ class Handover:
     ranges: bytes
     map: int  # of the exposure that the daemon pulls by; 0: the core pushes
 
+    def sources(self) -> tuple[bytes, int, int]:
+        """As Client.submit takes them: what the core pushes, or size and GPUs that are pulled."""
+        return (b"", self.part.nbytes, self.part.mask) if self.map else (self.ranges, 0, 0)
+
     def enqueue(self, native: Client, snapshot: int) -> None:
         """Stages what needs it, and marks the snapshot's place in the training streams."""
         part = self.part

@@ -26,7 +26,7 @@ class Followed:
         self._skips = skips
         self._open: list[InFlight] = []  # their end is not noted yet
         self._recent: dict[int, InFlight] = {}  # by entry of the page
-        self._newest: Durable | None = None  # what a restart of the job gets, as far as is known
+        self.newest: Durable | None = None  #: what a restart of the job gets, as far as is known
 
     def add(self, save: InFlight) -> None:
         """From now on its end is noted."""
@@ -72,13 +72,11 @@ class Followed:
                 self._failures.failed(save)
             if not told:
                 self._explain(save)
-        elif phase in SAFE and not self._may_become_global(save):
-            self.drop(save)
+        elif phase in SAFE:
+            alone = save.connection is None or save.connection.saves_alone
+            if alone or phase is not Phase.DURABLE or self.before(save.snapshot) is not save:
+                self.drop(save)  # it does not become global any more
         return before
-
-    def _may_become_global(self, save: InFlight) -> bool:
-        alone = save.connection is None or save.connection.saves_alone
-        return not alone and save.noted is Phase.DURABLE and self.before(save.snapshot) is save
 
     def _explain(self, save: InFlight) -> None:
         save.ask()
@@ -101,7 +99,7 @@ class Followed:
         """What became of saves that an earlier daemon had copied."""
         for save in self._open:
             if save.phase is Phase.UNKNOWN:
-                save.find_out(connection)
+                save.inquiry.find_out(connection, save.sequence)
 
     def restored(self, restored: Durable, newest: Durable | None) -> None:
         """Training continues from that checkpoint, which is named if it was reported as failed.
@@ -110,7 +108,7 @@ class Followed:
         self._failures.durable(restored.step, time.monotonic_ns())
         for save in (*self._open, *self._recent.values()):
             if save.sequence == restored.sequence:
-                save.found_durable()
+                save.inquiry.found(restored.sequence)
 
     def release_all(self) -> None:
         """The core has ended, or is about to be closed."""
@@ -124,14 +122,14 @@ class Followed:
 
     def note_saved(self, found: Durable | None) -> None:
         """It is durable on all ranks; `flush` returns the newest one."""
-        if found is not None and (self._newest is None or found.sequence > self._newest.sequence):
-            self._newest = found
+        if found is not None and (self.newest is None or found.sequence > self.newest.sequence):
+            self.newest = found
 
     def known(self) -> Durable | None:
         """What `flush` returns when nothing else becomes durable. Changes nothing, and may come in
         the middle of every other call."""
         all_saved = [saved(one, 0, everywhere=True) for one in list(self._recent.values())]
-        return max((one for one in (self._newest, *all_saved) if one is not None), default=None)
+        return max((one for one in (self.newest, *all_saved) if one is not None), default=None)
 
     def wait_saved(self, limit_s: float, *, everywhere: bool) -> None:
         """Returns when the newest one is durable, or with `everywhere` on all ranks; when it fails,
@@ -144,8 +142,3 @@ class Followed:
             durable = saved(save, left_s, everywhere=everywhere and not found)
             found = found or durable
             self.note_saved(saved(save, 0, everywhere=True))
-
-    @property
-    def newest(self) -> Durable | None:
-        """What a restart of the job gets, as far as is known."""
-        return self._newest

@@ -15,11 +15,11 @@ from pccheck.state import devices, gating, shards
 from pccheck.state.attaching import checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
-from pccheck.state.foreign import in_words
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
 from pccheck.unsaved import trainable
 from pccheck.unsaved.beside import Beside
 from pccheck.unsaved.leftout import LeftOut
+from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
@@ -142,10 +142,11 @@ class Planner:
         else:
             made = self._of_attached(mode, shape, step, metadata)
         made.wait = wait
-        # A call that waits copies nothing at once: all is read while it waits.
-        later, now = (made.in_place + made.at_once, []) if wait else (made.in_place, made.at_once)
-        made.reading = Reading(later) if later else None
-        made.copying = Reading(now) if now else None
+        if wait:  # nothing is copied at once: all is read while the call waits
+            made.ranges, made.volatile = made.ranges + made.volatile, b""
+            made.in_place, made.at_once = made.in_place + made.at_once, []
+        made.reading = Reading(made.in_place) if made.in_place else None
+        made.copying = Reading(made.at_once) if made.at_once else None
         return made
 
     def _about(self) -> tree.Node:

@@ -41,11 +41,7 @@ class Saver:
     """Submits snapshots, watches them, holds the gate. Used by the training thread."""
 
     def __init__(
-        self,
-        session: Session,
-        warner: Warner,
-        options: Options,
-        on_moved: Callable[[Moved], None],
+        self, session: Session, warner: Warner, options: Options, on_moved: Callable[[Moved], None]
     ) -> None:
         """`on_moved` learns of tensors that were changed while they were read, in any thread."""
         self._session = session
@@ -109,7 +105,8 @@ class Saver:
             if handover is not None:
                 handover.enqueue(connection.native, number)
             connection.native.submit(
-                number, *_sources(snapshot, handover, inline=not wait),
+                number, snapshot.ranges, snapshot.volatile, snapshot.tree, snapshot.tree_offset,
+                *(handover.sources() if handover else ()),
                 step=step, skip=self._options.on_busy == "skip",
                 map=handover.map if handover else 0, frozen_bytes=snapshot.worth_a_base,
                 held_at_ns=held_at_ns, held_ns=held_ns,
@@ -336,22 +333,3 @@ def _request(connection: Connection, number: int) -> None:
         if error.errno == errno.EBUSY:
             raise _too_many() from error
         raise
-
-
-def _sources(
-    snapshot: Snapshot, handover: Handover | None, *, inline: bool
-) -> tuple[bytes, bytes, bytes, int, bytes, int, int]:
-    """What Client.submit reads, up to `pulled_devices`. Without `inline` nothing changes before it
-    was read, and volatile ranges need no copy of their own."""
-    ranges, volatile = snapshot.ranges, snapshot.volatile
-    if not inline:
-        ranges, volatile = ranges + volatile, b""
-    device_ranges, pulled_bytes, pulled_devices = b"", 0, 0
-    if handover is not None and handover.map:
-        pulled_bytes, pulled_devices = handover.part.nbytes, handover.part.mask
-    elif handover is not None:
-        device_ranges = handover.ranges
-    return (
-        ranges, volatile, snapshot.tree, snapshot.tree_offset, device_ranges,
-        pulled_bytes, pulled_devices,
-    )  # fmt: skip

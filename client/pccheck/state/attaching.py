@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch.nn.parameter import is_lazy
 
-from pccheck.warn import LOG
+from pccheck.warn import LOG, in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError, UsageError
 
 from .flatten import Flattener, require_storable, type_name
-from .foreign import in_words
 from .plan import RNG
 from .watch import ModuleWatch, OptimizerWatch, gives_by_name, takes_by_name
 
@@ -46,13 +45,6 @@ def checked(things: Mapping[str, object]) -> dict[str, Any]:
     """What to attach, by name. Raises UsageError for what has no state, UnsupportedStateError for a
     state that cannot be stored."""
     return {name: _checked(name, thing) for name, thing in things.items()}
-
-
-def is_replicated(things: Mapping[str, object]) -> bool:
-    """Whether a module has the same parameters on every rank (plain DDP)."""
-    return any(
-        isinstance(one, torch.nn.parallel.DistributedDataParallel) for one in things.values()
-    )
 
 
 def is_gathered(things: Mapping[str, object]) -> bool:
@@ -88,7 +80,10 @@ def _checked(name: str, thing: object) -> object:
     if not all(callable(getattr(thing, one, None)) for one in ("state_dict", "load_state_dict")):
         raise UsageError(
             f"attach({name}=...): type {type_name(thing)} has no state_dict, load_state_dict",
-            hint=_hint(thing),
+            hint="use torchdata's StatefulDataLoader (pip install torchdata): it takes the same "
+            "arguments and saves its place in the data"
+            if isinstance(thing, torch.utils.data.DataLoader)
+            else "attach a dict that has the value, or give the object these two methods",
         )
     _require_load(name, thing)
     _try(name, thing)
@@ -107,15 +102,6 @@ def _refuse_optimizer_state(path: str, values: dict[Any, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             _refuse_optimizer_state(f"{path}.{key}", value)
-
-
-def _hint(thing: object) -> str:
-    if isinstance(thing, torch.utils.data.DataLoader):
-        return (
-            "use torchdata's StatefulDataLoader (pip install torchdata): it takes the same "
-            "arguments and saves its place in the data"
-        )
-    return "attach a dict that has the value, or give the object these two methods"
 
 
 def _try(name: str, thing: Any) -> None:

@@ -126,7 +126,7 @@ class Flattener:
         mesh = value.device_mesh
         return tree.Shard(
             node, list(value.shape), offsets, list(mesh.shape), list(mesh.mesh_dim_names or ()),
-            shards.placements_of(value),
+            list(map(str, value.placements)),
         )  # fmt: skip
 
     def block(self, value: shards.Shard, path: str) -> Node:
@@ -185,10 +185,6 @@ def _dtype(_flattener: Flattener, value: Any, path: str) -> Node:
     return tree.Named(Tag.DTYPE, DTYPE_NAMES[value])
 
 
-def _device(_flattener: Flattener, value: Any, _path: str) -> Node:
-    return tree.Named(Tag.DEVICE, str(value))
-
-
 _SEQUENCE_TAGS: dict[Any, Tag] = {made: tag for tag, made in SEQUENCES.items()}
 _MAPPING_TAGS: dict[Any, Tag] = {
     dict: Tag.DICT, collections.OrderedDict: Tag.ORDERED, collections.Counter: Tag.COUNTER,
@@ -202,7 +198,7 @@ _MAKERS: dict[type, Callable[[Flattener, Any, str], Node]] = {
     **dict.fromkeys((torch.Tensor, torch.nn.Parameter), Flattener.tensor),
     np.ndarray: Flattener.array,
     torch.dtype: _dtype,
-    torch.device: _device,
+    torch.device: lambda _, value, __: tree.Named(Tag.DEVICE, str(value)),
     shards.Shard: Flattener.block,
     tree.Sequence: _plain,
 }

@@ -98,11 +98,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> int:
     try:
         return local(tensor).untyped_storage().data_ptr()
-    except (
-        RuntimeError,
-        ValueError,
-        NotImplementedError,
-    ):  # wrappers without memory; refused later, by path
+    except (RuntimeError, ValueError):  # wrappers without memory; refused later, by path
         return 0
 
 

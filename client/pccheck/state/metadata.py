@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import UnsupportedStateError
 
 from .flatten import Flattener
-from .foreign import in_words
 
 METADATA_NUMBERS_MAX = 65536  # of one array
 METADATA_DEPTH_MAX = 64

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError
 
@@ -21,7 +22,6 @@ from .changes import Reading, Tensors
 from .devices import HOST
 from .extents import IN_PLACE, DevicePart, Layout, Shape, View, aligned, lay_out
 from .flatten import Flattener
-from .foreign import in_words
 from .gating import Gating
 from .rng import captured_node
 from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
@@ -89,14 +89,14 @@ def plan_state(
     # It is not known which of these tensors are equal on all ranks: each rank stores its own.
     layout = lay_out(flattener.views, shape._replace(world_size=0))
     described = tree.Tree(step, metadata, False, layout.extents, root, about)
-    return _encoded(layout, described, flattener.views)
+    return _snapshot(layout, tree.encode(described), flattener.views)
 
 
-def _encoded(layout: Layout, described: tree.Tree, views: list[View]) -> Snapshot:
+def _snapshot(layout: Layout, encoded: bytes, views: list[View]) -> Snapshot:
     return Snapshot(
-        *layout.packed(inline=layout.inline), tree.encode(described), aligned(layout.end),
-        layout.owners, layout.device, *_split(views, inline=layout.inline),
-        frozen=layout.frozen, division=layout.division,
+        *layout.packed(inline=layout.inline), encoded, aligned(layout.end), layout.owners,
+        layout.device, *_split(views, inline=layout.inline), frozen=layout.frozen,
+        division=layout.division,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ class AttachedPlan:
         root = tree.Mapping(tree.Tag.DICT, items)
         layout = lay_out(flattener.views, self.shape)
         described = tree.Tree(step, metadata, True, layout.extents, root, self._about())
-        return _encoded(layout, described, flattener.views)
+        return _snapshot(layout, tree.encode(described), flattener.views)
 
 
 def _is_plain(thing: Any) -> bool:
@@ -226,12 +226,7 @@ class _FastPlan:
         self._keep(layout, flattener.views, sharded=flattener.sharded)
 
     def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
-        self._gated, self._volatile = layout.packed(inline=layout.inline)
-        self._in_place, self._at_once = _split(views, inline=layout.inline)
-        self._device = layout.device
-        self._owners: list[object] = layout.owners
-        self._frozen = layout.frozen
-        self._division = layout.division
+        self._made = _snapshot(layout, b"", views)  # without the tree
         self._end = layout.end
         self._extent_count = len(layout.extents)
         self._extents = b"".join(map(tree.Extent.packed, layout.extents))
@@ -263,31 +258,28 @@ class _FastPlan:
         }
         for watch in self._optimizers.values():
             watch.take_groups(flattener)
-        gated, volatile = self._gated, self._volatile
-        in_place, at_once = self._in_place, self._at_once
-        extents, end, owners = self._extents, self._end, self._owners
+        made, extents, end = replace(self._made), self._extents, self._end
         if flattener.views:
             if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
                 return None
             self._gating.mark(flattener.views, promised=False)
             layout = lay_out(flattener.views, start=self._end, first_extent=self._extent_count)
             later, now = layout.packed(inline=layout.is_small)
-            gated, volatile = gated + later, volatile + now
-            read = _split(flattener.views, inline=layout.is_small)
-            in_place, at_once = in_place + read[0], at_once + read[1]
+            made.ranges, made.volatile = made.ranges + later, made.volatile + now
+            read, copied = _split(flattener.views, inline=layout.is_small)
+            made.in_place, made.at_once = made.in_place + read, made.at_once + copied
+            made.owners = [made.owners, layout.owners]
             extents += b"".join(map(tree.Extent.packed, layout.extents))
-            end, owners = layout.end, [self._owners, layout.owners]
+            end = layout.end
         encoded = self._static | {name: tree.encode_node(node) for name, node in nodes.items()}
         encoded |= {name: watch.encoded() for name, watch in self._optimizers.items()}
         root = tree.encode_dict([(name, encoded[name]) for name in self._attached])
         version = max(self._version, tree.version_for(shared=False, sharded=flattener.sharded))
-        data = tree.assemble(
+        made.tree_offset = aligned(end)
+        made.tree = tree.assemble(
             step, metadata, True, extents, root, version=version, about=self._about
         )
-        return Snapshot(
-            gated, volatile, data, aligned(end), owners, self._device, in_place, at_once,
-            frozen=self._frozen, division=self._division,
-        )  # fmt: skip
+        return made
 
     def _overlaps(self, view: View) -> bool:
         before = bisect.bisect_left(self._starts, view.address + view.nbytes)

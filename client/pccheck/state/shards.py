@@ -106,18 +106,6 @@ def _in_order(sizes: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
     return True
 
 
-def placements_of(tensor: Any) -> list[str]:
-    """One text for each dimension of the mesh, as torch writes placements."""
-    return [_text(one) for one in tensor.placements]
-
-
-def _text(placement: Any) -> str:
-    if placement.is_replicate():
-        return "R"
-    factor = getattr(placement, "split_factor", None)
-    return f"S({placement.dim})" if factor is None else f"_S({placement.dim}, {factor})"
-
-
 def empty_like(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """A DTensor cut as the given one, or a plain tensor as one, with memory of its own that is not
     initialised."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pccheck.state.gating import storage_of
 from pccheck.state.watch import saves_plainly
 
 _Module = torch.nn.Module
@@ -137,7 +138,4 @@ def _may_have(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> bool:
 
 def place_of(tensor: torch.Tensor) -> object:
     """The same for all views of one memory."""
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # sparse ones have none
-        return id(tensor)
+    return storage_of(tensor) or id(tensor)  # sparse tensors have none

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from pccheck.state.attaching import Values
-from pccheck.state.shards import local
 from pccheck.state.watch import ModuleWatch, OptimizerWatch
 
 from .hidden import Hidden, place_of
@@ -187,7 +186,7 @@ def _is_constant(value: object) -> bool:
 
 def _places(tensor: torch.Tensor) -> set[object]:
     """Equal places mean that one tensor has the values of the other: it is the same, or a view."""
-    return {id(tensor), place_of(local(tensor))}
+    return {id(tensor), place_of(tensor)}
 
 
 def _begins_with(value: Any, kind: type) -> bool:

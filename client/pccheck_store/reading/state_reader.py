@@ -37,11 +37,7 @@ class StateReader:
     that its methods return. Use it as a context manager. Raises as `Payloads` does."""
 
     def __init__(
-        self,
-        payloads: Payloads,
-        rank: int,
-        ranks: Sequence[int],
-        progress: Progress | None = None,
+        self, payloads: Payloads, rank: int, ranks: Sequence[int], progress: Progress | None = None
     ) -> None:
         """`rank`: whose state is read; `ranks`: those that have stored a part of the checkpoint."""
         self.rank = rank

@@ -7,7 +7,7 @@ import time
 
 from pccheck_wire.errors import DamagedError, PccheckError
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, note, number, print_json, rows, say, text, whole
+from pccheckctl.output.documents import Document, answer, note, number, rows, text, whole
 from pccheckctl.source import choose
 
 HEADINGS = ("job", "rank", "sequence", "step", "age", "size", "written", "base", "run", "flags")
@@ -26,14 +26,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.job and not rows(document, "checkpoints") and not rows(document, "unreadable"):
         raise _nothing(arguments, every)
     code = DamagedError.exit_code if hidden else 0
-    if arguments.json:
-        print_json(document)
-        return code
-    say(as_text(document))
-    for item in rows(document, "unreadable"):
-        note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
-    for item in rows(document, "incomplete"):
-        note(f"{text(item, 'path')}: {text(item, 'reason')}")
+    answer(arguments, document, lambda: as_text(document))
+    if not arguments.json:
+        for item in rows(document, "unreadable"):
+            note(f"{text(item, 'path')} cannot be read: {text(item, 'reason')}")
+        for item in rows(document, "incomplete"):
+            note(f"{text(item, 'path')}: {text(item, 'reason')}")
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -16,8 +17,7 @@ from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
 from pccheckctl.commands.listing import age_s, flags
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, as_json, note, print_json, say, text, whole
-from pccheckctl.output.entries import TensorEntry, leaf_entries, tensor_entries
+from pccheckctl.output.documents import Document, answer, as_json, note, rows, text, whole
 from pccheckctl.source import files
 
 TEXT_WIDTH_MAX = 60
@@ -46,12 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
             "base_step": steps.get(one.base),
             "stale": rank in stale(catalog.ranks_of(by_rank)),
         }
-        if arguments.json:
-            print_json(document)
-        else:
-            for passed in damaged:
-                note(f"{passed.message}; showing the previous one")
-            say(as_text(document))
+        for passed in () if arguments.json else damaged:
+            note(f"{passed.message}; showing the previous one")
+        answer(arguments, document, functools.partial(as_text, document))
         return DamagedError.exit_code if damaged else 0
     if damaged:
         raise damaged[0]
@@ -66,37 +63,53 @@ def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
         "attached": content.attached,
         "metadata": as_json(tree.plain(content.metadata)),
         "about": as_json(tree.plain(content.about)),
-        "tensors": [
-            {"path": entry.path, "dtype": entry.dtype, "shape": list(entry.shape),
-             "strides": list(entry.strides), "offset": entry.offset, "bytes": content_bytes(entry),
-             "whole_shape": entry.whole and list(entry.whole),
-             "whole_offsets": entry.offsets and list(entry.offsets)}
-            for entry in tensor_entries(content)
-        ],
-        "leaves": [leaf._asdict() for leaf in leaf_entries(content)],
-    }  # fmt: skip
+        "tensors": tensors_of(content),
+        "leaves": leaves_of(content),
+    }
 
 
-def content_bytes(entry: TensorEntry) -> int:
-    """Bytes of its elements: more than it takes in the payload when it is expanded."""
-    item = tree.ITEM_BYTES.get(entry.dtype)
-    return entry.nbytes if item is None else math.prod(entry.shape) * item
+def tensors_of(content: tree.Tree) -> list[Document]:
+    """Every tensor and NumPy array, in the order of the state. `offset`: of its first byte in the
+    payload, 0 when another rank stores it; `bytes`: of its elements, more than it takes in the
+    payload when it is expanded. A shard also has the shape of the whole tensor, and its place."""
+    found: list[Document] = []
+    shard: tree.Shard | None = None
+    for path, node in tree.walk(content.root):
+        if isinstance(node, tree.Shard):
+            shard = node  # its local part is next
+            continue
+        if not isinstance(node, (tree.Tensor, tree.Array)):
+            continue
+        whole = shard if shard is not None and node is shard.local else None
+        start = content.extents[node.extent].offset if node.extent >= 0 else tree.ELSEWHERE
+        if isinstance(node, tree.Tensor):
+            dtype, strides = node.dtype, list(node.strides)
+            nbytes = math.prod(node.shape) * tree.ITEM_BYTES[node.dtype]
+        else:
+            dtype, strides, nbytes = f"numpy {node.dtype}", [], node.nbytes
+        found.append({
+            "path": path, "dtype": dtype, "shape": list(node.shape), "strides": strides,
+            "offset": 0 if start == tree.ELSEWHERE else start + node.offset, "bytes": nbytes,
+            "whole_shape": whole and list(whole.shape),
+            "whole_offsets": whole and list(whole.offsets),
+        })  # fmt: skip
+    return found
 
 
-def start_of(document: Document) -> str:
-    """The id of the start that saved it, for people."""
-    return f"start {text(document, 'start')[:12]}" if document["start"] else "start unknown"
+def leaves_of(content: tree.Tree) -> list[Document]:
+    """Every value that is neither a container nor a tensor."""
+    leaves = ((path, tree.leaf(node)) for path, node in tree.walk(content.root))
+    return [{"path": path, **leaf._asdict()} for path, leaf in leaves if leaf is not None]
 
 
 def as_text(document: Document) -> str:
     """The same for people: a head, then tensors, then leaves."""
-    tensors, leaves = document["tensors"], document["leaves"]
-    assert isinstance(tensors, list)
-    assert isinstance(leaves, list)
+    tensors, leaves = rows(document, "tensors"), rows(document, "leaves")
+    start = f"start {text(document, 'start')[:12]}" if document["start"] else "start unknown"
     lines = [
         f"job {document['job']} rank {document['rank']} of {document['world_size']}: "
         f"step {document['step']}, sequence {document['sequence']}, "
-        f"run {document['incarnation']} ({start_of(document)}), "
+        f"run {document['incarnation']} ({start}), "
         f"{render.size(whole(document, 'payload_bytes'))}, "
         f"{render.age(age_s(document, time.time()))}"
         + (f", {flags(document)}" if flags(document) else "")
@@ -117,12 +130,13 @@ def as_text(document: Document) -> str:
         lines.append(render.safe(f"metadata: {document['metadata']}"))
     if tensors:
         cells = [
-            (t["path"] or ".", t["dtype"], _shape(t), render.size(t["bytes"])) for t in tensors
+            (text(t, "path") or ".", t["dtype"], _shape(t), render.size(whole(t, "bytes")))
+            for t in tensors
         ]
         lines += ["", render.table(("tensor", "dtype", "shape", "size"), cells)]
     if leaves:
         lines += ["", render.table(("value", "type", "is"), _values(leaves))]
-    total = sum(t["bytes"] for t in tensors)
+    total = sum(whole(t, "bytes") for t in tensors)
     lines += ["", f"{render.plural(len(tensors), 'tensor')} of {render.size(total)}, "
               f"{render.plural(len(leaves), 'value')}"]  # fmt: skip
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from pccheck_wire.errors import (
 )
 from pccheckctl.commands.listing import filtered
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, note, print_json, rows, say, text, whole
+from pccheckctl.output.documents import Document, answer, note, rows, text, whole
 from pccheckctl.source import daemon
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
@@ -159,10 +159,10 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
 
 
 def _tell(arguments: argparse.Namespace, one: Document) -> None:
-    names = ("step", "sequence", "state")
-    document: Document = {"schema": 1, "job": arguments.job, "rank": arguments.rank}
-    if arguments.json:
-        print_json(document | {name: one.get(name) for name in names})
-        return
     later = "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
-    say(f"step {one.get('step')} is {one.get('state')}{later}")
+    reached = {name: one.get(name) for name in ("step", "sequence", "state")}
+    answer(
+        arguments,
+        {"schema": 1, "job": arguments.job, "rank": arguments.rank, **reached},
+        lambda: f"step {one.get('step')} is {one.get('state')}{later}",
+    )

@@ -84,10 +84,7 @@ def _note_step(output: Output, step: int) -> None:
     if output.directory:
         (output.temporary / NOTE).write_bytes(note)
         return
-    with (
-        os.fdopen(os.dup(output.descriptor), "r+b") as file,
-        zipfile.ZipFile(file, "a") as archive,
-    ):
+    with os.fdopen(os.dup(output.descriptor), "r+b") as file, zipfile.ZipFile(file, "a") as archive:
         archive.comment = note
 
 

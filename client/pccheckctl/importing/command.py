@@ -16,7 +16,7 @@ from pccheck_store.safetensors_layout import INDEX
 from pccheck_wire.basics import some
 from pccheck_wire.errors import PccheckError, RefusedError, UnsupportedStateError, UsageError
 from pccheckctl.export.torch_file import signals_held
-from pccheckctl.output.documents import note, print_json, rows, say
+from pccheckctl.output.documents import answer, note, rows
 from pccheckctl.source import choose
 
 if TYPE_CHECKING:
@@ -56,7 +56,20 @@ def run(arguments: argparse.Namespace) -> int:
         client.checkpoint(step=step, metadata=metadata).wait_durable(SAVE_LIMIT_S)
     if known is None and not arguments.json:
         note("step 0, because the file names none; --step sets it")
-    _report(arguments, kind, step, sorted(things), sorted(values), notes)
+    for text in () if arguments.json else notes:
+        note(text)
+    imported = {
+        "job": arguments.job, "step": step, "format": kind, "path": arguments.input,
+        "attached": sorted(things), "metadata": sorted(values), "changed": notes,
+    }  # fmt: skip
+    answer(
+        arguments,
+        {"schema": 1, "imported": imported},
+        lambda: (
+            f"job {arguments.job}: step {step} from {arguments.input} ({kind}); restore() puts it "
+            f"into a script that attaches {', '.join(sorted(things))}"
+        ),
+    )
     return 0
 
 
@@ -258,29 +271,3 @@ def _attach_generators(client: PCcheckClient, state: object) -> list[str]:
     client.attach(rng=True)
     lost = any(isinstance(one.message, PccheckWarning) for one in caught)
     return ["rng: the generators of GPUs are left out: this machine has fewer GPUs"] * lost
-
-
-# -- output ------------------------------------------------------------------------------------
-
-
-def _report(
-    arguments: argparse.Namespace,
-    kind: str,
-    step: int,
-    names: list[str],
-    values: list[str],
-    notes: list[str],
-) -> None:
-    if arguments.json:
-        imported = {
-            "job": arguments.job, "step": step, "format": kind, "path": arguments.input,
-            "attached": names, "metadata": values, "changed": notes,
-        }  # fmt: skip
-        print_json({"schema": 1, "imported": imported})
-        return
-    for text in notes:
-        note(text)
-    say(
-        f"job {arguments.job}: step {step} from {arguments.input} ({kind}); restore() "
-        f"puts it into a script that attaches {', '.join(names)}"
-    )

@@ -19,7 +19,7 @@ static void *help(void *argument)
 {
     struct pcc_crew *crew = argument;
 
-    (void)pthread_mutex_lock(&crew->lock);
+    PCC_LOCKED(&crew->lock);
     while (!crew->closing) {
         if (crew->next >= crew->count || crew->busy >= crew->wanted) {
             (void)pthread_cond_wait(&crew->called, &crew->lock);
@@ -30,7 +30,6 @@ static void *help(void *argument)
         if (--crew->busy == 0)
             (void)pthread_cond_signal(&crew->done);
     }
-    (void)pthread_mutex_unlock(&crew->lock);
     return NULL;
 }
 
@@ -77,7 +76,7 @@ void pcc_crew_run(struct pcc_crew *crew, uint32_t helpers, uint64_t count,
 {
     if (helpers > 0 && count > 1 && !crew->started)
         start(crew);
-    (void)pthread_mutex_lock(&crew->lock);
+    PCC_LOCKED(&crew->lock);
     crew->work = work;
     crew->context = context;
     crew->next = 0;
@@ -88,5 +87,4 @@ void pcc_crew_run(struct pcc_crew *crew, uint32_t helpers, uint64_t count,
     pieces_do(crew);
     while (crew->busy > 0)
         (void)pthread_cond_wait(&crew->done, &crew->lock);
-    (void)pthread_mutex_unlock(&crew->lock);
 }

@@ -1,6 +1,6 @@
 /* Native threads: named, and with every signal blocked, so that an interpreter's handlers run on
  * its own threads and our system calls are not interrupted. Faults stay open: one that is blocked
- * kills at once (pcc_guard.h). Conditions with deadlines. */
+ * kills at once (pcc_guard.h). Mutexes held by a block, conditions with deadlines. */
 #ifndef PCC_THREAD_H
 #define PCC_THREAD_H
 
@@ -44,6 +44,24 @@ static inline void pcc_threads_run(uint32_t count, void *(*run)(void *), void *a
     for (uint32_t i = 0; i < others; i++)
         (void)pthread_join(started[i], NULL);
 }
+
+static inline pthread_mutex_t *pcc_mutex_take(pthread_mutex_t *mutex)
+{
+    (void)pthread_mutex_lock(mutex);
+    return mutex;
+}
+
+static inline void pcc_mutex_leave(pthread_mutex_t **taken)
+{
+    (void)pthread_mutex_unlock(*taken);
+}
+
+/* Takes the mutex, and leaves it at the end of the block, on every way out. */
+#define PCC_LOCKED(mutex) PCC_LOCKED_BY(mutex, __LINE__)
+#define PCC_LOCKED_BY(mutex, line) PCC_LOCKED_AS(mutex, line)
+#define PCC_LOCKED_AS(mutex, line)                                                                 \
+    pthread_mutex_t *taken_##line __attribute__((cleanup(pcc_mutex_leave), unused)) =              \
+        pcc_mutex_take(mutex)
 
 /* A condition whose deadlines are times of pcc_now_ns: the clock of the machine may be set. */
 static inline void pcc_condition_make(pthread_cond_t *out)

@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include "base/pcc_futex.h"
-#include "base/pcc_thread.h"
 #include "client/pcc_client_private.h"
 
 /* How long abandoning waits for copies that a GPU makes. It is safe to continue after that: what
@@ -121,22 +120,20 @@ static void handlers_register(void)
 static void remember(struct pcc_client *client)
 {
     (void)pthread_once(&handlers_once, handlers_register);
-    (void)pthread_mutex_lock(&known_lock);
+    PCC_LOCKED(&known_lock);
     client->next = known;
     known = client;
-    (void)pthread_mutex_unlock(&known_lock);
 }
 
 static void forget(struct pcc_client *client)
 {
-    (void)pthread_mutex_lock(&known_lock);
+    PCC_LOCKED(&known_lock);
     for (struct pcc_client **at = &known; *at != NULL; at = &(*at)->next) {
         if (*at == client) {
             *at = client->next;
             break;
         }
     }
-    (void)pthread_mutex_unlock(&known_lock);
 }
 
 /* -- life -- */
@@ -292,35 +289,31 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_snapshot *entry = pcc_page_snapshot(&client->view, snapshot);
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    int error = 0;
 
     if (snapshot == 0 || snapshot >> 56 != 0)
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     const uint64_t before = job->snapshot;
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
     if (atomic_load_explicit(&client->dead, memory_order_relaxed))
-        error = -ECONNRESET;
-    else if (snapshot <= client->newest)
-        error = -EINVAL;
-    else if (before != 0 &&
-             (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ || job->flights > 0 ||
-              pcc_client_open_word(client, before) ||
-              pcc_page_word(&client->view, before) == pcc_word(before, PCC_WORD_VOUCHING) ||
-              (pcc_page_word(&client->view, before) == pcc_word(before, PCC_WORD_COPIED) &&
-               !final(outcome_of(client, before)))))
-        error = -EBUSY;
-    if (error == 0) {
-        client->newest = snapshot;
-        client->asking -= job->asking; /* abandoned before its message was sent */
-        job_reset(job, snapshot);
-        /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
-         * word of an earlier snapshot, and that word is final. */
-        atomic_store_explicit(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED),
-                              memory_order_release);
-    }
-    (void)pthread_mutex_unlock(&client->lock);
-    return error;
+        return -ECONNRESET;
+    if (snapshot <= client->newest)
+        return -EINVAL;
+    if (before != 0 &&
+        (state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ || job->flights > 0 ||
+         pcc_client_open_word(client, before) ||
+         pcc_page_word(&client->view, before) == pcc_word(before, PCC_WORD_VOUCHING) ||
+         (pcc_page_word(&client->view, before) == pcc_word(before, PCC_WORD_COPIED) &&
+          !final(outcome_of(client, before)))))
+        return -EBUSY;
+    client->newest = snapshot;
+    client->asking -= job->asking; /* abandoned before its message was sent */
+    job_reset(job, snapshot);
+    /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
+     * word of an earlier snapshot, and that word is final. */
+    atomic_store_explicit(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED),
+                          memory_order_release);
+    return 0;
 }
 
 /* Acquire pairs with the thread's release: its last read of the source came before. */
@@ -370,12 +363,13 @@ static bool is_over(struct pcc_client *client, uint64_t id, enum pcc_wait_for wh
     return job->snapshot != id || snapshot_over(client, job, what, result);
 }
 
-static int wait_until(struct pcc_client *client, uint64_t id, enum pcc_wait_for what,
-                      uint64_t deadline_ns)
+int pcc_client_wait(struct pcc_client *client, uint64_t id, enum pcc_wait_for what,
+                    uint64_t deadline_ns)
 {
     _Atomic uint32_t *bell = &client->view.page->client_bell;
     int result = 0;
 
+    PCC_CLIENT_WAITS(client);
     for (;;) {
         const uint32_t rung = pcc_bell_read(bell);
         (void)pthread_mutex_lock(&client->lock);
@@ -389,15 +383,6 @@ static int wait_until(struct pcc_client *client, uint64_t id, enum pcc_wait_for 
         if (!pcc_client_alive(client) && !atomic_load_explicit(&client->dead, memory_order_relaxed))
             pcc_bell_ring(bell); /* the thread ends what is outstanding */
     }
-}
-
-int pcc_client_wait(struct pcc_client *client, uint64_t id, enum pcc_wait_for what,
-                    uint64_t deadline_ns)
-{
-    pcc_client_enter(client);
-    const int result = wait_until(client, id, what, deadline_ns);
-    pcc_client_leave(client);
-    return result;
 }
 
 /* With the lock held: until the thread and the GPUs have stopped reading. */
@@ -416,56 +401,48 @@ static void job_await(struct pcc_client *client, const struct pcc_job *job)
 bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    bool won = false;
 
-    pcc_client_enter(client);
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_CLIENT_WAITS(client);
+    PCC_LOCKED(&client->lock);
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
-    if (job->snapshot == snapshot &&
+    const bool may_abandon =
+        job->snapshot == snapshot &&
         (pcc_page_word(&client->view, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
          state == PCC_JOB_REQUESTED || state == PCC_JOB_SUBMITTED || job->provisional ||
-         !pcc_client_pulled_read(client, job)))
-        won = pcc_client_job_abandon(client, job, 0);
-    if (won) {
-        atomic_store_explicit(&job->stop, true, memory_order_relaxed);
-        job_await(client, job);
-        if (job->snapshot == snapshot)
-            pcc_client_job_end(job);
-    }
-    (void)pthread_mutex_unlock(&client->lock);
-    if (won) {
-        pcc_bell_ring(&client->view.page->daemon_bell);
-        pcc_bell_ring(&client->view.page->client_bell);
-    }
-    pcc_client_leave(client);
-    return won;
+         !pcc_client_pulled_read(client, job));
+    if (!may_abandon || !pcc_client_job_abandon(client, job, 0))
+        return false;
+    atomic_store_explicit(&job->stop, true, memory_order_relaxed);
+    job_await(client, job);
+    if (job->snapshot == snapshot)
+        pcc_client_job_end(job);
+    pcc_bell_ring(&client->view.page->daemon_bell);
+    pcc_bell_ring(&client->view.page->client_bell);
+    return true;
 }
 
 int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_client_state *out)
 {
     const struct pcc_snapshot *entry = pcc_page_snapshot(&client->view, snapshot);
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    int error = -ENOENT;
 
-    (void)pthread_mutex_lock(&client->lock);
-    if (job->snapshot == snapshot && snapshot != 0) {
-        const uint64_t word = pcc_page_word(&client->view, snapshot);
-        out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
-        if (out->word == PCC_WORD_VOUCHING) /* not announced yet */
-            out->word = PCC_WORD_COPYING;
-        out->outcome = pcc_outcome_read(entry, snapshot, &out->reason);
-        /* Until the daemon has said something of this snapshot it is that of the one before. */
-        out->sequence = out->outcome != PCC_OUTCOME_REQUESTED
-                            ? atomic_load_explicit(&entry->sequence, memory_order_relaxed)
-                            : 0;
-        out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED
-                         ? atomic_load_explicit(&entry->newer, memory_order_relaxed)
-                         : 0;
-        out->source_read = source_read(client, job);
-        out->error = job->error;
-        out->fault = job->fault;
-        error = 0;
-    }
-    (void)pthread_mutex_unlock(&client->lock);
-    return error;
+    PCC_LOCKED(&client->lock);
+    if (job->snapshot != snapshot || snapshot == 0)
+        return -ENOENT;
+    const uint64_t word = pcc_page_word(&client->view, snapshot);
+    out->word = word >> 8 == snapshot ? (enum pcc_word_state)(word & 0xff) : PCC_WORD_IDLE;
+    if (out->word == PCC_WORD_VOUCHING) /* not announced yet */
+        out->word = PCC_WORD_COPYING;
+    out->outcome = pcc_outcome_read(entry, snapshot, &out->reason);
+    /* Until the daemon has said something of this snapshot it is that of the one before. */
+    out->sequence = out->outcome != PCC_OUTCOME_REQUESTED
+                        ? atomic_load_explicit(&entry->sequence, memory_order_relaxed)
+                        : 0;
+    out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED
+                     ? atomic_load_explicit(&entry->newer, memory_order_relaxed)
+                     : 0;
+    out->source_read = source_read(client, job);
+    out->error = job->error;
+    out->fault = job->fault;
+    return 0;
 }

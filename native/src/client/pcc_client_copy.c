@@ -301,19 +301,19 @@ static bool hand_over(struct pcc_client *client, struct pcc_job *job, uint32_t c
  * pcc_client_work. */
 static int release_kept(struct pcc_client *client)
 {
-    bool moved = false, whole = true;
+    int moved = 0;
 
     if (client->kept == 0)
         return 0;
-    (void)pthread_mutex_lock(&client->lock);
-    for (uint32_t i = 0; whole && i < PCC_SNAPSHOTS; i++) {
+    PCC_LOCKED(&client->lock);
+    for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
         const bool over =
             atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_ENDED ||
             !pcc_client_open_word(client, job->snapshot);
         if (!job->kept || (job->provisional && !over))
             continue;
-        moved = true;
+        moved = 1;
         job->kept = false;
         job->flights--;
         client->kept--;
@@ -321,13 +321,12 @@ static int release_kept(struct pcc_client *client)
             client->free_chunks[client->free_count++] = job->last.chunk;
             continue;
         }
-        whole =
-            hand_over(client, job, job->last.chunk, job->last.offset_bytes, job->last.length_bytes);
-        if (whole)
-            pcc_client_job_note(client, job);
+        if (!hand_over(client, job, job->last.chunk, job->last.offset_bytes,
+                       job->last.length_bytes))
+            return -1;
+        pcc_client_job_note(client, job);
     }
-    (void)pthread_mutex_unlock(&client->lock);
-    return whole ? moved : -1;
+    return moved;
 }
 
 /* -- chunks that a GPU fills -- */
@@ -401,7 +400,6 @@ static bool check_landed(struct pcc_client *client)
 static int finish_one(struct pcc_client *client)
 {
     const uint32_t chunk = client->landed.first;
-    bool whole = true;
 
     if (chunk == PCC_NO_CHUNK)
         return 0;
@@ -411,19 +409,18 @@ static int finish_one(struct pcc_client *client)
     struct pcc_job *job = flight->job;
     (void)pcc_client_list_take(client, &client->landed);
     pad(client->chunk_at[chunk], flight->length_bytes);
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
     job->flights--;
-    if ((state == PCC_JOB_SUBMITTED || state == PCC_JOB_READ) &&
-        !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
-        whole = hand_over(client, job, chunk, flight->offset_bytes, flight->length_bytes);
-        if (whole)
-            pcc_client_job_note(client, job);
-    } else {
+    if ((state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ) ||
+        atomic_load_explicit(&job->stop, memory_order_relaxed)) {
         client->free_chunks[client->free_count++] = chunk; /* given up: the chunk stays ours */
+        return 1;
     }
-    (void)pthread_mutex_unlock(&client->lock);
-    return whole ? 1 : -1;
+    if (!hand_over(client, job, chunk, flight->offset_bytes, flight->length_bytes))
+        return -1;
+    pcc_client_job_note(client, job);
+    return 1;
 }
 
 /* -- one step -- */
@@ -488,7 +485,7 @@ static int fill_one(struct pcc_client *client)
                            ? read_piece(client, job, turn, offer, part.length_bytes, helped)
                            : pcc_client_enqueue(client, job, chunk, &part, &taken);
 
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     if (taken)
         take_off(client, job, chunk, &part);
     /* A stop that came after the last piece: the chunk stays ours. */
@@ -507,7 +504,6 @@ static int fill_one(struct pcc_client *client)
         pcc_bell_ring(&client->view.page->client_bell);
     }
     (void)pthread_cond_broadcast(&client->idle);
-    (void)pthread_mutex_unlock(&client->lock);
     if (result == 0 && part.device != PCC_HOST)
         client->polling = true;
     if (!whole)

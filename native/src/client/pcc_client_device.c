@@ -175,21 +175,16 @@ static int device_make(struct pcc_client *client, uint32_t index)
 
 int pcc_client_device_open(struct pcc_client *client, uint32_t device)
 {
-    int error = 0;
-
     if (device >= PCC_DEVICES)
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     struct pcc_client_device *mine = &client->devices[device];
-    if (!atomic_load_explicit(&mine->open, memory_order_relaxed)) {
-        error = device_make(client, device);
-        /* Release: a thread that sees it open sees all of it. */
-        if (error == 0)
-            atomic_store_explicit(&mine->open, true, memory_order_release);
-    } else if (atomic_load_explicit(&mine->broken, memory_order_relaxed)) {
-        error = -PCC_E_DEVICE_LOST;
-    }
-    (void)pthread_mutex_unlock(&client->gpu_lock);
+    if (atomic_load_explicit(&mine->open, memory_order_relaxed))
+        return atomic_load_explicit(&mine->broken, memory_order_relaxed) ? -PCC_E_DEVICE_LOST : 0;
+    const int error = device_make(client, device);
+    /* Release: a thread that sees it open sees all of it. */
+    if (error == 0)
+        atomic_store_explicit(&mine->open, true, memory_order_release);
     return error;
 }
 

@@ -313,7 +313,7 @@ int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *
 
     if (!ranges_fit(&builder, device_bytes))
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     const int error = build(&builder, device_bytes, out_bytes, out_length);
     if (error == 0) {
         free(client->exposed);
@@ -321,7 +321,6 @@ int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *
         client->exposed_count = builder.allocation_count;
         builder.allocations = NULL;
     }
-    (void)pthread_mutex_unlock(&client->gpu_lock);
     free(builder.allocations);
     free(builder.merged);
     free(builder.of);
@@ -353,11 +352,9 @@ static bool still_there(const struct pcc_client *client, struct pcc_client_devic
 
 bool pcc_client_exposure_holds(struct pcc_client *client)
 {
-    bool holds = true;
-
-    (void)pthread_mutex_lock(&client->gpu_lock);
-    for (uint64_t i = 0; holds && i < client->exposed_count;)
-        holds = still_there(client, &client->devices[client->exposed[i].device], i, &i);
-    (void)pthread_mutex_unlock(&client->gpu_lock);
-    return holds;
+    PCC_LOCKED(&client->gpu_lock);
+    for (uint64_t i = 0; i < client->exposed_count;)
+        if (!still_there(client, &client->devices[client->exposed[i].device], i, &i))
+            return false;
+    return true;
 }

@@ -69,23 +69,18 @@ int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
         targets_make(ranges, range_count, device_ranges, device_range_count, &error);
     if (targets == NULL)
         return error;
-    error = 0;
-    (void)pthread_mutex_lock(&client->lock);
-    if (atomic_load_explicit(&client->dead, memory_order_relaxed))
-        error = -ECONNRESET;
-    else if (client->load.active)
-        error = -EBUSY;
-    else
-        client->load = (struct pcc_client_load){.active = true,
-                                                .id = load_id,
-                                                .targets = targets,
-                                                .target_count = range_count + device_range_count};
-    (void)pthread_mutex_unlock(&client->lock);
-    if (error != 0)
+    PCC_LOCKED(&client->lock);
+    const bool dead = atomic_load_explicit(&client->dead, memory_order_relaxed);
+    if (dead || client->load.active) {
         free(targets);
-    else
-        pcc_bell_ring(&client->view.page->client_bell); /* chunks that lie idle here go back */
-    return error;
+        return dead ? -ECONNRESET : -EBUSY;
+    }
+    client->load = (struct pcc_client_load){.active = true,
+                                            .id = load_id,
+                                            .targets = targets,
+                                            .target_count = range_count + device_range_count};
+    pcc_bell_ring(&client->view.page->client_bell); /* chunks that lie idle here go back */
+    return 0;
 }
 
 /* With lock held: a part of the load is done, or has failed (a code). */
@@ -106,7 +101,7 @@ static void load_note(struct pcc_client *client, int error)
 
 void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message)
 {
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     struct pcc_client_load *load = &client->load;
     /* It may have ended here already: a GPU failed. */
     if (load->active && !load->ended && !load->all_sent && load->id == message->id) {
@@ -114,7 +109,6 @@ void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *me
         load->result = message->result;
         load_note(client, 0);
     }
-    (void)pthread_mutex_unlock(&client->lock);
 }
 
 bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id)
@@ -128,36 +122,31 @@ bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id)
 int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t deadline_ns)
 {
     struct pcc_client_load *load = &client->load;
-    int result = -ENOENT;
+    int result = -ETIMEDOUT;
 
-    pcc_client_enter(client);
+    PCC_CLIENT_WAITS(client);
     (void)!pcc_client_wait(client, load_id, PCC_WAIT_LOAD, deadline_ns);
-    (void)pthread_mutex_lock(&client->lock);
-    if (load->active && load->id == load_id) {
-        if (load->ended)
-            result = load->result; /* also -ENOENT: the checkpoint is gone */
-        else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
-            result = -ECONNRESET;
-        else
-            result = -ETIMEDOUT;
-        load->ended = true;
-        while (load->busy || load->flying > 0)
-            (void)pthread_cond_wait(&client->idle, &client->lock);
-        free(load->targets);
-        load->targets = NULL;
-        load->active = false;
-    }
-    (void)pthread_mutex_unlock(&client->lock);
-    pcc_client_leave(client);
+    PCC_LOCKED(&client->lock);
+    if (!load->active || load->id != load_id)
+        return -ENOENT;
+    if (load->ended)
+        result = load->result; /* also -ENOENT: the checkpoint is gone */
+    else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+        result = -ECONNRESET;
+    load->ended = true;
+    while (load->busy || load->flying > 0)
+        (void)pthread_cond_wait(&client->idle, &client->lock);
+    free(load->targets);
+    load->targets = NULL;
+    load->active = false;
     return result;
 }
 
 void pcc_client_loaded(struct pcc_client *client, uint64_t *cached_bytes, uint64_t *read_bytes)
 {
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     *cached_bytes = client->load.cached_bytes;
     *read_bytes = client->load.read_bytes;
-    (void)pthread_mutex_unlock(&client->lock);
 }
 
 /* -- where loaded chunks go -- */
@@ -269,9 +258,8 @@ static void load_begun(struct pcc_client *client, struct pcc_client_device *devi
     client->flights[chunk].pieces = pieces;
     device->load_pieces += pieces;
     pcc_client_list_add(client, &device->loading, chunk);
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     client->load.flying++;
-    (void)pthread_mutex_unlock(&client->lock);
 }
 
 /* The copies of the first chunk in the list are done, or are not asked for any more. */
@@ -282,10 +270,9 @@ static uint32_t load_done(struct pcc_client *client, struct pcc_client_device *d
     client->flights[chunk].loading = false;
     device->load_pieces -= client->flights[chunk].pieces;
     device->load_progress_ns = pcc_now_ns();
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     client->load.flying--;
     load_note(client, error);
-    (void)pthread_mutex_unlock(&client->lock);
     return chunk;
 }
 
@@ -452,13 +439,12 @@ bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *m
     const bool intact = scatter_to_host(client, message);
     const int error = intact ? scatter_to_devices(client, message) : 0;
     *result_out = intact ? 0 : -PCC_E_DAMAGED;
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     load->busy = false;
     if (intact && (message->result & PCC_DATA_CACHED) != 0)
         load->cached_bytes += message->length_bytes;
     else if (intact)
         load->read_bytes += message->length_bytes;
     load_note(client, error);
-    (void)pthread_mutex_unlock(&client->lock);
     return !client->flights[message->chunk].loading;
 }

@@ -97,7 +97,7 @@ void pcc_client_offer_done(struct pcc_offer *offer)
 
 void pcc_client_take_answer(struct pcc_client *client, const struct pcc_message *message)
 {
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     for (uint32_t i = 0; i < PCC_OFFERS; i++) {
         struct pcc_offer *offer = &client->offers[i];
         if (offer->state != PCC_OFFER_ASKED || !is_open(offer) || offer->snapshot != message->id ||
@@ -112,5 +112,4 @@ void pcc_client_take_answer(struct pcc_client *client, const struct pcc_message 
         }
         break;
     }
-    (void)pthread_mutex_unlock(&client->lock);
 }

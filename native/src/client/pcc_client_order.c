@@ -71,11 +71,10 @@ static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 uint64_t pcc_client_expire(struct pcc_client *client)
 {
     uint64_t nearest = UINT64_MAX;
-    bool expired = false;
 
     if (!atomic_load_explicit(&client->armed, memory_order_relaxed)) /* hold rings the bell */
         return nearest;
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     const uint64_t now = pcc_now_ns();
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
@@ -87,16 +86,12 @@ uint64_t pcc_client_expire(struct pcc_client *client)
             nearest = job->deadline_ns < nearest ? job->deadline_ns : nearest;
         } else if (pcc_client_job_abandon(client, job, -ETIMEDOUT)) {
             pcc_client_job_end(job); /* not busy: we are the thread */
-            expired = true;
+            pcc_bell_ring(&client->view.page->daemon_bell);
+            pcc_bell_ring(&client->view.page->client_bell);
         }
     }
     if (nearest == UINT64_MAX)
         atomic_store_explicit(&client->armed, false, memory_order_relaxed);
-    (void)pthread_mutex_unlock(&client->lock);
-    if (expired) {
-        pcc_bell_ring(&client->view.page->daemon_bell);
-        pcc_bell_ring(&client->view.page->client_bell);
-    }
     return nearest;
 }
 
@@ -156,11 +151,9 @@ static bool mark_begin(struct pcc_client *client, uint64_t snapshot)
 {
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
-    (void)pthread_mutex_lock(&client->lock);
-    const bool takes = job->snapshot == snapshot &&
-                       atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED;
-    (void)pthread_mutex_unlock(&client->lock);
-    return takes;
+    PCC_LOCKED(&client->lock);
+    return job->snapshot == snapshot &&
+           atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED;
 }
 
 int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
@@ -174,29 +167,25 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
         return -EINVAL;
     if (pull && mine->page == 0)
         return -PCC_E_DEVICE;
-    pcc_client_enter(client);
-    int error = 0;
-    const bool takes =
-        mark_begin(client, snapshot); /* abandoned or hung up since: nothing to mark */
-    if (takes)
-        error = pcc_client_gpu_enter(mine, &mode);
-    if (takes && error == 0) {
-        CUstream const on = aside ? mine->side : (CUstream)(uintptr_t)stream;
-        error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
-        pcc_client_gpu_leave(mine, mode);
+    PCC_CLIENT_WAITS(client);
+    if (!mark_begin(client, snapshot))
+        return 0; /* abandoned or hung up since: nothing to mark */
+    int error = pcc_client_gpu_enter(mine, &mode);
+    if (error != 0)
+        return error;
+    CUstream const on = aside ? mine->side : (CUstream)(uintptr_t)stream;
+    error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
+    pcc_client_gpu_leave(mine, mode);
+    if (error != 0)
+        return error;
+    PCC_LOCKED(&client->lock);
+    if (job->snapshot == snapshot) {
+        job->devices[device].is_marked = true;
+        job->devices[device].aside = aside;
+        if (pull)
+            job->pulled |= 1u << device;
     }
-    if (takes && error == 0) {
-        (void)pthread_mutex_lock(&client->lock);
-        if (job->snapshot == snapshot) {
-            job->devices[device].is_marked = true;
-            job->devices[device].aside = aside;
-            if (pull)
-                job->pulled |= 1u << device;
-        }
-        (void)pthread_mutex_unlock(&client->lock);
-    }
-    pcc_client_leave(client);
-    return error;
+    return 0;
 }
 
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
@@ -205,7 +194,7 @@ bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
     bool reached = true;
     int mode;
 
-    pcc_client_enter(client);
+    PCC_CLIENT_WAITS(client);
     for (uint32_t i = 0; reached && i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
         (void)pthread_mutex_lock(&client->lock);
@@ -217,7 +206,6 @@ bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
         reached = device->gpu.cuda->event_query(event) != CUDA_ERROR_NOT_READY;
         pcc_client_gpu_leave(device, mode);
     }
-    pcc_client_leave(client);
     return reached;
 }
 
@@ -321,20 +309,18 @@ static void waited(struct pcc_client *client, uint64_t snapshot, uint32_t device
     struct pcc_client_device *mine = &client->devices[device];
     struct pcc_job_device *part = &client->jobs[snapshot % PCC_SNAPSHOTS].devices[device];
 
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     if (record_behind(mine->gpu.cuda, &part->waited, stream) != CUDA_SUCCESS)
         mine->unfenced = true;
-    (void)pthread_mutex_unlock(&client->gpu_lock);
 }
 
 static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     if (job->snapshot == snapshot)
         pcc_client_release_streams(client, job);
-    (void)pthread_mutex_unlock(&client->lock);
 }
 
 int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
@@ -348,33 +334,30 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
 
     if (mine == NULL)
         return -EINVAL;
-    pcc_client_enter(client);
+    PCC_CLIENT_WAITS(client);
     const enum hold_way way = hold_await(client, snapshot, device, &event, deadline_ns);
-    int error = way == HOLD_LATER ? -ETIMEDOUT : 0;
+    if (way == HOLD_LATER || way == HOLD_NOT)
+        return way == HOLD_LATER ? -ETIMEDOUT : 0;
     if (way == HOLD_WORD)
         hold_arm(client, snapshot, device, deadline_ns);
-    if (way == HOLD_WORD || way == HOLD_EVENT) {
-        error = pcc_client_gpu_enter(mine, &mode);
-        if (error == 0) {
-            if (way == HOLD_WORD) {
-                result = mine->gpu.cuda->stream_wait_value(
-                    on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
-                    snapshot, CU_STREAM_WAIT_VALUE_GEQ);
-                if (result == CUDA_SUCCESS)
-                    waited(client, snapshot, device, on);
-            } else {
-                result = mine->gpu.cuda->stream_wait_event(on, event, 0);
-            }
-            error = pcc_client_gpu_code(mine, result);
-            pcc_client_gpu_leave(mine, mode);
+    int error = pcc_client_gpu_enter(mine, &mode);
+    if (error == 0) {
+        if (way == HOLD_WORD) {
+            result = mine->gpu.cuda->stream_wait_value(
+                on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
+                snapshot, CU_STREAM_WAIT_VALUE_GEQ);
+            if (result == CUDA_SUCCESS)
+                waited(client, snapshot, device, on);
+        } else {
+            result = mine->gpu.cuda->stream_wait_event(on, event, 0);
         }
-        if (error == -ENOMEM) /* the driver's, for the wait: it is not enqueued */
-            error = -PCC_E_DEVICE;
+        error = pcc_client_gpu_code(mine, result);
+        pcc_client_gpu_leave(mine, mode);
     }
     if (way == HOLD_WORD)
         hold_recheck(client, snapshot);
-    pcc_client_leave(client);
-    return error;
+    /* The driver's want of memory for the wait: it is not enqueued. */
+    return error == -ENOMEM ? -PCC_E_DEVICE : error;
 }
 
 bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_t device,
@@ -384,8 +367,6 @@ bool pcc_client_hold_ready(struct pcc_client *client, uint64_t snapshot, uint32_
 
     if (pcc_client_device(client, device) == NULL)
         return true;
-    pcc_client_enter(client);
-    const enum hold_way way = hold_await(client, snapshot, device, &ignored, until_ns);
-    pcc_client_leave(client);
-    return way != HOLD_LATER;
+    PCC_CLIENT_WAITS(client);
+    return hold_await(client, snapshot, device, &ignored, until_ns) != HOLD_LATER;
 }

@@ -8,9 +8,8 @@
 #ifndef PCC_CLIENT_PRIVATE_H
 #define PCC_CLIENT_PRIVATE_H
 
-#include <pthread.h>
-
 #include "base/pcc_crew.h"
+#include "base/pcc_thread.h"
 #include "client/pcc_client.h"
 #include "gpu/pcc_cuda.h"
 #include "shared/pcc_ring.h"
@@ -231,20 +230,26 @@ static inline bool pcc_client_ended(const struct pcc_client *client)
     return atomic_load_explicit(&client->view.page->ended, memory_order_acquire) != 0;
 }
 
-static inline void pcc_client_enter(struct pcc_client *client)
+static inline struct pcc_client *pcc_client_enter(struct pcc_client *client)
 {
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     client->waiters++;
-    (void)pthread_mutex_unlock(&client->lock);
+    return client;
 }
 
-static inline void pcc_client_leave(struct pcc_client *client)
+static inline void pcc_client_leave(struct pcc_client **entered)
 {
-    (void)pthread_mutex_lock(&client->lock);
+    struct pcc_client *client = *entered;
+
+    PCC_LOCKED(&client->lock);
     client->waiters--;
     (void)pthread_cond_broadcast(&client->idle);
-    (void)pthread_mutex_unlock(&client->lock);
 }
+
+/* Until the end of the block the caller is a waiter. Before anything takes the lock. */
+#define PCC_CLIENT_WAITS(client)                                                                   \
+    struct pcc_client *entered_client __attribute__((cleanup(pcc_client_leave), unused)) =         \
+        pcc_client_enter(client)
 
 /* True while the word of `snapshot` can still become COPIED. */
 static inline bool pcc_client_open_word(const struct pcc_client *client, uint64_t snapshot)

@@ -187,7 +187,7 @@ static void landed(struct pcc_client *client, struct pcc_client_device *device, 
     device->progress_ns = pcc_now_ns();
     if (error == 0)
         pcc_client_list_add(client, &client->landed, chunk);
-    (void)pthread_mutex_lock(&client->lock);
+    PCC_LOCKED(&client->lock);
     job->flying--;
     if (error != 0) {
         /* Perhaps the GPU still writes to it: the chunk is not used again. */
@@ -200,7 +200,6 @@ static void landed(struct pcc_client *client, struct pcc_client_device *device, 
         pcc_client_job_note(client, job);
     }
     (void)pthread_cond_broadcast(&client->idle);
-    (void)pthread_mutex_unlock(&client->lock);
 }
 
 /* True when the first chunk's copies could have run for long, and have not ended. Until the

@@ -92,18 +92,16 @@ static struct pcc_job *asking_next(struct pcc_client *client)
 static bool send_requests(struct pcc_client *client)
 {
     struct pcc_job *job;
-    bool whole = true;
 
-    (void)pthread_mutex_lock(&client->lock);
-    while (whole && (job = asking_next(client)) != NULL) {
+    PCC_LOCKED(&client->lock);
+    while ((job = asking_next(client)) != NULL) {
         const struct pcc_message message = {.kind = PCC_MSG_REQUEST, .id = job->snapshot};
         job->asking = false;
         client->asking--;
-        if (pcc_client_open_word(client, job->snapshot))
-            whole = pcc_client_tell(client, &message);
+        if (pcc_client_open_word(client, job->snapshot) && !pcc_client_tell(client, &message))
+            return false;
     }
-    (void)pthread_mutex_unlock(&client->lock);
-    return whole;
+    return true;
 }
 
 /* A load must not wait for chunks that lie idle here. */

@@ -45,12 +45,11 @@ int pcc_client_staging(struct pcc_client *client, uint32_t device, uint64_t leng
 
     if (mine == NULL)
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     if (mine->staging == NULL || mine->staging->length_bytes < length_bytes)
         error = pcc_client_staging_make(mine, length_bytes);
     if (error == 0)
         *address_out = mine->staging->address;
-    (void)pthread_mutex_unlock(&client->gpu_lock);
     return error;
 }
 
@@ -69,7 +68,7 @@ void pcc_client_staging_trim(struct pcc_client *client)
 {
     int mode;
 
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
         if (device == NULL || device->staging == NULL || device->staging->next == NULL ||
@@ -79,7 +78,6 @@ void pcc_client_staging_trim(struct pcc_client *client)
         device->staging->next = NULL;
         pcc_client_gpu_leave(device, mode);
     }
-    (void)pthread_mutex_unlock(&client->gpu_lock);
 }
 
 /* With gpu_lock held, within enter/leave. */
@@ -107,24 +105,22 @@ int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream
                      const struct pcc_device_copy *copies, uint64_t copy_count, bool aside)
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
-    int mode, error = 0;
+    int mode;
 
     if (mine == NULL)
         return -EINVAL;
-    (void)pthread_mutex_lock(&client->gpu_lock);
+    PCC_LOCKED(&client->gpu_lock);
     const uint64_t room = mine->staging != NULL ? mine->staging->length_bytes : 0;
-    for (uint64_t i = 0; error == 0 && i < copy_count; i++) {
+    for (uint64_t i = 0; i < copy_count; i++) {
         if (copies[i].staging_offset_bytes > room ||
             copies[i].length_bytes > room - copies[i].staging_offset_bytes)
-            error = -EINVAL;
+            return -EINVAL;
     }
-    if (error == 0)
-        error = pcc_client_gpu_enter(mine, &mode);
-    if (error == 0) {
-        error = pcc_client_gpu_code(
-            mine, stage(mine, (CUstream)(uintptr_t)stream, copies, copy_count, aside));
-        pcc_client_gpu_leave(mine, mode);
-    }
-    (void)pthread_mutex_unlock(&client->gpu_lock);
+    int error = pcc_client_gpu_enter(mine, &mode);
+    if (error != 0)
+        return error;
+    error = pcc_client_gpu_code(
+        mine, stage(mine, (CUstream)(uintptr_t)stream, copies, copy_count, aside));
+    pcc_client_gpu_leave(mine, mode);
     return error;
 }

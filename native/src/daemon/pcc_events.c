@@ -1,11 +1,11 @@
 /* Events to the daemon's loop: a bounded queue behind a mutex, and an eventfd that is readable
  * while the queue holds something. Producers are few per checkpoint, so a mutex costs nothing here;
  * what matters is that the loop sleeps in its poll and is woken once per burst. */
-#include <pthread.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "base/pcc_thread.h"
 #include "daemon/pcc_tenant.h"
 
 #define CAPACITY_MAX (1u << 24)
@@ -86,20 +86,18 @@ static int make_room(struct pcc_events *events, uint32_t wanted)
 
 int pcc_events_reserve(struct pcc_events *events, uint32_t count)
 {
-    (void)pthread_mutex_lock(&events->lock);
+    PCC_LOCKED(&events->lock);
     const int error = make_room(events, events->reserved + count);
     if (error == 0)
         events->reserved += count;
-    (void)pthread_mutex_unlock(&events->lock);
     return error;
 }
 
 void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
 {
-    (void)pthread_mutex_lock(&events->lock);
+    PCC_LOCKED(&events->lock);
     PCC_ASSERT(events->reserved >= count);
     events->reserved -= count;
-    (void)pthread_mutex_unlock(&events->lock);
 }
 
 /* The caller holds a tenant's lock, and the loop may be waiting for that lock: a put that waited
@@ -107,7 +105,7 @@ void pcc_events_unreserve(struct pcc_events *events, uint32_t count)
  * takes. */
 void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
 {
-    (void)pthread_mutex_lock(&events->lock);
+    PCC_LOCKED(&events->lock);
     while (make_room(events, events->tail - events->head + 1) != 0)
         (void)pthread_cond_wait(&events->taken, &events->lock);
     const bool was_empty = events->tail == events->head;
@@ -115,7 +113,6 @@ void pcc_events_put(struct pcc_events *events, const struct pcc_event *event)
     events->tail++;
     if (was_empty)
         (void)eventfd_write(events->fd, 1);
-    (void)pthread_mutex_unlock(&events->lock);
 }
 
 uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint32_t capacity)
@@ -123,7 +120,7 @@ uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint3
     uint32_t count = 0;
     eventfd_t ignored;
 
-    (void)pthread_mutex_lock(&events->lock);
+    PCC_LOCKED(&events->lock);
     while (count < capacity && events->head != events->tail) {
         out[count++] = events->entries[events->head % events->capacity];
         events->head++;
@@ -132,6 +129,5 @@ uint32_t pcc_events_take(struct pcc_events *events, struct pcc_event *out, uint3
     if (events->head == events->tail)
         (void)eventfd_read(events->fd, &ignored);
     (void)pthread_cond_broadcast(&events->taken);
-    (void)pthread_mutex_unlock(&events->lock);
     return count;
 }

@@ -50,10 +50,9 @@ static int adopted_add(struct pcc_tenant *tenant, const struct pcc_tenant_segmen
     if (chunks > tenant->spec.chunk_capacity - first)
         return -ENOSPC;
     pcc_tenant_segment_add(tenant, segment);
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     for (uint32_t i = first; i < tenant->chunk_count; i++)
         pcc_tenant_chunk_set(tenant, &tenant->chunks[i], PCC_CHUNK_LEFT);
-    pcc_tenant_unlock(tenant);
     return 0;
 }
 
@@ -61,21 +60,17 @@ int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id)
 {
     struct pcc_tenant_segment segment = {0};
 
-    (void)pthread_mutex_lock(&tenant->control);
-    (void)pthread_mutex_lock(&tenant->growing);
-    int error = tenant->session != 0 || tenant->pull.pinner != NULL ||
-                        tenant->lasting_count != tenant->segment_count
-                    ? -EBUSY
-                    : 0;
-    if (error == 0)
-        error = pcc_pool_adopt(tenant->pool, fd, id, tenant->label, &segment.memory);
-    if (error == 0) {
-        error = adopted_add(tenant, &segment);
-        if (error != 0)
-            pcc_pool_unadopt(tenant->pool, &segment.memory);
-    }
-    (void)pthread_mutex_unlock(&tenant->growing);
-    (void)pthread_mutex_unlock(&tenant->control);
+    PCC_LOCKED(&tenant->control);
+    PCC_LOCKED(&tenant->growing);
+    if (tenant->session != 0 || tenant->pull.pinner != NULL ||
+        tenant->lasting_count != tenant->segment_count)
+        return -EBUSY;
+    int error = pcc_pool_adopt(tenant->pool, fd, id, tenant->label, &segment.memory);
+    if (error != 0)
+        return error;
+    error = adopted_add(tenant, &segment);
+    if (error != 0)
+        pcc_pool_unadopt(tenant->pool, &segment.memory);
     return error;
 }
 
@@ -215,38 +210,33 @@ int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume, i
 {
     void *bytes;
     uint64_t length;
-    int error = 0;
 
     *count_out = 0;
-    (void)pthread_mutex_lock(&tenant->control);
+    PCC_LOCKED(&tenant->control);
     const uint32_t index = pcc_tenant_binding_find(tenant, NULL);
     struct pcc_tenant_binding *binding = &tenant->bindings[index % PCC_TENANT_VOLUMES];
     if (tenant->session != 0 || index == PCC_TENANT_VOLUMES ||
         pcc_tenant_binding_find(tenant, volume) < PCC_TENANT_VOLUMES)
-        error = -EBUSY;
-    else if (id == 0 || tenant->label[0] == '\0')
-        error = -EINVAL;
+        return -EBUSY;
+    if (id == 0 || tenant->label[0] == '\0')
+        return -EINVAL;
+    int error = pcc_pool_state_map(fd, &bytes, &length);
+    if (error != 0)
+        return error;
+    error = pcc_kept_accept(&binding->kept, bytes, length);
     if (error == 0)
-        error = pcc_pool_state_map(fd, &bytes, &length);
-    if (error == 0) {
-        error = pcc_kept_accept(&binding->kept, bytes, length);
-        if (error == 0)
-            error = state_fits(tenant, &binding->kept, volume)
-                        ? pcc_tenant_binding_open(tenant, index, volume)
-                        : -EINVAL;
-        if (error != 0) {
-            binding->kept = (struct pcc_kept){0};
-            (void)munmap(bytes, length);
-        }
+        error = state_fits(tenant, &binding->kept, volume)
+                    ? pcc_tenant_binding_open(tenant, index, volume)
+                    : -EINVAL;
+    if (error != 0) {
+        binding->kept = (struct pcc_kept){0};
+        (void)munmap(bytes, length);
+        return error;
     }
-    if (error == 0) {
-        binding->kept_id = id;
-        pcc_tenant_lock(tenant);
-        *count_out = saves_adopt(tenant, index, outcomes);
-        pcc_tenant_unlock(tenant);
-    }
-    (void)pthread_mutex_unlock(&tenant->control);
-    return error;
+    binding->kept_id = id;
+    PCC_LOCKED(&tenant->lock);
+    *count_out = saves_adopt(tenant, index, outcomes);
+    return 0;
 }
 
 /* -- settling: checked, and handed over -- */

@@ -8,7 +8,6 @@
 #include <string.h>
 
 #include "base/pcc_futex.h"
-#include "base/pcc_thread.h"
 #include "daemon/pcc_tenant_private.h"
 
 /* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under
@@ -168,7 +167,7 @@ static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
     part->under_way--;
     if (part->chunk == (int64_t)token) /* it was not enqueued as a whole */
         part->chunk = -1;
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     if (error == 0 && !is_over(part))
         chunk_arrived(part, token);
     else if (error == -PCC_E_DEVICE_LOST)
@@ -178,7 +177,6 @@ static void on_done(struct pcc_gpu_job *job, uint32_t token, int error)
     if (error != 0)
         pcc_tenant_abort(tenant, part->save, error);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 static void on_lost(struct pcc_gpu_job *job)
@@ -186,12 +184,11 @@ static void on_lost(struct pcc_gpu_job *job)
     struct pcc_tenant_part *part = part_of(job);
     struct pcc_tenant *tenant = part->tenant;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     if (part->chunk >= 0)
         pcc_tenant_chunk_set(tenant, &tenant->chunks[part->chunk], PCC_CHUNK_LOST);
     part->chunk = -1;
     pcc_tenant_abort(tenant, part->save, -PCC_E_DEVICE_LOST);
-    pcc_tenant_unlock(tenant);
 }
 
 static void part_unlink(struct pcc_tenant *tenant, const struct pcc_tenant_part *part,
@@ -391,10 +388,9 @@ static void map_leave(struct pcc_tenant_map *map)
         return;
     map->left_behind = true;
     map->holders++; /* so that it is never closed */
-    (void)pthread_mutex_lock(&left_behind.lock);
+    PCC_LOCKED(&left_behind.lock);
     map->next = left_behind.first;
     left_behind.first = map;
-    (void)pthread_mutex_unlock(&left_behind.lock);
 }
 
 /* With the lock held: the GPU has not ended its copies in time, and is not waited for any more.

@@ -172,7 +172,7 @@ static void leave(struct pcc_tenant *tenant)
 {
     const bool quiet = is_quiet(tenant); /* nothing is granted to a broken session */
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     for (uint32_t i = 0; i < tenant->chunk_count; i++) {
         if (tenant->chunks[i].state != PCC_CHUNK_GRANTED)
             continue;
@@ -182,7 +182,6 @@ static void leave(struct pcc_tenant *tenant)
             pcc_tenant_chunk_set(tenant, &tenant->chunks[i], PCC_CHUNK_LEFT);
     }
     tenant->granted_count = 0;
-    pcc_tenant_unlock(tenant);
 }
 
 const struct pcc_source_ops pcc_source_push = {

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "base/pcc_futex.h"
-#include "base/pcc_thread.h"
 #include "daemon/pcc_tenant_private.h"
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
@@ -117,13 +116,12 @@ int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t index, struct pc
     const int error = pcc_saver_open(volume, &spec, &saver);
     if (error != 0)
         return error;
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     binding->volume = volume;
     binding->saver = saver;
     binding->active = 0;
     tenant->bound = index;
     pcc_tenant_queue_look(tenant);
-    pcc_tenant_unlock(tenant);
     return 0;
 }
 
@@ -144,53 +142,47 @@ static int bind_fresh(struct pcc_tenant *tenant, struct pcc_volume *volume)
 
 int pcc_tenant_bind(struct pcc_tenant *tenant, struct pcc_volume *volume)
 {
-    int error = 0;
-
     if (pcc_volume_geometry(volume).block_bytes != tenant->spec.block_bytes)
         return -EINVAL; /* the client's checksums would not be the volume's */
-    (void)pthread_mutex_lock(&tenant->control);
+    PCC_LOCKED(&tenant->control);
     const uint32_t index = pcc_tenant_binding_find(tenant, volume);
-    if (index == PCC_TENANT_VOLUMES) {
-        error = bind_fresh(tenant, volume);
-    } else {
-        pcc_tenant_lock(tenant);
-        tenant->bound = index;
-        pcc_tenant_queue_look(tenant);
-        pcc_tenant_unlock(tenant);
-    }
-    (void)pthread_mutex_unlock(&tenant->control);
-    return error;
+    if (index == PCC_TENANT_VOLUMES)
+        return bind_fresh(tenant, volume);
+    PCC_LOCKED(&tenant->lock);
+    tenant->bound = index;
+    pcc_tenant_queue_look(tenant);
+    return 0;
+}
+
+/* The binding of the volume, if there is one, leaves the table. */
+static int binding_leave(struct pcc_tenant *tenant, const struct pcc_volume *volume,
+                         struct pcc_tenant_binding *gone_out)
+{
+    PCC_LOCKED(&tenant->lock);
+    const uint32_t index = pcc_tenant_binding_find(tenant, volume);
+    if (tenant->load.active && tenant->load.volume == volume)
+        return -EBUSY;
+    if (index == PCC_TENANT_VOLUMES)
+        return 0;
+    if (tenant->bindings[index].active > 0 || pcc_tenant_is_filled(tenant, index))
+        return -EBUSY;
+    *gone_out = tenant->bindings[index];
+    tenant->bindings[index] = (struct pcc_tenant_binding){0};
+    if (tenant->bound == index)
+        tenant->bound = PCC_TENANT_VOLUMES;
+    return 0;
 }
 
 int pcc_tenant_unbind(struct pcc_tenant *tenant, struct pcc_volume *volume)
 {
-    struct pcc_saver *saver = NULL;
     struct pcc_tenant_binding gone = {0};
-    int error = 0;
 
-    (void)pthread_mutex_lock(&tenant->control);
-    pcc_tenant_lock(tenant);
-    const uint32_t index = pcc_tenant_binding_find(tenant, volume);
-    if (tenant->load.active && tenant->load.volume == volume) {
-        error = -EBUSY;
-    } else if (index < PCC_TENANT_VOLUMES) {
-        struct pcc_tenant_binding *binding = &tenant->bindings[index];
-        if (binding->active > 0 || pcc_tenant_is_filled(tenant, index)) {
-            error = -EBUSY;
-        } else {
-            saver = binding->saver;
-            gone = *binding;
-            *binding = (struct pcc_tenant_binding){0};
-            if (tenant->bound == index)
-                tenant->bound = PCC_TENANT_VOLUMES;
-        }
-    }
-    pcc_tenant_unlock(tenant);
-    if (saver != NULL) {
-        pcc_saver_close(saver);
+    PCC_LOCKED(&tenant->control);
+    const int error = binding_leave(tenant, volume, &gone);
+    if (gone.saver != NULL) {
+        pcc_saver_close(gone.saver);
         pcc_tenant_kept_drop(tenant, &gone);
     }
-    (void)pthread_mutex_unlock(&tenant->control);
     return error;
 }
 
@@ -250,11 +242,8 @@ fail:
 int pcc_tenant_attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, int32_t pid,
                       int *page_fd_out)
 {
-    (void)pthread_mutex_lock(&tenant->control);
-    const int error =
-        tenant->attached ? -EBUSY : attach(tenant, socket_fd, session, pid, page_fd_out);
-    (void)pthread_mutex_unlock(&tenant->control);
-    return error;
+    PCC_LOCKED(&tenant->control);
+    return tenant->attached ? -EBUSY : attach(tenant, socket_fd, session, pid, page_fd_out);
 }
 
 /* With the lock held, after the ring was drained: only the copied saves of the session continue. */
@@ -287,7 +276,7 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
 {
     static const struct pcc_source_ops *const sources[] = {&pcc_source_push, &pcc_source_pull};
 
-    (void)pthread_mutex_lock(&tenant->control);
+    PCC_LOCKED(&tenant->control);
     if (tenant->attached) {
         /* Release pairs with the drain thread's acquire. */
         atomic_store_explicit(&tenant->stopping, true, memory_order_release);
@@ -316,5 +305,4 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         pcc_tenant_put(tenant, &event);
         pcc_tenant_unlock(tenant);
     }
-    (void)pthread_mutex_unlock(&tenant->control);
 }

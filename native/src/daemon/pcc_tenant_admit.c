@@ -238,8 +238,7 @@ bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
                             const struct pcc_tenant_end *end)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     pcc_tenant_outcome(tenant, snapshot, end);
     pcc_tenant_wake_client(tenant);
-    pcc_tenant_unlock(tenant);
 }

@@ -202,24 +202,19 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
     struct pcc_message message;
 
     while (count < tenant->geometry.ring_capacity) {
-        pcc_tenant_lock(tenant);
+        PCC_LOCKED(&tenant->lock);
         const int result = message_next(tenant, &again, &message);
-        if (result == 0) {
-            pcc_tenant_unlock(tenant);
+        if (result == 0)
             break;
-        }
         if (!tenant->broken) {
             if (result < 0 || take(tenant, &message) != 0)
                 pcc_tenant_break(tenant);
             else
                 pcc_push_hand_out(tenant);
         }
-        const bool broken = tenant->broken;
-        const bool put_back = tenant->queue.crowded;
-        pcc_tenant_unlock(tenant);
-        if (broken)
+        if (tenant->broken)
             return 0; /* and nothing from this ring is believed again */
-        if (put_back)
+        if (tenant->queue.crowded)
             break; /* the loop rings when it has noted some */
         count++;
     }
@@ -228,7 +223,7 @@ static uint32_t ring_drain(struct pcc_tenant *tenant)
 
 static void abort_abandoned(struct pcc_tenant *tenant)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
         struct pcc_tenant_save *save = &tenant->saves[i];
         if (save->save == NULL || save->copied || save->aborted || save->session != tenant->session)
@@ -238,7 +233,6 @@ static void abort_abandoned(struct pcc_tenant *tenant)
             pcc_word(save->snapshot, PCC_WORD_COPYING))
             pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
     }
-    pcc_tenant_unlock(tenant);
 }
 
 /* -- judging what was read -- */
@@ -295,12 +289,11 @@ static bool sources_judge(struct pcc_tenant *tenant)
     struct pcc_source *source;
     bool any = false;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     while ((source = unjudged_next(tenant, &save)) != NULL) {
         source_judge(tenant, save, source);
         any = true;
     }
-    pcc_tenant_unlock(tenant);
     return any;
 }
 
@@ -340,7 +333,7 @@ static void on_writing(void *owner, uint64_t tag)
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
     if (!save->writing) {
         save->writing = true;
@@ -350,19 +343,17 @@ static void on_writing(void *owner, uint64_t tag)
             save_event(tenant, save, PCC_EVENT_WRITING);
         }
     }
-    pcc_tenant_unlock(tenant);
 }
 
 static void on_chunk_written(void *owner, uint64_t tag, uint32_t index)
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
     if (chunk->tag == tag && chunk->state == PCC_CHUNK_FULL) /* not so when written again */
         pcc_tenant_chunk_set(tenant, chunk, PCC_CHUNK_CACHED);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 /* With the lock held. */
@@ -390,11 +381,10 @@ static void on_offered(void *owner, uint64_t tag, uint64_t payload_offset_bytes,
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, tag);
     if (save != NULL && pcc_tenant_of_session(tenant, save) && !save->aborted && !tenant->broken)
         answer(tenant, save, payload_offset_bytes, in_base);
-    pcc_tenant_unlock(tenant);
 }
 
 static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
@@ -438,7 +428,7 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     };
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     struct pcc_tenant_save *save = pcc_tenant_save_of(tenant, result->tag);
     save->save = NULL;
     pcc_tenant_chunks_forget(tenant, save, result->end == PCC_SAVE_DURABLE);
@@ -462,17 +452,15 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     if (!save->copied) /* after the outcome: owners go on when the word is final */
         pcc_tenant_sources_abandon(tenant, save, save->sources);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 static void on_freed(void *owner)
 {
     struct pcc_tenant *tenant = owner;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     if (tenant->queue.count > 0)
         pcc_tenant_queue_look(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 const struct pcc_save_events pcc_tenant_save_events = {

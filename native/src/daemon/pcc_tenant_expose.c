@@ -74,10 +74,9 @@ static void map_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
             pcc_gpu_put(map->gpus[i]);
     pcc_exposure_free(&map->view);
     free(map);
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     tenant->pull.maps--;
     tenant->pull.mapped_ns = pcc_now_ns();
-    pcc_tenant_unlock(tenant);
 }
 
 void pcc_tenant_maps_close(struct pcc_tenant *tenant)
@@ -162,9 +161,8 @@ static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
         ++*at;
     }
     if (found != NULL) {
-        pcc_tenant_lock(tenant);
+        PCC_LOCKED(&tenant->lock);
         found->holders++;
-        pcc_tenant_unlock(tenant);
     }
     return found;
 }
@@ -340,7 +338,7 @@ int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes
     int error = 0;
 
     say(words, "%s", "");
-    (void)pthread_mutex_lock(&tenant->control);
+    PCC_LOCKED(&tenant->control);
     pcc_tenant_lock(tenant);
     if (!tenant->attached || tenant->broken)
         error = -ENOTCONN;
@@ -360,6 +358,5 @@ int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes
         error = expose(tenant, map, bytes, length_bytes, words);
     if (error != 0 && reason_bytes > 0 && reason[0] == '\0')
         say(words, "%s", pcc_error_name(error));
-    (void)pthread_mutex_unlock(&tenant->control);
     return error;
 }

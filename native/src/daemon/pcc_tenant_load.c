@@ -8,7 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_thread.h"
 #include "daemon/pcc_tenant_private.h"
 
 struct piece {
@@ -236,7 +235,7 @@ static void *reader_run(void *argument)
     struct pcc_tenant *tenant = argument;
     struct piece piece;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     while (piece_next(tenant, &piece)) {
         if (send_cached(tenant, &piece))
             continue;
@@ -246,7 +245,6 @@ static void *reader_run(void *argument)
             (void)pthread_cond_broadcast(&tenant->chunk_back);
         }
     }
-    pcc_tenant_unlock(tenant);
     return NULL;
 }
 
@@ -277,7 +275,7 @@ static void load_end(struct pcc_tenant *tenant, int error)
     struct pcc_tenant_load *load = &tenant->load;
 
     pcc_load_close(load->load);
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     load->load = NULL;
     if (load->result == 0)
         load->result = error;
@@ -297,7 +295,6 @@ static void load_end(struct pcc_tenant *tenant, int error)
     load->active = false;
     pcc_tenant_put(tenant, &event);
     pcc_tenant_queue_look(tenant); /* it held a slot */
-    pcc_tenant_unlock(tenant);
 }
 
 static void *leader_run(void *argument)

@@ -11,7 +11,7 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
     const uint32_t chunk_bytes = tenant->spec.chunk_bytes;
     const struct pcc_segment *segment = &fresh->memory;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     PCC_ASSERT(tenant->lasting_count == tenant->segment_count);
     const uint32_t index = tenant->segment_count++;
     tenant->lasting_count++;
@@ -27,7 +27,6 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
     pcc_tenant_chunks_add(tenant, added->memory.first_chunk, added->memory.chunk_count);
     pcc_tenant_grant_segments(tenant);
     pcc_tenant_pass_on(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 /* The next segment's length: what is wanted, cut to a segment, to the table and to the budget. */
@@ -53,12 +52,11 @@ static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
 static void pull_stop(struct pcc_tenant *tenant)
 {
     pcc_tenant_pinner_set(tenant, NULL);
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
     tenant->pull.map = NULL;
     if (tenant->attached)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
-    pcc_tenant_unlock(tenant);
 }
 
 /* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
@@ -81,7 +79,7 @@ int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted
     struct pcc_tenant_segment segment;
     int error = 0;
 
-    (void)pthread_mutex_lock(&tenant->growing);
+    PCC_LOCKED(&tenant->growing);
     /* The table of segments changes only under `growing`. */
     uint64_t have = (uint64_t)tenant->chunk_count * tenant->spec.chunk_bytes;
     /* What retires leaves from the end of the table first. */
@@ -97,15 +95,12 @@ int pcc_tenant_grow(struct pcc_tenant *tenant, uint64_t bytes, uint64_t *granted
         pcc_tenant_segment_add(tenant, &segment);
         have += length;
     }
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     pcc_tenant_grant_segments(tenant); /* also those of an earlier session */
-    pcc_tenant_unlock(tenant);
-    (void)pthread_mutex_unlock(&tenant->growing);
-    if (error == -PCC_E_NO_MEMORY || error == -ENOMEM)
-        error = 0;
-    if (error == 0)
-        *granted_out = have;
-    return error;
+    if (error != 0 && error != -PCC_E_NO_MEMORY && error != -ENOMEM)
+        return error;
+    *granted_out = have;
+    return 0;
 }
 
 /* Saves, with the lock held. */
@@ -120,35 +115,32 @@ static uint32_t in_flight(const struct pcc_tenant *tenant)
 
 int pcc_tenant_release_memory(struct pcc_tenant *tenant)
 {
-    uint32_t count = 0;
-
-    (void)pthread_mutex_lock(&tenant->control);
-    (void)pthread_mutex_lock(&tenant->growing);
+    PCC_LOCKED(&tenant->control);
+    PCC_LOCKED(&tenant->growing);
     pcc_tenant_lock(tenant);
+    const uint32_t count = tenant->segment_count;
     const bool busy = tenant->attached || tenant->load.active || in_flight(tenant) > 0 ||
                       pcc_tenant_is_filled(tenant, PCC_TENANT_VOLUMES);
     if (!busy) {
-        count = tenant->segment_count;
         tenant->segment_count = tenant->lasting_count = 0;
         tenant->chunk_count = 0;
         pcc_tenant_lists_clear(tenant);
     }
     pcc_tenant_unlock(tenant);
+    if (busy)
+        return -EBUSY;
     /* They are in no list any more, and `growing` keeps new ones away while they are unmapped. */
     for (uint32_t i = 0; i < count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
-    if (!busy)
-        pcc_tenant_pinner_set(tenant, NULL); /* the next session may have no use for it */
-    (void)pthread_mutex_unlock(&tenant->growing);
-    (void)pthread_mutex_unlock(&tenant->control);
-    return busy ? -EBUSY : 0;
+    pcc_tenant_pinner_set(tenant, NULL); /* the next session may have no use for it */
+    return 0;
 }
 
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
 {
     uint32_t count[PCC_CHUNK_LEFT + 1] = {0}; /* by state; that is the last one */
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     for (uint32_t i = 0; i < tenant->chunk_count; i++)
         count[tenant->chunks[i].state]++;
     *out = (struct pcc_tenant_usage){
@@ -164,7 +156,6 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
         .exposed_bytes = tenant->pull.exposed_bytes,
         .mappings = tenant->pull.mappings,
     };
-    pcc_tenant_unlock(tenant);
 }
 
 /* -- pinned for the copies of a GPU --
@@ -248,13 +239,12 @@ int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
 {
     int error = 0;
 
-    (void)pthread_mutex_lock(&tenant->growing);
+    PCC_LOCKED(&tenant->growing);
     pcc_tenant_pinner_set(tenant, gpu);
     for (uint32_t i = 0; error == 0 && i < tenant->segment_count; i++)
         error = segment_pin(tenant, &tenant->segments[i]);
     if (error != 0)
         pcc_tenant_pinner_set(tenant, NULL);
-    (void)pthread_mutex_unlock(&tenant->growing);
     return error;
 }
 
@@ -267,11 +257,10 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
         tenant->pull.maps == 0 && pcc_now_ns() - tenant->pull.mapped_ns >= unmapped_ns;
     pcc_tenant_unlock(tenant);
     if (rests) {
-        (void)pthread_mutex_lock(&tenant->growing);
+        PCC_LOCKED(&tenant->growing);
         pcc_tenant_pinner_set(tenant, NULL);
         for (uint32_t i = 0; i < tenant->segment_count; i++)
             (void)segment_unpin(tenant, &tenant->segments[i]);
-        (void)pthread_mutex_unlock(&tenant->growing);
     }
     (void)pthread_mutex_unlock(&tenant->control);
 }
@@ -445,8 +434,8 @@ void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_ten
 {
     struct pcc_tenant_segment gone;
 
-    (void)pthread_mutex_lock(&tenant->growing);
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->growing);
+    PCC_LOCKED(&tenant->lock);
     choose(tenant, bytes);
     pcc_tenant_chunks_retire(tenant);
     tell(tenant);
@@ -456,6 +445,4 @@ void pcc_tenant_shrink(struct pcc_tenant *tenant, uint64_t bytes, struct pcc_ten
         pcc_tenant_lock(tenant);
     }
     *out = holding(tenant);
-    pcc_tenant_unlock(tenant);
-    (void)pthread_mutex_unlock(&tenant->growing);
 }

@@ -8,9 +8,8 @@
 #ifndef PCC_TENANT_PRIVATE_H
 #define PCC_TENANT_PRIVATE_H
 
-#include <pthread.h>
-
 #include "base/pcc_process.h"
+#include "base/pcc_thread.h"
 #include "daemon/pcc_source.h"
 #include "daemon/pcc_tenant.h"
 #include "gpu/pcc_gpu.h"

@@ -24,31 +24,28 @@ void pcc_tenant_queue_look(struct pcc_tenant *tenant)
 
 void pcc_tenant_retry(struct pcc_tenant *tenant)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     tenant->queue.reported = 0;
     pcc_tenant_queue_look(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 void pcc_tenant_policy(struct pcc_tenant *tenant, const struct pcc_tenant_policy *policy)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     tenant->policy = *policy;
     if (policy->above > tenant->last_sequence)
         tenant->last_sequence = policy->above;
     tenant->queue.reported = 0;
     pcc_tenant_queue_look(tenant);
-    pcc_tenant_unlock(tenant);
 }
 
 void pcc_tenant_noted(struct pcc_tenant *tenant)
 {
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     if (tenant->queue.unnoted > 0)
         tenant->queue.unnoted--;
     if (tenant->queue.crowded && tenant->attached)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
-    pcc_tenant_unlock(tenant);
 }
 
 /* -- taking requests -- */
@@ -232,20 +229,14 @@ void pcc_tenant_queue_end(struct pcc_tenant *tenant)
 bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
                        const struct pcc_tenant_end *how)
 {
-    bool refused = false;
-
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     const uint32_t index = find(&tenant->queue, snapshot);
-    if (index < tenant->queue.count) {
-        leave(&tenant->queue, index);
-        refuse_word(tenant, snapshot, how);
-        pcc_tenant_queue_look(tenant);
-        refused = true;
-    } else if (tenant->attached) {
-        refused = pcc_tenant_refuse_begun(tenant, snapshot, how);
-    }
-    pcc_tenant_unlock(tenant);
-    return refused;
+    if (index == tenant->queue.count)
+        return tenant->attached && pcc_tenant_refuse_begun(tenant, snapshot, how);
+    leave(&tenant->queue, index);
+    refuse_word(tenant, snapshot, how);
+    pcc_tenant_queue_look(tenant);
+    return true;
 }
 
 /* -- the number, and the turn of the first one -- */
@@ -253,21 +244,16 @@ bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
 int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence,
                       uint64_t incarnation, uint32_t world_size)
 {
-    int error = 0;
-
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     const uint32_t index = find(&tenant->queue, snapshot);
-    if (index < tenant->queue.count) {
-        struct pcc_tenant_wait *wait = &tenant->queue.waits[index];
-        wait->sequence = sequence;
-        wait->incarnation = incarnation;
-        wait->world_size = world_size;
-        pcc_tenant_queue_look(tenant); /* with its number it may have to be skipped */
-    } else {
-        error = pcc_tenant_number_begun(tenant, snapshot, sequence, incarnation, world_size);
-    }
-    pcc_tenant_unlock(tenant);
-    return error;
+    if (index == tenant->queue.count)
+        return pcc_tenant_number_begun(tenant, snapshot, sequence, incarnation, world_size);
+    struct pcc_tenant_wait *wait = &tenant->queue.waits[index];
+    wait->sequence = sequence;
+    wait->incarnation = incarnation;
+    wait->world_size = world_size;
+    pcc_tenant_queue_look(tenant); /* with its number it may have to be skipped */
+    return 0;
 }
 
 /* Whether a code means that the first one waits, for what others do or the loop decides. */
@@ -300,7 +286,7 @@ void pcc_tenant_queue_run(struct pcc_tenant *tenant)
     struct pcc_tenant_queue *queue = &tenant->queue;
     int error = 0;
 
-    pcc_tenant_lock(tenant);
+    PCC_LOCKED(&tenant->lock);
     if (!tenant->broken) {
         drop_abandoned(tenant);
         while (queue->look && queue->count > 0 && error == 0) {
@@ -314,5 +300,4 @@ void pcc_tenant_queue_run(struct pcc_tenant *tenant)
             put(tenant, PCC_EVENT_WAITS, queue->waits[0].request.snapshot, error);
         }
     }
-    pcc_tenant_unlock(tenant);
 }

@@ -169,13 +169,12 @@ static void prepare(struct pcc_volume *volume)
 {
     struct pcc_record *next = volume->buffer;
 
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     *next = volume->staged;
     next->record_number = volume->durable.record_number + 1;
     next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);
     /* Sequences that were given out but never published are passed over as well. */
     next->next_sequence = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 /* With `lock` held: the newest durable sequence without a damage flag, neither on the media nor
@@ -217,30 +216,25 @@ int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *contex
 
 int pcc_commit_opening(struct pcc_volume *volume, const struct pcc_commit_found *found)
 {
-    int result = 0;
-
     /* A generation of which neither replica can be read may hold the newest record. Writing would
      * destroy it, though the next attempt to read it might succeed. */
     for (uint32_t generation = 0; generation < PCC_GENERATIONS; generation++)
         if (found->unreadable[generation] == PCC_REPLICAS)
             return found->read_error;
-    (void)pthread_mutex_lock(&volume->publishing);
+    PCC_LOCKED(&volume->publishing);
     /* First writes what is missing of the newest record. Otherwise, while the next record is
      * written, a single replica might be the only intact one. */
-    for (uint32_t replica = 0; result == 0 && replica < PCC_REPLICAS; replica++) {
+    for (uint32_t replica = 0; replica < PCC_REPLICAS; replica++) {
         if (found->good[replica])
             continue;
         *volume->buffer = found->record;
-        result = write_replica(volume, replica);
-        if (result == 0)
-            volume->health.repaired_replicas++;
+        const int result = write_replica(volume, replica);
+        if (result != 0)
+            return result;
+        volume->health.repaired_replicas++;
     }
-    if (result == 0) {
-        volume->staged.boot_epoch++;
-        result = pcc_commit_staged(volume, NULL, NULL);
-    }
-    (void)pthread_mutex_unlock(&volume->publishing);
-    return result;
+    volume->staged.boot_epoch++;
+    return pcc_commit_staged(volume, NULL, NULL);
 }
 
 /* -- finding -- */

@@ -10,7 +10,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
 {
     const struct pcc_saver *saver = save->lane->saver;
 
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     PCC_ASSERT(!save->active && !save->has_slot);
     memset(&save->active, 0, sizeof *save - offsetof(struct pcc_save, active));
     save->request = *request;
@@ -27,7 +27,6 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
         atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
     save->times.begin = pcc_now_ns();
     save->active = true;
-    pcc_save_unlock(save);
 }
 
 static struct pcc_slot_entry entry_of(struct pcc_volume *volume,
@@ -115,22 +114,19 @@ int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnati
                     uint32_t world_size)
 {
     const struct pcc_saver *saver = save->lane->saver;
-    int result = -EINVAL;
 
-    pcc_save_lock(save);
-    if (!save->active) {
-        result = -PCC_E_ABORTED;
-    } else if (save->entry.sequence == 0 && sequence != 0 &&
-               pcc_volume_take_sequence(saver->volume, sequence) != 0) {
-        save->entry.sequence = sequence;
-        save->entry.incarnation = incarnation;
-        save->entry.world_size = world_size;
-        pcc_volume_start_id(saver->volume, incarnation, save->entry.start_id);
-        pcc_kept_entry(saver->spec.kept, save->kept_place, &save->entry, &save->request.notes);
-        result = 0;
-    }
-    pcc_save_unlock(save);
-    return result;
+    PCC_LOCKED(&save->lane->lock);
+    if (!save->active)
+        return -PCC_E_ABORTED;
+    if (save->entry.sequence != 0 || sequence == 0 ||
+        pcc_volume_take_sequence(saver->volume, sequence) == 0)
+        return -EINVAL;
+    save->entry.sequence = sequence;
+    save->entry.incarnation = incarnation;
+    save->entry.world_size = world_size;
+    pcc_volume_start_id(saver->volume, incarnation, save->entry.start_id);
+    pcc_kept_entry(saver->spec.kept, save->kept_place, &save->entry, &save->request.notes);
+    return 0;
 }
 
 uint64_t pcc_save_base(const struct pcc_save *save)
@@ -184,23 +180,19 @@ int pcc_save_chunk(struct pcc_save *save, const struct pcc_chunk *chunk)
 {
     const struct pcc_saver *saver = save->lane->saver;
     const uint32_t position = (uint32_t)(chunk->payload_offset_bytes / saver->spec.chunk_bytes);
-    int result = -EINVAL;
 
     PCC_ASSERT((uintptr_t)chunk->bytes % PCC_IO_ALIGN == 0);
-    pcc_save_lock(save);
-    if (!save->active) {
-        result = -PCC_E_ABORTED;
-    } else if (fits_payload(save, chunk) && !save->sealed) {
-        const struct pcc_save_piece *piece = &save->pieces[position];
-        const bool fits =
-            chunk->bytes != NULL || (save->has_base && chunk->checksums != NULL && !piece->asked);
-        if (piece->state == PCC_SAVE_CHUNK_ABSENT && fits) {
-            piece_take(save, position, chunk);
-            result = 0;
-        }
-    }
-    pcc_save_unlock(save);
-    return result;
+    PCC_LOCKED(&save->lane->lock);
+    if (!save->active)
+        return -PCC_E_ABORTED;
+    if (!fits_payload(save, chunk) || save->sealed)
+        return -EINVAL;
+    const struct pcc_save_piece *piece = &save->pieces[position];
+    const bool may_offer = save->has_base && chunk->checksums != NULL && !piece->asked;
+    if (piece->state != PCC_SAVE_CHUNK_ABSENT || (chunk->bytes == NULL && !may_offer))
+        return -EINVAL;
+    piece_take(save, position, chunk);
+    return 0;
 }
 
 /* With the lane's lock held: every piece lies in a payload of this length, as long as it is there.
@@ -239,9 +231,7 @@ static void take_length(struct pcc_save *save, const struct pcc_save_request *re
 
 int pcc_save_set_length(struct pcc_save *save, const struct pcc_save_length *length)
 {
-    int result = -EINVAL;
-
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     struct pcc_save_request request = save->request;
     request.is_open = false;
     request.payload_bytes = length->payload_bytes;
@@ -249,47 +239,39 @@ int pcc_save_set_length(struct pcc_save *save, const struct pcc_save_length *len
     request.tree_bytes = length->tree_bytes;
     request.notes.statistics = length->statistics;
     request.notes.dtypes = length->dtypes;
-    if (!save->active) {
-        result = -PCC_E_ABORTED;
-    } else if (save->request.is_open && request.payload_bytes <= save->request.payload_bytes &&
-               is_possible(&request) && pieces_fit(save, request.payload_bytes)) {
-        take_length(save, &request);
-        result = 0;
-    }
-    pcc_save_unlock(save);
-    return result;
+    if (!save->active)
+        return -PCC_E_ABORTED;
+    if (!save->request.is_open || request.payload_bytes > save->request.payload_bytes ||
+        !is_possible(&request) || !pieces_fit(save, request.payload_bytes))
+        return -EINVAL;
+    take_length(save, &request);
+    return 0;
 }
 
 int pcc_save_seal(struct pcc_save *save)
 {
-    int result = 0;
-
-    pcc_save_lock(save);
-    if (!save->active) {
-        result = -PCC_E_ABORTED;
-    } else if (save->sealed || save->request.is_open || save->entry.sequence == 0 ||
-               save->handed_over < save->piece_count) {
-        result = -EINVAL;
-    } else {
-        pcc_kept_copied(save->lane->saver->spec.kept, save->kept_place);
-        save->sealed = true;
-        save->times.sealed = pcc_now_ns();
-        pcc_save_advance(save);
-    }
-    pcc_save_unlock(save);
-    return result;
+    PCC_LOCKED(&save->lane->lock);
+    if (!save->active)
+        return -PCC_E_ABORTED;
+    if (save->sealed || save->request.is_open || save->entry.sequence == 0 ||
+        save->handed_over < save->piece_count)
+        return -EINVAL;
+    pcc_kept_copied(save->lane->saver->spec.kept, save->kept_place);
+    save->sealed = true;
+    save->times.sealed = pcc_now_ns();
+    pcc_save_advance(save);
+    return 0;
 }
 
 void pcc_save_abort(struct pcc_save *save, int error)
 {
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     if (save->active && !save->sealed && !save->failed) {
         save->failed = true;
         save->error = error;
         save->stage = PCC_STAGE_COPY;
         pcc_save_advance(save);
     }
-    pcc_save_unlock(save);
 }
 
 /* With the lane's lock held. */
@@ -311,18 +293,12 @@ static bool uncache_piece(struct pcc_save *save, uint32_t position)
 
 bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position)
 {
-    bool result = true;
-
     for (uint32_t i = 0; i < saver->spec.lanes; i++) {
         for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
             struct pcc_save *save = &saver->lanes[i].saves[place];
-            pcc_save_lock(save);
-            const bool found = save->active && save->request.tag == tag;
-            if (found)
-                result = uncache_piece(save, position);
-            pcc_save_unlock(save);
-            if (found)
-                return result;
+            PCC_LOCKED(&save->lane->lock);
+            if (save->active && save->request.tag == tag)
+                return uncache_piece(save, position);
         }
     }
     return true;

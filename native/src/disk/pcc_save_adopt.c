@@ -198,22 +198,19 @@ int pcc_save_found(struct pcc_save *save, uint64_t tag, uint32_t position, void 
         error = -PCC_E_DAMAGED;
     if (error != 0)
         return error;
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     struct pcc_save_piece *piece = &save->pieces[position];
-    error = -PCC_E_ABORTED;
-    if (save->active && save->request.tag == tag && !save->slot_failed &&
-        piece->state == PCC_SAVE_CHUNK_ABSENT) {
-        *piece = (struct pcc_save_piece){.length_bytes = length,
-                                         .index = UINT32_MAX,
-                                         .state = PCC_SAVE_CHUNK_WRITTEN,
-                                         .hashed = true,
-                                         .announced = true,
-                                         .uncached = true};
-        save->handed_over++;
-        save->written++;
-        save->uncached++;
-        error = 0;
-    }
-    pcc_save_unlock(save);
-    return error;
+    if (!save->active || save->request.tag != tag || save->slot_failed ||
+        piece->state != PCC_SAVE_CHUNK_ABSENT)
+        return -PCC_E_ABORTED;
+    *piece = (struct pcc_save_piece){.length_bytes = length,
+                                     .index = UINT32_MAX,
+                                     .state = PCC_SAVE_CHUNK_WRITTEN,
+                                     .hashed = true,
+                                     .announced = true,
+                                     .uncached = true};
+    save->handed_over++;
+    save->written++;
+    save->uncached++;
+    return 0;
 }

@@ -46,7 +46,7 @@ const struct pcc_known *pcc_save_known(struct pcc_save *save)
 {
     struct pcc_saver *saver = save->lane->saver;
 
-    (void)pthread_mutex_lock(&saver->knowing);
+    PCC_LOCKED(&saver->knowing);
     if (save->known == NULL && !save->unknown) {
         if (saver->known == NULL || saver->known->sequence != save->base.entry.sequence) {
             known_leave(saver->known);
@@ -59,28 +59,24 @@ const struct pcc_known *pcc_save_known(struct pcc_save *save)
         if (save->known != NULL)
             save->known->users++;
     }
-    const struct pcc_known *known = save->known;
-    (void)pthread_mutex_unlock(&saver->knowing);
-    return known;
+    return save->known;
 }
 
 void pcc_save_forget_known(struct pcc_save *save)
 {
     struct pcc_saver *saver = save->lane->saver;
 
-    (void)pthread_mutex_lock(&saver->knowing);
+    PCC_LOCKED(&saver->knowing);
     known_leave(save->known);
     save->known = NULL;
     save->unknown = false;
-    (void)pthread_mutex_unlock(&saver->knowing);
 }
 
 void pcc_saver_forget_known(struct pcc_saver *saver)
 {
-    (void)pthread_mutex_lock(&saver->knowing);
+    PCC_LOCKED(&saver->knowing);
     known_leave(saver->known);
     saver->known = NULL;
-    (void)pthread_mutex_unlock(&saver->knowing);
 }
 
 /* -- which blocks of a save are -- */

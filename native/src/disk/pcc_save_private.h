@@ -17,9 +17,9 @@
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/pcc_thread.h"
 #include "disk/pcc_save.h"
 
 #define PCC_SAVE_MOVES_MAX 2u

@@ -339,7 +339,7 @@ static void write_manifest(struct pcc_save *save)
         pcc_save_write_all(saver, save->manifest, room,
                            pcc_geometry_slot_offset(&saver->geometry, save->slot) +
                                pcc_align_up(save->request.payload_bytes, PCC_IO_ALIGN));
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     if (result == 0) {
         save->written_bytes += room;
         save->last_step = PCC_SAVE_STEP_MANIFEST;
@@ -347,7 +347,6 @@ static void write_manifest(struct pcc_save *save)
     } else {
         slot_error(save, result, PCC_STAGE_WRITE);
     }
-    pcc_save_unlock(save);
 }
 
 /* A failed flush puts in doubt whatever was written before it and not flushed since, by any save:
@@ -364,7 +363,7 @@ static void flush(struct pcc_save *save)
         (void)atomic_fetch_add_explicit(&saver->flush_failures, 1, memory_order_relaxed);
     (void)pthread_mutex_unlock(&saver->flushing);
 
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     if (result != 0) {
         slot_error(save, result, PCC_STAGE_FLUSH);
     } else if (doubtful) {
@@ -375,17 +374,15 @@ static void flush(struct pcc_save *save)
         save->last_step = PCC_SAVE_STEP_FLUSH;
         save->times.flushed = pcc_now_ns();
     }
-    pcc_save_unlock(save);
 }
 
 static void became_durable(void *context)
 {
     struct pcc_save *save = context;
 
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     save->durable = true;
     save->times.durable = pcc_now_ns();
-    pcc_save_unlock(save);
 }
 
 /* With the lock held. */
@@ -403,7 +400,7 @@ static void publish(struct pcc_save *save)
     const int result = pcc_volume_publish(saver->volume, save->slot, &save->entry, &published,
                                           became_durable, save);
 
-    pcc_save_lock(save);
+    PCC_LOCKED(&save->lane->lock);
     if (result == 0 && published == PCC_PUBLISH_BASE_LOST) {
         /* All of it is written again, into the same slot; without bytes of it, from the base. */
         if (save->offered > 0)
@@ -413,7 +410,6 @@ static void publish(struct pcc_save *save)
         save->slot_doubtful = true;
         save->error = -PCC_E_DAMAGED;
         save->stage = PCC_STAGE_BASE; /* nothing is wrong with the volume, should this be its end */
-        pcc_save_unlock(save);
         return;
     }
     if (result == 0 && published == PCC_PUBLISHED && save->has_base && !save->base_lost)
@@ -431,7 +427,6 @@ static void publish(struct pcc_save *save)
         save->given_up = published == PCC_PUBLISH_GIVEN_UP;
         PCC_ASSERT(save->superseded != save->durable);
     }
-    pcc_save_unlock(save);
 }
 
 /* With the lock held: never published. */
@@ -465,31 +460,27 @@ static int find_new_slot(struct pcc_save *save)
 
 static void move(struct pcc_save *save)
 {
-    pcc_save_lock(save);
-    if (save->failed) { /* given up after the move had been queued: end() leaves the slot */
-        pcc_save_unlock(save);
+    const struct pcc_kept *kept = save->lane->saver->spec.kept;
+
+    PCC_LOCKED(&save->lane->lock);
+    if (save->failed) /* given up after the move had been queued: end() leaves the slot */
         return;
-    }
-    if (find_new_slot(save) != 0) {
-        save->failed = true;
-    } else {
-        save->moves++;
-        pcc_kept_moved(save->lane->saver->spec.kept, save->kept_place, save->slot,
-                       save->piece_count);
-        pcc_kept_base(save->lane->saver->spec.kept, save->kept_place,
-                      save->has_base ? save->base.entry.sequence : 0);
-        save->slot_failed = save->slot_bad = save->slot_doubtful = false;
-        save->error = 0;
-        save->stage = PCC_STAGE_NONE;
-        save->last_step = PCC_SAVE_STEP_NONE;
-        save->written = 0;
-        save->flush_failures =
-            atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
-        for (uint32_t i = 0; i < save->piece_count; i++)
-            if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT)
-                pcc_save_queue_piece(save, i);
-    }
-    pcc_save_unlock(save);
+    save->failed = find_new_slot(save) != 0;
+    if (save->failed)
+        return;
+    save->moves++;
+    pcc_kept_moved(kept, save->kept_place, save->slot, save->piece_count);
+    pcc_kept_base(kept, save->kept_place, save->has_base ? save->base.entry.sequence : 0);
+    save->slot_failed = save->slot_bad = save->slot_doubtful = false;
+    save->error = 0;
+    save->stage = PCC_STAGE_NONE;
+    save->last_step = PCC_SAVE_STEP_NONE;
+    save->written = 0;
+    save->flush_failures =
+        atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
+    for (uint32_t i = 0; i < save->piece_count; i++)
+        if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT)
+            pcc_save_queue_piece(save, i);
 }
 
 static void end(struct pcc_save *save)

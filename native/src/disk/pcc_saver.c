@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_thread.h"
 #include "disk/pcc_save_private.h"
 #include "io/pcc_pace.h"
 
@@ -12,17 +11,15 @@
  * false only when the lane closes. */
 static bool work_take(struct pcc_lane *lane, bool wait, uint64_t *item_out)
 {
-    (void)pthread_mutex_lock(&lane->lock);
+    PCC_LOCKED(&lane->lock);
     while (wait && lane->work_count == 0 && !lane->closing)
         (void)pthread_cond_wait(&lane->changed, &lane->lock);
-    const bool found = lane->work_count > 0;
-    if (found) {
-        *item_out = lane->work[lane->work_first];
-        lane->work_first = (lane->work_first + 1) % lane->work_capacity;
-        lane->work_count--;
-    }
-    (void)pthread_mutex_unlock(&lane->lock);
-    return found;
+    if (lane->work_count == 0)
+        return false;
+    *item_out = lane->work[lane->work_first];
+    lane->work_first = (lane->work_first + 1) % lane->work_capacity;
+    lane->work_count--;
+    return true;
 }
 
 static void *run_lane(void *argument)
@@ -193,35 +190,30 @@ void pcc_saver_close(struct pcc_saver *saver)
 
 struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place)
 {
-    struct pcc_save *found = NULL;
-
-    (void)pthread_mutex_lock(&saver->lock);
-    for (uint32_t i = 0; !found && !saver->closing && i < saver->spec.lanes; i++) {
+    PCC_LOCKED(&saver->lock);
+    for (uint32_t i = 0; !saver->closing && i < saver->spec.lanes; i++) {
         struct pcc_lane *lane = &saver->lanes[i];
-        for (uint32_t k = 0; !found && !lane->current && k < PCC_SAVES_PER_LANE; k++) {
+        for (uint32_t k = 0; !lane->current && k < PCC_SAVES_PER_LANE; k++) {
             struct pcc_save *save = &lane->saves[k];
-            if (!save->used && (kept_place == PCC_SAVE_ANY_PLACE || kept_place == save->kept_place))
-                found = save;
+            if (save->used || (kept_place != PCC_SAVE_ANY_PLACE && kept_place != save->kept_place))
+                continue;
+            save->used = true;
+            lane->current = save;
+            pcc_pace_save_begins(saver->identity.uid);
+            return save;
         }
     }
-    if (found) {
-        found->used = true;
-        found->lane->current = found;
-        pcc_pace_save_begins(saver->identity.uid);
-    }
-    (void)pthread_mutex_unlock(&saver->lock);
-    return found;
+    return NULL;
 }
 
 void pcc_save_leave_lane(struct pcc_save *save)
 {
     struct pcc_saver *saver = save->lane->saver;
 
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     PCC_ASSERT(save->lane->current == save);
     save->lane->current = NULL;
     pcc_pace_save_ends(saver->identity.uid);
-    (void)pthread_mutex_unlock(&saver->lock);
 }
 
 void pcc_save_leave(struct pcc_save *save)
@@ -229,10 +221,9 @@ void pcc_save_leave(struct pcc_save *save)
     struct pcc_saver *saver = save->lane->saver;
 
     pcc_save_leave_lane(save);
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     save->used = false;
     (void)pthread_cond_broadcast(&saver->ended);
-    (void)pthread_mutex_unlock(&saver->lock);
 }
 
 void pcc_save_over(struct pcc_save *save)
@@ -245,10 +236,9 @@ void pcc_save_over(struct pcc_save *save)
     (void)pthread_mutex_unlock(&saver->lock);
     if (saver->spec.events->freed)
         saver->spec.events->freed(saver->spec.owner);
-    (void)pthread_mutex_lock(&saver->lock);
+    PCC_LOCKED(&saver->lock);
     saver->telling--;
     (void)pthread_cond_broadcast(&saver->ended);
-    (void)pthread_mutex_unlock(&saver->lock);
 }
 
 int pcc_saver_step(struct pcc_saver *saver, uint32_t lane)

@@ -78,17 +78,14 @@ void pcc_volume_close(struct pcc_volume *volume)
 
 void pcc_volume_record(struct pcc_volume *volume, struct pcc_record *durable_out)
 {
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     *durable_out = volume->durable;
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 struct pcc_volume_health pcc_volume_health(struct pcc_volume *volume)
 {
-    (void)pthread_mutex_lock(&volume->lock);
-    const struct pcc_volume_health health = volume->health;
-    (void)pthread_mutex_unlock(&volume->lock);
-    return health;
+    PCC_LOCKED(&volume->lock);
+    return volume->health;
 }
 
 struct pcc_geometry pcc_volume_geometry(const struct pcc_volume *volume)
@@ -103,10 +100,8 @@ struct pcc_io *pcc_volume_io(struct pcc_volume *volume)
 
 uint32_t pcc_volume_free_slots(struct pcc_volume *volume)
 {
-    (void)pthread_mutex_lock(&volume->lock);
-    const int count = __builtin_popcount(volume->free_slots);
-    (void)pthread_mutex_unlock(&volume->lock);
-    return (uint32_t)count;
+    PCC_LOCKED(&volume->lock);
+    return (uint32_t)__builtin_popcount(volume->free_slots);
 }
 
 bool pcc_volume_stopped(struct pcc_volume *volume)
@@ -131,10 +126,8 @@ bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence)
     /* Relaxed: a save that misses a new list looks again before its record. */
     if (atomic_load_explicit(&volume->given_up_count, memory_order_relaxed) == 0)
         return false;
-    (void)pthread_mutex_lock(&volume->lock);
-    const bool found = pcc_commit_gives_up(&volume->group, sequence);
-    (void)pthread_mutex_unlock(&volume->lock);
-    return found;
+    PCC_LOCKED(&volume->lock);
+    return pcc_commit_gives_up(&volume->group, sequence);
 }
 
 static int find_sequence(const struct pcc_record *record, uint64_t sequence, uint32_t *slot_out)
@@ -181,10 +174,8 @@ int pcc_volume_publish_staged(struct pcc_volume *volume)
 {
     if (!volume->writable)
         return -EROFS;
-    (void)pthread_mutex_lock(&volume->publishing);
-    const int result = pcc_commit_staged(volume, NULL, NULL);
-    (void)pthread_mutex_unlock(&volume->publishing);
-    return result;
+    PCC_LOCKED(&volume->publishing);
+    return pcc_commit_staged(volume, NULL, NULL);
 }
 
 int pcc_volume_flag(struct pcc_volume *volume, uint64_t sequence, uint32_t set, uint32_t clear,
@@ -214,11 +205,10 @@ int pcc_volume_spare(struct pcc_volume *volume, uint64_t sequence, bool spared)
 
     if (!volume->writable)
         return -EROFS;
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     const int result = find_lasting(volume, sequence, &slot);
     if (result == 0)
         volume->spared = spared ? volume->spared | 1u << slot : volume->spared & ~(1u << slot);
-    (void)pthread_mutex_unlock(&volume->lock);
     return result;
 }
 
@@ -244,12 +234,11 @@ void pcc_volume_start_id(struct pcc_volume *volume, uint64_t incarnation,
                          uint8_t out[PCC_UUID_BYTES])
 {
     memset(out, 0, PCC_UUID_BYTES);
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     if (volume->staged.incarnation == incarnation)
         memcpy(out, volume->staged.start_id, PCC_UUID_BYTES);
     else if (volume->start_before.incarnation == incarnation)
         memcpy(out, volume->start_before.id, PCC_UUID_BYTES);
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 int pcc_volume_promise(struct pcc_volume *volume, const struct pcc_promise *promise)
@@ -270,20 +259,17 @@ int pcc_volume_set_group(struct pcc_volume *volume, const struct pcc_volume_grou
 {
     if (group->oldest > group->newest || group->given_up_count > PCC_GIVEN_UP_MAX)
         return -EINVAL;
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     volume->group = *group;
     pcc_commit_superseding(volume);
     atomic_store_explicit(&volume->given_up_count, group->given_up_count, memory_order_relaxed);
-    (void)pthread_mutex_unlock(&volume->lock);
     return 0;
 }
 
 bool pcc_volume_has_expendable(struct pcc_volume *volume)
 {
-    (void)pthread_mutex_lock(&volume->lock);
-    const uint32_t found = expendable(volume, volume->staged.keep, &volume->group);
-    (void)pthread_mutex_unlock(&volume->lock);
-    return found != 0;
+    PCC_LOCKED(&volume->lock);
+    return expendable(volume, volume->staged.keep, &volume->group) != 0;
 }
 
 /* -- slots -- */
@@ -314,7 +300,7 @@ static void drop(struct pcc_volume *volume, uint32_t mask)
 /* Both replicas of a record without these slots are durable. */
 static void free_dropped(struct pcc_volume *volume, uint32_t mask)
 {
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
         if ((mask >> slot & 1u) == 0)
             continue;
@@ -323,7 +309,6 @@ static void free_dropped(struct pcc_volume *volume, uint32_t mask)
         else
             push_free(volume, slot);
     }
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 static int drop_expendable(struct pcc_volume *volume, uint32_t keep, bool done)
@@ -332,7 +317,7 @@ static int drop_expendable(struct pcc_volume *volume, uint32_t keep, bool done)
 
     if (!volume->writable)
         return -EROFS;
-    (void)pthread_mutex_lock(&volume->publishing);
+    PCC_LOCKED(&volume->publishing);
     (void)pthread_mutex_lock(&volume->lock);
     struct pcc_volume_group group = volume->group;
     if (done) {
@@ -348,7 +333,6 @@ static int drop_expendable(struct pcc_volume *volume, uint32_t keep, bool done)
         result = pcc_commit_staged(volume, NULL, NULL);
     if (result == 0)
         free_dropped(volume, dropped);
-    (void)pthread_mutex_unlock(&volume->publishing);
     return result;
 }
 
@@ -401,53 +385,48 @@ static void reuse_quarantined(struct pcc_volume *volume)
 int pcc_volume_take_slot(struct pcc_volume *volume, uint32_t *slot_out)
 {
     const uint32_t count = volume->geometry.slot_count;
-    int result = -PCC_E_NO_SLOT;
 
     if (!volume->writable)
         return -EROFS;
     if (pcc_volume_stopped(volume))
         return -PCC_E_STOPPED;
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     if (volume->free_slots == 0)
         reuse_quarantined(volume);
-    for (uint32_t i = 1; result != 0 && i <= count; i++) {
+    for (uint32_t i = 1; i <= count; i++) {
         const uint32_t slot = (volume->last_slot + i) % count;
         if ((volume->free_slots >> slot & 1u) == 0)
             continue;
         volume->free_slots &= ~(1u << slot);
         *slot_out = volume->last_slot = slot;
-        result = 0;
+        return 0;
     }
-    (void)pthread_mutex_unlock(&volume->lock);
-    return result;
+    return -PCC_E_NO_SLOT;
 }
 
 bool pcc_volume_take_slot_again(struct pcc_volume *volume, uint32_t slot)
 {
     if (!volume->writable || slot >= volume->geometry.slot_count)
         return false;
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     const bool found = (volume->free_slots >> slot & 1u) != 0;
     volume->free_slots &= ~(1u << slot);
-    (void)pthread_mutex_unlock(&volume->lock);
     return found;
 }
 
 void pcc_volume_return_slot(struct pcc_volume *volume, uint32_t slot)
 {
     PCC_ASSERT(slot < volume->geometry.slot_count);
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     push_free(volume, slot);
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 void pcc_volume_quarantine_slot(struct pcc_volume *volume, uint32_t slot)
 {
     PCC_ASSERT(slot < volume->geometry.slot_count);
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     PCC_ASSERT(volume->staged.slots[slot].state == PCC_SLOT_FREE);
     volume->staged.slots[slot].flags |= PCC_SLOT_QUARANTINED;
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 /* -- bases -- */
@@ -519,34 +498,29 @@ static bool take_base(struct pcc_volume *volume, uint64_t sequence, struct pcc_b
 
 bool pcc_volume_take_base(struct pcc_volume *volume, struct pcc_base *out)
 {
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     const uint64_t sequence = base_to_take(volume);
     const uint32_t slot = pcc_record_find(&volume->staged, sequence);
-    bool found =
-        slot < PCC_SLOTS_MAX && sequence != volume->base.poor && has_room_for_base(volume, slot);
-    if (found && volume->base.rest > 0) {
+    if (slot == PCC_SLOTS_MAX || sequence == volume->base.poor || !has_room_for_base(volume, slot))
+        return false;
+    if (volume->base.rest > 0) {
         volume->base.rest--;
-        found = false;
+        return false;
     }
-    found = found && take_base(volume, sequence, out);
-    (void)pthread_mutex_unlock(&volume->lock);
-    return found;
+    return take_base(volume, sequence, out);
 }
 
 bool pcc_volume_take_base_again(struct pcc_volume *volume, uint64_t sequence, struct pcc_base *out)
 {
-    (void)pthread_mutex_lock(&volume->lock);
-    const bool found = take_base(volume, sequence, out);
-    (void)pthread_mutex_unlock(&volume->lock);
-    return found;
+    PCC_LOCKED(&volume->lock);
+    return take_base(volume, sequence, out);
 }
 
 void pcc_volume_leave_base(struct pcc_volume *volume, const struct pcc_base *base)
 {
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     PCC_ASSERT(volume->references[base->slot] > 0);
     volume->references[base->slot]--;
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 /* With `lock` held. Blocks that the new base lacks, too, change each time, or lie beside bytes that
@@ -570,7 +544,7 @@ void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *bas
     const uint64_t sequence = base->entry.sequence;
     const uint64_t missed_bytes = frozen_bytes > referred_bytes ? frozen_bytes - referred_bytes : 0;
 
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     if (volume->base.sequence != sequence)
         begin_judging(volume, sequence, missed_bytes);
     volume->base.missed_bytes = missed_bytes;
@@ -583,7 +557,6 @@ void pcc_volume_judge_base(struct pcc_volume *volume, const struct pcc_base *bas
     if (missed_bytes > frozen_bytes / 2 ||
         (missed_bytes > 0 && volume->base.wasted_bytes / volume->base.patience >= frozen_bytes))
         volume->base.poor = sequence;
-    (void)pthread_mutex_unlock(&volume->lock);
 }
 
 /* -- the publisher -- */
@@ -607,49 +580,50 @@ static enum pcc_published published_as(const struct pcc_volume *volume,
     return PCC_PUBLISHED;
 }
 
+/* With `publishing` held: the entry enters the staged table, unless it is not to be published. */
+static enum pcc_published stage(struct pcc_volume *volume, uint32_t slot,
+                                const struct pcc_slot_entry *entry, uint32_t *dropped_out)
+{
+    struct pcc_slot_entry *const place = &volume->staged.slots[slot];
+
+    PCC_LOCKED(&volume->lock);
+    const enum pcc_published published = published_as(volume, entry);
+    if (published == PCC_PUBLISH_SUPERSEDED || published == PCC_PUBLISH_GIVEN_UP)
+        push_free(volume, slot);
+    if (published != PCC_PUBLISHED)
+        return published;
+    PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
+    *place = *entry;
+    place->wall_ns = pcc_wall_ns();
+    volume->staged.record_lost = 0;
+    *dropped_out = expendable(volume, volume->staged.keep, &volume->group);
+    PCC_ASSERT((*dropped_out >> slot & 1u) == 0);
+    drop(volume, *dropped_out);
+    return PCC_PUBLISHED;
+}
+
 int pcc_volume_publish(struct pcc_volume *volume, uint32_t slot, const struct pcc_slot_entry *entry,
                        enum pcc_published *out, void (*on_durable)(void *context), void *context)
 {
-    uint32_t dropped = 0;
-    int result = 0;
+    uint32_t dropped;
 
     PCC_ASSERT(volume->writable && slot < volume->geometry.slot_count);
     PCC_ASSERT(entry->state == PCC_SLOT_DURABLE && entry->sequence > 0);
-    (void)pthread_mutex_lock(&volume->publishing);
+    PCC_LOCKED(&volume->publishing);
     /* The file is checked first: its removal explains more than a stopped volume. */
-    result = pcc_volume_in_place(volume);
-    if (result != 0)
-        pcc_volume_return_slot(volume, slot);
-    else if (pcc_volume_stopped(volume))
-        result = -PCC_E_STOPPED;
+    int result = pcc_volume_in_place(volume);
     if (result != 0) {
-        (void)pthread_mutex_unlock(&volume->publishing);
+        pcc_volume_return_slot(volume, slot);
         return result;
     }
-    (void)pthread_mutex_lock(&volume->lock);
-    const enum pcc_published published = published_as(volume, entry);
-    if (published == PCC_PUBLISH_BASE_LOST) {
-        (void)pthread_mutex_unlock(&volume->lock);
-    } else if (published != PCC_PUBLISHED) {
-        push_free(volume, slot);
-        (void)pthread_mutex_unlock(&volume->lock);
-    } else {
-        struct pcc_slot_entry *const place = &volume->staged.slots[slot];
-        PCC_ASSERT(place->state == PCC_SLOT_FREE && place->flags == 0);
-        *place = *entry;
-        place->wall_ns = pcc_wall_ns();
-        volume->staged.record_lost = 0;
-        dropped = expendable(volume, volume->staged.keep, &volume->group);
-        PCC_ASSERT((dropped >> slot & 1u) == 0);
-        drop(volume, dropped);
-        (void)pthread_mutex_unlock(&volume->lock);
-        result = pcc_commit_staged(volume, on_durable, context);
-        if (result == 0)
-            free_dropped(volume, dropped);
-    }
-    (void)pthread_mutex_unlock(&volume->publishing);
+    if (pcc_volume_stopped(volume))
+        return -PCC_E_STOPPED;
+    *out = stage(volume, slot, entry, &dropped);
+    if (*out != PCC_PUBLISHED)
+        return 0;
+    result = pcc_commit_staged(volume, on_durable, context);
     if (result == 0)
-        *out = published;
+        free_dropped(volume, dropped);
     return result;
 }
 
@@ -664,18 +638,17 @@ static void hold(struct pcc_volume *volume, uint32_t slot, struct pcc_slot_entry
 
 int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence, struct pcc_held *out)
 {
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     const int result = find_sequence(&volume->durable, sequence, &out->slot);
-    if (result == 0) {
-        hold(volume, out->slot, &out->entry);
-        if (pcc_entry_has_base(&out->entry)) {
-            /* The record was accepted: it is there. */
-            out->base.slot = pcc_record_find(&volume->durable, out->entry.base_sequence);
-            hold(volume, out->base.slot, &out->base.entry);
-        }
+    if (result != 0)
+        return result;
+    hold(volume, out->slot, &out->entry);
+    if (pcc_entry_has_base(&out->entry)) {
+        /* The record was accepted: it is there. */
+        out->base.slot = pcc_record_find(&volume->durable, out->entry.base_sequence);
+        hold(volume, out->base.slot, &out->base.entry);
     }
-    (void)pthread_mutex_unlock(&volume->lock);
-    return result;
+    return 0;
 }
 
 /* With `lock` held. */
@@ -692,9 +665,8 @@ static void release(struct pcc_volume *volume, uint32_t slot)
 
 void pcc_volume_release(struct pcc_volume *volume, const struct pcc_held *held)
 {
-    (void)pthread_mutex_lock(&volume->lock);
+    PCC_LOCKED(&volume->lock);
     release(volume, held->slot);
     if (pcc_entry_has_base(&held->entry))
         release(volume, held->base.slot);
-    (void)pthread_mutex_unlock(&volume->lock);
 }

@@ -6,9 +6,9 @@
 #ifndef PCC_VOLUME_PRIVATE_H
 #define PCC_VOLUME_PRIVATE_H
 
-#include <pthread.h>
 #include <stdatomic.h>
 
+#include "base/pcc_thread.h"
 #include "disk/pcc_named_file.h"
 #include "disk/pcc_volume.h"
 

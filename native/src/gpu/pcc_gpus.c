@@ -158,10 +158,9 @@ static bool gpu_stop(struct pcc_gpu *gpu)
 {
     /* The driver of a lost GPU may wait forever, and its engine may still write. */
     if (!copier_stop(gpu) || pcc_gpu_is_lost(gpu)) {
-        (void)pthread_mutex_lock(&left_behind.lock);
+        PCC_LOCKED(&left_behind.lock);
         gpu->left_behind = left_behind.first;
         left_behind.first = gpu;
-        (void)pthread_mutex_unlock(&left_behind.lock);
         return false;
     }
     if (pcc_gpu_enter(&gpu->device) == 0) {
@@ -187,7 +186,7 @@ void pcc_gpus_close(struct pcc_gpus *gpus)
 
 uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t capacity)
 {
-    (void)pthread_mutex_lock(&gpus->lock);
+    PCC_LOCKED(&gpus->lock);
     for (uint32_t i = 0; i < gpus->count && i < capacity; i++) {
         const struct pcc_gpu *gpu = gpus->gpus[i];
         struct pcc_gpu_info *info = &out[i];
@@ -200,9 +199,7 @@ uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t
         memcpy(info->uuid, &gpu->uuid, sizeof(info->uuid));
         memcpy(info->name, gpu->name, sizeof(info->name));
     }
-    const uint32_t count = gpus->count;
-    (void)pthread_mutex_unlock(&gpus->lock);
-    return count;
+    return gpus->count;
 }
 
 /* With `making` held: the table grows under it alone. */
@@ -216,68 +213,61 @@ static struct pcc_gpu *gpu_find(const struct pcc_gpus *gpus, const uint8_t uuid[
 
 int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16], struct pcc_gpu **out)
 {
-    int error = 0;
+    int error;
 
-    (void)pthread_mutex_lock(&gpus->making);
+    PCC_LOCKED(&gpus->making);
     struct pcc_gpu *gpu = gpu_find(gpus, uuid);
-    if (gpu != NULL) {
-        error = pcc_gpu_is_lost(gpu) ? -PCC_E_DEVICE_LOST : gpu->open ? 0 : gpu_start(gpu);
-    } else if (gpus->count == PCC_GPUS_MAX) {
-        error = -ENODEV;
-    } else {
+    if (gpu == NULL && gpus->count == PCC_GPUS_MAX)
+        return -ENODEV;
+    if (gpu == NULL) {
         error = gpu_open(uuid, &gpu);
-        if (error == 0) {
-            (void)pthread_mutex_lock(&gpus->lock);
-            gpus->gpus[gpus->count++] = gpu;
-            (void)pthread_mutex_unlock(&gpus->lock);
-        }
+        if (error != 0)
+            return error;
+        PCC_LOCKED(&gpus->lock);
+        gpus->gpus[gpus->count++] = gpu;
+    } else {
+        error = pcc_gpu_is_lost(gpu) ? -PCC_E_DEVICE_LOST : gpu->open ? 0 : gpu_start(gpu);
+        if (error != 0)
+            return error;
     }
-    if (error == 0) {
-        pcc_gpu_hold(gpu);
-        *out = gpu;
-    }
-    (void)pthread_mutex_unlock(&gpus->making);
-    return error;
+    pcc_gpu_hold(gpu);
+    *out = gpu;
+    return 0;
 }
 
 void pcc_gpu_hold(struct pcc_gpu *gpu)
 {
-    (void)pthread_mutex_lock(&gpu->lock);
+    PCC_LOCKED(&gpu->lock);
     gpu->users++;
-    (void)pthread_mutex_unlock(&gpu->lock);
 }
 
 void pcc_gpu_put(struct pcc_gpu *gpu)
 {
-    (void)pthread_mutex_lock(&gpu->lock);
+    PCC_LOCKED(&gpu->lock);
     PCC_ASSERT(gpu->users > 0);
     if (--gpu->users == 0)
         gpu->unused_ns = pcc_now_ns();
-    (void)pthread_mutex_unlock(&gpu->lock);
 }
 
 /* With `making` held, without which it gets no first user. */
 static bool is_unused(struct pcc_gpu *gpu, uint64_t unused_ns)
 {
-    (void)pthread_mutex_lock(&gpu->lock);
-    const bool unused = gpu->users == 0 && pcc_now_ns() - gpu->unused_ns >= unused_ns;
-    (void)pthread_mutex_unlock(&gpu->lock);
-    return unused && gpu->open && !pcc_gpu_is_lost(gpu);
+    PCC_LOCKED(&gpu->lock);
+    return gpu->users == 0 && pcc_now_ns() - gpu->unused_ns >= unused_ns && gpu->open &&
+           !pcc_gpu_is_lost(gpu);
 }
 
 void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns)
 {
-    (void)pthread_mutex_lock(&gpus->making);
+    PCC_LOCKED(&gpus->making);
     for (uint32_t i = 0; i < gpus->count;) {
         if (!is_unused(gpus->gpus[i], unused_ns) || gpu_stop(gpus->gpus[i])) {
             i++;
             continue;
         }
-        (void)pthread_mutex_lock(&gpus->lock); /* lost while it was closed */
+        PCC_LOCKED(&gpus->lock); /* lost while it was closed */
         gpus->gpus[i] = gpus->gpus[--gpus->count];
-        (void)pthread_mutex_unlock(&gpus->lock);
     }
-    (void)pthread_mutex_unlock(&gpus->making);
 }
 
 /* -- on the caller's thread -- */
@@ -371,15 +361,14 @@ static int read_side(struct pcc_gpu *gpu, CUdeviceptr from, size_t length)
 int pcc_gpu_read(struct pcc_gpu *gpu, CUdeviceptr from, void *out, size_t length)
 {
     PCC_ASSERT(length <= PCC_GPU_LANDING_BYTES);
-    (void)pthread_mutex_lock(&gpu->reading);
+    PCC_LOCKED(&gpu->reading);
     int error = pcc_gpu_is_lost(gpu) ? -PCC_E_DEVICE_LOST : pcc_gpu_enter(&gpu->device);
-    if (error == 0) {
-        error = read_side(gpu, from, length);
-        if (error == 0)
-            memcpy(out, gpu->landing, length);
-        pcc_gpu_leave(&gpu->device);
-    }
-    (void)pthread_mutex_unlock(&gpu->reading);
+    if (error != 0)
+        return error;
+    error = read_side(gpu, from, length);
+    if (error == 0)
+        memcpy(out, gpu->landing, length);
+    pcc_gpu_leave(&gpu->device);
     return error;
 }
 

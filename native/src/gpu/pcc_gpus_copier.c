@@ -10,16 +10,6 @@
 #define NAP_MAX_NS 500000u
 #define QUERY_ERRORS_MAX 100u /* in sequence, until a GPU counts as lost */
 
-static void lock(struct pcc_gpu *gpu)
-{
-    (void)pthread_mutex_lock(&gpu->lock);
-}
-
-static void unlock(struct pcc_gpu *gpu)
-{
-    (void)pthread_mutex_unlock(&gpu->lock);
-}
-
 static void count(_Atomic uint64_t *counter, uint64_t more)
 {
     (void)atomic_fetch_add_explicit(counter, more, memory_order_relaxed); /* for display only */
@@ -58,37 +48,30 @@ static void jobs_append(struct pcc_gpu_jobs *jobs, struct pcc_gpu_jobs *more)
 
 void pcc_gpu_job_start(struct pcc_gpu *gpu, struct pcc_gpu_job *job)
 {
-    lock(gpu);
+    PCC_LOCKED(&gpu->lock);
     job_append(&gpu->jobs, job);
     (void)pthread_cond_signal(&gpu->wake);
-    unlock(gpu);
 }
 
 bool pcc_gpu_job_orphan(struct pcc_gpu *gpu, struct pcc_gpu_job *job)
 {
-    lock(gpu);
-    const bool quiet = gpu->calling != job;
-    if (quiet)
-        job->orphan = true;
-    unlock(gpu);
-    return quiet;
+    PCC_LOCKED(&gpu->lock);
+    job->orphan = gpu->calling != job;
+    return job->orphan;
 }
 
 /* False for an orphan, which must not be called. */
 static bool call_begin(struct pcc_gpu *gpu, const struct pcc_gpu_job *job)
 {
-    lock(gpu);
-    const bool call = !job->orphan;
-    gpu->calling = call ? job : NULL;
-    unlock(gpu);
-    return call;
+    PCC_LOCKED(&gpu->lock);
+    gpu->calling = job->orphan ? NULL : job;
+    return !job->orphan;
 }
 
 static void call_end(struct pcc_gpu *gpu)
 {
-    lock(gpu);
+    PCC_LOCKED(&gpu->lock);
     gpu->calling = NULL;
-    unlock(gpu);
 }
 
 /* -- chunks under way -- */
@@ -257,10 +240,10 @@ static bool feed(struct pcc_gpu *gpu)
     struct pcc_gpu_job *job;
     bool moved = false;
 
-    lock(gpu);
+    (void)pthread_mutex_lock(&gpu->lock);
     now = gpu->jobs;
     gpu->jobs = (struct pcc_gpu_jobs){0};
-    unlock(gpu);
+    (void)pthread_mutex_unlock(&gpu->lock);
     while ((job = job_take(&now)) != NULL) {
         if (is_starved(gpu, job)) {
             job_append(&starved, job);
@@ -272,18 +255,17 @@ static bool feed(struct pcc_gpu *gpu)
         else
             job_append(&served, job);
     }
-    lock(gpu);
+    PCC_LOCKED(&gpu->lock);
     jobs_append(&starved, &served);
     jobs_append(&starved, &gpu->jobs); /* came meanwhile */
     gpu->jobs = starved;
-    unlock(gpu);
     return moved;
 }
 
 /* False when it is to end. */
 static bool sleep_until_work(struct pcc_gpu *gpu, uint64_t *nap_ns, bool moved)
 {
-    lock(gpu);
+    PCC_LOCKED(&gpu->lock);
     const bool idle = gpu->jobs.first == NULL && gpu->head == gpu->tail;
     const bool go_on = !(idle && gpu->stopping);
     if (moved) {
@@ -295,7 +277,6 @@ static bool sleep_until_work(struct pcc_gpu *gpu, uint64_t *nap_ns, bool moved)
         (void)pcc_condition_wait(&gpu->wake, &gpu->lock, pcc_now_ns() + *nap_ns);
         *nap_ns = *nap_ns < NAP_MAX_NS / 2 ? *nap_ns * 2 : NAP_MAX_NS;
     }
-    unlock(gpu);
     return go_on;
 }
 

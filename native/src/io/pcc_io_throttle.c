@@ -61,7 +61,7 @@ static void pass(struct throttle_io *self, uint64_t length)
 {
     if (rate_of(self) == 0)
         return;
-    (void)pthread_mutex_lock(&self->lock);
+    PCC_LOCKED(&self->lock);
     const double start = filled_at(self, pcc_now_ns()) - BURST_S * (double)rate_of(self);
     if (self->line_end < start)
         self->line_end = start;
@@ -69,7 +69,6 @@ static void pass(struct throttle_io *self, uint64_t length)
     const double place = self->line_end;
     while (wait_for(self, place)) {
     }
-    (void)pthread_mutex_unlock(&self->lock);
 }
 
 static int64_t throttle_write(struct pcc_io *io, const void *bytes, uint64_t length,
@@ -139,7 +138,7 @@ void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second)
     struct throttle_io *self = self_of(io);
 
     PCC_ASSERT(io->ops->write == throttle_write);
-    (void)pthread_mutex_lock(&self->lock);
+    PCC_LOCKED(&self->lock);
     const uint64_t now_ns = pcc_now_ns();
     self->filled = filled_at(self, now_ns);
     self->since_ns = now_ns;
@@ -147,7 +146,6 @@ void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second)
         self->line_end = self->filled; /* the threads that wait in it go on */
     atomic_store_explicit(&self->bytes_per_second, bytes_per_second, memory_order_relaxed);
     (void)pthread_cond_broadcast(&self->changed);
-    (void)pthread_mutex_unlock(&self->lock);
 }
 
 uint64_t pcc_io_limit_of(struct pcc_io *io)

@@ -16,7 +16,6 @@ struct user {
 
 /* Of the process, as the disk is that all of its volumes share. */
 static pthread_mutex_t pace_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_once_t pace_once = PTHREAD_ONCE_INIT;
 static pthread_cond_t pace_moved;
 static struct user pace_users[PCC_PACE_USERS];
 
@@ -25,20 +24,9 @@ static struct user *user_of(uint32_t uid)
     return &pace_users[uid % PCC_PACE_USERS];
 }
 
-static void make_condition(void)
+__attribute__((constructor)) static void make_condition(void)
 {
     pcc_condition_make(&pace_moved);
-}
-
-static void lock(void)
-{
-    (void)pthread_once(&pace_once, make_condition);
-    (void)pthread_mutex_lock(&pace_lock);
-}
-
-static void unlock(void)
-{
-    (void)pthread_mutex_unlock(&pace_lock);
 }
 
 /* With the lock held: all users but this one, as one. */
@@ -61,35 +49,31 @@ static struct user others_of(const struct user *me)
 
 void pcc_pace_save_begins(uint32_t uid)
 {
-    lock();
+    PCC_LOCKED(&pace_lock);
     user_of(uid)->saves++;
-    unlock();
 }
 
 void pcc_pace_save_ends(uint32_t uid)
 {
-    lock();
+    PCC_LOCKED(&pace_lock);
     PCC_ASSERT(user_of(uid)->saves > 0);
     user_of(uid)->saves--;
     user_of(uid)->ended_ns = pcc_now_ns();
-    unlock();
 }
 
 void pcc_pace_step_queued(uint32_t uid)
 {
-    lock();
+    PCC_LOCKED(&pace_lock);
     user_of(uid)->steps++;
-    unlock();
 }
 
 void pcc_pace_step_done(uint32_t uid, uint64_t written_bytes)
 {
-    lock();
+    PCC_LOCKED(&pace_lock);
     PCC_ASSERT(user_of(uid)->steps > 0);
     user_of(uid)->steps--;
     user_of(uid)->earned += 1 + written_bytes / PCC_PACE_TURN_BYTES;
     (void)pthread_cond_broadcast(&pace_moved);
-    unlock();
 }
 
 /* With the lock held: takes a turn for a user that has none; false when it has to wait. */
@@ -128,28 +112,24 @@ static enum pcc_pace try_with_lock(struct user *me)
 
 enum pcc_pace pcc_pace_try(uint32_t uid)
 {
-    lock();
-    const enum pcc_pace found = try_with_lock(user_of(uid));
-    unlock();
-    return found;
+    PCC_LOCKED(&pace_lock);
+    return try_with_lock(user_of(uid));
 }
 
 bool pcc_pace_enter(uint32_t uid)
 {
     enum pcc_pace found;
 
-    lock();
+    PCC_LOCKED(&pace_lock);
     while ((found = try_with_lock(user_of(uid))) == PCC_PACE_WAIT)
         (void)pcc_condition_wait(&pace_moved, &pace_lock, pcc_now_ns() + WAIT_NS);
-    unlock();
     return found == PCC_PACE_TURN;
 }
 
 void pcc_pace_leave(uint32_t uid)
 {
-    lock();
+    PCC_LOCKED(&pace_lock);
     PCC_ASSERT(user_of(uid)->is_reading);
     user_of(uid)->is_reading = false;
     (void)pthread_cond_broadcast(&pace_moved);
-    unlock();
 }

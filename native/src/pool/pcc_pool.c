@@ -1,7 +1,6 @@
 #include "pool/pcc_pool.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +9,7 @@
 #include <unistd.h>
 
 #include "base/pcc_map.h"
+#include "base/pcc_thread.h"
 
 struct pcc_pool {
     pthread_mutex_t lock;
@@ -54,10 +54,9 @@ struct pcc_store_usage pcc_pool_stored(struct pcc_pool *pool)
 
 void pcc_pool_usage(struct pcc_pool *pool, uint64_t *budget_out, uint64_t *used_out)
 {
-    (void)pthread_mutex_lock(&pool->lock);
+    PCC_LOCKED(&pool->lock);
     *budget_out = pool->budget_bytes;
     *used_out = pool->used_bytes;
-    (void)pthread_mutex_unlock(&pool->lock);
 }
 
 /* One page of each huge page is touched, then the kernel is asked to make it whole: that needs no
@@ -187,23 +186,18 @@ void pcc_pool_unstore(struct pcc_pool *pool, const char *name)
 
 static int budget_take(struct pcc_pool *pool, uint64_t length_bytes)
 {
-    int error = -PCC_E_NO_MEMORY;
-
-    (void)pthread_mutex_lock(&pool->lock);
-    if (length_bytes <= pool->budget_bytes - pool->used_bytes) {
-        pool->used_bytes += length_bytes;
-        error = 0;
-    }
-    (void)pthread_mutex_unlock(&pool->lock);
-    return error;
+    PCC_LOCKED(&pool->lock);
+    if (length_bytes > pool->budget_bytes - pool->used_bytes)
+        return -PCC_E_NO_MEMORY;
+    pool->used_bytes += length_bytes;
+    return 0;
 }
 
 static void budget_return(struct pcc_pool *pool, uint64_t length_bytes)
 {
-    (void)pthread_mutex_lock(&pool->lock);
+    PCC_LOCKED(&pool->lock);
     PCC_ASSERT(pool->used_bytes >= length_bytes);
     pool->used_bytes -= length_bytes;
-    (void)pthread_mutex_unlock(&pool->lock);
 }
 
 int pcc_pool_take(struct pcc_pool *pool, uint64_t length_bytes, const char *label,
@@ -282,9 +276,8 @@ void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segme
 {
     forget(pool, label, "segment", segment->id);
     (void)close(segment->fd);
-    (void)pthread_mutex_lock(&pool->lock);
+    PCC_LOCKED(&pool->lock);
     pool->lost_bytes += segment->length_bytes;
-    (void)pthread_mutex_unlock(&pool->lock);
     *segment = (struct pcc_segment){.fd = -1};
 }
 

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +9,8 @@
 #include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+#include "base/pcc_thread.h"
 
 #define ANSWER_LIMIT_MS 5000
 
@@ -153,10 +154,9 @@ int pcc_store_put(struct pcc_store *store, int fd, const char *name)
             pcc_store_remove(store, name);
     }
     if (error != 0) {
-        (void)pthread_mutex_lock(&store->lock);
+        PCC_LOCKED(&store->lock);
         store->usage.refused++;
         store->silent = store->silent || error == -ETIMEDOUT || error == -EAGAIN;
-        (void)pthread_mutex_unlock(&store->lock);
     }
     return error;
 }
@@ -168,16 +168,13 @@ void pcc_store_remove(struct pcc_store *store, const char *name)
     (void)snprintf(text, sizeof(text), "FDSTOREREMOVE=1\nFDNAME=%s", name);
     /* When it fails the next daemon gets a descriptor that nothing refers to, and closes it. */
     (void)!message_send(store, text, -1);
-    (void)pthread_mutex_lock(&store->lock);
+    PCC_LOCKED(&store->lock);
     if (store->usage.stored > 0)
         store->usage.stored--;
-    (void)pthread_mutex_unlock(&store->lock);
 }
 
 struct pcc_store_usage pcc_store_usage(struct pcc_store *store)
 {
-    (void)pthread_mutex_lock(&store->lock);
-    const struct pcc_store_usage usage = store->usage;
-    (void)pthread_mutex_unlock(&store->lock);
-    return usage;
+    PCC_LOCKED(&store->lock);
+    return store->usage;
 }

@@ -24,7 +24,7 @@ from pccheck_wire.tree import (
     Tensor,
     Tree,
 )
-from pccheckctl.output.entries import LeafEntry, TensorEntry, leaf_entries, tensor_entries
+from pccheckctl.commands.show import leaves_of, tensors_of
 
 
 def make(root: tree.Node, extents: list[Extent] | None = None, step: int = 7) -> Tree:
@@ -104,8 +104,9 @@ EXTENTS = [Extent(0, 32), Extent(64, 100, 4)]
 
 def test_a_view_inside_of_its_extent() -> None:
     assert again(view(), EXTENTS) == view()
-    entries = tensor_entries(make(Mapping(Tag.DICT, [("w", view(extent=1))]), EXTENTS))
-    assert entries == [TensorEntry("w", "float32", (2, 3), (3, 1), 72, 24)]
+    (shown,) = tensors_of(make(Mapping(Tag.DICT, [("w", view(extent=1))]), EXTENTS))
+    assert (shown["path"], shown["offset"], shown["bytes"]) == ("w", 72, 24)
+    assert (shown["shape"], shown["strides"]) == ([2, 3], [3, 1])
 
 
 @pytest.mark.parametrize(
@@ -156,9 +157,9 @@ def test_a_block_of_a_larger_tensor(root: Shard) -> None:
     data = tree.encode(whole)
     assert tree.decode(data) == whole and whole.sharded()
     assert msgpack.unpackb(data)[1] == tree.VERSION_SHARDED == 3
-    (entry,) = tensor_entries(whole)
-    assert entry.path == "w" and entry.whole == tuple(root.shape)
-    assert entry.offsets == tuple(root.offsets) and leaf_entries(whole) == []
+    (shown,) = tensors_of(whole)
+    assert (shown["path"], shown["whole_shape"]) == ("w", root.shape)
+    assert shown["whole_offsets"] == root.offsets and leaves_of(whole) == []
     plain = make(view(), EXTENTS)
     assert not plain.sharded() and msgpack.unpackb(tree.encode(plain))[1] == tree.VERSION
 
@@ -291,8 +292,9 @@ def test_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         tree.encode(make("x" * 1000))
 
 
-def test_leaf_entries() -> None:
+def test_leaves_of_a_tree_have_path_type_and_text() -> None:
     root = Mapping(Tag.DICT, [("lr", 0.1), ("t", view()), ("n", Sequence(Tag.TUPLE, [None]))])
-    assert leaf_entries(make(root)) == [
-        LeafEntry("lr", "float", "0.1"), LeafEntry("n.0", "NoneType", "None"),
-    ]  # fmt: skip
+    assert leaves_of(make(root)) == [
+        {"path": "lr", "kind": "float", "text": "0.1"},
+        {"path": "n.0", "kind": "NoneType", "text": "None"},
+    ]

@@ -1134,7 +1134,7 @@ def test_commands_in_the_reason_of_a_handle_can_be_pasted(
 ) -> None:
     """Also in the errors of the handle."""
     client, command = pasted
-    handle = client._handle(InFlight.ended(5, CheckpointState.FAILED, REASON))
+    handle = Checkpoint(InFlight.ended(5, CheckpointState.FAILED, REASON), client._warner)
     expected = f"no space; jobs to drop: {command} drop old (1 GiB)"
     assert handle.reason == expected
     assert str(handle.exception()) == f"checkpoint of step 5 failed: {expected}"

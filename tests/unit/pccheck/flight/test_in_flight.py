@@ -169,8 +169,8 @@ def test_what_ended_with_its_daemon_is_asked_of_the_next(word: int) -> None:
     assert "pccheckctl list" in found.reason
     following: Any = Daemon(WHY)
     for state in (CheckpointState.WRITING, CheckpointState.DURABLE):
-        found.find_out(following)
-        found.find_out(following)  # one question at a time
+        found.inquiry.find_out(following, found.sequence)
+        found.inquiry.find_out(following, found.sequence)  # one question at a time
         following.answer(Described(1, state, 7, 3))
     assert following.asked == [Describe(1, 7)] * 2
     assert "it is durable, as sequence 7" in found.reason
@@ -189,7 +189,7 @@ def test_only_an_answer_says_that_it_is_not_durable(answer: object, known: bool)
     found = handle(Daemon(word=WORD_COPIED, outcome=CheckpointState.WRITING))
     assert found.state is CheckpointState.FAILED
     following: Any = Daemon(WHY)
-    found.find_out(following)
+    found.inquiry.find_out(following, found.sequence)
     following.answer(answer)
     assert found.phase is (Phase.MISSING if known else Phase.UNKNOWN)
     assert ("it is not durable" in found.reason) is known

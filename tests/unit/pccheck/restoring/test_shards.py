@@ -28,7 +28,7 @@ from pccheck.state.attaching import Values
 from pccheck.state.plan import AttachedPlan
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import StateMismatchError, UnsupportedStateError
-from pccheckctl.output.entries import leaf_entries, tensor_entries
+from pccheckctl.commands.show import leaves_of, tensors_of
 from tests.support import payload
 
 Saved = tuple[dict[int, tree.Tree], list[bytearray]]
@@ -107,7 +107,7 @@ def test_strided_shards_of_fsdp_and_tensor_parallelism_are_blocks(rows: int) -> 
                 part, mesh, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False,
                 shape=whole.shape, stride=whole.stride(),
             )  # fmt: skip
-            assert shards.placements_of(made) == ["_S(0, 2)", "S(0)"]
+            assert list(map(str, made.placements)) == ["_S(0, 2)", "S(0)"]
             assert torch.equal(part, whole[pieces(made)])
             other = DTensor.from_local(
                 part, mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False,
@@ -449,11 +449,12 @@ def test_a_block_that_is_not_inside_of_its_tensor_is_refused(block: Block) -> No
 
 def test_the_command_line_names_the_whole_tensor() -> None:
     trees, _ = save(CUTS[1])
-    entries = {entry.path: entry for entry in tensor_entries(trees[1])}
-    entry = entries["model.uneven"]
-    assert (entry.shape, entry.whole, entry.offsets) == ((33, 3), (129, 3), (33, 0))
-    assert entries["model.count"].whole is None
-    assert "model.uneven" not in {leaf.path for leaf in leaf_entries(trees[1])}
+    shown = {row["path"]: row for row in tensors_of(trees[1])}
+    uneven = shown["model.uneven"]
+    assert (uneven["shape"], uneven["whole_shape"]) == ([33, 3], [129, 3])
+    assert uneven["whole_offsets"] == [33, 0]
+    assert shown["model.count"]["whole_shape"] is None
+    assert "model.uneven" not in {leaf["path"] for leaf in leaves_of(trees[1])}
 
 
 # -- the fast path of checkpoint() -------------------------------------------------------------

@@ -19,7 +19,7 @@ from pccheck.state.gating import Gating
 from pccheck.state.plan import AttachedPlan, Snapshot, plan_state
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck_wire.errors import UnsupportedStateError
-from pccheckctl.output.entries import tensor_entries
+from pccheckctl.commands.show import tensors_of
 from tests.support.payload import round_trip, tree_of
 
 
@@ -362,5 +362,6 @@ def test_equal_states_at_other_addresses_give_equal_trees() -> None:
 
 def test_leaves_in_the_tree_view() -> None:
     made = snapshot({"a": torch.ones(3), "lr": 0.5})
-    (entry,) = tensor_entries(tree_of(made))
-    assert (entry.path, entry.dtype, entry.offset, entry.nbytes) == ("a", "float32", 0, 12)
+    (shown,) = tensors_of(tree_of(made))
+    about = (shown["path"], shown["dtype"], shown["offset"], shown["bytes"])
+    assert about == ("a", "float32", 0, 12)

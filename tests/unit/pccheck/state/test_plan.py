@@ -18,7 +18,7 @@ from pccheck.state.gating import Gating
 from pccheck.state.plan import FROZEN_MIN, AttachedPlan, Snapshot, plan_state
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import UnsupportedStateError
-from pccheckctl.output.entries import tensor_entries
+from pccheckctl.commands.show import tensors_of
 from tests.support.payload import round_trip, tree_of
 from tests.unit.pccheck.state.test_flatten import same
 
@@ -216,7 +216,7 @@ def test_every_change_is_in_the_next_snapshot(
     kit: Kit, change: Callable[[Kit], None], quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:
-        monkeypatch.setattr("pccheck.state.watch._exchange", lambda: None)
+        monkeypatch.setattr("pccheck.state.watch._EXCHANGE", None)
         kit = Kit()
         kit.update()
         kit.check()
@@ -308,7 +308,7 @@ def test_other_states_are_asked_every_time_and_may_alias() -> None:
 def paths(made: Snapshot, which: bytes) -> set[str]:
     """Paths of the tensors whose bytes are in packed ranges."""
     offsets = {int.from_bytes(which[i + 8 : i + 16], "little") for i in range(0, len(which), 24)}
-    return {e.path for e in tensor_entries(tree_of(made)) if e.offset in offsets}
+    return {str(t["path"]) for t in tensors_of(tree_of(made)) if t["offset"] in offsets}
 
 
 BUFFERS = {"model.norm.running_mean", "model.norm.running_var", "model.norm.num_batches_tracked"}

@@ -17,9 +17,8 @@ from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.volumes import Key
-from pccheckd.upkeep import expiry, finished
-from pccheckd.upkeep.expiry import Expiry
-from pccheckd.upkeep.finished import Idle
+from pccheckd.upkeep import expiry
+from pccheckd.upkeep.expiry import Expiry, Idle
 from tests.support.coreloop import BLOCK_BYTES
 
 UID = 7
@@ -100,9 +99,9 @@ async def test_what_is_lost_begins_anew(place: Place, tmp_path: Path, content: s
     for after_s in (0.0, AGE_S):
         assert await place.look(after_s=after_s) == []
     if content is None:
-        (tmp_path / finished.NAME).unlink()
+        (tmp_path / expiry.STATE_NAME).unlink()
     else:
-        (tmp_path / finished.NAME).write_text(content)
+        (tmp_path / expiry.STATE_NAME).write_text(content)
     place.begin()
     for _ in range(3):
         assert await place.look() == []
