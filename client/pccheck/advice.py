@@ -25,10 +25,8 @@ class Advice:
     def __init__(self, planner: Planner, warner: Warner, *, copies: int, gathers: bool) -> None:
         """`copies`: how many ranks store a copy of a model that all of them have. `gathers`:
         whether there are other ranks, and this one warns for all of them."""
-        self._planner = planner
-        self._warner = warner
-        self._copies = copies
-        self._gathers = gathers
+        self._planner, self._warner = planner, warner
+        self._copies, self._gathers = copies, gathers
         self._unseen: dict[int, str] = {}  # optimizers whose state was not looked at yet
         self._restored_step = 0
         self._trainable: dict[str, list[bool]] = {}  # of modules that were not compared yet
@@ -98,16 +96,14 @@ class Advice:
         self._compare()
 
     def _compare(self) -> None:
-        """A script may change them next, as it did in the run before: so the warning waits for the
-        next checkpoint."""
+        """A script may change them next, as in the run before: the next checkpoint warns."""
         for name, thing in self._planner.attached.items():
             if isinstance(thing, torch.nn.Module) and name in self._trainable:
                 saved = self._trainable.pop(name)
                 self._unlike |= {name: trainable.differing(thing, saved)}
 
     def stepped(self, optimizer: _Optimizer) -> None:
-        """An attached optimizer made a step. Raises UnsupportedStateError if its state, which the
-        first steps have made, cannot be stored."""
+        """An attached optimizer made a step. Raises UnsupportedStateError for its new state."""
         if id(optimizer) in self._unseen and optimizer.state:
             require_storable_state(self._unseen.pop(id(optimizer)), optimizer)
 

@@ -191,8 +191,7 @@ class PCcheckClient:
         self._first_connect()
 
     def _replace_earlier(self) -> None:
-        """Closes an earlier client for this rank (a notebook's cell is run again), and has this one
-        closed at the end of the process."""
+        """Closes an earlier client for this rank, and has this one closed as the process ends."""
         for other in list(_CLIENTS):
             if other.place == self.place:
                 other.close()
@@ -323,8 +322,7 @@ class PCcheckClient:
         )
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises the UnsupportedStateError that the first checkpoint() would raise, before hours of
-        training are lost."""
+        """Raises what the first checkpoint() would raise, before hours of training are lost."""
         if self._inert():
             return
         try:
@@ -463,11 +461,9 @@ class PCcheckClient:
             self._planner.stop_staging(for_good=not error.retryable)
             return self._submit(connection, state, step, node)
 
-    def _submit(
-        self, connection: Connection, state: object, step: int, metadata: tree.Node
-    ) -> InFlight:
+    def _submit(self, connection: Connection, state: Any, step: int, node: tree.Node) -> InFlight:
         self._planner.hooks.follow()
-        snapshot = self._planner.snapshot(connection.native.chunk_bytes, state, step, metadata)
+        snapshot = self._planner.snapshot(connection.native.chunk_bytes, state, step, node)
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
         try:
@@ -920,8 +916,7 @@ _CLIENTS: weakref.WeakSet[PCcheckClient] = weakref.WeakSet()
 
 
 def open_client(job: str | None, rank: int, world_size: int) -> PCcheckClient | None:
-    """This process's client for that job and rank, for a framework's objects to share. Raises
-    UsageError as PCcheckClient does."""
+    """This process's client for that job and rank, to be shared. Raises as PCcheckClient does."""
     wanted = identify(job, rank, world_size).job, rank
     return next((one for one in _CLIENTS if one.place[:2] == wanted and not one.closed), None)
 

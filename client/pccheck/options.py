@@ -90,17 +90,13 @@ def check_seconds(name: str, value: Any) -> float:
 
 def check_step(step: Any) -> int:
     """An int by value: a NumPy integer or an integral tensor counts. Raises UsageError."""
+    hint = "use the number of the training step"
     try:
         number = int(step.__index__())
     except (AttributeError, TypeError):
-        raise UsageError(
-            f"step={step!r} is not an int", hint="use the number of the training step"
-        ) from None
+        raise UsageError(f"step={step!r} is not an int", hint=hint) from None
     if isinstance(step, bool):
         raise UsageError(f"step={step!r} is not an int")
     if not 0 <= number <= _STEP_MAX:
-        raise UsageError(
-            f"step={step!r} is not between 0 and 2**63 - 1",
-            hint="use the number of the training step",
-        )
+        raise UsageError(f"step={step!r} is not between 0 and 2**63 - 1", hint=hint)
     return number

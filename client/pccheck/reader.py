@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Self
 
 from pccheck.job.naming import identify
 from pccheck.options import check_step
@@ -12,11 +11,11 @@ from pccheck_native import catalog
 from pccheck_store.directory import which
 from pccheck_store.jobs import Stored, checkpoints_of, find_source
 from pccheck_store.reading.state_reader import open_chosen
-from pccheck_wire.basics import did_you_mean, some
+from pccheck_wire.basics import Closing, did_you_mean, some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 
 
-class Reader:
+class Reader(Closing):
     """Finds and reads the checkpoints of one job, also while it trains. Use it as a context
     manager: it closes what it has opened.
 
@@ -45,12 +44,6 @@ class Reader:
         self._source = find_source(storage, socket)
         self._open: list[OpenCheckpoint] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Closes what was opened. May be called again."""
         while self._open:
@@ -58,7 +51,7 @@ class Reader:
 
     def steps(self) -> list[Stored]:
         """Every checkpoint of the job, newest first; also those that only some ranks have."""
-        return [stored for stored, _ in self._found()]
+        return [stored for stored, _ in checkpoints_of(self._source, self.job, self._uid)]
 
     def newest(self) -> Stored | None:
         """The newest checkpoint that every rank of its world has, undamaged: the one that
@@ -80,7 +73,7 @@ class Reader:
 
     def _chosen(self, step: int | None, sequence: int | None) -> list[catalog.Checkpoint]:
         """The parts of the chosen checkpoint, by rank."""
-        found = self._found()
+        found = checkpoints_of(self._source, self.job, self._uid)
         fits = [
             (stored, parts) for stored, parts in found
             if step in (None, stored.step) and sequence in (None, stored.sequence)
@@ -89,9 +82,6 @@ class Reader:
             if stored.complete:
                 return parts
         raise self._none(step, sequence, [stored for stored, _ in (fits or found)], bool(fits))
-
-    def _found(self) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
-        return checkpoints_of(self._source, self.job, self._uid)
 
     def _none(
         self, step: int | None, sequence: int | None, near: list[Stored], chosen: bool

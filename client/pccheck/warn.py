@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -25,18 +24,12 @@ class PccheckWarning(UserWarning):
     """Training continues, but something about its checkpoints needs attention."""
 
 
-def _caller() -> FrameType:
-    """The user's own code."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return frame
-
-
 def warn(text: str) -> None:
     """Python shows a text once for each line of the user's code, unless it gets no registry: the
     second time that the daemon is gone would pass in silence."""
-    frame = _caller()
+    frame = sys._getframe(0)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back  # to the user's own code
     warnings.warn_explicit(
         f"PCcheck: {text}", PccheckWarning, frame.f_code.co_filename, frame.f_lineno,
         module=frame.f_globals.get("__name__"),

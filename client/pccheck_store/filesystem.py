@@ -166,8 +166,6 @@ def _file(place: _Place, name: str, file: PartFile) -> dict[str, Any]:
 
 
 class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
-    """What `open` returns."""
-
     def __init__(self, fs: PCcheckFileSystem, path: str, file: PartFile, **options: Any) -> None:
         self._file = file
         super().__init__(fs, path, "rb", size=file.size, **options)

@@ -12,7 +12,7 @@ import os
 import msgpack  # type: ignore[import-untyped]
 
 from pccheck_store import VERSION
-from pccheck_wire.basics import PROTOCOL_VERSION, socket_name
+from pccheck_wire.basics import PROTOCOL_VERSION, Closing, socket_name
 from pccheck_wire.connection import Connection, raise_failure
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError
 
@@ -53,7 +53,7 @@ def private_daemon(storage: Path) -> Observer | None:
     return None
 
 
-class Observer:
+class Observer(Closing):
     """A connection to the daemon; close it, or use it as a context manager."""
 
     def __init__(
@@ -122,12 +122,6 @@ class Observer:
 
     def close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _report(self, body: Document, timeout_s: float = REQUEST_LIMIT_S) -> Document:
         self._number += 1

@@ -60,7 +60,6 @@ def contiguous_strides(shape: Numbers[int], *, order: str = "C") -> tuple[int, .
 
 
 def _below(node: Node, name: str) -> Node:
-    """The part called `name` below `node`; None when there is none."""
     for key, value in _children(node):
         if key == name:
             container = isinstance(value, (Mapping, Sequence))

@@ -8,10 +8,9 @@ import os
 import select
 import socket
 from pathlib import Path
-from typing import Self
 
 from . import codec
-from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, socket_name
+from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, Closing, socket_name
 from .connection import Connection, pid_of, raise_failure
 from .errors import ProtocolError, WaitTimeoutError, error_from_wire
 from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
@@ -19,7 +18,7 @@ from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role,
 CONNECT_LIMIT_S = 10.0
 
 
-class Attachment:
+class Attachment(Closing):
     """A connection to the daemon after its handshake. Closing the connection ends the session.
 
     `page_fd` and `memory_fd` (-1 for observers) are for the native client, which duplicates them:
@@ -42,9 +41,6 @@ class Attachment:
         """As this process sees it; 0 in another PID namespace."""
         return pid_of(self.socket)
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
     def request(self, body: RequestBody, *, timeout_s: float = 30.0) -> Answer:
         """Sends one request and returns its answer.
 
@@ -65,12 +61,6 @@ class Attachment:
         self.page_fd = self.memory_fd = -1  # before: Ctrl-C must not close a number twice
         for descriptor in open_fds:
             os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
 
 class Attempt:

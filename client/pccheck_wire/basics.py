@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Self
+
 PROTOCOL_VERSION = 11
 
 #: Default place of the attach socket; `PCCHECK_SOCKET` and `--socket` override it.
@@ -25,6 +29,19 @@ START_HINT = "start it with: pccheckd --storage DIR"
 #: The error of a daemon without any option; pccheckctl distinguishes it from errors in a file.
 STORAGE_MISSING = "--storage is missing"
 SAME_VERSION_HINT = "install the same version of pccheck on both sides"
+
+
+class Closing:
+    """Is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def socket_name(given: str | os.PathLike[str] | None) -> str:
@@ -77,10 +94,12 @@ def with_options(text: str, options: Iterable[str]) -> str:
 
 def did_you_mean(words: list[str], known: list[str]) -> str:
     """For the first of these words that resembles a known one: "did you mean --slots? ", or ""."""
+    found = (nearest(word.partition("=")[0], known) for word in words)
+    return next((f"did you mean {near}? " for near in found if near), "")
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """What was probably meant; "" when nothing is like it."""
     import difflib  # for people who mistyped only
 
-    for word in words:
-        near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
-        if near:
-            return f"did you mean {near[0]}? "
-    return ""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.65)), "")

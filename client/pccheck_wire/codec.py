@@ -25,7 +25,6 @@ PIECES_MAX = 15
 #: The initial buffer of a message. msgpack's default is a large allocation for every message; when
 #: memory is short, it would fail, and a peer would not even get its refusal.
 BUFFER_BYTES = 4096
-DEPTH_MAX = 24
 
 _I64 = range(-(2**63), 2**63)
 _NATURAL = range(2**63)
@@ -113,7 +112,6 @@ def _by_tag(kinds: tuple[type, ...]) -> Mapping[str, type]:
 
 
 def _message(value: object, kinds: tuple[type, ...], path: str) -> object:
-    """A message of one of these classes."""
     plain, tags = _exactly(dict, value, path), _by_tag(kinds)
     tag = plain.get("t")
     if not isinstance(tag, str) or tag not in tags:
@@ -146,7 +144,7 @@ def _convert(value: object, hint: Any, name: str, path: str) -> object:
         items = enumerate(_exactly(list, value, path))
         return [_convert(item, arguments[0], name, f"{path}[{index}]") for index, item in items]
     if origin is dict:
-        return _document(_exactly(dict, value, path), path)
+        return _exactly(dict, value, path)  # of a report: the daemon's, as it is
     if types.NoneType in arguments:
         return None if value is None else _convert(value, arguments[0], name, path)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -167,18 +165,3 @@ def _member(value: object, kind: type[enum.Enum], path: str) -> object:
             if member.value == value:
                 return member
     raise ProtocolError(f"{path}: not a {kind.__name__}")
-
-
-def _document(value: object, path: str, depth: int = 0) -> object:
-    """A JSON-able document: maps, lists and scalars, no bytes, bounded depth."""
-    if depth > DEPTH_MAX:
-        raise ProtocolError(f"{path}: nested more than {DEPTH_MAX} deep")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _document(item, f"{path}.{key[:40]}", depth + 1)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _document(item, f"{path}[{index}]", depth + 1)
-    elif value is not None and type(value) not in (bool, int, float, str):
-        raise ProtocolError(f"{path}: {type(value).__name__} is not allowed here")
-    return value

@@ -58,7 +58,6 @@ def merge(own: tree.Tree, rank: int, read_tree: Callable[[int], tree.Tree]) -> t
 
 
 def _views(described: tree.Tree) -> dict[int, list[tree.Tensor]]:
-    """The tensors on each extent."""
     found: dict[int, list[tree.Tensor]] = defaultdict(list)
     for _, node in tree.walk(described.root):
         if isinstance(node, tree.Tensor):
@@ -90,15 +89,12 @@ def placed(offset: int) -> tuple[int, int]:
 def split(ranges: bytes, device_ranges: bytes = b"") -> dict[int, tuple[bytes, bytes]]:
     """Packed ranges by rank, as `place` gives it, ascending by their offset in its payload."""
     found: dict[int, tuple[list[bytes], list[bytes]]] = {}
-    hosts = sorted(struct.iter_unpack("<QQQ", ranges), key=lambda item: item[1])
-    devices = sorted(struct.iter_unpack("<QQQII", device_ranges), key=lambda item: item[1])
-    for address, offset, nbytes in hosts:
-        rank, offset = placed(offset)
-        found.setdefault(rank, ([], []))[0].append(struct.pack("<QQQ", address, offset, nbytes))
-    for address, offset, nbytes, device, zero in devices:
-        rank, offset = placed(offset)
-        packed = struct.pack("<QQQII", address, offset, nbytes, device, zero)
-        found.setdefault(rank, ([], []))[1].append(packed)
+    for side, (form, given) in enumerate((("<QQQ", ranges), ("<QQQII", device_ranges))):
+        items = sorted(struct.iter_unpack(form, given), key=lambda item: item[1])
+        for address, offset, *rest in items:
+            rank, offset = placed(offset)
+            packed = struct.pack(form, address, offset, *rest)
+            found.setdefault(rank, ([], []))[side].append(packed)
     return {rank: (b"".join(host), b"".join(gpus)) for rank, (host, gpus) in found.items()}
 
 

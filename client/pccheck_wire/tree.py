@@ -559,10 +559,7 @@ def _naturals(raw: list[object], index: int) -> list[int]:
     values = _part(raw, index, list)
     if len(values) > DIMENSIONS_MAX:
         raise _bad(f"{len(values)} dimensions")
-    for value in values:
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise _bad(f"{value!r:.40} is not a size")
-    return values
+    return [_natural(values, position) for position in range(len(values))]
 
 
 def _texts(raw: list[object], index: int) -> list[str]:

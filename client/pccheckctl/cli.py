@@ -114,19 +114,15 @@ def _run(given: list[str]) -> int:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         failure = PccheckError(f"{where}{error.strerror or error}")
-    failure.message = _shortened(failure.message)
+    if len(failure.message) > MESSAGE_MAX:  # the middle quotes an argument
+        kept = MESSAGE_MAX // 2
+        failure.message = f"{failure.message[:kept]} ... {failure.message[-kept:]}"
     if failure.hint:
         from pccheckctl.output.documents import pasteable
 
         failure.hint = pasteable(failure.hint, chosen)
     report(failure, as_json="--json" in given)
     return failure.exit_code
-
-
-def _shortened(message: str) -> str:
-    """The message without its middle, which quotes an argument."""
-    kept = MESSAGE_MAX // 2
-    return message if len(message) <= MESSAGE_MAX else f"{message[:kept]} ... {message[-kept:]}"
 
 
 def _named(given: list[str]) -> str | None:
@@ -207,7 +203,6 @@ def _path(text: str) -> str:
 
 
 def _uid(text: str) -> int:
-    """Of a user's number or name."""
     import pwd  # most commands need none
 
     with contextlib.suppress(KeyError):

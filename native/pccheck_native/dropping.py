@@ -155,13 +155,13 @@ def clear(storage: Path) -> int:
 def _remove(directory: Path, gone: list[Path]) -> None:
     """Once the names are durable. All that can be, then raises why the first one could not."""
     failed: OSError | None = None
-    layout.sync_directory(directory)
+    layout.sync(directory)
     for path in gone:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             failed = failed or error
-    layout.sync_directory(directory)
+    layout.sync(directory)
     if failed is not None:
         raise failed
 

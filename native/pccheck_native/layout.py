@@ -305,12 +305,12 @@ def make_directories(path: Path) -> None:
             if directory.is_symlink() or not directory.is_dir():
                 raise
     for directory in (path.parent, path.parents[1], storage):
-        sync_directory(directory)
+        sync(directory)
 
 
-def sync_directory(directory: Path) -> None:
-    """Makes the names in it durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(place: Path) -> None:
+    """Makes the bytes of a file durable, or the names in a directory."""
+    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

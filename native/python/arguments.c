@@ -50,6 +50,13 @@ int pcc_py_u32(PyObject *object, void *out)
     return 1;
 }
 
+int pcc_py_bool(PyObject *object, void *out)
+{
+    const int truth = PyObject_IsTrue(object);
+    *(bool *)out = truth > 0;
+    return truth >= 0;
+}
+
 int pcc_py_id(PyObject *object, void *out)
 {
     if (!PyBytes_Check(object) || PyBytes_Size(object) != PCC_UUID_BYTES) {

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <time.h>
 
+#define HANDLE struct pcc_client
 #define CLOSE_TRIES 200
 #define CLOSE_PAUSE_NS 1000000l
 /* Waits return to Python this often, for signals and for close() by another thread. */
@@ -51,23 +52,20 @@ static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 
 static PyObject *client_alive(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    bool alive;
-    PCC_PY_WITH(struct pcc_client, client, alive = pcc_client_alive(client));
-    return PyBool_FromLong(alive);
+    PCC_PY_ENTER();
+    return PyBool_FromLong(pcc_client_alive(handle));
 }
 
 static PyObject *client_unmapped(PyObject *self, void *Py_UNUSED(unused))
 {
-    int error;
-    PCC_PY_WITH(struct pcc_client, client, error = pcc_client_unmapped(client));
-    return PyLong_FromLong(-error);
+    PCC_PY_ENTER();
+    return PyLong_FromLong(-pcc_client_unmapped(handle));
 }
 
 static PyObject *client_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
 {
-    uint32_t chunk_bytes;
-    PCC_PY_WITH(struct pcc_client, client, chunk_bytes = pcc_client_chunk_bytes(client));
-    return PyLong_FromUnsignedLong(chunk_bytes);
+    PCC_PY_ENTER();
+    return PyLong_FromUnsignedLong(pcc_client_chunk_bytes(handle));
 }
 
 static PyObject *client_state(PyObject *self, PyObject *number)
@@ -75,7 +73,7 @@ static PyObject *client_state(PyObject *self, PyObject *number)
     PCC_PY_NUMBER(snapshot, number);
     struct pcc_client_state now;
     int result;
-    PCC_PY_WITH(struct pcc_client, client, result = pcc_client_state(client, snapshot, &now));
+    PCC_PY_WITH(result = pcc_client_state(handle, snapshot, &now));
     if (result == -ENOENT)
         Py_RETURN_NONE;
     if (result < 0)
@@ -91,11 +89,7 @@ static PyObject *client_state(PyObject *self, PyObject *number)
 
 /* -- saving ------------------------------------------------------------------------------------ */
 
-static PyObject *client_request(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_DONE(struct pcc_client, client, pcc_client_request(client, snapshot));
-}
+PCC_PY_CALLS_NUMBER(client_request, PCC_PY_RETURN_DONE, pcc_client_request)
 
 static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -129,23 +123,21 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     struct pcc_py_ranges inline_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     struct pcc_py_ranges device_ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     Py_buffer tail PCC_PY_OWNED(PyBuffer_Release) = {0};
-    int provisional = 0;
-    int skip = 0;
+    bool skip = false;
     long long step = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&y*O&|O&O&O&$pO&LpO&O&O&O&O&O&O&O&O&O&:submit", names, pcc_py_u64,
+            args, kwargs, "O&O&O&y*O&|O&O&O&$O&O&LO&O&O&O&O&O&O&O&O&O&O&:submit", names, pcc_py_u64,
             &snapshot, pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
             &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
-            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, &provisional,
-            pcc_py_u64, &submission.offered_bytes, &step, &skip, pcc_py_u64, &request->map,
-            pcc_py_u64, &request->frozen_bytes, pcc_py_u64, &request->held_at_ns, pcc_py_u64,
-            &request->held_ns, pcc_py_u64, &request->base, pcc_py_u64, &request->turn, pcc_py_u64,
-            &request->descents, pcc_py_u64, &request->row, pcc_py_u64, &request->interval,
-            pcc_py_u64, &request->division))
+            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, pcc_py_bool,
+            &submission.provisional, pcc_py_u64, &submission.offered_bytes, &step, pcc_py_bool,
+            &skip, pcc_py_u64, &request->map, pcc_py_u64, &request->frozen_bytes, pcc_py_u64,
+            &request->held_at_ns, pcc_py_u64, &request->held_ns, pcc_py_u64, &request->base,
+            pcc_py_u64, &request->turn, pcc_py_u64, &request->descents, pcc_py_u64, &request->row,
+            pcc_py_u64, &request->interval, pcc_py_u64, &request->division))
         return NULL;
     request->step = step;
-    request->flags = skip != 0 ? PCC_REQUEST_SKIP : 0;
-    submission.provisional = provisional != 0;
+    request->flags = skip ? PCC_REQUEST_SKIP : 0;
     submission.ranges = ranges.items;
     submission.range_count = ranges.count;
     submission.inline_ranges = inline_ranges.items;
@@ -154,20 +146,11 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     submission.tail_bytes = (uint64_t)tail.len;
     submission.device_ranges = device_ranges.device_items;
     submission.device_range_count = device_ranges.count;
-    PCC_PY_RETURN_DONE(struct pcc_client, client, pcc_client_submit(client, snapshot, &submission));
+    PCC_PY_RETURN_DONE(pcc_client_submit(handle, snapshot, &submission));
 }
 
-static PyObject *client_confirm(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_NONE(struct pcc_client, client, pcc_client_confirm(client, snapshot));
-}
-
-static PyObject *client_abandon(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_BOOL(struct pcc_client, client, pcc_client_abandon(client, snapshot));
-}
+PCC_PY_CALLS_NUMBER(client_confirm, PCC_PY_RETURN_NONE, pcc_client_confirm)
+PCC_PY_CALLS_NUMBER(client_abandon, PCC_PY_RETURN_BOOL, pcc_client_abandon)
 
 /* -- waits, each made of slices ---------------------------------------------------------------- */
 
@@ -250,7 +233,7 @@ static PyObject *client_wait(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     int code;
     bool ok;
-    PCC_PY_WITH(struct pcc_client, client, ok = wait_until(self, client, &wait, &code));
+    PCC_PY_WITH(ok = wait_until(self, handle, &wait, &code));
     return ok ? in_time(self, code) : NULL;
 }
 
@@ -266,8 +249,7 @@ static PyObject *client_load_start(PyObject *self, PyObject *args, PyObject *kwa
                                      &load_id, pcc_py_ranges, &ranges, pcc_py_device_ranges,
                                      &device_ranges))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_client, client,
-                       pcc_client_load_start(client, load_id, ranges.items, ranges.count,
+    PCC_PY_RETURN_DONE(pcc_client_load_start(handle, load_id, ranges.items, ranges.count,
                                              device_ranges.device_items, device_ranges.count));
 }
 
@@ -278,11 +260,11 @@ static PyObject *client_load_wait(PyObject *self, PyObject *args, PyObject *kwar
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:load_wait", names, pcc_py_u64, &wait.id,
                                      pcc_py_u64, &wait.deadline_ns))
         return NULL;
-    PCC_PY_ENTER(struct pcc_client, client);
+    PCC_PY_ENTER();
     int code;
-    bool ok = wait_until(self, client, &wait, &code);
+    bool ok = wait_until(self, handle, &wait, &code);
     /* Also after an exception: nothing may write to the caller's memory after the call. */
-    PCC_PY_UNLOCKED(code = pcc_client_load_wait(client, wait.id, ok ? wait.deadline_ns : 0));
+    PCC_PY_UNLOCKED(code = pcc_client_load_wait(handle, wait.id, ok ? wait.deadline_ns : 0));
     if (!ok)
         return NULL;
     if (code == -ETIMEDOUT || code == -ECONNRESET)
@@ -293,7 +275,7 @@ static PyObject *client_load_wait(PyObject *self, PyObject *args, PyObject *kwar
 static PyObject *client_loaded(PyObject *self, void *Py_UNUSED(unused))
 {
     uint64_t cached_bytes, read_bytes;
-    PCC_PY_WITH(struct pcc_client, client, pcc_client_loaded(client, &cached_bytes, &read_bytes));
+    PCC_PY_WITH(pcc_client_loaded(handle, &cached_bytes, &read_bytes));
     return Py_BuildValue("KK", (unsigned long long)cached_bytes, (unsigned long long)read_bytes);
 }
 
@@ -328,10 +310,10 @@ static PyObject *client_device_open(PyObject *self, PyObject *number)
     uint32_t device;
     if (!ordinal(number, &device))
         return NULL;
-    PCC_PY_ENTER(struct pcc_client, client); /* until the words are read, which are the client's */
+    PCC_PY_ENTER(); /* until the words are read, which are the handle's */
     const char *why = "";
     int result;
-    PCC_PY_UNLOCKED(result = open_device(client, device, &why));
+    PCC_PY_UNLOCKED(result = open_device(handle, device, &why));
     return result < 0 ? pcc_py_done(self, result)
                       : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
@@ -346,14 +328,13 @@ static PyObject *client_staging(PyObject *self, PyObject *args, PyObject *kwargs
         return NULL;
     uint64_t address = 0;
     int result;
-    PCC_PY_CALL(struct pcc_client, client,
-                result = pcc_client_staging(client, device, length_bytes, &address));
+    PCC_PY_CALL(result = pcc_client_staging(handle, device, length_bytes, &address));
     if (result == -ENOMEM)
         return PyErr_NoMemory();
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(address);
 }
 
-PCC_PY_CALLS(client_staging_trim, struct pcc_client, PCC_PY_RETURN_NONE, pcc_client_staging_trim)
+PCC_PY_CALLS(client_staging_trim, PCC_PY_RETURN_NONE, pcc_client_staging_trim)
 
 static PyObject *client_stage(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -361,13 +342,13 @@ static PyObject *client_stage(PyObject *self, PyObject *args, PyObject *kwargs)
     uint32_t device;
     uint64_t stream;
     struct pcc_py_ranges copies PCC_PY_OWNED(pcc_py_ranges_done) = {0};
-    int aside = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$p:stage", names, ordinal, &device,
-                                     pcc_py_u64, &stream, pcc_py_device_copies, &copies, &aside))
+    bool aside = false;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$O&:stage", names, ordinal, &device,
+                                     pcc_py_u64, &stream, pcc_py_device_copies, &copies,
+                                     pcc_py_bool, &aside))
         return NULL;
     PCC_PY_RETURN_DONE(
-        struct pcc_client, client,
-        pcc_client_stage(client, device, stream, copies.copies, copies.count, aside != 0));
+        pcc_client_stage(handle, device, stream, copies.copies, copies.count, aside));
 }
 
 static PyObject *client_mark(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -375,14 +356,13 @@ static PyObject *client_mark(PyObject *self, PyObject *args, PyObject *kwargs)
     static char *names[] = {"snapshot", "device", "stream", "pull", "aside", NULL};
     uint64_t snapshot, stream;
     uint32_t device;
-    int pull = 0;
-    int aside = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$pp:mark", names, pcc_py_u64, &snapshot,
-                                     ordinal, &device, pcc_py_u64, &stream, &pull, &aside) ||
+    bool pull = false, aside = false;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|$O&O&:mark", names, pcc_py_u64,
+                                     &snapshot, ordinal, &device, pcc_py_u64, &stream, pcc_py_bool,
+                                     &pull, pcc_py_bool, &aside) ||
         !pcc_py_require(kwargs, &names[3], 1))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_client, client,
-                       pcc_client_mark(client, snapshot, device, stream, pull != 0, aside != 0));
+    PCC_PY_RETURN_DONE(pcc_client_mark(handle, snapshot, device, stream, pull, aside));
 }
 
 static PyObject *client_hold(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -394,27 +374,23 @@ static PyObject *client_hold(PyObject *self, PyObject *args, PyObject *kwargs)
                                      ordinal, &device, pcc_py_u64, &stream, pcc_py_u64,
                                      &deadline_ns))
         return NULL;
-    PCC_PY_ENTER(struct pcc_client, client);
+    PCC_PY_ENTER();
     bool ok = true;
     bool ready = false;
     while (ok && !ready && pcc_now_ns() < deadline_ns) {
         uint64_t end_ns = slice_end(deadline_ns);
-        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(client, snapshot, device, end_ns));
+        PCC_PY_UNLOCKED(ready = pcc_client_hold_ready(handle, snapshot, device, end_ns));
         go_on_later(&deadline_ns, end_ns);
         ok = ready || goes_on(self);
     }
     if (!ok)
         return NULL;
     int result;
-    PCC_PY_UNLOCKED(result = pcc_client_hold(client, snapshot, device, stream, deadline_ns));
+    PCC_PY_UNLOCKED(result = pcc_client_hold(handle, snapshot, device, stream, deadline_ns));
     return in_time(self, result);
 }
 
-static PyObject *client_reached(PyObject *self, PyObject *number)
-{
-    PCC_PY_NUMBER(snapshot, number);
-    PCC_PY_RETURN_BOOL(struct pcc_client, client, pcc_client_reached(client, snapshot));
-}
+PCC_PY_CALLS_NUMBER(client_reached, PCC_PY_RETURN_BOOL, pcc_client_reached)
 
 static PyObject *client_capturing(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -426,8 +402,7 @@ static PyObject *client_capturing(PyObject *self, PyObject *args, PyObject *kwar
         return NULL;
     bool capturing = false;
     int result;
-    PCC_PY_CALL(struct pcc_client, client,
-                result = pcc_client_capturing(client, device, stream, &capturing));
+    PCC_PY_CALL(result = pcc_client_capturing(handle, device, stream, &capturing));
     return result < 0 ? pcc_py_done(self, result) : PyBool_FromLong(capturing);
 }
 
@@ -447,15 +422,13 @@ static PyObject *client_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;
     uint64_t length_bytes = 0;
     int result;
-    PCC_PY_CALL(struct pcc_client, client,
-                result = pcc_client_expose(client, ranges.device_items, ranges.count, device_bytes,
+    PCC_PY_CALL(result = pcc_client_expose(handle, ranges.device_items, ranges.count, device_bytes,
                                            &bytes, &length_bytes));
     return result < 0 ? pcc_py_done(self, result)
                       : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
 }
 
-PCC_PY_CALLS(client_exposure_holds, struct pcc_client, PCC_PY_RETURN_BOOL,
-             pcc_client_exposure_holds)
+PCC_PY_CALLS(client_exposure_holds, PCC_PY_RETURN_BOOL, pcc_client_exposure_holds)
 
 /* -- the type ---------------------------------------------------------------------------------- */
 

@@ -98,13 +98,14 @@ static inline void pcc_py_left(PyObject **entered)
     pcc_py_leave(*entered);
 }
 
-/* In a method: enters `self` until the end of the block, with its handle under the name `handle`.
- * When it cannot enter, the method returns NULL with the exception. */
-#define PCC_PY_ENTER(type, handle)                                                                 \
-    type *handle = pcc_py_enter(self);                                                             \
+/* In a method: enters `self` until the end of the block, with its handle under that name; HANDLE is
+ * the type of the file's handles. When it cannot enter, the method returns NULL with the exception.
+ */
+#define PCC_PY_ENTER()                                                                             \
+    HANDLE *handle = pcc_py_enter(self);                                                           \
     if (handle == NULL)                                                                            \
         return NULL;                                                                               \
-    PyObject *handle##_entered PCC_PY_OWNED(pcc_py_left) = self
+    PyObject *entered PCC_PY_OWNED(pcc_py_left) = self
 
 /* -- calls of the core ------------------------------------------------------------------------- */
 
@@ -115,40 +116,48 @@ static inline void pcc_py_left(PyObject **entered)
         Py_END_ALLOW_THREADS                                                                       \
     } while (0)
 
-/* In a method: the statement, with the handle of `self`. */
-#define PCC_PY_WITH(type, handle, statement)                                                       \
+/* In a method: the statement, with `handle`. */
+#define PCC_PY_WITH(statement)                                                                     \
     do {                                                                                           \
-        PCC_PY_ENTER(type, handle);                                                                \
+        PCC_PY_ENTER();                                                                            \
         statement;                                                                                 \
     } while (0)
 /* The same without the GIL, as most methods do. */
-#define PCC_PY_CALL(type, handle, statement) PCC_PY_WITH(type, handle, PCC_PY_UNLOCKED(statement))
+#define PCC_PY_CALL(statement) PCC_PY_WITH(PCC_PY_UNLOCKED(statement))
 /* How these end. Returns None. */
-#define PCC_PY_RETURN_NONE(type, handle, statement)                                                \
+#define PCC_PY_RETURN_NONE(statement)                                                              \
     do {                                                                                           \
-        PCC_PY_CALL(type, handle, statement);                                                      \
+        PCC_PY_CALL(statement);                                                                    \
         Py_RETURN_NONE;                                                                            \
     } while (0)
 /* The same, or NULL with the exception of a negative code. */
-#define PCC_PY_RETURN_DONE(type, handle, expression)                                               \
+#define PCC_PY_RETURN_DONE(expression)                                                             \
     do {                                                                                           \
         int done_code;                                                                             \
-        PCC_PY_CALL(type, handle, done_code = (expression));                                       \
+        PCC_PY_CALL(done_code = (expression));                                                     \
         return pcc_py_done(self, done_code);                                                       \
     } while (0)
 /* The same for a question: returns True or False. */
-#define PCC_PY_RETURN_BOOL(type, handle, expression)                                               \
+#define PCC_PY_RETURN_BOOL(expression)                                                             \
     do {                                                                                           \
         bool answer;                                                                               \
-        PCC_PY_CALL(type, handle, answer = (expression));                                          \
+        PCC_PY_CALL(answer = (expression));                                                        \
         return PyBool_FromLong(answer);                                                            \
     } while (0)
 /* Defines the method `name` without arguments: calls `function` with the handle, and returns in one
  * of these three ways. */
-#define PCC_PY_CALLS(name, type, returns, function)                                                \
+#define PCC_PY_CALLS(name, returns, function)                                                      \
     static PyObject *name(PyObject *self, PyObject *Py_UNUSED(unused))                             \
     {                                                                                              \
-        returns(type, handle, function(handle));                                                   \
+        returns(function(handle));                                                                 \
+    }
+
+/* The same for a method that takes one number: calls `function` with the handle and the number. */
+#define PCC_PY_CALLS_NUMBER(name, returns, function)                                               \
+    static PyObject *name(PyObject *self, PyObject *object)                                        \
+    {                                                                                              \
+        PCC_PY_NUMBER(number, object);                                                             \
+        returns(function(handle, number));                                                         \
     }
 
 /* -- errors: the one place where a code becomes an exception ----------------------------------- */
@@ -177,6 +186,7 @@ int pcc_py_u64(PyObject *object, void *out);
 int pcc_py_seconds(PyObject *object, void *out); /* a float; nanoseconds, a uint64_t */
 int pcc_py_id(PyObject *object, void *out);      /* bytes; PCC_UUID_BYTES of them */
 int pcc_py_engine(PyObject *object, void *out);  /* a name; an enum pcc_io_engine */
+int pcc_py_bool(PyObject *object, void *out);    /* anything with a truth; a bool */
 
 /* In a method that takes one number: that number. When it is none, the method returns NULL with the
  * exception. */

@@ -5,6 +5,7 @@
 
 #include <string.h>
 
+#define HANDLE struct pcc_gpus
 #define GPUS_MAX 64u /* that info() tells of */
 
 /* -- the driver -------------------------------------------------------------------------------- */
@@ -75,7 +76,7 @@ static PyObject *gpus_info(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     struct pcc_gpu_info infos[GPUS_MAX];
     uint32_t count;
-    PCC_PY_CALL(struct pcc_gpus, gpus, count = pcc_gpus_info(gpus, infos, GPUS_MAX));
+    PCC_PY_CALL(count = pcc_gpus_info(handle, infos, GPUS_MAX));
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < count && i < GPUS_MAX; i++)
         pcc_py_append(&list, gpu_new(pcc_py_state_of(Py_TYPE(self)), &infos[i]));
@@ -87,7 +88,7 @@ static PyObject *gpus_rest(PyObject *self, PyObject *seconds)
     uint64_t unused_ns;
     if (!pcc_py_seconds(seconds, &unused_ns))
         return NULL;
-    PCC_PY_RETURN_NONE(struct pcc_gpus, gpus, pcc_gpus_rest(gpus, unused_ns));
+    PCC_PY_RETURN_NONE(pcc_gpus_rest(handle, unused_ns));
 }
 
 static PyMethodDef methods[] = {

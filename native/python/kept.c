@@ -11,8 +11,7 @@ static PyObject *segments_new(const struct pcc_kept *kept, uint32_t place)
     uint64_t last = 0;
     PyObject *ids PCC_PY_OWNED(pcc_py_drop) = PyList_New(0);
     for (uint32_t i = 0; ids != NULL && i < pieces; i++) {
-        const uint64_t id =
-            atomic_load_explicit(&pcc_kept_piece(kept, place, i)->segment, memory_order_acquire);
+        const uint64_t id = PCC_READ_ACQUIRE(&pcc_kept_piece(kept, place, i)->segment);
         if (id != 0 && id != last)
             pcc_py_append(&ids, PyLong_FromUnsignedLongLong(id));
         last = id;

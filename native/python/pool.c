@@ -3,6 +3,8 @@
 
 /* -- Pool -------------------------------------------------------------------------------------- */
 
+#define HANDLE struct pcc_pool
+
 PCC_PY_CLOSES(pool_close, pcc_pool_close)
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -33,14 +35,14 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *pool_stored(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     struct pcc_store_usage usage;
-    PCC_PY_WITH(struct pcc_pool, pool, usage = pcc_pool_stored(pool));
+    PCC_PY_WITH(usage = pcc_pool_stored(handle));
     return Py_BuildValue("(IIK)", usage.stored, usage.limit, usage.refused);
 }
 
 static PyObject *pool_usage(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     uint64_t budget_bytes, used_bytes;
-    PCC_PY_CALL(struct pcc_pool, pool, pcc_pool_usage(pool, &budget_bytes, &used_bytes));
+    PCC_PY_CALL(pcc_pool_usage(handle, &budget_bytes, &used_bytes));
     return Py_BuildValue("(KK)", budget_bytes, used_bytes);
 }
 
@@ -49,7 +51,7 @@ static PyObject *pool_unstore(PyObject *self, PyObject *args)
     const char *name;
     if (!PyArg_ParseTuple(args, "s:unstore", &name))
         return NULL;
-    PCC_PY_RETURN_NONE(struct pcc_pool, pool, pcc_pool_unstore(pool, name));
+    PCC_PY_RETURN_NONE(pcc_pool_unstore(handle, name));
 }
 
 static PyMethodDef pool_methods[] = {
@@ -69,6 +71,8 @@ const struct pcc_py_type pcc_py_pool = {
 
 /* -- Events ------------------------------------------------------------------------------------ */
 
+#undef HANDLE
+#define HANDLE struct pcc_events
 #define EVENTS_CAPACITY 4096u
 #define EVENTS_PER_TAKE 64u
 
@@ -88,9 +92,8 @@ static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static PyObject *events_fileno(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    int fd;
-    PCC_PY_WITH(struct pcc_events, events, fd = pcc_events_fd(events));
-    return PyLong_FromLong(fd);
+    PCC_PY_ENTER();
+    return PyLong_FromLong(pcc_events_fd(handle));
 }
 
 static const char *const kinds[] = {
@@ -123,7 +126,6 @@ static PyObject *times_new(struct pcc_py_state *state, const struct pcc_event *e
 {
     static const struct pcc_save_times none;
     const struct pcc_save_times *times = event->kind == PCC_EVENT_REQUESTED ? &none : &event->times;
-
     return pcc_py_result(state, PCC_PY_SAVE_TIMES,
                          Py_BuildValue("(KKKKKKK)", times->begin, times->first_write, times->sealed,
                                        times->written, times->flushed, times->durable,
@@ -165,9 +167,8 @@ static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)
 
 static PyObject *events_take(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    PyObject *list;
-    PCC_PY_WITH(struct pcc_events, events, list = take_all(pcc_py_state_of(Py_TYPE(self)), events));
-    return list;
+    PCC_PY_ENTER();
+    return take_all(pcc_py_state_of(Py_TYPE(self)), handle);
 }
 
 static PyMethodDef events_methods[] = {

@@ -45,18 +45,18 @@ PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwarg
         .next_sequence = 1,
     };
     PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
-    int allow_buffered = 0;
+    bool allow_buffered = false;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&pO&:create_volume", names,
+            args, kwargs, "O&|$O&sO&O&O&O&O&O&O&O&O&O&O&:create_volume", names,
             PyUnicode_FSConverter, &path, pcc_py_u32, &spec.uid, &spec.job, pcc_py_u32, &spec.rank,
             pcc_py_u32, &spec.world_size, pcc_py_u32, &spec.slot_count, pcc_py_u32, &spec.keep,
             pcc_py_u64, &spec.payload_capacity_bytes, pcc_py_u64, &spec.next_sequence, pcc_py_u64,
             &spec.incarnation, pcc_py_u32, &spec.block_bytes, pcc_py_u64, &spec.record_stride_bytes,
-            &allow_buffered, pcc_py_id, spec.start_id) ||
+            pcc_py_bool, &allow_buffered, pcc_py_id, spec.start_id) ||
         !pcc_py_require(kwargs, &names[1], 7))
         return NULL;
     int result;
     const char *name = PyBytes_AsString(path);
-    PCC_PY_UNLOCKED(result = pcc_volume_create(name, &spec, allow_buffered != 0));
+    PCC_PY_UNLOCKED(result = pcc_volume_create(name, &spec, allow_buffered));
     return result < 0 ? pcc_py_raise(PyModule_GetState(module), result, name) : Py_NewRef(Py_None);
 }

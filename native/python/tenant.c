@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#define HANDLE struct pcc_tenant
 #define REASON_BYTES 192
 
 /* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
@@ -148,15 +149,15 @@ static PyObject *tenant_bind(PyObject *self, PyObject *args, PyObject *kwargs)
                                      state->types[PCC_PY_VOLUME], &volume, &state_fd, pcc_py_u64,
                                      &state_id))
         return NULL;
-    PCC_PY_ENTER(struct pcc_tenant, tenant);
+    PCC_PY_ENTER();
     if (!borrow(volume))
         return NULL;
     int result;
     struct pcc_kept_outcome outcomes[PCC_KEPT_OUTCOMES_MAX];
     uint32_t count = 0;
-    struct pcc_volume *handle = pcc_py_lease(volume)->handle;
-    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_tenant_bind(tenant, handle)
-                                          : pcc_tenant_bind_kept(tenant, handle, state_fd, state_id,
+    struct pcc_volume *lent = pcc_py_lease(volume)->handle;
+    PCC_PY_UNLOCKED(result = state_fd < 0 ? pcc_tenant_bind(handle, lent)
+                                          : pcc_tenant_bind_kept(handle, lent, state_fd, state_id,
                                                                  outcomes, &count));
     int known = result < 0 ? 1 : PySequence_Contains(tenant_of(self)->bound, volume);
     if (known == 0 && PyList_Append(tenant_of(self)->bound, volume) == 0) {
@@ -193,14 +194,14 @@ static PyObject *tenant_unbind(PyObject *self, PyObject *volume)
         PyErr_SetString(PyExc_TypeError, "unbind() takes a Volume");
         return NULL;
     }
-    PCC_PY_ENTER(struct pcc_tenant, tenant);
+    PCC_PY_ENTER();
     int result = 0;
     const struct py_tenant *counted = tenant_of(self);
     const uint64_t before =
         counted->load_calls == counted->load_returns ? counted->load_calls : UINT64_MAX;
-    struct pcc_volume *handle = pcc_py_lease(volume)->handle;
-    if (handle != NULL) /* a closed volume is not bound any more */
-        PCC_PY_UNLOCKED(result = pcc_tenant_unbind(tenant, handle));
+    struct pcc_volume *lent = pcc_py_lease(volume)->handle;
+    if (lent != NULL) /* a closed volume is not bound any more */
+        PCC_PY_UNLOCKED(result = pcc_tenant_unbind(handle, lent));
     if (result == 0)
         forget(tenant_of(self), volume, before);
     return pcc_py_done(self, result);
@@ -212,20 +213,20 @@ static PyObject *tenant_load(PyObject *self, PyObject *args, PyObject *kwargs)
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     PyObject *volume;
     uint64_t sequence, offset_bytes, length_bytes, load_id;
-    int own = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&|p:load", names,
+    bool own = true;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&O&O&O&|O&:load", names,
                                      state->types[PCC_PY_VOLUME], &volume, pcc_py_u64, &sequence,
                                      pcc_py_u64, &offset_bytes, pcc_py_u64, &length_bytes,
-                                     pcc_py_u64, &load_id, &own))
+                                     pcc_py_u64, &load_id, pcc_py_bool, &own))
         return NULL;
-    PCC_PY_ENTER(struct pcc_tenant, tenant);
+    PCC_PY_ENTER();
     if (!borrow(volume))
         return NULL;
     int result;
-    struct pcc_volume *handle = pcc_py_lease(volume)->handle;
+    struct pcc_volume *lent = pcc_py_lease(volume)->handle;
     tenant_of(self)->load_calls++;
-    PCC_PY_UNLOCKED(result = pcc_tenant_load(tenant, handle, own != 0, sequence, offset_bytes,
-                                             length_bytes, load_id));
+    PCC_PY_UNLOCKED(
+        result = pcc_tenant_load(handle, lent, own, sequence, offset_bytes, length_bytes, load_id));
     tenant_of(self)->load_returns++;
     PyObject *unused = volume;
     if (result == 0) { /* one load at a time: the one before has ended */
@@ -256,12 +257,11 @@ static PyObject *tenant_attach(PyObject *self, PyObject *args, PyObject *kwargs)
         return NULL;
     int page_fd = -1;
     int result;
-    PCC_PY_CALL(struct pcc_tenant, tenant,
-                result = pcc_tenant_attach(tenant, socket_fd, session, (int32_t)pid, &page_fd));
+    PCC_PY_CALL(result = pcc_tenant_attach(handle, socket_fd, session, (int32_t)pid, &page_fd));
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromLong(page_fd);
 }
 
-PCC_PY_CALLS(tenant_detach, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_detach)
+PCC_PY_CALLS(tenant_detach, PCC_PY_RETURN_NONE, pcc_tenant_detach)
 
 /* -- its memory -------------------------------------------------------------------------------- */
 
@@ -270,7 +270,7 @@ static PyObject *tenant_grow(PyObject *self, PyObject *number)
     PCC_PY_NUMBER(bytes, number);
     uint64_t granted_bytes = 0;
     int result;
-    PCC_PY_CALL(struct pcc_tenant, tenant, result = pcc_tenant_grow(tenant, bytes, &granted_bytes));
+    PCC_PY_CALL(result = pcc_tenant_grow(handle, bytes, &granted_bytes));
     return result < 0 ? pcc_py_done(self, result) : PyLong_FromUnsignedLongLong(granted_bytes);
 }
 
@@ -278,25 +278,24 @@ static PyObject *tenant_shrink(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(bytes, number);
     struct pcc_tenant_holding holding;
-    PCC_PY_CALL(struct pcc_tenant, tenant, pcc_tenant_shrink(tenant, bytes, &holding));
+    PCC_PY_CALL(pcc_tenant_shrink(handle, bytes, &holding));
     return Py_BuildValue("(KKI)", holding.bytes, holding.lasting_bytes, holding.asked);
 }
 
-PCC_PY_CALLS(tenant_release_memory, struct pcc_tenant, PCC_PY_RETURN_DONE,
-             pcc_tenant_release_memory)
+PCC_PY_CALLS(tenant_release_memory, PCC_PY_RETURN_DONE, pcc_tenant_release_memory)
 
 static PyObject *tenant_rest(PyObject *self, PyObject *seconds)
 {
     uint64_t unmapped_ns;
     if (!pcc_py_seconds(seconds, &unmapped_ns))
         return NULL;
-    PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_rest(tenant, unmapped_ns));
+    PCC_PY_RETURN_NONE(pcc_tenant_rest(handle, unmapped_ns));
 }
 
 static PyObject *tenant_usage(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     struct pcc_tenant_usage usage;
-    PCC_PY_CALL(struct pcc_tenant, tenant, pcc_tenant_usage(tenant, &usage));
+    PCC_PY_CALL(pcc_tenant_usage(handle, &usage));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_TENANT_USAGE,
                          Py_BuildValue("(KKKKKKKIKKI)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
@@ -325,8 +324,7 @@ static PyObject *tenant_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     }
     char reason[REASON_BYTES] = "";
     int result;
-    PCC_PY_CALL(struct pcc_tenant, tenant,
-                result = pcc_tenant_expose(tenant, map, exposure.buf, (uint64_t)exposure.len,
+    PCC_PY_CALL(result = pcc_tenant_expose(handle, map, exposure.buf, (uint64_t)exposure.len,
                                            reason, sizeof(reason)));
     if (result == -ENOMEM) {
         PyErr_SetString(PyExc_MemoryError, reason);
@@ -341,18 +339,15 @@ static PyObject *tenant_policy(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"held", "numbers", "incarnation", "world_size", "above", NULL};
     struct pcc_tenant_policy policy = {.world_size = 1};
-    int held = 0;
-    int numbers = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$ppO&O&O&:policy", names, &held, &numbers,
-                                     pcc_py_u64, &policy.incarnation, pcc_py_u32,
-                                     &policy.world_size, pcc_py_u64, &policy.above))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$O&O&O&O&O&:policy", names, pcc_py_bool,
+                                     &policy.held, pcc_py_bool, &policy.numbers, pcc_py_u64,
+                                     &policy.incarnation, pcc_py_u32, &policy.world_size,
+                                     pcc_py_u64, &policy.above))
         return NULL;
-    policy.held = held != 0;
-    policy.numbers = numbers != 0;
-    PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_policy(tenant, &policy));
+    PCC_PY_RETURN_NONE(pcc_tenant_policy(handle, &policy));
 }
 
-PCC_PY_CALLS(tenant_noted, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_noted)
+PCC_PY_CALLS(tenant_noted, PCC_PY_RETURN_NONE, pcc_tenant_noted)
 
 static PyObject *tenant_number(PyObject *self, PyObject *args, PyObject *kwargs)
 {
@@ -363,11 +358,10 @@ static PyObject *tenant_number(PyObject *self, PyObject *args, PyObject *kwargs)
                                      pcc_py_u64, &sequence, pcc_py_u64, &incarnation, pcc_py_u32,
                                      &world_size))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_tenant, tenant,
-                       pcc_tenant_number(tenant, snapshot, sequence, incarnation, world_size));
+    PCC_PY_RETURN_DONE(pcc_tenant_number(handle, snapshot, sequence, incarnation, world_size));
 }
 
-PCC_PY_CALLS(tenant_retry, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_retry)
+PCC_PY_CALLS(tenant_retry, PCC_PY_RETURN_NONE, pcc_tenant_retry)
 
 /* For O&. */
 static int outcome_of(PyObject *number, void *out)
@@ -412,7 +406,7 @@ static PyObject *tenant_refuse(PyObject *self, PyObject *args, PyObject *kwargs)
     struct pcc_tenant_end end;
     if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_RETURN_BOOL(struct pcc_tenant, tenant, pcc_tenant_refuse(tenant, snapshot, &end));
+    PCC_PY_RETURN_BOOL(pcc_tenant_refuse(handle, snapshot, &end));
 }
 
 static PyObject *tenant_set_outcome(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -421,7 +415,7 @@ static PyObject *tenant_set_outcome(PyObject *self, PyObject *args, PyObject *kw
     struct pcc_tenant_end end;
     if (!end_of(args, kwargs, &snapshot, &end))
         return NULL;
-    PCC_PY_RETURN_NONE(struct pcc_tenant, tenant, pcc_tenant_set_outcome(tenant, snapshot, &end));
+    PCC_PY_RETURN_NONE(pcc_tenant_set_outcome(handle, snapshot, &end));
 }
 
 /* -- what an earlier daemon has left ----------------------------------------------------------- */
@@ -433,10 +427,10 @@ static PyObject *tenant_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
     uint64_t id;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO&:adopt", names, &fd, pcc_py_u64, &id))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_tenant, tenant, pcc_tenant_adopt(tenant, fd, id));
+    PCC_PY_RETURN_DONE(pcc_tenant_adopt(handle, fd, id));
 }
 
-PCC_PY_CALLS(tenant_settle, struct pcc_tenant, PCC_PY_RETURN_NONE, pcc_tenant_settle)
+PCC_PY_CALLS(tenant_settle, PCC_PY_RETURN_NONE, pcc_tenant_settle)
 
 static PyMethodDef methods[] = {
     PCC_PY_METHOD("bind", tenant_bind),

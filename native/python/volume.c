@@ -1,8 +1,7 @@
 #include "core.h"
 #include "disk/pcc_load.h"
 
-#include <string.h>
-
+#define HANDLE struct pcc_volume
 #define CHUNK_BYTES_DEFAULT (4u << 20)
 #define THREADS_DEFAULT 2u
 #define THREADS_MAX 64u
@@ -13,19 +12,17 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 {
     static char *names[] = {"path", "writable", "allow_buffered", "engine", NULL};
     PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
-    int writable = 0;
-    int allow_buffered = 0;
+    bool writable = false;
     struct pcc_io_options options = {.engine = PCC_IO_PWRITE};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$ppO&:Volume", names, PyUnicode_FSConverter,
-                                     &path, &writable, &allow_buffered, pcc_py_engine,
-                                     &options.engine) ||
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O&|$O&O&O&:Volume", names, PyUnicode_FSConverter, &path, pcc_py_bool,
+            &writable, pcc_py_bool, &options.allow_buffered, pcc_py_engine, &options.engine) ||
         !pcc_py_require(kwargs, &names[1], 1))
         return NULL;
-    options.allow_buffered = allow_buffered != 0;
     struct pcc_volume *volume = NULL;
     int result;
     const char *name = PyBytes_AsString(path);
-    PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable != 0, &options, &volume));
+    PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable, &options, &volume));
     return result < 0 ? pcc_py_raise(pcc_py_state_of(type), result, name)
                       : pcc_py_object_new(type, "Volume", volume, volume_close);
 }
@@ -78,9 +75,8 @@ static PyObject *info_values(struct pcc_volume *volume)
 
 static PyObject *volume_info(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    PyObject *values;
-    PCC_PY_WITH(struct pcc_volume, volume, values = info_values(volume));
-    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_VOLUME_INFO, values);
+    PCC_PY_ENTER();
+    return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_VOLUME_INFO, info_values(handle));
 }
 
 static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
@@ -98,7 +94,7 @@ static PyObject *entry_values(uint32_t slot, const struct pcc_slot_entry *entry)
 static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     struct pcc_record record;
-    PCC_PY_CALL(struct pcc_volume, volume, pcc_volume_record(volume, &record));
+    PCC_PY_CALL(pcc_volume_record(handle, &record));
     struct pcc_py_state *state = pcc_py_state_of(Py_TYPE(self));
     PyObject *table = PyList_New(0);
     for (uint32_t slot = 0; table != NULL && slot < record.slot_count; slot++) {
@@ -108,14 +104,12 @@ static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
     return table;
 }
 
-PCC_PY_CALLS(volume_require_in_place, struct pcc_volume, PCC_PY_RETURN_DONE, pcc_volume_in_place)
+PCC_PY_CALLS(volume_require_in_place, PCC_PY_RETURN_DONE, pcc_volume_in_place)
 
-/* The name outlives the engine. */
 static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
 {
-    const char *name;
-    PCC_PY_WITH(struct pcc_volume, volume, name = pcc_volume_io(volume)->name);
-    return PyUnicode_FromString(name);
+    PCC_PY_ENTER();
+    return PyUnicode_FromString(pcc_volume_io(handle)->name);
 }
 
 /* close() only marks it while another thread, or a tenant, uses it. */
@@ -130,15 +124,13 @@ static PyObject *volume_closed(PyObject *self, void *Py_UNUSED(unused))
 static PyObject *volume_limit(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(bytes_per_second, number);
-    PCC_PY_RETURN_NONE(struct pcc_volume, volume,
-                       pcc_io_limit(pcc_volume_io(volume), bytes_per_second));
+    PCC_PY_RETURN_NONE(pcc_io_limit(pcc_volume_io(handle), bytes_per_second));
 }
 
 static PyObject *volume_bytes_per_second(PyObject *self, void *Py_UNUSED(unused))
 {
-    uint64_t limit;
-    PCC_PY_WITH(struct pcc_volume, volume, limit = pcc_io_limit_of(pcc_volume_io(volume)));
-    return PyLong_FromUnsignedLongLong(limit);
+    PCC_PY_ENTER();
+    return PyLong_FromUnsignedLongLong(pcc_io_limit_of(pcc_volume_io(handle)));
 }
 
 /* -- what changes its record: blocks for a durable write --------------------------------------- */
@@ -149,23 +141,22 @@ static PyObject *volume_flag(PyObject *self, PyObject *args, PyObject *kwargs)
     uint64_t sequence;
     uint32_t set = 0;
     uint32_t clear = 0;
-    int now = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$O&O&p:flag", names, pcc_py_u64, &sequence,
-                                     pcc_py_u32, &set, pcc_py_u32, &clear, &now))
+    bool now = false;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$O&O&O&:flag", names, pcc_py_u64, &sequence,
+                                     pcc_py_u32, &set, pcc_py_u32, &clear, pcc_py_bool, &now))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume,
-                       pcc_volume_flag(volume, sequence, set, clear, now != 0));
+    PCC_PY_RETURN_DONE(pcc_volume_flag(handle, sequence, set, clear, now));
 }
 
 static PyObject *volume_spare(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "spared", NULL};
     uint64_t sequence;
-    int spared;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&p:spare", names, pcc_py_u64, &sequence,
-                                     &spared))
+    bool spared;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:spare", names, pcc_py_u64, &sequence,
+                                     pcc_py_bool, &spared))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_spare(volume, sequence, spared != 0));
+    PCC_PY_RETURN_DONE(pcc_volume_spare(handle, sequence, spared));
 }
 
 static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -177,8 +168,7 @@ static PyObject *volume_begin_incarnation(PyObject *self, PyObject *args, PyObje
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&:begin_incarnation", names, pcc_py_u64,
                                      &incarnation, pcc_py_u32, &world_size, pcc_py_id, start_id))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume,
-                       pcc_volume_begin_incarnation(volume, incarnation, start_id, world_size));
+    PCC_PY_RETURN_DONE(pcc_volume_begin_incarnation(handle, incarnation, start_id, world_size));
 }
 
 static PyObject *volume_promise(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -189,7 +179,7 @@ static PyObject *volume_promise(PyObject *self, PyObject *args, PyObject *kwargs
                                      &promise.number, pcc_py_id, promise.start_id, pcc_py_id,
                                      promise.list_digest))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_promise(volume, &promise));
+    PCC_PY_RETURN_DONE(pcc_volume_promise(handle, &promise));
 }
 
 static PyObject *volume_finish(PyObject *self, PyObject *number)
@@ -197,10 +187,10 @@ static PyObject *volume_finish(PyObject *self, PyObject *number)
     uint32_t keep;
     if (!pcc_py_u32(number, &keep))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_finish(volume, keep));
+    PCC_PY_RETURN_DONE(pcc_volume_finish(handle, keep));
 }
 
-PCC_PY_CALLS(volume_recycle, struct pcc_volume, PCC_PY_RETURN_DONE, pcc_volume_recycle)
+PCC_PY_CALLS(volume_recycle, PCC_PY_RETURN_DONE, pcc_volume_recycle)
 
 /* Fills `group` from a sequence of integers; false with an exception set. */
 static bool given_up_from(PyObject *sequences, struct pcc_volume_group *group)
@@ -229,11 +219,10 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
                                      &group.oldest, pcc_py_u64, &group.newest, &given_up) ||
         !pcc_py_require(kwargs, names, 3) || !given_up_from(given_up, &group))
         return NULL;
-    PCC_PY_RETURN_DONE(struct pcc_volume, volume, pcc_volume_set_group(volume, &group));
+    PCC_PY_RETURN_DONE(pcc_volume_set_group(handle, &group));
 }
 
-PCC_PY_CALLS(volume_has_expendable, struct pcc_volume, PCC_PY_RETURN_BOOL,
-             pcc_volume_has_expendable)
+PCC_PY_CALLS(volume_has_expendable, PCC_PY_RETURN_BOOL, pcc_volume_has_expendable)
 
 /* -- verified reads of one checkpoint ---------------------------------------------------------- */
 
@@ -267,8 +256,8 @@ static void load_close(struct pcc_load **load)
 
 /* In a method: a checkpoint, open until the end of the block. */
 #define LOAD_OPEN(load, sequence)                                                                  \
-    PCC_PY_ENTER(struct pcc_volume, volume);                                                       \
-    struct pcc_load *load PCC_PY_OWNED(load_close) = load_open(self, volume, sequence);            \
+    PCC_PY_ENTER();                                                                                \
+    struct pcc_load *load PCC_PY_OWNED(load_close) = load_open(self, handle, sequence);            \
     if (load == NULL)                                                                              \
         return NULL;
 

@@ -26,7 +26,6 @@ class Place:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
         return self.file is not None or ipaddress.ip_address(self.host).is_loopback
 
     def __str__(self) -> str:

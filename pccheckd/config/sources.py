@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from pccheck_native import cgroups
-from pccheck_wire.basics import DEFAULT_SOCKET, STORAGE_MISSING, VARIABLES, did_you_mean, size_text
+from pccheck_wire import basics
+from pccheck_wire.basics import DEFAULT_SOCKET, STORAGE_MISSING, VARIABLES, size_text
 from pccheck_wire.errors import UsageError
 from pccheck_wire.units import GIB, MIB
 from pccheckd import VERSION
@@ -44,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         words = [word for word in message.split() if word.startswith("-")]
-        meant = did_you_mean(words, list(self._option_string_actions))
+        meant = basics.did_you_mean(words, list(self._option_string_actions))
         hint = f"{meant if 'unrecognized' in message else ''}see: {self.prog} --help"
         self.exit(UsageError.exit_code, f"{self.prog}: {message} ({hint})\n")
 
@@ -200,17 +201,11 @@ def _unknown(path: Path, keys: list[str], data: Mapping[str, object]) -> UsageEr
     tables = [key for key in keys if isinstance(data[key], dict)]
     found = []
     for key in keys:
-        near = "" if key in tables else _nearest(key.lower().replace("_", "-"), shown)
+        near = "" if key in tables else basics.nearest(key.lower().replace("_", "-"), shown)
         what = f"unknown table [{key}]" if key in tables else f"unknown key {key!r}"
         found.append(what + (f", did you mean {near!r}?" if near else ""))
     hint = "the file has no tables: every key is at the top level" if tables == keys else _SEE
     return UsageError(f"{path}: {'; '.join(found)}", hint=hint)
-
-
-def _nearest(word: str, shown: list[str]) -> str:
-    import difflib  # only for mistyped names: the import takes time
-
-    return next(iter(difflib.get_close_matches(word, shown, n=1, cutoff=0.6)), "")
 
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:
@@ -222,7 +217,7 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
     found = []
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            near = _nearest(name.removeprefix(_PREFIX), rests)
+            near = basics.nearest(name.removeprefix(_PREFIX), rests)
             meant = f": did you mean {_PREFIX}{near}?" if near else ""
             found.append(f"{name} is set, and nothing reads it{meant}")
     return found

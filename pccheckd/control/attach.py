@@ -28,7 +28,6 @@ from pccheck_wire.messages import Hello
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
-from pccheckd.base.passes import Passes
 from pccheckd.jobs.sessions import CONNECTIONS_PER_UID_MAX, Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
@@ -103,7 +102,10 @@ def listen(path: Path, group: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     made.setblocking(False)
     try:
-        if _answers(path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.setblocking(False)
+            answered = probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)  # EAGAIN: many wait
+        if answered:
             raise StoreLockedError(
                 f"another process listens at {path}", hint="use another --socket"
             )
@@ -134,12 +136,6 @@ def _admit(path: Path, group: str) -> None:
         os.chmod(f"/proc/self/fd/{opened}", 0o660)  # noqa: PTH101
 
 
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)  # EAGAIN: many wait
-
-
 class AttachServer(Background):
     """Accepts, does the handshake, and serves every connection until its peer is gone."""
 
@@ -148,7 +144,7 @@ class AttachServer(Background):
         self._sessions = sessions
         self._handlers = handlers
         self._count: Counter[int] = Counter()
-        self._passes = Passes()
+        self._turns: dict[int, asyncio.Lock] = {}  # by uid
         self._connections = Tasks("connections")
 
     async def close(self) -> None:
@@ -250,11 +246,13 @@ class AttachServer(Background):
                     await loop.sock_sendall(connection, part)
 
     async def _receive(self, connection: socket.socket, uid: int) -> bytes:
-        """One packet, when it is the user's turn: a user with many connections does not delay
-        others. Descriptors that come with a packet are dropped by the kernel."""
+        """One packet. Each user has one turn in a pass of the loop, first come, first served: so a
+        user with many connections does not delay others. Descriptors that come with a packet are
+        dropped by the kernel."""
         loop = asyncio.get_running_loop()
         packet = await loop.sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
-        await self._passes.next(uid)
+        async with self._turns.setdefault(uid, asyncio.Lock()):
+            await asyncio.sleep(0)
         return packet
 
     async def _refuse(self, connection: socket.socket, error: BaseException) -> None:

@@ -83,7 +83,6 @@ class Handlers:
         self._sessions = sessions
         self._scrubber = scrubber
         self._started_ns = time.monotonic_ns()
-        self._making_of: dict[int, asyncio.Lock] = {}
         self._turns: dict[tuple[int, str], asyncio.Lock] = {}
 
     async def answer(self, uid: int, data: bytes, session: Session | None = None) -> bytes | None:
@@ -234,7 +233,7 @@ class Handlers:
             await tenant.finish()
 
     async def _status(self, session: Session) -> report.Document:
-        async with self._making(session.uid):
+        async with self._turn(session.uid, "document"):
             return await report.status(
                 session.uid, self._registry, self._sessions.all(), self._started_ns,
                 self._scrubber.document() if self._scrubber else None,
@@ -243,20 +242,20 @@ class Handlers:
     async def _trace(self, session: Session, body: messages.Trace) -> report.Document:
         if not 0 <= body.last_s <= TRACE_S_MAX:
             raise UsageError(f"$.body.last_s must be 0 to {TRACE_S_MAX:g} (got {body.last_s:g})")
-        async with self._making(session.uid):
+        async with self._turn(session.uid, "document"):
             make = report.trace(session.uid, self._registry, body.last_s)
             return await self._engine.document(session.uid, make)
 
-    def _making(self, uid: int) -> asyncio.Lock:
-        """A user's documents are made one after another, however many it requests."""
-        return self._making_of.setdefault(uid, asyncio.Lock())
+    def _turn(self, uid: int, kind: str) -> asyncio.Lock:
+        """Of one kind a user has one at a time, however many it requests."""
+        return self._turns.setdefault((uid, kind), asyncio.Lock())
 
     async def _whole(
         self, uid: int, kind: str, work: Callable[[], Coroutine[object, object, report.Document]]
     ) -> report.Document:
         """Work that ends also when its asker goes: half a drop leaves a job's files locked, and a
-        file that a thread still reads must stay open. Of one kind a user has one at a time."""
-        turn = self._turns.setdefault((uid, kind), asyncio.Lock())
+        file that a thread still reads must stay open."""
+        turn = self._turn(uid, kind)
         await turn.acquire()
         begun = asyncio.get_running_loop().create_task(work())
 

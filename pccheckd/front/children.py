@@ -221,18 +221,14 @@ class Keeper(Background):
             reader = await front.connect()
             if reader is not None:
                 served = True
-                self._begin(front)
+                self._front, self._trouble = front, ""
+                self._decided.set()
+                LOG.debug("uid %d: pid %d receives its requests", self._uid, front.pid)
                 await front.serve(reader, self._take)
         finally:
             self._front = None
             reason = await front.end()
         return reason if served else self._failed(reason)
-
-    def _begin(self, front: Front) -> None:
-        self._front = front
-        self._trouble = ""
-        self._decided.set()
-        LOG.debug("uid %d: pid %d receives its requests", self._uid, front.pid)
 
     def _failed(self, trouble: str) -> str:
         """No front could start: reports that to sessions that wait for the first one."""

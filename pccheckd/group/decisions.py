@@ -195,6 +195,6 @@ class Decisions:
         there = current.checkpoints
         staying = current.pinned | catalog.bases(there, {found.sequence for found in there})
         return group.pins(
-            self.known(), rank, self._members.incarnation(rank, owner.process),
+            self.known(), rank, self._members.of(rank, owner.process).incarnation,
             after=owner.restored or 0, slots=current.info.slots - len(staying),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from pccheck_wire.basics import some
 from pccheck_wire.ends import NONE_KEEPS, Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.logs import LOG
-from pccheckd.tenancy.checkpoint import End, failed
+from pccheckd.tenancy.checkpoint import failed
 
 from .membership import Membership
 
@@ -60,11 +60,6 @@ def why_lost(sequence: int, members: Membership) -> Why | None:
             what = f"rank {rank} did not save this checkpoint ({found.sentence.reason})"
             return Why(Cause.RANK_LACKS, rank, words=f"{what}, {NONE_KEEPS}")
     return None
-
-
-def divided_otherwise(first: int, rank: int) -> End:
-    """Of a request that divides the replicated state otherwise than the first rank did."""
-    return failed(Cause.UNLIKE, first << 32 | rank)
 
 
 class Lateness:

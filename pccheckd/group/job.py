@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from pccheck_wire.ends import Why
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Joined, Restored
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
-from pccheckd.tenancy.checkpoint import End
+from pccheckd.tenancy.checkpoint import End, failed
 from pccheckd.tenancy.group import Numbered, Requested
 from pccheckd.tenancy.tenant import Tenant
 
@@ -23,6 +23,7 @@ from .explain import Lateness, Standing
 from .membership import Membership
 from .numbering import Given
 from .schedule import Schedule
+from .starts import Arrival
 
 
 class Job:
@@ -77,20 +78,14 @@ class Job:
 
     # -- its processes -------------------------------------------------------------------------
 
-    def join(
-        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes = b"",
-        moved: bool = False,
-    ) -> int:  # fmt: skip
-        """The incarnation of a process that connects; `was` and `start_id`: its earlier
-        start; `moved`: that belongs to another storage directory."""
-        begins = self.members.join(
-            rank, owner, launch=launch, was=was, start_id=start_id, moved=moved
-        )
+    def join(self, who: Arrival) -> int:
+        """The incarnation of a process that connects."""
+        begins = self.members.join(who)
         if begins and not self.members.common():
             # Nothing that the ranks had could be read; the disk may be back, so all is tried again.
             for tenant in self.tenants.values():
                 tenant.retention.unreadable.clear()
-        return self.incarnation(rank, owner)
+        return self.members.of(who.rank, who.process).incarnation
 
     def left(self, rank: int, process: bytes) -> None:
         """A session has ended."""
@@ -104,8 +99,8 @@ class Job:
             start.bases.restored((rank, process), body.base, body.turn)
         self.tenants[rank].retention.restored_to(body.sequence)
         await self.release()
-        members = self.members
-        return Joined(members.incarnation(rank, process), members.start_id(rank, process))
+        now = self.members.of(rank, process)
+        return Joined(now.incarnation, now.id)
 
     async def release(self) -> None:
         """Ends the protection of what the run before left, once no rank needs it any longer."""
@@ -147,11 +142,10 @@ class Job:
 
     def incarnation(self, rank: int, owner: Owner) -> int:
         """The incarnation of the newest start that a process belongs to."""
-        return self.members.incarnation(rank, owner.process)
+        return self.members.of(rank, owner.process).incarnation
 
     def start_id(self, rank: int, owner: Owner) -> bytes:
-        """The random id of the same start."""
-        return self.members.start_id(rank, owner.process)
+        return self.members.of(rank, owner.process).id
 
     def passed(self, sequence: int) -> None:
         """A volume holds this sequence, or a previous daemon used it."""
@@ -202,7 +196,7 @@ class Job:
             self.decisions.skip_if_busy(sequence)
         other = self.members.numbering.divided_otherwise(rank, sequence, requested.division)
         if other is not None:
-            return explain.divided_otherwise(other, rank)
+            return failed(Cause.UNLIKE, other << 32 | rank)
         return End(State.SKIPPED, why) if why is not None else None
 
     def decide_soon(self) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Collection
 
 from pccheck_native import group
 from pccheck_native.group import Held, Rank
-from pccheck_native.identity import UNKNOWN
 from pccheck_wire.errors import RefusedError
-from pccheckd.core.port import Owner
 from pccheckd.tenancy.tenant import Tenant
 
 from .numbering import Numbering
-from .starts import Start, Starts
+from .starts import NO_START, Arrival, Start, Starts
 
 NEVER = 2**63  # above every sequence
 
@@ -60,21 +58,15 @@ class Membership:
 
     # -- who comes and goes --------------------------------------------------------------------
 
-    def join(
-        self, rank: int, owner: Owner, *, launch: str, was: int, start_id: bytes, moved: bool
-    ) -> bool:
-        """A process connects. Returns whether a new start begins with it. `was`, `start_id`: the
-        start in which an earlier daemon had it; `moved`: in another storage directory."""
+    def join(self, who: Arrival) -> bool:
+        """A process connects. Returns whether a new start begins with it."""
         known = max((t.volumes.newest_incarnation() for t in self.tenants.values()), default=0)
         before = self.starts.current
-        volumes = self.tenants[rank].volumes
-        start = self.starts.join(
-            rank, owner.process, launch=launch, world_size=owner.world_size, was=was,
-            start_id=start_id, known=known, moved=moved,
-            found=None if volumes.unreadable else volumes.newest_incarnation(),
-        )  # fmt: skip
-        self.numbering.joined(rank)
-        self.numbering.catch_up(self.processes() | {rank: owner.process})
+        volumes = self.tenants[who.rank].volumes
+        found = None if volumes.unreadable else volumes.newest_incarnation()
+        start = self.starts.join(who, known, found)
+        self.numbering.joined(who.rank)
+        self.numbering.catch_up(self.processes() | {who.rank: who.process})
         self._instruct()
         return start is not before
 
@@ -87,16 +79,10 @@ class Membership:
             self._instruct()
         return start
 
-    def incarnation(self, rank: int, process: bytes) -> int:
-        """The incarnation of the newest start that a process belongs to: the process may have moved
-        to a newer start since it connected."""
-        start = self.starts.of(rank, process)
-        return start.incarnation if start is not None else 0
-
-    def start_id(self, rank: int, process: bytes) -> bytes:
-        """The random id of the same start."""
-        start = self.starts.of(rank, process)
-        return start.id if start is not None else UNKNOWN
+    def of(self, rank: int, process: bytes) -> Start:
+        """The newest start that a process belongs to: the process may have moved to a newer start
+        since it connected. NO_START: it belongs to none."""
+        return self.starts.of(rank, process) or NO_START
 
     def registered(self, rank: int, process: bytes) -> int:
         """A process is about to save: one that has requested nothing in an older start moves to the

@@ -34,7 +34,6 @@ class Schedule:
             )
 
     def now(self) -> None:
-        """Decides at once."""
         if self._due is not None:
             self._due.cancel()
             self._due = None

@@ -23,14 +23,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 from secrets import token_bytes
+from typing import NamedTuple
 
 from pccheck_native.group import Held
+from pccheck_native.identity import UNKNOWN
 from pccheck_native.names import Bases
 
 STARTS_KEPT = 16
 INCARNATION_MAX = 2**62
 ID_BYTES = 16
 MISSING_MAX = 64  # that are named
+
+
+class Arrival(NamedTuple):
+    """A process that connects."""
+
+    rank: int
+    process: bytes
+    launch: str = ""
+    world_size: int = 1
+    was: int = 0  # the incarnation that an earlier daemon gave it; 0: it is new
+    start_id: bytes = b""  # of the start `was`
+    moved: bool = False  # `was` belongs to other volumes
 
 
 @dataclass(slots=True)
@@ -73,11 +87,11 @@ class Start:
             self.above = sequence
         return self.above
 
-    def has_place(self, rank: int, launch: str, world_size: int) -> bool:
+    def has_place(self, who: Arrival) -> bool:
         """Not every rank has joined it, and this one has no process that lives or has saved."""
-        if self.closed or self.kind != (launch, world_size):
+        if self.closed or self.kind != (who.launch, who.world_size):
             return False
-        before = self.members.get(rank)
+        before = self.members.get(who.rank)
         return before is None or not (before.live or before.begun)
 
     def is_late_half_of(self, was: int) -> bool:
@@ -111,6 +125,9 @@ class Start:
         return [rank for rank in self.missing() if self.rejoined or rank in self.members]
 
 
+NO_START = Start(0, "", 0, UNKNOWN)
+
+
 class Starts:
     """The starts of one job that this daemon has seen, oldest first."""
 
@@ -133,41 +150,23 @@ class Starts:
                 return start
         return None
 
-    def join(
-        self,
-        rank: int,
-        process: bytes,
-        *,
-        launch: str,
-        world_size: int,
-        was: int,
-        known: int,
-        start_id: bytes = b"",
-        moved: bool = False,
-        found: int | None = None,
-    ) -> Start:
-        """The start of a process that connects.
-
-        `was` is the incarnation that an earlier daemon gave it (0: it is new), and `start_id` the
-        id of that start. `known` is the newest incarnation that the job's volumes name, `found` the
-        newest one that the volumes of its rank name (None: not all could be read). `moved`: `was`
-        belongs to other volumes.
-        """
-        start = self.of(rank, process)
-        if was > INCARNATION_MAX:  # no daemon gives out such a number
-            was = 0
-        if start is None or start.world_size != world_size:
-            if was:
-                newest = max(known, was + 1) if moved else known
-                start = self._rejoined(rank, was, start_id, launch, world_size, newest)
+    def join(self, who: Arrival, known: int, found: int | None = None) -> Start:
+        """The start of a process that connects. `known` is the newest incarnation that the job's
+        volumes name, `found` the newest one that the volumes of its rank name (None: not all could
+        be read)."""
+        if who.was > INCARNATION_MAX:  # no daemon gives out such a number
+            who = who._replace(was=0)
+        start = self.of(who.rank, who.process)
+        if start is None or start.world_size != who.world_size:
+            if who.was:
+                start = self._rejoined(who, max(known, who.was + 1) if who.moved else known)
             else:
-                start = self._open(rank, launch, world_size, found)
-                start = start or self._begin(launch, world_size, known)
-            start.members[rank] = Member(process, begun=bool(was), found=found)
-        start.members[rank].live = True
-        start.closed = start.closed or len(start.members) == world_size
+                start = self._open(who, found) or self._begin(who.launch, who.world_size, known)
+            start.members[who.rank] = Member(who.process, begun=bool(who.was), found=found)
+        start.members[who.rank].live = True
+        start.closed = start.closed or len(start.members) == who.world_size
         self._gather()
-        return self.of(rank, process) or start
+        return self.of(who.rank, who.process) or start
 
     def left(self, rank: int, process: bytes) -> None:
         """The process has ended, or its session."""
@@ -228,10 +227,10 @@ class Starts:
                 if member.live and not member.begun:
                     self.follow(rank, member.process)
 
-    def _open(self, rank: int, launch: str, world_size: int, found: int | None) -> Start | None:
+    def _open(self, who: Arrival, found: int | None) -> Start | None:
         """The newest start, if a new process may join it."""
         start = self.current
-        if start is None or not start.has_place(rank, launch, world_size):
+        if start is None or not start.has_place(who):
             return None
         if not start.is_live:
             return None  # what its members have saved is of a launch that has ended
@@ -243,30 +242,24 @@ class Starts:
         newest = max((start.incarnation for start in self._starts), default=0)
         return self._add(Start(max(newest, known) + 1, launch, world_size))
 
-    def _rejoined(
-        self, rank: int, was: int, start_id: bytes, launch: str, world_size: int, known: int
-    ) -> Start:
+    def _rejoined(self, who: Arrival, known: int) -> Start:
         """The start of a process that an earlier daemon served."""
+        was, late = who.was, self.current
         for start in reversed(self._starts):
-            if was in (start.incarnation, start.known_as) and start.world_size == world_size:
+            if was in (start.incarnation, start.known_as) and start.world_size == who.world_size:
                 return start
         newer = any(start.incarnation > was and start.counts for start in self._starts)
-        late = self.current
-        if (
-            late is not None
-            and late.incarnation > was
-            and late.has_place(rank, launch, world_size)
-            and late.is_late_half_of(was)
-        ):
+        fits = late is not None and late.incarnation > was and late.has_place(who)
+        if late is not None and fits and late.is_late_half_of(was):
             late.known_as = was
             return late
         if newer or was >= known:
-            start = Start(was, launch, world_size, rejoined=True)
-            if len(start_id) == ID_BYTES:
-                start.id = start_id
+            start = Start(was, who.launch, who.world_size, rejoined=True)
+            if len(who.start_id) == ID_BYTES:
+                start.id = who.start_id
             return self._add(start)
         # The volumes have newer runs than that daemon saw: this start comes after them.
-        start = self._begin(launch, world_size, known)
+        start = self._begin(who.launch, who.world_size, known)
         start.closed, start.known_as = True, was
         return start
 

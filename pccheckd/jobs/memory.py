@@ -175,7 +175,6 @@ class Memory(Background):
             self._grow()
 
     def _divide(self) -> None:
-        """Sets the shares."""
         claims = list(self._claims.values())
         shares = fair(
             max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
@@ -235,7 +234,7 @@ class Memory(Background):
             if back <= 0:
                 return
             LOG.info("%s: returns %s of DRAM for others", claim.who, size_text(back))
-            self._resize(claim, claim.port.aim_bytes - back)
+            claim.port.resize(claim.port.aim_bytes - back, self._moved, claim.by.keeps_memory)
             short -= back
 
     def _grow(self) -> None:
@@ -251,15 +250,11 @@ class Memory(Background):
             more -= more % claim.port.chunk_bytes
             # A process of an earlier session may still write to what is left: that is replaced.
             if more or (claim.port.left and not claim.ends):
-                self._resize(claim, claim.port.aim_bytes + more)
+                aim_bytes = claim.port.aim_bytes + more
+                claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
                 free -= more
                 user[claim.by.uid] += more
             claim.had_share |= 0 < claim.share_bytes <= claim.port.granted_bytes
-
-    def _resize(self, claim: Claim, aim_bytes: int) -> None:
-        claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
-
-    # -- small ---------------------------------------------------------------------------------
 
     def _will_bytes(self, port: Port) -> int:
         """What a port has when the present resizes have ended."""

@@ -194,7 +194,6 @@ class Registry:
 
 
 def _users(job: Job) -> str:
-    """Who uses it, in words."""
     found = []
     for rank, tenant in sorted(job.tenants.items()):
         if tenant.owner is not None:

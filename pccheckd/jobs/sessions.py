@@ -27,6 +27,7 @@ from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
+from pccheckd.group.starts import Arrival
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
@@ -91,7 +92,7 @@ class Session:
     @property
     def start(self) -> bytes:
         """The id of the start that its process belongs to; b"": it belongs to none."""
-        return self.job.members.start_id(self.rank, self.process) if self.job else b""
+        return self.job.members.of(self.rank, self.process).id if self.job else b""
 
     async def begin_load(self, load: int, tenant: Tenant, sequence: int) -> None:
         """A checkpoint is read: its volumes stay open until `end_load`. Raises UsageError."""
@@ -146,7 +147,6 @@ class Sessions:
         return list(self._sessions.values())
 
     def trainers(self) -> int:
-        """How many trainers are connected."""
         return sum(session.role is Role.TRAINER for session in self._sessions.values())
 
     def room_bytes(self, session: Session) -> int:
@@ -300,10 +300,11 @@ class Sessions:
         joins = tenant.owner is None  # else attach() refuses
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
-            session.incarnation = job.join(
-                hello.rank, owner, launch=hello.launch, was=hello.incarnation, start_id=hello.start,
+            session.incarnation = job.join(Arrival(
+                hello.rank, session.process, hello.launch, session.world_size,
+                was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
-            )  # fmt: skip
+            ))  # fmt: skip
         with _descriptors() as (ours, given):
             try:
                 given.insert(0, await tenant.attach(owner, ours.fileno()))

@@ -97,8 +97,6 @@ class Listener(ThreadingMixIn, TCPServer):
 
 
 class _Request(BaseHTTPRequestHandler):
-    """One request of one connection."""
-
     server: Listener
     protocol_version = default_request_version = "HTTP/1.1"
     error_message_format, error_content_type = "%(message)s\n", TEXT

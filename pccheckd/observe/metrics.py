@@ -117,8 +117,6 @@ class Metrics:
         """Nothing: the families are known only when they are collected."""
         return iter(())
 
-    # -- small ---------------------------------------------------------------------------------
-
     def _count(self, name: str, labels: tuple[str, ...], more: float) -> None:
         if more:  # a series appears with its first event
             self._counters[name].labels(*labels).inc(more)
@@ -137,14 +135,11 @@ class Metrics:
         self._known.move_to_end(rank)
         if len(self._known) > SERIES_MAX:
             most = Count(uid for uid, _, _ in self._known).most_common(1)[0][0]
-            self._remove(next(known for known in self._known if known[0] == most))
+            gone = next(known for known in self._known if known[0] == most)
+            del self._known[gone]
+            for counter in self._counters.values():
+                counter.remove_by_labels(dict(zip(RANK, gone, strict=True)))
+            if all(known[:2] != gone[:2] for known in self._known):
+                for histogram in self._histograms.values():
+                    histogram.remove_by_labels(dict(zip(JOB, gone[:2], strict=True)))
         return rank
-
-    def _remove(self, gone: _Rank) -> None:
-        del self._known[gone]
-        named = dict(zip(RANK, gone, strict=True))
-        for counter in self._counters.values():
-            counter.remove_by_labels(named)
-        if all(known[:2] != gone[:2] for known in self._known):
-            for histogram in self._histograms.values():
-                histogram.remove_by_labels(dict(zip(JOB, gone[:2], strict=True)))

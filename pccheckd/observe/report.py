@@ -57,7 +57,11 @@ async def status(
     seen = [s for s in sessions if s.role is not Role.OBSERVER and has_access(asker_uid, s.uid)]
     rows = [await _aside(_session, session) for session in seen]
     rank = functools.partial(_rank, memory=registry.memory)
-    ranks = [await _aside(rank, tenant) for tenant in tenants if _worth_showing(tenant)]
+    ranks = [
+        await _aside(rank, tenant)
+        for tenant in tenants
+        if tenant.owner or tenant.refused or tenant.volumes.open or tenant.ledger.checkpoints
+    ]
     jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
     faults = [one for one in registry.faults() if has_access(asker_uid, one.key.uid)]
     warnings = troubles(engine, tenants, jobs, faults)
@@ -129,7 +133,6 @@ def _losses(engine: Engine, dropped: list[str]) -> Iterator[str]:
 
 
 def pinned_bytes(registry: Registry) -> int:
-    """DRAM that is pinned for GPUs."""
     return sum(usage.pinned_bytes for one in registry.tenants() if (usage := one.usage()))
 
 
@@ -172,11 +175,6 @@ def listing(asker_uid: int, config: Config, job: str) -> Document:
     uid = None if asker_uid == 0 else asker_uid
     found = catalog.scan(config.storage, uid=uid, job=job or None, sizes=True)
     return catalog.document(config.storage, found, lambda item: item.reason)
-
-
-def _worth_showing(tenant: Tenant) -> bool:
-    has_run = tenant.owner is not None or tenant.refused is not None
-    return has_run or bool(tenant.volumes.open or tenant.ledger.checkpoints)
 
 
 def gpu_uuid(raw: bytes) -> str:
@@ -229,7 +227,13 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
             "bytes": tenant.port.granted_bytes if tenant.port else 0,
             "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,
         },
-        "volume": _open_volume(current) if current else None,
+        "volume": current
+        and catalog.volume_document(current.path, current.info)
+        | {
+            "engine": current.engine,
+            "max_bandwidth_bytes": current.limit_bytes,
+            "quarantined_slots": current.quarantined,
+        },
         "checkpoints": [_state(item, tenant) for item in tenant.ledger.recent(RECENT)],
         "warnings": _warnings(tenant),
     }
@@ -255,14 +259,6 @@ def chunks(tenant: Tenant) -> dict[str, int] | None:
         return None
     states = ("free", "granted", "full", "cached", "lent", "left")
     return {"bytes": usage.bytes} | {one: getattr(usage, f"{one}_chunks") for one in states}
-
-
-def _open_volume(item: OpenVolume) -> Document:
-    return catalog.volume_document(item.path, item.info) | {
-        "engine": item.engine,
-        "max_bandwidth_bytes": item.limit_bytes,
-        "quarantined_slots": item.quarantined,
-    }
 
 
 def _state(item: Checkpoint, tenant: Tenant) -> Document:

@@ -98,7 +98,6 @@ class Observing:
         return _lines(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
 
     def _readyz(self) -> Answer:
-        """Accepts new sessions."""
         draining = self._ask(lambda: self._sessions.draining)
         return _lines(503, "stopping") if draining else _lines(200, "ready")
 

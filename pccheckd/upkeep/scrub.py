@@ -336,13 +336,12 @@ class Scrubber(Background):
     async def _give_way(self) -> None:
         """Waits until nothing is saved or restored, up to PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
-        while self._busy() and time.monotonic() < deadline:
+        while any(t.is_read or t.ledger.live() for t in self._registry.tenants()):
+            if time.monotonic() >= deadline:
+                break
             self.paused = True
             await asyncio.sleep(LOOK_S)
         self.paused = False
-
-    def _busy(self) -> bool:
-        return any(t.is_read or t.ledger.live() for t in self._registry.tenants())
 
     def _count(self, result: Result) -> None:
         self.results[result] += 1
@@ -363,7 +362,6 @@ class Scrubber(Background):
         return _core.Volume(str(path), writable=False, allow_buffered=buffered)
 
     def _payload_of(self, files: list[layout.VolumeFile]) -> int:
-        """Bytes of all checkpoints in these volumes."""
         total = 0
         for file in files:
             with (

@@ -85,8 +85,8 @@ NATIVE_MUTANTS = (
         "a chunk behind the length, or a short one in the middle, is taken",
         program="test_open",
         source="disk/pcc_save.c",
-        old="is_possible(&request) && pieces_fit(save, request.payload_bytes))",
-        new="is_possible(&request))",
+        old="!is_possible(&request) || !pieces_fit(save, request.payload_bytes))",
+        new="!is_possible(&request))",
     ),
     Mutant(
         "an unknown flag is ignored",

@@ -131,10 +131,7 @@ def test_the_names_that_both_sides_have_are_in_the_hint(connect: Connect) -> Non
     client.attach(**kit(), average=nn.Linear(3, 2))
     with pytest.raises(StateMismatchError) as told:
         client.restore()
-    assert told.value.message == (
-        "the checkpoint has scheduler, which is not attached; average is attached, and the "
-        "checkpoint does not have it"
-    )
+    assert told.value.message == "only in the checkpoint: scheduler; only attached: average"
     assert 'restore(only=["model", "optimizer"]), then adopt()' in told.value.hint
 
 

@@ -266,7 +266,7 @@ def jobs_of(daemon: Daemon) -> set[str]:
 
 def watched(daemon: Daemon) -> dict[str, float]:
     """Finished jobs, and for how long the daemon has seen each of them unused."""
-    path = daemon.storage / expiry.NAME
+    path = daemon.storage / expiry.STATE_NAME
     rows = json.loads(path.read_text())["jobs"] if path.exists() else []
     return {row["job"]: row["idle_s"] for row in rows}
 
@@ -274,7 +274,7 @@ def watched(daemon: Daemon) -> dict[str, float]:
 def restart_later(daemon: Daemon, seconds: float) -> None:
     """Restarts the daemon as if daemons had watched the jobs for that long."""
     daemon.stop()
-    path = daemon.storage / expiry.NAME
+    path = daemon.storage / expiry.STATE_NAME
     document = json.loads(path.read_text())
     for row in document["jobs"]:
         row["idle_s"] += seconds
@@ -284,7 +284,7 @@ def restart_later(daemon: Daemon, seconds: float) -> None:
 
 def looks(daemon: Daemon) -> None:
     """Makes the daemon look for finished jobs once more."""
-    path = daemon.storage / expiry.NAME
+    path = daemon.storage / expiry.STATE_NAME
     path.unlink(missing_ok=True)  # it is read at the start only
     daemon.kill(signal.SIGHUP)
     until(path.exists)

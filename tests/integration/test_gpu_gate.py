@@ -215,7 +215,7 @@ def test_a_gpu_with_much_to_do_is_no_stall(start_node: Start, snapshot: str, tra
 def checkpoint_and_damage(trainer: Any) -> bool:
     made = trainer.client.checkpoint(step=trainer.optimizer.now)
     trainer.handles.append(made)
-    read = made._in_flight.source_read
+    read = made._in_flight.is_read()
     trainer.update_unasked(counted=False)
     return bool(read)
 

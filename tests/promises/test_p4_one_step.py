@@ -265,7 +265,7 @@ def test_the_tensor_that_was_changed_is_named_once(daemon: Daemon, client: PCche
     daemon.kill(signal.SIGCONT)
     assert failed.state is CheckpointState.FAILED and "model.0.weight" in failed.reason
     handle = client.checkpoint(step=2)
-    assert handle._in_flight.source_read  # from now on checkpoint() returns when the state was read
+    assert handle._in_flight.is_read()  # from now on checkpoint() returns when the state was read
 
 
 def test_a_change_is_noticed_when_the_trainer_never_calls_again(
@@ -346,7 +346,7 @@ def test_frozen_parameters_are_read_in_the_background(
     client.checkpoint(step=1).wait_durable(60)
     daemon.kill(signal.SIGSTOP)
     handle = client.checkpoint(step=2)
-    assert not handle._in_flight.source_read
+    assert not handle._in_flight.is_read()
     daemon.kill(signal.SIGCONT)
     handle.wait_durable(60)
     require_whole(client, 2)
@@ -365,7 +365,7 @@ def test_frozen_parameters_that_move_are_copied_at_once(
         changes[1]()
     assert failed.state is CheckpointState.FAILED
     handle = client.checkpoint(step=2)
-    assert not handle._in_flight.source_read  # what is trained is still read in the background
+    assert not handle._in_flight.is_read()  # what is trained is still read in the background
     changes[0]()
     daemon.kill(signal.SIGCONT)
     changes[1]()

@@ -17,6 +17,7 @@ from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.group.job import Job
+from pccheckd.group.starts import Arrival
 from pccheckd.tenancy.group import Requested
 from pccheckd.tenancy.volumes import Key
 
@@ -30,6 +31,11 @@ def owner(rank: int, *, world: int = 2, solo: bool = False, start: int = 1) -> O
         local_world_size=world, fresh=False, process=bytes([start, rank]), solo=solo,
         restored=None, on_event=lambda _: None,
     )  # fmt: skip
+
+
+def arrival(rank: int, its: Owner, *, launch: str = "", was: int = 0) -> Arrival:
+    """What the job gets of a process that connects."""
+    return Arrival(rank, its.process, launch, its.world_size, was=was)
 
 
 def kept(
@@ -214,7 +220,7 @@ class Ranks:
     def connect(self, start: int = 1, *, ranks: range | None = None, launch: str = "") -> None:
         for rank in ranks or range(self.world):
             made = owner(rank, world=self.world, start=start)
-            self.job.join(rank, made, launch=launch, was=0)
+            self.job.join(arrival(rank, made, launch=launch, was=0))
             self.tenants[rank].owner = made
 
     def hold(self, *sequences: int, ranks: tuple[int, ...] | None = None, **about: Any) -> None:

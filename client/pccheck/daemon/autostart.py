@@ -83,8 +83,7 @@ class PrivateDaemon:
         return self._socket or self._place()
 
     def ensure(self) -> None:
-        """Starts it unless it runs. Raises PccheckError with the last line of its log, or why it
-        cannot be started here."""
+        """Starts it unless it runs. Raises PccheckError, with the last line of its log."""
         try:
             self._ensure()
         except PccheckError:  # one of them is a TimeoutError
@@ -131,8 +130,7 @@ class PrivateDaemon:
         return _runtime_root() / digest / "attach.sock"
 
     def ensure_later(self) -> None:
-        """The same in a thread of its own, after the daemon was killed: the next checkpoints use
-        the new one."""
+        """The same in a thread, after the daemon was killed, for the next checkpoints."""
         if self._starting is not None and self._starting.is_alive():
             return
         if time.monotonic() < self._again_s:
@@ -153,8 +151,7 @@ class PrivateDaemon:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lets one process at a time find, start or end the daemon. Raises NoStoreError,
-        WaitTimeoutError."""
+        """Lets one process find, start or end the daemon. Raises NoStoreError, WaitTimeoutError."""
         path = self.storage / ".pccheckd.starting"
         deadline = time.monotonic() + _LOCK_LIMIT_S
         lock = _open_own(path)
@@ -296,8 +293,7 @@ def _open_own(path: Path) -> int:
 
 def _serves(socket: Path, limit_s: float = START_LIMIT_S) -> str | None:
     """layout.number of the directory that the daemon there serves, "" when that is missing; None
-    when no daemon listens. One that starts listens before it has read the records, and answers
-    afterwards."""
+    when none listens. One that starts listens before it has read the records, and answers later."""
     try:
         with attach.observe(socket, version=VERSION, timeout_s=limit_s, storage="?") as seen:
             return seen.welcome.storage

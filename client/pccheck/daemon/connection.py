@@ -14,7 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from pccheck_native import Client
-from pccheck_wire import attach, codec, packing
+from pccheck_wire import attach, codec, messages, packing
 from pccheck_wire.basics import START_HINT
 from pccheck_wire.errors import (
     DaemonUnreachableError,
@@ -24,19 +24,7 @@ from pccheck_wire.errors import (
     WaitTimeoutError,
     error_from_wire,
 )
-from pccheck_wire.messages import (
-    Describe,
-    Failure,
-    Goodbye,
-    ListVolumes,
-    Open,
-    Pin,
-    Reply,
-    ReplyBody,
-    Request,
-    RequestBody,
-    Restored,
-)
+from pccheck_wire.messages import Failure, Reply, ReplyBody, Request, RequestBody
 
 #: How long a thread sleeps while it waits: another thread may have received its answer.
 _POLL_MS = 10
@@ -49,8 +37,10 @@ THREADS_FREE = 3
 Callback = Callable[[ReplyBody], None]
 
 #: Asked twice, these do what they do when they are asked once.
-_REPEATABLE = (Describe, Goodbye, ListVolumes, Open, Pin, Restored)
-
+_REPEATABLE = (
+    messages.Describe, messages.Goodbye, messages.ListVolumes, messages.Open, messages.Pin,
+    messages.Restored,
+)  # fmt: skip
 
 #: One per process, by its id, and never destroyed: a context that is collected together with its
 #: socket waits for that socket forever.
@@ -87,8 +77,7 @@ def _require_threads() -> None:
 
 
 def _require_scheduling() -> None:
-    """Raises RefusedError when threads must not set their scheduling policy, not even to what it
-    is."""
+    """Raises RefusedError when threads must not set their scheduling policy, even as it is."""
     try:
         os.sched_setscheduler(0, os.sched_getscheduler(0), os.sched_getparam(0))
     except OSError as error:
@@ -256,18 +245,14 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Ends the session, also when Ctrl-C comes meanwhile; may be called again. What the core
-        had not handed over is lost."""
+        """Ends the session, in spite of Ctrl-C; may be called again. The core's rest is lost."""
         with self._lock, contextlib.ExitStack() as ends:  # the last one comes first
             ends.callback(self._attachment.close)
             ends.callback(self._socket.close, 0)
             ends.callback(self._breaks.close, 0)
-            ends.callback(self._stop_monitor)
+            ends.enter_context(contextlib.suppress(zmq.ZMQError))
+            ends.callback(self._socket.disable_monitor)
             ends.callback(self.native.close)
-
-    def _stop_monitor(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.disable_monitor()
 
     def forget_in_child(self) -> None:
         """In a forked child: closes the sockets, so that the daemon notices the parent's end."""

@@ -24,16 +24,7 @@ from pccheck_wire.errors import (
     RefusedError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import (
-    Goodbye,
-    Hello,
-    Joined,
-    Register,
-    Registered,
-    ReplyBody,
-    Restored,
-    Role,
-)
+from pccheck_wire.messages import Goodbye, Hello, Joined, Register, Registered, Restored, Role
 from pccheck_wire.units import MIB
 
 from .connection import Connection
@@ -80,9 +71,7 @@ class Session:
         self.incarnation = 0  #: of the start that this process is a member of ...
         self._start = b""  # ... the id of that start, and the storage directory of its daemon
         self._storage = ""
-        self._fresh = fresh
-        self._solo = solo
-        self._stall_limit_s = stall_limit_s
+        self._fresh, self._solo, self._stall_limit_s = fresh, solo, stall_limit_s
         self._warner = warner
         self._connection: Connection | None = None
         self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
@@ -103,11 +92,7 @@ class Session:
 
     def require(self, *, timeout_s: float = CONNECT_LIMIT_S) -> Connection:
         """The connection, made now if there is none. Raises PccheckError, which is `error` then."""
-        connection = self.current()
-        if connection is None:
-            connection = self._connect(timeout_s)
-            self._greet(connection)
-        return connection
+        return self.current() or self._connect(timeout_s)
 
     def reconnect(self) -> Connection | None:
         """For a training loop without a connection: tries again, at most as often as the back-off
@@ -138,11 +123,11 @@ class Session:
             raise self.error from error
         self.error = None
         self._delay_s, self._next_try_s = BACKOFF_FIRST_S, 0.0
+        self._greet(self._connection)
         return self._connection
 
     def _attach(self, timeout_s: float) -> attach.Attachment:
-        """Continues an attempt that was not answered in time: a daemon that opens volumes on a slow
-        disk answers late."""
+        """Continues an attempt that was not answered in time: volumes on a slow disk open late."""
         attempt = self._attempt or attach.Attempt(self._hello(), self._where(), timeout_s=timeout_s)
         self._attempt = None
         try:
@@ -212,7 +197,7 @@ class Session:
         answer names the start that this process belongs to since it has restored."""
         connection.ask(Register(-(-payload_bytes // MIB) * MIB), self._belongs_to)
 
-    def _belongs_to(self, answer: ReplyBody) -> None:
+    def _belongs_to(self, answer: object) -> None:
         """The start that this process is a member of now, if the answer names one."""
         if isinstance(answer, (Registered, Joined)) and answer.incarnation:
             self.incarnation, self._start = answer.incarnation, answer.start

@@ -8,11 +8,12 @@ import time
 from typing import TYPE_CHECKING
 
 from pccheck.daemon.connection import Connection
-from pccheck_native import WORD_ABANDONED, ClientState
-from pccheck_wire.ends import Cause, Why, in_words, sentence
-from pccheck_wire.messages import CheckpointState
+from pccheck.warn import LOG
+from pccheck_native import WORD_ABANDONED, Client, ClientState
+from pccheck_wire.ends import Cause, Sentence, Why, in_words, sentence
+from pccheck_wire.errors import NoCheckpointError, PccheckError
+from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
 
-from .inquiry import Inquiry
 from .phases import EXPLAINED, GOING, OPEN, SHOWN, Course, Durable, Now, Phase, in_page
 
 if TYPE_CHECKING:
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
 
 NOT_SAVED = frozenset((CheckpointState.SKIPPED, CheckpointState.FAILED))
 FINAL = NOT_SAVED | {CheckpointState.DURABLE, CheckpointState.GLOBAL, CheckpointState.SUPERSEDED}
+_LIMIT_S = 2.0
+_ASK_AGAIN_S = 5.0  # an answer is lost when the process that forwards it ends
+_UNKNOWN = sentence(Why(Cause.UNKNOWN)).reason
 _UNTOLD = "the daemon ended before it gave the reason"
 
 
 def entry_of(connection: Connection, snapshot: int) -> ClientState | None:
-    """The snapshot's entry in the session page; None when the core is closed, or when a younger
-    snapshot has the entry."""
+    """The snapshot's entry in the page; None of a closed core, and when a younger one has it."""
     try:
         return connection.native.state(snapshot)
     except (ValueError, OSError):
@@ -33,8 +36,7 @@ def entry_of(connection: Connection, snapshot: int) -> ClientState | None:
 
 
 def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
-    """The snapshot of this session that has the sequence; a newer one supersedes while both have
-    their entries."""
+    """The snapshot of this session with the sequence, while both have their entries."""
     for snapshot, step in connection.steps.copy().items():
         entry = entry_of(connection, snapshot)
         if entry is not None and entry.sequence == sequence:
@@ -42,18 +44,86 @@ def _with_sequence(connection: Connection, sequence: int) -> Durable | None:
     return None
 
 
-def _has_superseded(connection: Connection, sequence: int) -> bool:
-    """Whether the page has it as the newer one of another snapshot: then it is durable, on all
-    ranks if there are several, although its own entry does not say so yet."""
-    entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
-    return sequence > 0 and any(one is not None and one.newer == sequence for one in entries)
+class Inquiry:
+    """What only a daemon knows about one save: the words of a reason, which checkpoint replaced it,
+    and, of another daemon, whether it is durable. Any thread; answers come in `Connection.pump`."""
 
+    def __init__(self, step: int, snapshot: int, course: Course) -> None:
+        self.told: dict[Phase, str] = {}  #: the daemon's words, by the phase that they explain
+        self.newer: Durable | None = None  #: what replaced it
+        self._step, self._snapshot = step, snapshot
+        self._course = course
+        self._asked_s: float | None = None  # until the answer arrives
 
-def is_read(connection: Connection, snapshot: int) -> bool:
-    """Whether its source was read, or never will be. Asks the core, even of an abandoned one:
-    copies under way may still be at it."""
-    now = entry_of(connection, snapshot)
-    return now is None or now.source_read or not connection.alive()
+    def ask(self, connection: Connection) -> None:
+        """The answer comes later."""
+        if self._is_due():
+            try:
+                connection.ask(Describe(self._snapshot), self._take)
+            except PccheckError:  # the daemon ended, or this client was closed
+                self._asked_s = None
+
+    def ask_now(self, connection: Connection) -> str:
+        """Waits for the answer. Why there is none; "" otherwise."""
+        if not connection.alive():
+            return ""
+        try:
+            self._take(connection.request(Describe(self._snapshot), timeout_s=_LIMIT_S))
+        except PccheckError as error:
+            return f"unknown: {error.message}"
+        return ""
+
+    def find_out(self, connection: Connection, sequence: int) -> None:
+        """Asks a later daemon what became of an UNKNOWN save. Call it until that is known."""
+        if self._is_due():
+            connection.ask(
+                Describe(self._snapshot, sequence), lambda answer: self._take_fate(answer, sequence)
+            )
+
+    def found(self, sequence: int) -> None:
+        """It is durable, and is named, since it was reported as failed."""
+        if self._course.move(Phase.FOUND, Why(Cause.SAVED, sequence)):
+            LOG.warning(
+                "PCcheck: the checkpoint of step %d is durable (sequence %d). It was reported as "
+                "failed: %s", self._step, sequence, _UNKNOWN,
+            )  # fmt: skip
+
+    def _is_due(self) -> bool:
+        now_s = time.monotonic()
+        due = self._asked_s is None or now_s >= self._asked_s + _ASK_AGAIN_S
+        if due:
+            self._asked_s = now_s
+        return due
+
+    def _take(self, answer: object) -> None:
+        self._asked_s = None
+        if isinstance(answer, Failure):
+            self._hear(answer.message, answer.hint)
+        if not isinstance(answer, Described):
+            return
+        if answer.newer_step is not None:
+            self.newer = Durable(answer.newer_sequence, answer.newer_step)
+        given_up = answer.state is CheckpointState.DURABLE and bool(answer.reason)
+        phase = Phase.GIVEN_UP if given_up else Phase[answer.state.name]
+        self._course.move(phase, in_words(answer.reason, answer.hint))
+        if SHOWN[self._course.now().phase] is answer.state and answer.reason:
+            self._hear(answer.reason, answer.hint)
+
+    def _hear(self, reason: str, hint: str) -> None:
+        self.told[self._course.now().phase] = str(Sentence(reason, hint, asks=False))
+
+    def _take_fate(self, answer: object, sequence: int) -> None:
+        if isinstance(answer, Failure) and answer.code != NoCheckpointError.code:
+            return  # asked again later
+        state = CheckpointState.FAILED
+        if isinstance(answer, Described) and answer.step == self._step:
+            state = answer.state
+        if state in (CheckpointState.DURABLE, CheckpointState.GLOBAL):
+            self.found(sequence)
+        elif state < CheckpointState.DURABLE:
+            self._asked_s = None  # that daemon is still writing it
+        else:
+            self._course.move(Phase.MISSING, Why(Cause.LOST))
 
 
 class InFlight:
@@ -80,8 +150,7 @@ class InFlight:
         return made
 
     def fail(self, why: Why, *, reported: bool = True) -> bool:
-        """The client itself ends it. False when it has ended, which stays. `reported`: the user
-        knows why."""
+        """The client ends it; False when it has ended before. `reported`: the user knows why."""
         return self._course.move(Phase.ABANDONED if reported else Phase.FAILED, why)
 
     def hand_over(self) -> None:
@@ -131,8 +200,7 @@ class InFlight:
         return None if lives else str(made) or _UNTOLD
 
     def ask(self) -> None:
-        """Words that the page has no room for arrive with a later answer, and are not waited for.
-        Call it until they are known."""
+        """Asks for words that the page has no room for. Call it until they are known."""
         phase, connection = self._course.now().phase, self.connection
         missing = phase is Phase.SUPERSEDED and self.inquiry.newer is None
         wanted = phase in EXPLAINED and (missing or self.known_reason is None)
@@ -149,12 +217,20 @@ class InFlight:
         return now.why if now.phase is Phase.LET_GO else None
 
     @property
-    def source_read(self) -> bool:
-        """Whether the tensors may be changed: they were read, or never will be."""
-        if self.verdict is not None:
-            self.verdict.give_if_read()
-        connection = self.connection
-        return connection is None or is_read(connection, self.snapshot)
+    def native(self) -> Client:
+        """Its core. Raises ValueError where there is none, as a closed one does."""
+        if self.connection is None:
+            raise ValueError("this save has no core")
+        return self.connection.native
+
+    def entry(self) -> ClientState | None:
+        return None if self.connection is None else entry_of(self.connection, self.snapshot)
+
+    def is_read(self) -> bool:
+        """Whether the tensors may be changed: they were read, or never will be. Asks the core, even
+        of an abandoned save: copies under way may still be at it."""
+        now, connection = self.entry(), self.connection
+        return now is None or now.source_read or not (connection and connection.alive())
 
     def settle(self) -> None:
         """Call it before the entry in the page is used again, or the core is closed."""
@@ -195,7 +271,9 @@ class InFlight:
     def _lose(self, connection: Connection) -> None:
         """Its daemon does not report any more how it ends. The client abandons what was not copied,
         but the copy may have become complete a moment before."""
-        if _has_superseded(connection, self._sequence):
+        entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
+        newer = {entry.newer for entry in entries if entry is not None} - {0}
+        if self._sequence in newer:  # so it is durable, on all ranks if there are several
             alone = connection.saves_alone
             self._course.move(Phase.DURABLE if alone else Phase.GLOBAL, Why())
             return
@@ -203,6 +281,3 @@ class InFlight:
         if self._sequence > 0:
             phase, cause = Phase.UNKNOWN, Cause.UNKNOWN
         self._course.move(phase, Why(Cause.FORKED if connection.pid != os.getpid() else cause))
-
-    def __repr__(self) -> str:
-        return f"<InFlight step={self.step} {self.state}>"

@@ -1,5 +1,4 @@
-"""Detects tensors that were changed, freed or moved while a snapshot was still read, without
-passing a gate.
+"""Detects tensors that were changed, freed or moved while a snapshot was read, without a gate.
 
 torch counts the in-place changes of every tensor (`_version`). The counts are taken in
 `checkpoint()`, before anything is read, and compared when everything was read, or when a gate holds
@@ -11,9 +10,9 @@ copies at once is compared directly after that.
 torch counts a change when its operation has ended. So equal counts prove something only where the
 training thread runs no such operation: in a gate, or in another call of this client. Memory may be
 freed by any thread (a queue's feeder shares what is sent), so the addresses are compared when all
-was read, also in a gate. For a trainer that makes no call for a while (a long step, an idle
-notebook) a thread compares, too: when everything was read, and again after more time than an
-earlier operation could still take.
+was read, also in a gate. For a trainer without a call for a while (an idle notebook) a thread
+compares, too: when everything was read, and again after more time than an earlier operation could
+still take.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
-from pccheck.daemon.connection import Connection
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck_wire.ends import in_words
 
-from .in_flight import InFlight, entry_of
+from .in_flight import InFlight
 from .phases import UNREADABLE
 from .waiting import FOREVER_NS
 
@@ -38,9 +37,8 @@ _OPERATION_S, _OPERATION_BYTES_PER_S = 0.5, 512e6
 #: The upper limit: meanwhile a chunk of the daemon's memory stays in use.
 _LATE_LIMIT_S = 20.0
 _TICK_S = 0.05
+_OnMoved: TypeAlias = Callable[[int, Moved], None]  # with the step
 
-
-_NOTHING = Reading(())
 _UNGATED = "without a call of gate() before the change"
 _ELSEWHERE = (
     "before checkpoint() returned, so by another thread or a signal handler. Call checkpoint() in "
@@ -50,40 +48,28 @@ _ELSEWHERE = (
 
 
 def fail_moved(
-    checkpoint: InFlight,
-    connection: Connection,
-    moved: Moved,
-    on_moved: Callable[[int, Moved], None] | None = None,
-    *,
-    faulted: bool = False,
+    save: InFlight, moved: Moved, on_moved: _OnMoved | None = None, *, faulted: bool = False
 ) -> None:
     """Abandons it, unless it has ended, and calls `on_moved`, which reports that. Without
     `on_moved` the change came while `checkpoint()` ran. `faulted`: the core itself has given it up.
     Raises ValueError and OSError for a core that is closed."""
-    if not (faulted or connection.native.abandon(checkpoint.snapshot)):
+    if not (faulted or save.native.abandon(save.snapshot)):
         return
     if on_moved is not None:
-        on_moved(checkpoint.step, moved)
+        on_moved(save.step, moved)
     how = _ELSEWHERE if on_moved is None else _UNGATED
     what = moved.what if moved.what == LOST else f"{moved.what} while it was copied, {how}"
-    checkpoint.fail(in_words(f"abandoned: {moved.path} {what}"), reported=on_moved is not None)
+    save.fail(in_words(f"abandoned: {moved.path} {what}"), reported=on_moved is not None)
 
 
 class Verdict:
     """Whether the tensors of one snapshot were left alone until they were read. Given once, by any
     thread within the rules at the top of this file."""
 
-    def __init__(
-        self,
-        checkpoint: InFlight,
-        connection: Connection,
-        reading: Reading,
-        on_moved: Callable[[int, Moved], None] | None,
-    ) -> None:
+    def __init__(self, save: InFlight, reading: Reading, on_moved: _OnMoved | None) -> None:
         """`on_moved` learns of a change; None when `checkpoint()` itself gives the verdict."""
-        self.checkpoint = checkpoint
         self.given = False
-        self._connection, self._native = connection, connection.native
+        self._save = save
         self._reading = reading
         self._on_moved = on_moved
         self._thread = threading.get_ident()
@@ -95,7 +81,7 @@ class Verdict:
             if self.given or self.fail_if_moved():
                 return
             with contextlib.suppress(ValueError, OSError):  # closed
-                self._native.confirm(self.checkpoint.snapshot)
+                self._save.native.confirm(self._save.snapshot)
             self._end()
 
     def fail_if_moved(self) -> bool:
@@ -104,42 +90,39 @@ class Verdict:
         with self._lock:
             if self.given:
                 return False
-            now = entry_of(self._connection, self.checkpoint.snapshot)
+            now = self._save.entry()
             faulted = now is not None and now.error_name == UNREADABLE
             moved = self._reading.lost(now.fault) if now and faulted else self._reading.moved()
             if moved is None:
                 return False
             with contextlib.suppress(ValueError, OSError):  # closed
-                fail_moved(
-                    self.checkpoint, self._connection, moved, self._on_moved, faulted=faulted
-                )
+                fail_moved(self._save, moved, self._on_moved, faulted=faulted)
             self._end()
             return True
 
     def _end(self) -> None:
-        self._reading = _NOTHING  # a handle that is kept keeps no tensors
+        self._reading = Reading(())  # a handle that is kept keeps no tensors
         # Before the caller returns: what it changes later does not concern this snapshot.
         self.given = True
 
     def give_if_read(self) -> None:
         """In a call of the client: gives the verdict if everything was read."""
         if threading.get_ident() == self._thread and not self.given:
-            now = entry_of(self._connection, self.checkpoint.snapshot)
+            now = self._save.entry()
             if now is None or now.source_read:
                 self.give()
 
     def wait(self, deadline_ns: int) -> None:
-        """Waits until the verdict is possible, and gives it. Only the training thread does so: it
-        changes nothing meanwhile."""
+        """Waits until the verdict is possible, and gives it: only in the training thread."""
         if threading.get_ident() == self._thread and not self.given:
             with contextlib.suppress(ValueError, OSError):
-                self._native.wait(self.checkpoint.snapshot, "read", deadline_ns)
+                self._save.native.wait(self._save.snapshot, "read", deadline_ns)
             self.give_if_read()
 
     def give_late(self, nbytes: int) -> None:
         """In a thread of its own, for a trainer that does not call."""
         with contextlib.suppress(ValueError, OSError):
-            if not self._native.wait(self.checkpoint.snapshot, "read", FOREVER_NS):
+            if not self._save.native.wait(self._save.snapshot, "read", FOREVER_NS):
                 return
             limit_s = min(_LATE_LIMIT_S, _OPERATION_S + nbytes / _OPERATION_BYTES_PER_S)
             # In many short waits: a stopped process runs no operation, either.

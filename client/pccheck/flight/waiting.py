@@ -1,5 +1,4 @@
-"""Waiting for a save: until it was read, copied, durable, or durable on all ranks. Any thread may
-wait."""
+"""Waiting for a save: until it was read, copied, durable, or durable on all ranks. Any thread."""
 
 from __future__ import annotations
 
@@ -18,10 +17,9 @@ _LONGEST_S = 1e9  # thirty years: float("inf") is a timeout, too
 
 
 def wait_read(save: InFlight, timeout: float | None = None) -> None:
-    """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError after
-    `timeout` seconds."""
+    """Returns once the tensors may be changed, whatever became of it. Raises WaitTimeoutError."""
     _wait(save, "read", timeout)
-    if not save.source_read:
+    if not save.is_read():
         raise _late(save, "read")
 
 
@@ -66,8 +64,7 @@ def wait_global(save: InFlight, timeout: float | None = None) -> Durable:
 
 
 def saved(save: InFlight, timeout: float, *, everywhere: bool) -> Durable | None:
-    """The checkpoint, once it is durable, or with `everywhere` on all ranks; None when it is not
-    within `timeout` seconds, or never will be."""
+    """What is durable within `timeout` seconds, or with `everywhere` on all ranks, or None."""
     connection = save.connection
     everywhere = everywhere and connection is not None and not connection.saves_alone
     phase = _wait(save, "global" if everywhere else "durable", timeout)

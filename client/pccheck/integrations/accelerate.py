@@ -22,7 +22,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import IterableDataset
 
 from pccheck.client import PCcheckClient
-from pccheck.restoring.loaders import count_once, made_iterator
+from pccheck.restoring.loaders import after_iterator, count_once, made_iterator
 from pccheck.state.attaching import Stateful
 from pccheck.state.rng import capture_rng, restore_rng
 from pccheck.warn import Warner
@@ -70,7 +70,11 @@ def attach(
     if accelerator.use_stateful_dataloader:
         for one in loaders:
             _require_counted(one)
-            _draw_again(one.base_dataloader)
+            base: Any = one.base_dataloader
+            if base.num_workers and base._initial_iter_for_state_dict:
+                # prepare() has made an iterator, whose workers read ahead in an order from before
+                # the sampler had its seed: no resumed run draws that order again.
+                base.load_state_dict({})
     models = [accelerator.unwrap_model(model) for model in accelerator._models]
     counters = _Counters(accelerator, first)
     things = {
@@ -104,7 +108,9 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
         )
     if num_batches == 0:
         return loader
-    rest = accelerate.skip_first_batches(loader, num_batches * _sampled(loader))
+    # Of a stream Accelerate skips batches of all ranks, else those of its sampler.
+    each = 1 if isinstance(loader.dataset, IterableDataset) else _joined(loader)
+    rest = accelerate.skip_first_batches(loader, num_batches * each)
     if epoch.began:
         epoch.continue_in(rest)
     end = rest.end
@@ -116,13 +122,6 @@ def skip_first_batches(loader: Any, num_batches: int) -> Any:
     rest.end = end_of_epoch
     rest._pccheck_epoch = epoch
     return rest
-
-
-def _draw_again(base: Any) -> None:
-    """prepare() has made an iterator, whose worker processes read ahead: in an order that was drawn
-    before the sampler had its seed, and that a resumed run could not draw again."""
-    if base.num_workers and base._initial_iter_for_state_dict:
-        base.load_state_dict({})
 
 
 class _Epoch:
@@ -195,16 +194,14 @@ class _Epoch:
     def begin_after(self, loader: Any) -> None:
         """A loader whose state is the end of an epoch makes an iterator only to find that end: the
         generators are restored after it, and the epoch, which a seedable sampler counts there."""
-        base, generators = loader.base_dataloader, self.generators or capture_rng()
+        generators = self.generators or capture_rng()
 
-        def once() -> Any:
-            made = made_iterator(base)
+        def begin() -> None:
             restore_rng(generators)
             loader.set_epoch(loader.iteration)
             self._note_in(loader)
-            return made
 
-        base._get_iterator = once
+        after_iterator(loader.base_dataloader, lambda: begin)
 
 
 def _dispatches(loader: Any) -> bool:
@@ -221,12 +218,6 @@ def _joined(loader: Any) -> int:
     """How many batches of the loader in it make one batch of all ranks."""
     whole = not _dispatches(loader) or loader.split_batches or loader.submesh_tp
     return 1 if whole else loader.state.num_processes
-
-
-def _sampled(loader: Any) -> int:
-    """How many batches of its sampler Accelerate skips for one batch. Of a stream Accelerate skips
-    batches of all ranks."""
-    return 1 if isinstance(loader.dataset, IterableDataset) else _joined(loader)
 
 
 def _require_counted(loader: Any) -> None:
@@ -249,8 +240,7 @@ def _named(name: str, things: list[Any]) -> dict[str, Stateful]:
 
 
 class _Counters:
-    """What an Accelerator and its loaders count: micro-batches since the last step, and epochs
-    (the data order may depend on them)."""
+    """What an Accelerator counts: micro-batches since the last step, and each loader's epochs."""
 
     def __init__(self, accelerator: accelerate.Accelerator, first: Any) -> None:
         self._accelerator = accelerator

@@ -8,13 +8,10 @@
 
 See docs/frameworks.md. Tested with DeepSpeed 0.19.8.
 
-Where a checkpoint is taken: in save_checkpoint(), which the script calls after engine.step(), and
-nowhere else. What may run after it, until the next update: whatever the script does; `commit`,
-which the engine calls right before an update, waits for the copy, and buffers and the tensors of
-`client_state` are copied at once. The engine has an update in every step() that ends an
-accumulation (gradient_accumulation_steps, or set_gradient_accumulation_boundary()). A call of
-save_checkpoint() before that comes between two micro-batches, whose gradients no checkpoint has: it
-is skipped.
+Where a checkpoint is taken: in save_checkpoint(), which the script calls after engine.step(). Until
+the next update the script may do anything: `commit`, which the engine calls right before an update,
+waits for the copy, and buffers and the tensors of `client_state` are copied at once. A call between
+two micro-batches is skipped: no checkpoint has their gradients.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A log that only grows, as part of a state: each entry is encoded once, not with every
-checkpoint."""
+"""A log that only grows, as part of a state: each entry is encoded once, not every time."""
 
 from __future__ import annotations
 

@@ -183,9 +183,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             _into_training(handler.model, handler.optimizer)
             self._save(state)
         elif event == "on_train_end":
-            self._counters.end(
-                is_whole=control.should_epoch_stop or float(state.epoch or 0) % 1 == 0
-            )
+            self._counters.end(whole=control.should_epoch_stop or float(state.epoch or 0) % 1 == 0)
             self._end(args, state)
 
     def _at(self, moment: str) -> None:
@@ -205,8 +203,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             self._generators = None
 
     def _resumed(self, args: Any, handler: Any) -> None:
-        """Where the checkpoint was taken. Callbacks had these events before it, too, and have now
-        changed again what was restored."""
+        """Where the checkpoint was taken. Callbacks had these events twice: restores once more."""
         assert self._client is not None and self._resumption is not None
         ran = args.eval_on_start or _act(handler.callbacks, *_AGAIN)
         if ran and not self._client.closed:
@@ -271,8 +268,7 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _surrounded(call_event: Callable[..., Any]) -> Callable[..., Any]:
-    """Trainer's call of an event: the callback of PCcheck acts before and after all others, also
-    those that were added behind it."""
+    """Trainer's call of an event: PCcheck's callback acts before and after all others."""
 
     @functools.wraps(call_event)
     def call(self: Any, event: str, args: Any, state: Any, control: Any, **more: Any) -> Any:
@@ -291,9 +287,8 @@ CallbackHandler.call_event = _surrounded(CallbackHandler.call_event)
 
 
 def _into_training(model: Any, optimizer: Any) -> None:
-    """What Trainer does as a step begins. Afterwards nothing but the optimizer's step changes
-    weights: schedule-free optimizers exchange them here, and modules that merge others into them
-    for evaluation take them apart."""
+    """What Trainer does as a step begins. Afterwards only the optimizer's step changes weights:
+    schedule-free optimizers exchange them here, and merged modules are taken apart."""
     if any(type(one).train is not torch.nn.Module.train for one in model.modules()):
         model.train()
     if callable(getattr(optimizer, "train", None)):

@@ -1,5 +1,4 @@
-"""Adapters (PEFT) on a base that no checkpoint can bring back, such as one of 4 bits: what is
-trained is attached without the base."""
+"""Adapters (PEFT) on a base that no checkpoint brings back: only what trains is attached."""
 
 from __future__ import annotations
 
@@ -59,11 +58,9 @@ def _chosen(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules():
         of_adapter = not adapters.isdisjoint(prefix.split("."))
         start = f"{prefix}." if prefix else ""
-        for key, parameter in module._parameters.items():
-            if parameter is not None and (
-                of_adapter or key in adapters or id(parameter) in trained
-            ):
-                found[start + key] = parameter
+        for key, p in module._parameters.items():
+            if p is not None and (of_adapter or key in adapters or id(p) in trained):
+                found[start + key] = p
         for key, buffer in module._buffers.items():
             mine = of_adapter or key in adapters or isinstance(module, _Norm)
             if mine and buffer is not None and key not in module._non_persistent_buffers_set:

@@ -54,10 +54,10 @@ class Counters:
         was_inside, self._is_inside = self._is_inside, True
         return was_inside
 
-    def end(self, *, is_whole: bool) -> None:
+    def end(self, *, whole: bool) -> None:
         """Training has ended, perhaps in the middle of a pass; no step has begun since."""
         self.generators.pop("before on_step_begin", None)
-        if is_whole and self._is_inside:
+        if whole and self._is_inside:
             self.begin_pass()
             self.generators = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from .lightning_moments import AFTER_BATCH, AT_BATCH, AT_END, AT_EPOCH, Moments
 
 __all__ = ["PCcheckCallback", "PCcheckIO"]
 
-_HYPER_PARAMETERS = re.compile("(datamodule_)?(hparams|hyper_parameters)")
+_HYPERPARAMETERS = re.compile("(datamodule_)?(hparams|hyper_parameters)")
 
 
 class _Rest:
@@ -52,9 +53,7 @@ class _Rest:
         if _same(made["state_dict"], trainer.lightning_module.state_dict()):
             made.pop("state_dict")  # otherwise on_save_checkpoint() has changed it
         if self._refused is None:
-            self._refused = {
-                key for key in made if _HYPER_PARAMETERS.match(key) and _odd(made, key)
-            }
+            self._refused = {key for key in made if _HYPERPARAMETERS.match(key) and _odd(made, key)}
         rank = trainer.global_rank, trainer.world_size
         if self.moment == AT_EPOCH:
             # A resumed run calls on_train_epoch_start again: it may set what no checkpoint has.
@@ -144,7 +143,8 @@ class PCcheckCallback(Callback):
             if stage == "fit" and isinstance(each, ModelCheckpoint):
                 io.check(each, trainer.default_root_dir)
         strategy.checkpoint_io = io
-        strategy.save_checkpoint = _Save(io, strategy)  # type: ignore[method-assign]
+        # No function in a function: a trainer can be pickled.
+        strategy.save_checkpoint = partial(_save, io, strategy)  # type: ignore[method-assign]
 
     def _open(self, trainer: Trainer) -> PCcheckClient:
         rank, world_size = trainer.global_rank, trainer.world_size
@@ -185,12 +185,7 @@ class PCcheckCallback(Callback):
         self.client.attach(rng=True, model=pl_module, lightning=self._rest, **optimizers)
         self._io.attached = True
         self._tuners.call_again()
-        self._moments = Moments(
-            trainer,
-            applies=lambda: self in vars(trainer)["callbacks"],
-            every=lambda: self.every_n_steps,
-            save=lambda moment: self._save(trainer, moment),
-        )
+        self._moments = Moments(trainer, self)
         self._warn_of_loaders(trainer)
         # Released: it is a whole state, and of this fit() only.
         found, self._io.found = self._io.found, None
@@ -241,7 +236,8 @@ class PCcheckCallback(Callback):
         if moment in (AT_EPOCH, AT_END):
             iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
 
-    def _save(self, trainer: Trainer, moment: str) -> None:
+    def save(self, trainer: Trainer, moment: str) -> None:
+        """Called by `Moments`."""
         if self.client.closed:
             warn(
                 "training continues WITHOUT checkpoints: the client was closed, by close() or by a "
@@ -297,21 +293,14 @@ class PCcheckCallback(Callback):
             )
 
 
-class _Save:
-    """A strategy's save_checkpoint(): every rank saves to paths of PCcheck, rank 0 to others. No
-    function in a function: a trainer can be pickled."""
-
-    def __init__(self, io: PCcheckIO, strategy: Strategy) -> None:
-        self._io, self._strategy = io, strategy
-
-    def __call__(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if place_of(filepath):
-            self._io.save_checkpoint(checkpoint, filepath, storage_options)
-        else:
-            save_by_rank_0 = type(self._strategy).save_checkpoint
-            save_by_rank_0(self._strategy, checkpoint, filepath, storage_options)
+def _save(
+    io: PCcheckIO, strategy: Strategy, checkpoint: Any, filepath: Any, storage_options: Any = None
+) -> None:
+    """A strategy's save_checkpoint(): every rank saves to paths of PCcheck, rank 0 to others."""
+    if place_of(filepath):
+        io.save_checkpoint(checkpoint, filepath, storage_options)
+    else:
+        type(strategy).save_checkpoint(strategy, checkpoint, filepath, storage_options)
 
 
 def _draws_order(loader: Any) -> bool:

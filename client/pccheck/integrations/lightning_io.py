@@ -39,8 +39,7 @@ _A_STEP = 12345  # to see whether a path names the step
 
 
 class _Names(PCcheckFileSystem):
-    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`: it finds nothing there, and asks no
-    daemon."""
+    """Lets ModelCheckpoint accept `dirpath="pccheck://JOB"`: finds nothing, and asks no daemon."""
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         if path.endswith(ENDING):
@@ -247,8 +246,6 @@ def _lightnings(found: Found, path: object) -> dict[str, Any]:
     checkpoint: dict[str, Any] = state["lightning"]
     if "model" in state:
         checkpoint.setdefault("state_dict", state["model"])
-        names = itertools.takewhile(
-            state.__contains__, map("optimizer{}".format, itertools.count())
-        )
-        checkpoint["optimizer_states"] = [state[name] for name in names]
+        keys = itertools.takewhile(state.__contains__, map("optimizer{}".format, itertools.count()))
+        checkpoint["optimizer_states"] = [state[key] for key in keys]
     return checkpoint

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -39,28 +39,19 @@ from torch.utils.weak import TensorWeakRef
 
 from pccheck.warn import warn
 
+if TYPE_CHECKING:
+    from .lightning import PCcheckCallback
+
 AT_BATCH, AFTER_BATCH, AT_EPOCH, AT_END = "batch", "after_batch", "epoch", "end"
 #: A save that is due waits for so many batches at most until no gradient is held.
 _PATIENCE = 256
 
 
 class Moments:
-    """Calls `save(moment)` after every `every()`-th step, until `remove()`.
+    """Calls `callback.save(trainer, moment)` every `every_n_steps` steps, until `remove()`."""
 
-    Args:
-        applies: whether it is the script's training that runs the loops, and not a tuner's.
-        every: how many steps are between two saves now; 0 for never.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        *,
-        applies: Callable[[], bool],
-        every: Callable[[], int],
-        save: Callable[[str], None],
-    ) -> None:
-        self._trainer, self._applies, self._every, self._save = trainer, applies, every, save
+    def __init__(self, trainer: Trainer, callback: PCcheckCallback) -> None:
+        self._trainer, self._callback = trainer, callback
         self._last = trainer.global_step
         self._due = self._clean = False
         self._gradients = _Gradients(trainer)
@@ -80,6 +71,10 @@ class Moments:
         fit: Any = self._trainer.fit_loop
         for loop, name in ((fit.epoch_loop, "advance"), (fit, "advance"), (fit, "on_run_end")):
             loop.__dict__.pop(name, None)
+
+    def _applies(self) -> bool:
+        """Whether it is the script's training that runs the loops, and not a tuner's."""
+        return self._callback in vars(self._trainer)["callbacks"]
 
     def _epoch(self) -> None:
         """Before the loader's iterator is made, which fetches a batch if it has no length."""
@@ -111,14 +106,14 @@ class Moments:
         fit._restarting = False  # its setter also sets the loops below
 
     def _batch_has_ended(self, stepped: bool) -> None:
-        trainer, loop, every = self._trainer, self._trainer.fit_loop.epoch_loop, self._every()
+        trainer, every = self._trainer, self._callback.every_n_steps
         now = trainer.global_step
         self._due |= bool(every) and now // every > self._last // every
         self._clean = stepped and not self._gradients.held(self._due)
         # The last chance: when training ends, Lightning counts the epoch as complete.
         stops = trainer.should_stop and trainer.fit_loop._can_stop_early
         stops |= 0 <= trainer.max_steps <= now
-        if stops and not loop.batch_progress.is_last_batch:
+        if stops and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._due |= bool(every) and now > self._last
             self._save_if_due(AFTER_BATCH)
         elif trainer.received_sigterm:  # Lightning may raise in the validation that follows
@@ -129,16 +124,17 @@ class Moments:
             self._save_now(moment)
 
     def _on_run_end(self) -> None:
-        saves = self._applies() and self._every() and self._trainer.global_step > self._last
-        before = _sums(self._trainer) if saves else []
+        trainer, every = self._trainer, self._callback.every_n_steps
+        saves = self._applies() and every and trainer.global_step > self._last
+        before = _sums(trainer) if saves else []
         self._end_training()
         if saves:
-            self.exchanged = _sums(self._trainer) != before
+            self.exchanged = _sums(trainer) != before
             self._save_now(AT_END)
 
     def _save_now(self, moment: str) -> None:
         self._last, self._due = self._trainer.global_step, False
-        self._save(moment)
+        self._callback.save(self._trainer, moment)
 
 
 def _sums(trainer: Trainer) -> list[str]:

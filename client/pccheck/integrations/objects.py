@@ -68,7 +68,12 @@ class Objects:
                 )
             state: Any = rebuilt(item["state"], remade, f"{where}.state")
             if issubclass(cls, Enum):
-                return _member(cls, state, where)
+                try:
+                    return cls(state)
+                except ValueError as error:
+                    raise StateMismatchError(
+                        f"{where}: {state!r} is not a value of {cls.__name__}"
+                    ) from error
             one = cls.__new__(cls)
             vars(one).update(state)
             return one
@@ -92,13 +97,6 @@ def rebuilt(value: Any, change: Callable[[Any, str], Any], path: str, inside: An
     for key, item in value.items():
         made[key] = rebuilt(item, change, tree.join(path, key), inside)
     return made
-
-
-def _member(cls: type[Enum], value: object, path: str) -> Enum:
-    try:
-        return cls(value)
-    except ValueError as error:
-        raise StateMismatchError(f"{path}: {value!r} is not a value of {cls.__name__}") from error
 
 
 def _name(cls: type) -> str:

@@ -1,5 +1,4 @@
-"""Who this process is: job, rank and launch, from arguments, PCCHECK_JOB, torchrun, Slurm or
-torch.distributed."""
+"""Who this process is, by arguments, PCCHECK_JOB, torchrun, Slurm or torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,9 +13,7 @@ from pccheck_wire.errors import UsageError
 from pccheck_wire.messages import RANKS_MAX, require_job_name
 
 #: What `sys.argv[0]` comes to where no script runs: `python -c` and a prompt, notebooks, workers.
-_NO_SCRIPTS = frozenset(
-    ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
-)
+_NO_SCRIPTS = ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,7 @@ def identify(
     *,
     solo: bool = False,
 ) -> Identity:
-    """Arguments first, then the environment, then torch.distributed unless `solo`. Raises
-    UsageError."""
+    """Arguments, else the environment, else torch.distributed unless `solo`. Raises UsageError."""
     if job == "":
         raise UsageError(
             'job="" is not a name', hint="leave job= out to use PCCHECK_JOB or the script's name"

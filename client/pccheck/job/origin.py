@@ -40,17 +40,13 @@ class Origin(NamedTuple):
         return self._replace(command=f"{start.rpartition(' ')[0] or start} ...")
 
 
-def _started_as() -> tuple[str, str]:
-    try:
-        directory = str(Path.cwd())
-    except OSError:  # it was removed
-        directory = "?"
-    script, *arguments = sys.argv or [""]
-    return directory, shlex.join([Path(script).name, *arguments])[:_COMMAND_MAX]
-
-
-#: At the import: a script may change its directory and sys.argv later.
-_DIRECTORY, _COMMAND = _started_as()
+# At the import: a script may change its directory and sys.argv later.
+try:
+    _DIRECTORY = str(Path.cwd())
+except OSError:  # it was removed
+    _DIRECTORY = "?"
+_SCRIPT, *_ARGUMENTS = sys.argv or [""]
+_COMMAND = shlex.join([Path(_SCRIPT).name, *_ARGUMENTS])[:_COMMAND_MAX]
 
 
 def this_process() -> Origin:
@@ -68,16 +64,13 @@ def name_client() -> str:
 
 
 def node(attached: Mapping[str, Any], client: str) -> tree.Mapping:
-    """For the tree: this process, the name of its client, and what kinds of optimizers and
-    schedulers are attached."""
+    """For the tree: this process, its client, and kinds of attached optimizers and schedulers."""
     optimizers = {
         name: type(thing).__qualname__
         for name, thing in attached.items()
         if isinstance(thing, torch.optim.Optimizer)
     }
-    schedulers = {
-        name: kind for name, thing in attached.items() if (kind := kind_of_scheduler(thing))
-    }
+    schedulers = {name: kind for name, one in attached.items() if (kind := kind_of_scheduler(one))}
     return _mapping(
         {
             **this_process()._asdict(), "client": client, "optimizers": _mapping(optimizers),

@@ -58,8 +58,7 @@ class Steps:
         self._has_moved = True
 
     def restored(self, sequence: int, incarnation: int) -> None:
-        """The attached state is that of `sequence` now, and the daemon knows. This may have brought
-        the process to this start."""
+        """The attached state is that of `sequence`. This may bring the process to this start."""
         self._turn, self._has_moved = self._turn + self._has_moved, False
         self._came_to(incarnation, self._turn)
         self.base = sequence
@@ -77,8 +76,7 @@ _OF_RANKS: dict[tuple[int, str, int], Steps] = {}
 
 
 def steps_of(job: str, rank: int, world_size: int) -> Steps:
-    """The counts of a client. A rank of a group keeps them for the life of its process: a second
-    client in that process continues them."""
+    """The counts of a client. All clients of a group's rank in one process share them."""
     if world_size == 1:
         return Steps()
     return _OF_RANKS.setdefault((os.getpid(), job, rank), Steps())

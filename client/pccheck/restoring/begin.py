@@ -19,13 +19,8 @@ from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
 from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
-from pccheck_wire.errors import (
-    DamagedError,
-    NoCheckpointError,
-    StateMismatchError,
-    UnreadableError,
-)
-from pccheck_wire.messages import ListVolumes, Open, Opened, Report, Skipped
+from pccheck_wire.errors import DamagedError, NoCheckpointError, StateMismatchError, UnreadableError
+from pccheck_wire.messages import ListVolumes, Open, Opened, Report
 
 from .inplace import Placement
 from .loaders import Iterators, begin_again, has_position
@@ -89,11 +84,8 @@ class Recovery:
         self.newest: Durable | None = None
         #: Which parameters required gradients in what was restored, by the name of the module.
         self.trainable: dict[str, list[bool]] = {}
-        self._session = session
-        self._planner = planner
-        self._steps = steps
-        self._warner = warner
-        self._replicated = replicated
+        self._session, self._planner, self._steps = session, planner, steps
+        self._warner, self._replicated = warner, replicated
 
     @property
     def torn(self) -> str:
@@ -108,8 +100,7 @@ class Recovery:
         strict_optimizer: bool,
         only: Collection[str] | None,
     ) -> tuple[RestoreResult, bool, int]:
-        """Restores what is attached. Also returns whether any of it went to a GPU, and the
-        payload's size."""
+        """Restores what is attached. Also returns whether it has GPU tensors, and payload bytes."""
         newest = self._newest(connection) if step is not None else None
 
         def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
@@ -128,9 +119,8 @@ class Recovery:
                     f"the attached state is a mix of two steps: the restore of step {opened.step} "
                     "did not finish"
                 )
-            iterators = Iterators(
-                {name: attached[name] for name in (attached if only is None else only)}
-            )
+            chosen = attached if only is None else only
+            iterators = Iterators({name: attached[name] for name in chosen})
             placement.load(reader.read_into)
             self._planner.zero_options.outward()
             for name in left - {RNG}:
@@ -146,7 +136,7 @@ class Recovery:
             self._nothing_here()
             return RestoreResult(skipped=found.skipped), False, 0
         if only is None:
-            self._took_over(connection, *source, found.skipped, newest, base=found.sequence)
+            self._took_over(connection, found, source, newest, base=found.sequence)
             self._steps.restored(found.sequence, self._session.incarnation)
         else:
             self._session.restored_in_part(found.step, only)
@@ -177,7 +167,7 @@ class Recovery:
         if source is not None:
             self._require(*source)
             if step is None:
-                self._took_over(connection, *source, found.skipped, None)
+                self._took_over(connection, found, source, None)
         else:
             self._nothing_here()
         return found
@@ -244,8 +234,7 @@ class Recovery:
             )
 
     def _newest(self, connection: Connection) -> Durable | None:
-        """The newest checkpoint, which is protected no longer when the user chooses another; None
-        when none can be read."""
+        """The newest checkpoint, unprotected once the user chooses another; None without one."""
         try:
             opened = ask_open(connection, Open(None, None, self._reads_all))
         except (DamagedError, UnreadableError, NoCheckpointError):
@@ -276,11 +265,8 @@ class Recovery:
         draw the same random numbers as the rank whose copy it gets."""
         identity = self._session.identity
         alone = self._session.saves_alone(identity.world_size)
-        wanted = {
-            name: thing
-            for name, thing in self._planner.attached.items()
-            if only is None or name in only
-        }
+        attached = self._planner.attached
+        wanted = {name: attached[name] for name in (attached if only is None else only)}
         if RNG in wanted and described.attached and RNG not in described.names():
             self._warner.once(
                 "no generators",
@@ -310,22 +296,17 @@ class Recovery:
         return places | {RNG}
 
     def _took_over(
-        self,
-        connection: Connection,
-        opened: Opened,
-        described: tree.Tree,
-        skipped: list[Skipped],
-        newest: Durable | None,
-        *,
-        base: int = 0,
-    ) -> None:
+        self, connection: Connection, found: Found, source: tuple[Opened, tree.Tree],
+        newest: Durable | None, *, base: int = 0,
+    ) -> None:  # fmt: skip
+        opened, described = source
         if newest is None or newest.sequence < opened.sequence:
             newest = Durable(opened.sequence, opened.step)
         turn = self._steps.next_turn(self._session.incarnation) if base else 0
         self._session.took_over(connection, newest.sequence, base=base, turn=turn)
         self.newest = newest
         self.trainable = trainable.recorded(described)
-        for item in skipped:
+        for item in found.skipped:
             known = f"checkpoint of step {item.step} was skipped ({item.reason})"
             self._warner.once(
                 f"skipped {item.sequence} {item.reason}",

@@ -21,12 +21,11 @@ from pccheck.state.rng import require_generators, restore_rng
 from pccheck.state.watch import ModuleWatch
 from pccheck.warn import in_words
 from pccheck_wire import tree
-from pccheck_wire.basics import some
 from pccheck_wire.errors import StateMismatchError
 
 from .loaders import count_once, is_loader, is_torchdata, set_again, undo_draws
 from .optimizers import Optimizers, load_optimizer
-from .pairing import mapping, only_hint
+from .pairing import differing, mapping, only_hint
 from .rebuild import Loader, Memory, state_of
 from .targets import Stage, Targets
 from .values import Dicts, leaves, trained
@@ -35,6 +34,7 @@ _COMPILED = (
     "names with _orig_mod are of a compiled part: attach the model before its parts are compiled, "
     "or compile them in place with part.compile()"
 )
+_RECOVER = "take what you need from recover()"
 
 
 class Placement:
@@ -71,8 +71,7 @@ class Placement:
         return any(devices.device_of(live) != devices.HOST for live in self._targets.lives)
 
     def compare(self, load: Loader) -> None:
-        """The values, where only they tell whether the checkpoint fits: to be called before
-        `load()`. Raises StateMismatchError by path."""
+        """Compares values where needed, before `load()`. Raises StateMismatchError by path."""
         self._targets.compare(load)
 
     def load(self, load: Loader) -> None:
@@ -95,7 +94,11 @@ class Placement:
     def _module(self, name: str, node: tree.Node, module: torch.nn.Module) -> None:
         saved = mapping(node, name)
         live = module.state_dict(keep_vars=True)
-        _same_keys(name, saved.keys(), live.keys())
+        if what := differing(saved, live):
+            same = f"attach the same under the same names, or {_RECOVER}"
+            raise StateMismatchError(
+                f"{name}: {what}", hint=_COMPILED if "_orig_mod" in what else same
+            )
         for key, value in saved.items():
             self._targets.tensor(tree.join(name, key), value, live[key])
 
@@ -133,53 +136,17 @@ def _named(
         saved = {name: node for name, node in saved.items() if name in attached}
     # Generators that the checkpoint does not have stay as they are; the caller warns.
     attached = {name: thing for name, thing in attached.items() if name in saved or name != RNG}
-    _same_names(saved.keys(), attached.keys())
+    if what := differing(saved, attached):
+        both = saved.keys() & attached.keys()
+        rest = f"restore what both have: {only_hint(both)}" if both else _RECOVER
+        raise StateMismatchError(what, hint=f"attach the same under the same names; or {rest}")
     return [(name, saved[name], thing) for name, thing in attached.items()]
 
 
-def _same_names(saved: Collection[str], attached: Collection[str]) -> None:
-    parts = []
-    if missing := sorted(set(saved) - set(attached)):
-        are = "is" if len(missing) == 1 else "are"
-        parts.append(f"the checkpoint has {some(missing)}, which {are} not attached")
-    if extra := sorted(set(attached) - set(saved)):
-        are, it = ("is", "it") if len(extra) == 1 else ("are", "them")
-        parts.append(f"{some(extra)} {are} attached, and the checkpoint does not have {it}")
-    if parts:
-        both = set(saved) & set(attached)
-        raise StateMismatchError(
-            "; ".join(parts),
-            hint="attach the same under the same names; or "
-            + (
-                f"restore what both have: {only_hint(both)}"
-                if both
-                else "take what you need from recover()"
-            ),
-        )
-
-
-def _same_keys(path: str, saved: Any, live: Any) -> None:
-    missing, extra = sorted(map(str, saved - live)), sorted(map(str, live - saved))
-    if missing or extra:
-        parts = []
-        if missing:
-            parts.append(f"only in the checkpoint: {some(missing)}")
-        if extra:
-            parts.append(f"only attached: {some(extra)}")
-        raise StateMismatchError(
-            f"{path}: {'; '.join(parts)}",
-            hint=_COMPILED
-            if any("_orig_mod" in name for name in missing + extra)
-            else "attach the same under the same names, or take what you need from recover()",
-        )
-
-
-def _same_scheduler(
-    described: tree.Tree, name: str, thing: object, both: Mapping[str, Any]
-) -> None:
+def _same_scheduler(saved: tree.Tree, name: str, thing: object, both: Mapping[str, Any]) -> None:
     """Raises StateMismatchError for a scheduler of another class, as far as is known: it takes any
     attributes, and would compute other learning rates with those."""
-    kind, mine = origin.kind(described, "schedulers", name), origin.kind_of_scheduler(thing)
+    kind, mine = origin.kind(saved, "schedulers", name), origin.kind_of_scheduler(thing)
     if kind and mine and kind != mine:
         raise StateMismatchError(
             f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
@@ -190,8 +157,7 @@ def _same_scheduler(
 def _place_object(
     name: str, node: tree.Node, thing: Any, targets: Targets, attached: Mapping[str, Any]
 ) -> None:
-    """Something with a load_state_dict() of its own gets the state as it was, when its tensors are
-    there."""
+    """Its own load_state_dict() gets the state as it was, when its tensors are there."""
     has_shards = _fill_shards(name, node, thing, targets)
     has_tensors = targets.want(node) or has_shards
 
@@ -223,8 +189,7 @@ def _load(name: str, thing: Any, state: Any) -> None:
 
 
 def _fill_shards(name: str, node: tree.Node, thing: Any, targets: Targets) -> bool:
-    """The shards in it go into the DTensors of its state dict, as it is now; whether there are
-    some."""
+    """The shards go into the DTensors of its present state dict; whether there are some."""
     found = [(path, n) for path, n in tree.walk(node, name) if isinstance(n, tree.Shard)]
     saved = [(path, shard) for path, shard in found if shard.mesh]  # others were no DTensors
     live = dict(leaves(thing.state_dict(), name)) if saved else {}
@@ -234,8 +199,7 @@ def _fill_shards(name: str, node: tree.Node, thing: Any, targets: Targets) -> bo
 
 
 def _trained_in(thing: Any, attached: Mapping[str, Any]) -> set[int]:
-    """The memory of its tensors that attached optimizers train. A state_dict() is called only where
-    no module has that memory."""
+    """What attached optimizers train of it. Calls state_dict() unless modules have all of it."""
     if isinstance(thing, torch.optim.Optimizer):
         return set()
     all_trained, modules = trained(attached), gating.modules_of(thing)

@@ -44,18 +44,15 @@ class Iterators:
 
 def _loaders_in(thing: object, depth: int) -> Iterator[tuple[Any, str]]:
     """The loaders of torchdata in it, and the attribute that has the iterator of each."""
-    attributes = getattr(thing, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(thing, torch.nn.Module):
+    inside = getattr(thing, "__dict__", None)
+    if not isinstance(inside, dict) or isinstance(thing, torch.nn.Module):
         return
     if is_torchdata(type(thing)):
         yield thing, "_iterator"
-    elif (
-        type(thing).__module__.startswith("torchdata.nodes.")
-        and "_iter_for_state_dict" in attributes
-    ):
+    elif type(thing).__module__.startswith("torchdata.nodes.") and "_iter_for_state_dict" in inside:
         yield thing, "_it"
     elif depth:
-        for value in list(attributes.values()):
+        for value in list(inside.values()):
             yield from _loaders_in(value, depth - 1)
 
 
@@ -102,8 +99,7 @@ def stateless_sampler(loader: Any) -> str:
 
 
 def begin_again(thing: Any) -> None:
-    """attach() asks for the state, for which a StatefulDataLoader makes an iterator: it may have
-    read ahead in the order of another epoch."""
+    """attach() asked for the state: a StatefulDataLoader may have read ahead in another epoch."""
     if is_torchdata(thing.__class__):
         thing.load_state_dict({})
 
@@ -112,7 +108,7 @@ def set_again(loader: Any, set_generators: Callable[[], None]) -> None:
     """Calls `set_generators` once: for torch's loaders right after their next iterator was made,
     for others when the first batch of their next iteration arrives."""
     if hasattr(loader, "_get_iterator"):
-        _after_iterator(loader, lambda: set_generators)
+        after_iterator(loader, lambda: set_generators)
     else:
         _at_first_batch(loader, set_generators)
 
@@ -122,16 +118,15 @@ def count_once(thing: Any) -> None:
     without a state one by one when its next iterator is made, and torchdata counts them a second
     time: the next restore would skip twice as many."""
     if is_torchdata(type(thing)):
-        _after_iterator(thing, lambda: lambda: None)
+        after_iterator(thing, lambda: lambda: None)
 
 
 def undo_draws(loader: Any) -> None:
-    """For a StatefulDataLoader whose next iterator may be made at any time: what making it draws is
-    undone."""
-    _after_iterator(loader, lambda: functools.partial(restore_rng, capture_rng()))
+    """Undoes what a StatefulDataLoader draws when it makes its next iterator, at any time."""
+    after_iterator(loader, lambda: functools.partial(restore_rng, capture_rng()))
 
 
-def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
+def after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> None:
     """Calls `before` ahead of the next iterator, and what `before` returned right after it. At the
     end of an epoch a loader makes a second iterator, which draws as in uninterrupted training."""
 
@@ -146,8 +141,7 @@ def _after_iterator(loader: Any, before: Callable[[], Callable[[], None]]) -> No
 
 
 def made_iterator(loader: Any) -> Any:
-    """What `_get_iterator()` of a loader of torch or torchdata returns, with the count of the state
-    from which it was made."""
+    """A new iterator of a loader of torch or torchdata, with the count of the loader's state."""
     state = getattr(loader, "next_iter_state", None)
     made = type(loader)._get_iterator(loader)
     if state and is_torchdata(type(loader)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from pccheck.state.shards import is_sharded
 from pccheck_native import catalog
 from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
-from pccheck_wire.basics import did_you_mean
+from pccheck_wire.basics import Closing, did_you_mean
 from pccheck_wire.blocks import Block, common
 from pccheck_wire.errors import UsageError
 from pccheck_wire.tree import Node
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
     offsets: Sequence[int] | None = None
 
 
-class OpenCheckpoint:
+class OpenCheckpoint(Closing):
     """Made by `Reader.open`. Close it, or use it as a context manager. Thread-safe.
 
     Paths are those of `pccheckctl show`: `model.layers.0.weight`, `optimizer.state.0.exp_avg`; ""
@@ -76,12 +76,6 @@ class OpenCheckpoint:
         self._lock = threading.RLock()
         self._trees: dict[int, tree.Tree] = {}
         self._nodes: dict[int, dict[str, Node]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} step={self.step} ranks={len(self.ranks)}>"
@@ -106,8 +100,7 @@ class OpenCheckpoint:
         return state_of(_Infos(described), described.root)
 
     def leaves(self, rank: int | None = None) -> dict[str, Any]:
-        """`describe` as a flat dict: a TensorInfo or a Python value by its path. Empty containers
-        are left out."""
+        """`describe` as a flat dict by path, without empty containers."""
         infos = _Infos(self._tree(self._checked(rank)))
         containers = (tree.Mapping, tree.Sequence)
         return {
@@ -237,8 +230,7 @@ class OpenCheckpoint:
         near = did_you_mean([path], list(self._paths(self._checked(rank))))
         whose = "" if rank is None else f" of rank {rank}"
         raise UsageError(
-            f"there is no {path!r} in step {self.step}{whose}",
-            hint=f"{near}leaves() has all paths",
+            f"there is no {path!r} in step {self.step}{whose}", hint=f"{near}leaves() has all paths"
         )
 
     def _tree(self, rank: int) -> tree.Tree:

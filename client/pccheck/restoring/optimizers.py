@@ -45,25 +45,21 @@ class Optimizers:
     def place(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> bool:
         """Finds a place for its state. False for one with a load_state_dict() of its own. Raises
         StateMismatchError by path."""
-        if not self._same_kind(name, optimizer):
+        mine = type(optimizer).__qualname__
+        kind = origin.kind(self._targets.tree, "optimizers", name)
+        if kind not in ("", mine):
+            if self._strict:
+                raise StateMismatchError(
+                    f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
+                    hint=f"{self._new_optimizer(name)}; restore(strict_optimizer=False) takes the "
+                    "learning rate and the weight decay from the checkpoint, too",
+                )
             self._options(name, node, optimizer)
         elif OptimizerWatch.loads_plainly(optimizer):
             self._optimizer(name, node, optimizer)
         else:
             return False
         return True
-
-    def _same_kind(self, name: str, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the state is of an optimizer of this class, as far as is known."""
-        mine = type(optimizer).__qualname__
-        kind = origin.kind(self._targets.tree, "optimizers", name)
-        if kind not in ("", mine) and self._strict:
-            raise StateMismatchError(
-                f"{name}: the checkpoint has the state of {kind}, and {mine} is attached",
-                hint=f"{self._new_optimizer(name)}; restore(strict_optimizer=False) takes the "
-                "learning rate and the weight decay from the checkpoint, too",
-            )
-        return kind in ("", mine)
 
     def _new_optimizer(self, name: str) -> str:
         """For a hint. Its scheduler begins with it."""
@@ -78,22 +74,16 @@ class Optimizers:
         """Takes only the options that mean the same to an optimizer of another class."""
         saved = _groups_of(name, node)
         pairing.numbered(name, saved, optimizer, self._new_optimizer(name))
-        groups = zip(saved, optimizer.param_groups, strict=True)
-        known = [
-            group.keys() & (_BY_SCHEDULERS | (live.keys() & _OF_ANY_CLASS))
-            for group, live in groups
-        ]
-        self._groups(
-            name,
-            [{key: group[key] for key in keys} for group, keys in zip(saved, known, strict=True)],
-            optimizer,
-        )
+        taken = []
+        for group, live in zip(saved, optimizer.param_groups, strict=True):
+            known = _BY_SCHEDULERS | (_OF_ANY_CLASS & live.keys())
+            taken.append({key: value for key, value in group.items() if key in known})
+        self._groups(name, taken, optimizer)
 
     def _groups(
         self, name: str, saved: list[dict[Any, tree.Node]], optimizer: torch.optim.Optimizer
     ) -> None:
-        """All options of the groups, as torch does: some classes make options in their first
-        step."""
+        """All options of the groups, as torch does: some classes make options in a step."""
         options = [  # names stay in the order of the attached parameters
             {
                 key: value for key, value in group.items()
@@ -113,7 +103,13 @@ class Optimizers:
                         del group[key]
                         continue
                 self._targets.want(value)
-        self._targets.then(Stage.STATES, functools.partial(_set_groups, optimizer, options))
+
+        def finish(memory: Memory) -> None:  # what only this version of torch has stays
+            for live, group in zip(optimizer.param_groups, options, strict=True):
+                for key, node in group.items():
+                    live[key] = state_of(memory, node, like=next(iter(live["params"]), None))
+
+        self._targets.then(Stage.STATES, finish)
 
     def _optimizer(self, name: str, node: tree.Node, optimizer: torch.optim.Optimizer) -> None:
         saved_groups, new = _groups_of(name, node), self._new_optimizer(name)
@@ -183,8 +179,7 @@ class Optimizers:
         optimizer: torch.optim.Optimizer,
         parameter: torch.Tensor,
     ) -> torch.Tensor | None:
-        """New memory on the parameter's device, for state that the optimizer does not have yet.
-        None: the value is made from the node later."""
+        """Memory on the parameter's device for new state; None: it is made from the node."""
         if not isinstance(node, (tree.Tensor, tree.Shard)):
             return None
         dtype = getattr(torch, node.dtype)
@@ -293,12 +288,3 @@ def _is_cast(old: object, now: object) -> TypeGuard[torch.Tensor]:
     if not (isinstance(old, torch.Tensor) and isinstance(now, torch.Tensor)):
         return False
     return old.dtype != now.dtype and torch.equal(old.to(now.device, now.dtype), now)
-
-
-def _set_groups(
-    optimizer: torch.optim.Optimizer, saved: list[dict[Any, tree.Node]], memory: Memory
-) -> None:
-    """Hyper-parameters from the checkpoint; what only this version of torch has stays."""
-    for live, group in zip(optimizer.param_groups, saved, strict=True):
-        for key, node in group.items():
-            live[key] = state_of(memory, node, like=next(iter(live["params"]), None))

@@ -126,8 +126,7 @@ def require_one_value(pairs: Sequence[Pair], extents: list[tree.Extent], load: L
 
 
 def require_shared(strict: Sequence[Pair], others: Sequence[Pair]) -> None:
-    """Raises StateMismatchError when one of `strict` shares memory with another pair and did not
-    when it was saved."""
+    """Raises StateMismatchError when one of `strict` shares memory and did not when saved."""
     pairs = [*others, *strict]
     for numbers in _overlapping(pairs) if strict else ():
         one = pairs[max(numbers)]
@@ -162,8 +161,7 @@ def _overlapping(pairs: Sequence[Pair]) -> Iterator[list[int]]:
 
 
 def overlaps_itself(live: torch.Tensor) -> bool:
-    """Whether two elements may have one address: unless each stride leaves the inner dimensions
-    behind."""
+    """Whether two elements may have one address: a stride stays in the inner dimensions."""
     reach = 0
     for stride, size in sorted(zip(live.stride(), live.shape, strict=True)):
         if size > 1:

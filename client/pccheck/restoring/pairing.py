@@ -21,9 +21,7 @@ from pccheck_wire.errors import StateMismatchError
 
 NAMES = "param_names"
 #: What wrappers put into the names of a model's parameters.
-_OF_WRAPPERS = frozenset(
-    ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-)
+_OF_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 #: State that torch's own optimizers keep for each element of the parameter, so of its shape. Other
 #: optimizers may keep anything under these names (quantized, factored).
 _BY_ELEMENT = frozenset(
@@ -59,21 +57,18 @@ def numbered(
 
 
 def _by_name(path: str, saved: tree.Node, live: dict[str, Any], new: str) -> list[torch.Tensor]:
-    """The parameters of the group in the order of the checkpoint. By position when not both have
-    names."""
+    """The group's parameters in the order of the checkpoint; by position unless both have names."""
     parameters: list[torch.Tensor] = live["params"]
     if NAMES not in live or not isinstance(saved, tree.Sequence):
         return parameters
     then, now = list(map(str, saved.items)), list(map(str, live[NAMES]))
     if then == now or not len(then) == len(now) == len(parameters):
         return parameters
-    lost, more = _differences(then, now)
-    if lost or more:  # wrapped in another way?
+    if what := differing(then, now):  # wrapped in another way?
         then, now = list(map(_bare, then)), list(map(_bare, now))
-        if any(_differences(then, now)):
+        if differing(then, now):
             raise StateMismatchError(
-                f"{path}.{NAMES}: only in the checkpoint: {some(lost)}; "
-                f"only attached: {some(more)}",
+                f"{path}.{NAMES}: {what}",
                 hint="give the parameters the names that they had; or attach an optimizer without "
                 f"names (model.parameters()), of the same parameters in the same order; or {new}",
             )
@@ -83,9 +78,11 @@ def _by_name(path: str, saved: tree.Node, live: dict[str, Any], new: str) -> lis
     return [places[key].popleft() for key in then]
 
 
-def _differences(then: Iterable[str], now: Iterable[str]) -> tuple[list[str], list[str]]:
-    saved, live = collections.Counter(then), collections.Counter(now)
-    return sorted(saved - live), sorted(live - saved)
+def differing(saved: Iterable[object], live: Iterable[object]) -> str:
+    """For a message: the names that only one side has; "" when both have the same."""
+    then, now = collections.Counter(map(str, saved)), collections.Counter(map(str, live))
+    both = ("only in the checkpoint", then - now), ("only attached", now - then)
+    return "; ".join(f"{where}: {some(sorted(names))}" for where, names in both if names)
 
 
 def _bare(name: str) -> str:
@@ -93,14 +90,9 @@ def _bare(name: str) -> str:
 
 
 def require_shape(
-    path: str,
-    node: tree.Node,
-    key: object,
-    optimizer: torch.optim.Optimizer,
-    parameter: torch.Tensor,
+    path: str, node: tree.Node, key: Any, optimizer: torch.optim.Optimizer, parameter: torch.Tensor
 ) -> None:
-    """Raises StateMismatchError for state that cannot be of this parameter: torch takes it, and
-    step() breaks."""
+    """Raises StateMismatchError for state of another shape: torch takes it, and step() breaks."""
     if (
         key in _BY_ELEMENT
         and not is_lazy(parameter)  # gets its shape when the state of its module is loaded

@@ -140,8 +140,7 @@ def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheck
 
 
 def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
-    """The answer, once what was copied is written. Raises WaitTimeoutError when nothing more is
-    written."""
+    """The answer, once what was copied is written. Raises WaitTimeoutError when writing stops."""
     before: Writing | None = None
     progress_s = time.monotonic()
     while True:

@@ -38,8 +38,7 @@ class Values(Protocol):
 
 
 class Memory:
-    """One storage per extent that is wanted, on the CPU; the others are left out of `ranges`.
-    `make` says where their bytes are."""
+    """One storage on the CPU for each wanted extent. `make` says where the others' bytes are."""
 
     def __init__(
         self,
@@ -69,8 +68,7 @@ class Memory:
         ]
 
     def tensor(self, node: tree.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor on the node's extent, with its flags; a copy on the device of `like` when it lay
-        on a GPU."""
+        """A tensor on the node's extent; a copy on the device of `like` when it lay on a GPU."""
         dtype = getattr(torch, node.dtype)
         storage, first = _storage(0), 0
         if node.extent >= 0:
@@ -113,8 +111,7 @@ def flagged(made: torch.Tensor, flags: int) -> torch.Tensor:
 
 
 def state_of(memory: Values, node: Node, like: torch.Tensor | None = None) -> Any:
-    """The value of a node, when the payload is in `memory`. With `like` tensors that were on a GPU
-    go to its device."""
+    """The value of a node. With `like` tensors that were on a GPU go to its device."""
     if isinstance(node, tree.Tensor):
         return memory.tensor(node, like)
     if isinstance(node, tree.Shard):

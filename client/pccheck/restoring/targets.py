@@ -1,5 +1,4 @@
-"""Which memory takes which tensor of a checkpoint, the ranges that fill this memory, and what is
-called before and after."""
+"""Which memory takes which tensor of a checkpoint, by which ranges, and what is called then."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _OnDevice: TypeAlias = tuple[int, Range]  # the device, and what goes to its mem
 
 
 class Stage(enum.Enum):
-    """In this order. Only OBJECTS comes before the tensors: an object that refuses its state does
-    so while the tensors are as they were."""
+    """In this order: OBJECTS may refuse their states while the tensors are as they were."""
 
     OBJECTS = "states without tensors"
     STATES = "states with tensors, of objects, optimizers and dicts"
@@ -69,8 +67,7 @@ class Targets:
         self._of_dicts.append(pair)
 
     def want(self, node: tree.Node) -> bool:
-        """Asks for the tensors and arrays in it that no attached memory takes; whether there are
-        some."""
+        """Asks for tensors and arrays that no attached memory takes; whether there are some."""
         found = tree.extents_of(node, without=self._filled)
         self._rebuilt |= found
         return bool(found)
@@ -97,8 +94,7 @@ class Targets:
         self._pieces = b"".join(self._blocks.ranges(one.path, one.block) for one in self._cut)
 
     def compare(self, load: Loader) -> None:
-        """Reads values, where only they tell whether the checkpoint fits. Raises
-        StateMismatchError by path."""
+        """Compares values, where only they tell whether all fits. Raises StateMismatchError."""
         overlaps.require_one_value(self._pairs, self.tree.extents, load)
 
     def load(self, load: Loader) -> None:
@@ -186,8 +182,7 @@ class Targets:
         return overlaps.Cut.of(path, part, list(live.shape), offsets)
 
     def _placed(self, target: overlaps.Target, places: dict[tuple[int, ...], int]) -> overlaps.Pair:
-        """For comparing places only. What is cut has a place in the payloads of all ranks; `places`
-        numbers these."""
+        """For comparing places only; `places` numbers those of what is cut in all payloads."""
         if isinstance(target, overlaps.Pair):
             return target
         number = places.setdefault(self._blocks.place(target.path), len(places) + 1)
@@ -200,9 +195,7 @@ def _fits(node: tree.Tensor, live: torch.Tensor) -> bool:
     """Whether the bytes of the extent are exactly those of the live tensor, in the same order."""
     item_bytes = ITEM_BYTES[node.dtype]
     dense = tree.span_bytes(node.shape, node.strides, item_bytes) == live.numel() * item_bytes
-    return (
-        dense and list(live.stride()) == node.strides and not live.is_conj() and not live.is_neg()
-    )
+    return dense and list(live.stride()) == node.strides and not (live.is_conj() or live.is_neg())
 
 
 def _packed(targets: list[_OnDevice]) -> tuple[bytes, bytes]:

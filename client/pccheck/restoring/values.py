@@ -112,8 +112,7 @@ class Dicts:
         return make
 
     def _require_one(self, path: str, live: object, node: tree.Node) -> None:
-        """Raises StateMismatchError for a list or dict that is there twice, of which the checkpoint
-        has different values."""
+        """Raises StateMismatchError for a list or dict that is there twice and gets two values."""
         first_path, first = self._seen.setdefault(id(live), (path, node))
         if first is not node and tree.encode_node(first) != tree.encode_node(node):
             raise StateMismatchError(
@@ -124,8 +123,7 @@ class Dicts:
             )
 
     def _fill(self, path: str, node: tree.Node, live: object) -> bool:
-        """Whether what is there now can take the value. Raises StateMismatchError for a DTensor
-        that does not fit: it can only be filled."""
+        """Whether what is there takes the value. Raises StateMismatchError for another DTensor."""
         for below, shard in tree.walk(node, path):
             if isinstance(shard, tree.Shard) and shard.mesh:  # others were no DTensors
                 self._targets.shard(below, shard, live if shard is node else None, of_dict=True)
@@ -203,8 +201,7 @@ def _pair(path: str, node: tree.Node, live: object) -> overlaps.Pair | None:
 
 
 def _memory(live: object) -> torch.Tensor | None:
-    """What can be loaded into: a tensor, or its local part; an array that can be written as a
-    tensor with one more dimension, of bytes."""
+    """What can be filled: a tensor or its local part; a writeable array, as a tensor of bytes."""
     if isinstance(live, torch.Tensor):
         plain = live.layout is torch.strided and not is_lazy(live) and not live.is_meta
         return shards.local(live) if plain else None

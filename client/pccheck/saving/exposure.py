@@ -40,7 +40,6 @@ _OBSTACLES = {
     "(expandable_segments:True, or a memory pool)",
 }
 
-
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
 RETRY_AFTER, RETRY_AFTER_MAX = 10, 640
 
@@ -157,8 +156,7 @@ class Exposure:
             return False
 
     def broke(self) -> None:
-        """The daemon failed a pulled snapshot half-way, perhaps for a stale handle: everything is
-        exposed again."""
+        """The daemon failed a pulled snapshot, perhaps for a stale handle: all is exposed again."""
         self._ranges = b""
 
     def trim(self) -> None:
@@ -189,9 +187,8 @@ class Exposure:
             data = _with_room(lambda: connection.native.expose(ranges, part.nbytes), part)
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             code = error.code_name if isinstance(error, NativeError) else ""
-            native = isinstance(error, NativeError)
             self._kept = before  # the earlier exposure stays
-            return self._refused(_OBSTACLES.get(code, str(error)), may_pass=not native)
+            return self._refused(_OBSTACLES.get(code, str(error)), may_pass=not code)
         try:
             _with_room(lambda: self._send(data), part)
         except (WaitTimeoutError, DaemonUnreachableError):

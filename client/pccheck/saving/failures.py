@@ -23,8 +23,7 @@ REASONS_MAX = 3
 
 
 class Failures:
-    """Used by the training thread. A checkpoint that ends late may be older than one that failed
-    already: what was asked for last counts."""
+    """Training thread only. Checkpoints count in the order in which they were asked for."""
 
     def __init__(self, warner: Warner, *, raises: bool = False) -> None:
         """`raises`: what failed after `checkpoint()` had returned is raised by the next call."""

@@ -1,5 +1,4 @@
-"""Every save that the client has handed over, until its end was noted and reported. Training thread
-only."""
+"""Every save in flight, until its end was noted and reported. Training thread only."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _NUMBER = attrgetter("snapshot")
 
 class Followed:
     def __init__(self, failures: Failures, *, skips: bool) -> None:
-        """`skips`: the user asked for it that busy checkpoints are skipped, and reads nothing of
-        them."""
+        """`skips`: busy checkpoints are skipped, as the user asked, who reads nothing of them."""
         self._failures = failures
         self._skips = skips
         self._open: list[InFlight] = []  # their end is not noted yet
@@ -102,8 +100,7 @@ class Followed:
                 save.inquiry.find_out(connection, save.sequence)
 
     def restored(self, restored: Durable, newest: Durable | None) -> None:
-        """Training continues from that checkpoint, which is named if it was reported as failed.
-        `newest`: what a restart gets."""
+        """Training continues from `restored`, which is named if reported as failed."""
         self.note_saved(newest)
         self._failures.durable(restored.step, time.monotonic_ns())
         for save in (*self._open, *self._recent.values()):
@@ -126,14 +123,12 @@ class Followed:
             self.newest = found
 
     def known(self) -> Durable | None:
-        """What `flush` returns when nothing else becomes durable. Changes nothing, and may come in
-        the middle of every other call."""
+        """What `flush` returns already now. Changes nothing, and may come in any other call."""
         all_saved = [saved(one, 0, everywhere=True) for one in list(self._recent.values())]
         return max((one for one in (self.newest, *all_saved) if one is not None), default=None)
 
     def wait_saved(self, limit_s: float, *, everywhere: bool) -> None:
-        """Returns when the newest one is durable, or with `everywhere` on all ranks; when it fails,
-        the one before."""
+        """Waits for the newest one to be durable (`everywhere`); if it fails, the one before."""
         deadline = time.monotonic() + limit_s
         found = None
         for save in sorted(self._recent.values(), key=_NUMBER, reverse=True):

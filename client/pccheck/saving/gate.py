@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pccheck.daemon.connection import Connection
-from pccheck.flight.in_flight import InFlight, is_read
+from pccheck.flight.in_flight import InFlight
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck_native import NativeError
@@ -21,8 +21,7 @@ _LAST_COPIES_NS = 1_000_000_000
 
 @dataclass(slots=True)
 class _Pending:
-    checkpoint: InFlight
-    connection: Connection
+    save: InFlight
     owners: list[object]  # keeps the memory that is being read
     host: bool  # host memory is read in the background
     part: DevicePart | None
@@ -32,40 +31,31 @@ class _Pending:
     def devices(self) -> tuple[int, ...]:
         return self.part.devices if self.part else ()
 
-    def look(self) -> None:
-        """For the training thread, before it waits: a copy that is of no use ends at once."""
-        if self.checkpoint.verdict is not None and not self.read():
-            self.checkpoint.verdict.fail_if_moved()
-
     def give_verdict(self) -> None:
         """For the training thread, after it has waited."""
-        if self.checkpoint.verdict is not None:
-            self.checkpoint.verdict.give()
-
-    def read(self) -> bool:
-        return is_read(self.connection, self.checkpoint.snapshot)
+        if self.save.verdict is not None:
+            self.save.verdict.give()
 
     def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
         """On the CPU; False when the deadline passed."""
-        native, snapshot = self.connection.native, self.checkpoint.snapshot
+        what, snapshot = "host_read" if host_only else "read", self.save.snapshot
         try:
-            return native.wait(snapshot, "host_read" if host_only else "read", deadline_ns)
+            return self.save.native.wait(snapshot, what, deadline_ns)
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more
             return True
 
     def reached(self) -> bool:
         """Whether its streams have reached it; before that nothing could be read."""
         try:
-            return self.part is None or self.connection.native.reached(self.checkpoint.snapshot)
+            return self.part is None or self.save.native.reached(self.save.snapshot)
         except (ValueError, OSError):
             return True
 
     def hold(self, deadline_ns: int) -> bool:
         """Streams wait for the GPU tensors, the CPU for the rest. False: not in time."""
-        native, snapshot = self.connection.native, self.checkpoint.snapshot
         try:
             for place in self.here() - self.held:
-                if not native.hold(snapshot, *place, deadline_ns):
+                if not self.save.native.hold(self.save.snapshot, *place, deadline_ns):
                     return False
                 self.held.add(place)
         except (NativeError, OSError):  # the stream cannot be made to wait
@@ -104,24 +94,16 @@ class Held:
 class Gate:
     """Snapshots whose source is being read. Used by the training thread."""
 
-    def __init__(
-        self, stall_limit_s: float, on_expiry: Callable[[InFlight, Connection], None]
-    ) -> None:
+    def __init__(self, stall_limit_s: float, on_expiry: Callable[[InFlight], None]) -> None:
         self._stall_limit_s = stall_limit_s
         self._on_expiry = on_expiry
         self._pending: list[_Pending] = []
         self.held = Held()
 
     def add(
-        self,
-        checkpoint: InFlight,
-        connection: Connection,
-        owners: list[object],
-        *,
-        host: bool = True,
-        part: DevicePart | None = None,
+        self, checkpoint: InFlight, owners: list[object], *, host: bool, part: DevicePart | None
     ) -> None:
-        self._pending.append(_Pending(checkpoint, connection, owners, host, part))
+        self._pending.append(_Pending(checkpoint, owners, host, part))
 
     @property
     def idle(self) -> bool:
@@ -131,13 +113,13 @@ class Gate:
         """Releases memory that was read, and notes snapshots that the core's thread abandoned at
         their deadline while a stream waited for them."""
         for item in self._pending:
-            if item.checkpoint.verdict is not None:
-                item.checkpoint.verdict.give_if_read()
-            why = item.checkpoint.let_go()
+            if item.save.verdict is not None:
+                item.save.verdict.give_if_read()
+            why = item.save.let_go()
             overdue = why is not None and why.cause == Cause.STREAM_OVERDUE
-            if why is not None and item.checkpoint.fail(why, reported=overdue) and overdue:
-                self._on_expiry(item.checkpoint, item.connection)
-        self._pending = [item for item in self._pending if not item.read()]
+            if why is not None and item.save.fail(why, reported=overdue) and overdue:
+                self._on_expiry(item.save)
+        self._pending = [item for item in self._pending if not item.save.is_read()]
 
     def wait(self, *, on_cpu: bool = False) -> None:
         """Returns when every tensor may be changed by this thread and in the streams that it uses,
@@ -152,28 +134,29 @@ class Gate:
         deadline_ns = since_ns + int(self._stall_limit_s * 1e9)
         waiting = list(self._pending)
         try:
-            for item in waiting:
-                item.look()
+            for item in waiting:  # a copy that is of no use ends at once
+                if item.save.verdict is not None and not item.save.is_read():
+                    item.save.verdict.fail_if_moved()
             while waiting:
                 item = waiting[0]
-                in_streams = bool(item.devices) and not on_cpu
-                in_time, deadline_ns = self._wait(item, deadline_ns, in_streams=in_streams)
+                streams = bool(item.devices) and not on_cpu
+                in_time, deadline_ns = self._wait(item, deadline_ns, streams=streams)
                 if not in_time:
                     self._expire(item)
                 item.give_verdict()
                 waiting.pop(0)
         except BaseException:  # Ctrl-C: nothing waits any more before the tensors change
             for item in waiting:
-                abandon(item.checkpoint, item.connection, Why(Cause.INTERRUPTED))
+                abandon(item.save, Why(Cause.INTERRUPTED))
             raise
         finally:
             self.held.add(since_ns)
-            self._pending = [item for item in self._pending if item.devices and not item.read()]
+            self._pending = [one for one in self._pending if one.devices and not one.save.is_read()]
 
     def give_up(self) -> None:
         """Abandons what was not read yet, and waits for copies under way, which end soon then."""
         for item in self._pending:
-            abandon(item.checkpoint, item.connection, Why(Cause.RUN_ENDED))
+            abandon(item.save, Why(Cause.RUN_ENDED))
         deadline_ns = time.monotonic_ns() + _LAST_COPIES_NS
         for item in self._pending:
             item.wait(deadline_ns)
@@ -190,7 +173,7 @@ class Gate:
             # A stream that waits until this part was read or abandoned keeps the order; with
             # staging aside it waits for less.
             ordered = not part.all_staged and not (item.part and item.part.all_staged)
-            if not shared or (ordered and item.here() <= item.held) or item.read():
+            if not shared or (ordered and item.here() <= item.held) or item.save.is_read():
                 continue
             if skip:
                 raise CheckpointFailedError("staging memory still holds the previous checkpoint")
@@ -201,13 +184,10 @@ class Gate:
                     f"{self._stall_limit_s:g} s"
                 )
 
-    def _wait(
-        self, item: _Pending, deadline_ns: int, *, in_streams: bool = False
-    ) -> tuple[bool, int]:
-        """Whether its source was read in time, or its streams wait; and the deadline of the next.
-        The limit applies to the daemon: a GPU that is still busy with the work before the snapshot
-        is no stall."""
-        wait = item.hold if in_streams else item.wait
+    def _wait(self, item: _Pending, deadline_ns: int, *, streams: bool = False) -> tuple[bool, int]:
+        """Whether its source was read in time, or its streams wait; and the deadline of the next. A
+        GPU that is still busy with the work before the snapshot is no stall of the daemon."""
+        wait = item.hold if streams else item.wait
         while not item.reached():
             in_time = wait(deadline_ns)
             deadline_ns = self._deadline_ns()
@@ -222,17 +202,17 @@ class Gate:
         self._pending.clear()
 
     def _expire(self, item: _Pending) -> None:
-        if abandon(item.checkpoint, item.connection, Why(Cause.OVERDUE, self._stall_limit_s)):
-            self._on_expiry(item.checkpoint, item.connection)
+        if abandon(item.save, Why(Cause.OVERDUE, self._stall_limit_s)):
+            self._on_expiry(item.save)
 
     def _deadline_ns(self) -> int:
         return time.monotonic_ns() + int(self._stall_limit_s * 1e9)
 
 
-def abandon(checkpoint: InFlight, connection: Connection, why: Why) -> bool:
+def abandon(checkpoint: InFlight, why: Why) -> bool:
     """True when the snapshot was abandoned; False when it was complete or refused just before."""
     try:
-        won = connection.native.abandon(checkpoint.snapshot)
+        won = checkpoint.native.abandon(checkpoint.snapshot)
     except (ValueError, OSError):
         return False
     if won:

@@ -19,7 +19,6 @@ from pccheck.state import devices
 
 _Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-
 #: Optimizers of this process whose step has passed its gate, and runs or has failed. The next
 #: client of such an optimizer needs to know this, too.
 _CHANGING: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -47,8 +46,7 @@ class Progress:
         self._idle = 0  # checkpoints since `_at`
 
     def idle_since(self, number: int) -> int | None:
-        """For each checkpoint: the number of the last one that saw a step, when no attached
-        optimizer steps any more."""
+        """For each checkpoint: the number of the last one that saw a step, when none follow."""
         if self.steps != self._seen:
             if self._seen:
                 self._longest = max(self._longest, number - self._at)
@@ -92,9 +90,8 @@ class StepHooks:
         return False
 
     def trained_by(self) -> str:
-        """The name of the thread that trains, if that is another one than this and runs now; else
-        "". A thread that waits changes nothing: for this one, for work of a pool, or for the next
-        cell of a notebook."""
+        """The name of another thread, if it trains now; else "". A thread that waits changes
+        nothing: for this one, for work of a pool, or for the next cell of a notebook."""
         if self.thread in (0, threading.get_ident()):
             return ""
         frame = sys._current_frames().get(self.thread)
@@ -195,8 +192,7 @@ class StepHooks:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread that is in this frame waits in the standard library: for a lock, a thread, a
-    queue, a socket."""
+    """Whether a thread in this frame waits in the standard library, for a lock or a queue, say."""
     file = frame.f_code.co_filename
     return file.startswith(_STANDARD) and "-packages" not in file
 

@@ -127,7 +127,7 @@ class Interval:
         apart_s = max(median_low(self._apart_s), *waiting_s, 0.0)
         cost_s = median_low(self._costs_s) if len(self._costs_s) > 1 else 0.0
         q = self._slowdown
-        return max(1, _ceil(apart_s / (q * step_s)), _ceil(cost_s / ((q - 1) * step_s)))
+        return max(1, math.ceil(round(max(apart_s / q, cost_s / (q - 1)) / step_s, 6)))
 
     def _choose(self, wanted: int) -> None:
         """Saves less often at once, and more often when that was enough some times in a row."""
@@ -139,7 +139,3 @@ class Interval:
             if max(self._shorter) <= SHRINKS * self.steps:
                 self.steps = max(self._shorter)
             self._shorter = []
-
-
-def _ceil(number: float) -> int:
-    return math.ceil(round(number, 6))

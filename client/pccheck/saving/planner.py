@@ -12,7 +12,7 @@ from pccheck.garbage import no_collection
 from pccheck.job import origin
 from pccheck.options import Options
 from pccheck.state import devices, gating, shards
-from pccheck.state.attaching import checked, require_resumable
+from pccheck.state.attaching import ZeroOptions, checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
@@ -23,7 +23,6 @@ from pccheck.warn import in_words
 from pccheck_wire import tree
 from pccheck_wire.errors import PccheckError, UnsupportedStateError, UsageError
 
-from . import zero
 from .exposure import Retry
 from .hooks import StepHooks
 
@@ -38,7 +37,7 @@ class Planner:
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self.client = origin.name_client()  #: recorded with every checkpoint
-        self.zero_options = zero.Options()
+        self.zero_options = ZeroOptions()
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
@@ -82,8 +81,7 @@ class Planner:
         return any(devices.device_of(p) != devices.HOST for m in modules for p in m.parameters())
 
     def stop_staging(self, *, for_good: bool) -> None:
-        """From now on checkpoints return when the tensors were read. Without `for_good` staging is
-        tried again some checkpoints later."""
+        """From now on checkpoints return when all was read; without `for_good` for a while."""
         self._unstaged = True
         self._staging_retry = None if for_good else self._staging_retry or Retry()
         if self._staging_retry is not None:
@@ -108,8 +106,7 @@ class Planner:
         return "read" if blocking else ""
 
     def moved(self, moved: Moved) -> None:
-        """A tensor was changed while it was read, without a gate: from now on it is read before
-        checkpoint() returns. Any thread."""
+        """A tensor was changed without a gate: later calls wait until it was read. Any thread."""
         if moved.what == LOST:
             return  # it would be as lost then
         if moved.loose:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pccheck.daemon.connection import Connection
 from pccheck.daemon.session import Session
-from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight, entry_of
+from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight
 from pccheck.flight.phases import SAFE, SHOWN, Durable, Phase
 from pccheck.flight.verdict import LateVerdicts, Verdict, fail_moved
 from pccheck.flight.waiting import wait_copied, wait_durable, wait_read
@@ -44,9 +44,7 @@ class Saver:
         self, session: Session, warner: Warner, options: Options, on_moved: Callable[[Moved], None]
     ) -> None:
         """`on_moved` learns of tensors that were changed while they were read, in any thread."""
-        self._session = session
-        self._warner = warner
-        self._options = options
+        self._session, self._warner, self._options = session, warner, options
         self._stall_limit_s = options.stall_limit_s
         self._gate = Gate(options.stall_limit_s, self._expired)
         self._breaker = Breaker(options.stall_limit_s)
@@ -101,7 +99,7 @@ class Saver:
         connection.steps[number] = step
         held_at_ns, held_ns = self._gate.held.take()
         try:
-            _request(connection, number)
+            connection.native.request(number)
             if handover is not None:
                 handover.enqueue(connection.native, number)
             connection.native.submit(
@@ -115,43 +113,39 @@ class Saver:
                 provisional=snapshot.reading is not None, offered_bytes=snapshot.offered,
             )  # fmt: skip
             if snapshot.copying is not None and (moved := snapshot.copying.moved()):
-                fail_moved(checkpoint, connection, moved)
-            self._keep(checkpoint, connection, snapshot, handover)
+                fail_moved(checkpoint, moved)
+            checkpoint.pulled = bool(handover and handover.map)
+            self._keep(checkpoint, snapshot)
             if wait:
-                self._wait(checkpoint, connection, wait)
+                self._wait(checkpoint, wait)
         except BaseException as error:  # Ctrl-C at any place: nothing would hold the update back
             counted = isinstance(error, Exception)  # by the caller
             why = in_words(f"abandoned: {error}") if counted else Why(Cause.INTERRUPTED)
-            abandon(checkpoint, connection, why)
+            abandon(checkpoint, why)
             if counted:
                 self.followed.drop(checkpoint)
             if isinstance(error, NativeError):
                 raise DeviceError(f"cannot start the copy from the GPU: {error}") from error
+            if isinstance(error, OSError) and error.errno == errno.EBUSY:
+                raise _too_many() from error  # a GPU still copies what had the entry before
             if isinstance(error, OSError) and error.errno == errno.EFAULT:
-                raise _lost(connection, number, snapshot) from error
+                raise _lost(checkpoint, snapshot) from error
             raise
         return checkpoint
 
-    def _keep(
-        self,
-        checkpoint: InFlight,
-        connection: Connection,
-        snapshot: Snapshot,
-        handover: Handover | None,
-    ) -> None:
+    def _keep(self, checkpoint: InFlight, snapshot: Snapshot) -> None:
         """From now on its end is noted, and without `wait` the gate holds updates back."""
         self.followed.add(checkpoint)
-        checkpoint.pulled = bool(handover and handover.map)
         waits = bool(snapshot.wait)
         if snapshot.reading is not None:
             on_moved = None if waits else self._note_moved
-            checkpoint.verdict = Verdict(checkpoint, connection, snapshot.reading, on_moved)
+            checkpoint.verdict = Verdict(checkpoint, snapshot.reading, on_moved)
         if waits:
             return
         if checkpoint.verdict is not None:
             self._late.add(checkpoint.verdict, snapshot.payload_bytes)
         host = bool(snapshot.ranges)
-        self._gate.add(checkpoint, connection, snapshot.owners, host=host, part=snapshot.device)
+        self._gate.add(checkpoint, snapshot.owners, host=host, part=snapshot.device)
 
     def _note_moved(self, step: int, moved: Moved) -> None:
         """Any thread."""
@@ -170,8 +164,7 @@ class Saver:
         return self._exposure.prepare(snapshot.device, queued=queued)
 
     def _prepare(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
-        """Prepares GPUs and daemon. GPU memory is mapped first: then the daemon pins the
-        chunks that it allocates."""
+        """Prepares GPUs, then the daemon, which pins the chunks that it allocates after that."""
         try:
             handover = self.expose(connection, snapshot)
             self._session.register(connection, snapshot.payload_bytes)
@@ -184,18 +177,18 @@ class Saver:
             self._gate.free_staging(snapshot.device, skip=self._options.on_busy == "skip")
         return handover
 
-    def _wait(self, checkpoint: InFlight, connection: Connection, what: str) -> None:
+    def _wait(self, checkpoint: InFlight, what: str) -> None:
         since_ns = time.monotonic_ns()
         wait = wait_copied if what == "copied" else wait_read
         try:
-            while not connection.native.reached(checkpoint.snapshot):  # that is no stall
+            while not checkpoint.native.reached(checkpoint.snapshot):  # that is no stall
                 with contextlib.suppress(WaitTimeoutError):
                     wait(checkpoint, self._stall_limit_s)
                     break
             wait(checkpoint, self._stall_limit_s)
         except WaitTimeoutError:
-            if abandon(checkpoint, connection, Why(Cause.OVERDUE, self._stall_limit_s)):
-                self._expired(checkpoint, connection)
+            if abandon(checkpoint, Why(Cause.OVERDUE, self._stall_limit_s)):
+                self._expired(checkpoint)
         except CheckpointFailedError:
             pass  # the handle has the reason, and `_collect` reports it
         finally:
@@ -207,31 +200,29 @@ class Saver:
         if before is None:
             return
         if before.state not in FINAL:
-            if self._options.on_busy == "skip":
-                raise _too_many()
             try:
-                wait_durable(before, self._stall_limit_s)
+                wait_durable(before, 0 if self._options.on_busy == "skip" else self._stall_limit_s)
             except CheckpointFailedError:
                 pass  # its own handle has the reason
             except WaitTimeoutError as error:
                 raise _too_many() from error
         self.followed.release(before)
 
-    def _expired(self, checkpoint: InFlight, connection: Connection) -> None:
+    def _expired(self, checkpoint: InFlight) -> None:
         self._warner.once(
             "stall",
             f"checkpoint of step {checkpoint.step} failed: the daemon did not copy it within "
             f"stall_limit_s={self._stall_limit_s:g} s. Training continues; checkpoints are skipped "
             "until the daemon makes progress (see: pccheckctl status)",
         )
-        self._trip(connection)
+        if checkpoint.connection is not None:
+            self._trip(checkpoint.connection)
 
     def _trip(self, connection: Connection) -> None:
         self._breaker.trip(connection, self.followed.going())
 
     def _collect(self) -> None:
-        """Notes how far saves have come, and reports the first that failed, was skipped, or will
-        not be durable on all ranks."""
+        """Notes how far saves have come, and reports those that failed, here or on other ranks."""
         seen = self.followed.look()
         self.failures.report_moved()
         self._gate.collect()  # comes second: what was let go by then has its reason now
@@ -317,19 +308,8 @@ def _too_many() -> CheckpointFailedError:
     )
 
 
-def _lost(connection: Connection, number: int, snapshot: Snapshot) -> PccheckError:
+def _lost(checkpoint: InFlight, snapshot: Snapshot) -> PccheckError:
     """Why memory that is copied at once could not be read."""
-    now = entry_of(connection, number)
+    now = checkpoint.entry()
     at_once = snapshot.copying or Reading(())
     return PccheckError(why_moved(at_once.lost(now.fault if now is not None else 0)))
-
-
-def _request(connection: Connection, number: int) -> None:
-    """Takes the snapshot's entry in the page. Raises CheckpointFailedError while a GPU still copies
-    the ended snapshot that had it before."""
-    try:
-        connection.native.request(number)
-    except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise _too_many() from error
-        raise

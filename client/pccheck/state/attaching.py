@@ -1,5 +1,4 @@
-"""What may be attached: anything with a state dict, without a framework's wrapper, and dicts of
-plain values."""
+"""What may be attached: dicts of plain values, and what has a state dict, without wrappers."""
 
 from __future__ import annotations
 
@@ -70,8 +69,9 @@ def _checked(name: str, thing: object) -> object:
         return thing
     if isinstance(thing, torch.optim.Optimizer):
         return _inner_optimizer(name, thing)
-    if name == "scheduler":
-        thing = _inner_scheduler(thing)
+    if name == "scheduler":  # perhaps inside of another one
+        inner, base = getattr(thing, "scheduler", None), torch.optim.lr_scheduler.LRScheduler
+        thing = inner if isinstance(inner, base) and not isinstance(thing, base) else thing
     if isinstance(thing, dict) and not hasattr(thing, "state_dict"):
         thing = Values(thing)
         _try(name, thing)
@@ -234,11 +234,9 @@ def _not_taken(name: str, module: torch.nn.Module, key: str, what: str) -> Unsup
 def _require_load(name: str, thing: Any) -> None:
     """Raises UsageError for a load_state_dict() that cannot be called with a state alone."""
     try:
-        signature = inspect.signature(thing.load_state_dict)
-    except (TypeError, ValueError):  # not known
+        inspect.signature(thing.load_state_dict).bind({})
+    except ValueError:  # the signature is not known
         return
-    try:
-        signature.bind({})
     except TypeError as error:
         raise UsageError(
             f"attach({name}=...): load_state_dict() of {type(thing).__name__} cannot be called "
@@ -248,8 +246,7 @@ def _require_load(name: str, thing: Any) -> None:
 
 
 def _inner_module(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside torch.compile and plain data parallelism, whose state dicts have the same
-    tensors under other names."""
+    """The module inside torch.compile and plain data parallelism, which only change the names."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     while True:
         if type(module).__name__ == "OptimizedModule" and "_orig_mod" in module._modules:
@@ -286,7 +283,33 @@ def zero_part(optimizer: object) -> torch.optim.Optimizer | None:
     return part if isinstance(part, torch.optim.Optimizer) else None
 
 
-def _inner_scheduler(scheduler: object) -> object:
-    inner = getattr(scheduler, "scheduler", None)
-    base = torch.optim.lr_scheduler.LRScheduler
-    return inner if isinstance(inner, base) and not isinstance(scheduler, base) else scheduler
+class ZeroOptions:
+    """torch's ZeroRedundancyOptimizer and the optimizer of this rank's part inside it, which is
+    attached, have groups with the same options. A scheduler changes the outer ones, and `step()`
+    copies these inward: so the inner ones are saved, and restored, only after a copy."""
+
+    def __init__(self) -> None:
+        self.outer: dict[str, torch.optim.Optimizer] = {}  #: by name
+
+    def attach(self, things: Mapping[str, object]) -> None:
+        for name, thing in things.items():
+            self.outer.pop(name, None)
+            if isinstance(thing, torch.optim.Optimizer) and zero_part(thing) is not None:
+                self.outer[name] = thing
+
+    def inward(self) -> None:
+        """Updates the inner optimizers, before they are saved or restored."""
+        for outer in self.outer.values():
+            _copy_options(outer, zero_part(outer))
+
+    def outward(self) -> None:
+        """Updates the outer optimizers, after the inner ones were restored."""
+        for outer in self.outer.values():
+            _copy_options(zero_part(outer), outer)
+
+
+def _copy_options(source: Any, target: Any) -> None:
+    if source is None or target is None:
+        return
+    for one, other in zip(source.param_groups, target.param_groups, strict=False):
+        other.update({key: value for key, value in one.items() if key != "params"})

@@ -43,15 +43,13 @@ class Tensors:
 
     def __init__(self, views: Iterable[View]) -> None:
         self._views = list(views)
-        both = [(view.tensor, view) for view in self._views if view.tensor is not None]
-        read = [(tensor, view) for tensor, view in both if not tensor.is_inference()]
-        self._tensors: list[Tensor] = [tensor for tensor, _ in read]
-        self._counted = [view for _, view in read]
+        both = [(view, view.tensor) for view in self._views]
+        self._counted = [view for view, one in both if one is not None and not one.is_inference()]
+        self._tensors: list[Any] = [view.tensor for view in self._counted]
         held = {id(view.owner): view for view in self._views}.values()  # one for each storage
         self._arrays = [view for view in held if isinstance(view.owner, np.ndarray)]
         self._others = [view for view in held if not isinstance(view.owner, np.ndarray)]
         self._storages: list[Any] = [view.owner for view in self._others]
-        self._numpy: list[Any] = [view.owner for view in self._arrays]
         self._places = self._now()
 
     def counts(self) -> bytes:
@@ -78,7 +76,8 @@ class Tensors:
         return Moved(view.path, view.loose, FREED)
 
     def _now(self) -> list[Any]:
-        arrays = [(one.ctypes.data, one.nbytes) for one in self._numpy]
+        owners: Any = (view.owner for view in self._arrays)
+        arrays = [(one.ctypes.data, one.nbytes) for one in owners]
         return [*map(_ADDRESS, self._storages), *map(_NBYTES, self._storages), *arrays]
 
     def at(self, address: int) -> Moved | None:

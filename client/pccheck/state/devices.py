@@ -37,8 +37,7 @@ def synchronize(device: int) -> None:
 
 
 def empty_cache(device: int) -> None:
-    """Frees what torch's allocator keeps of the GPU's memory and does not use. Enqueued work is
-    done on return."""
+    """Frees what torch's allocator keeps and does not use. Enqueued work is done on return."""
     with torch.cuda.device(device):
         torch.cuda.empty_cache()
 

@@ -254,8 +254,7 @@ def _unsupported(value: object, path: str) -> UnsupportedStateError:
 
 
 def _require_memory(storage: torch.UntypedStorage, end: int, path: str) -> None:
-    """Raises for a tensor that is larger than its storage, as sharding frameworks leave those
-    behind whose memory they have freed."""
+    """Raises for a tensor without its memory, which sharding frameworks leave behind."""
     if storage.data_ptr() == 0 or end > storage.data_ptr() + storage.nbytes():
         raise UnsupportedStateError(
             f"{path or 'the state'}: a tensor whose memory was freed cannot be stored",
@@ -264,8 +263,7 @@ def _require_memory(storage: torch.UntypedStorage, end: int, path: str) -> None:
 
 
 def require_storable(value: torch.Tensor, path: str) -> None:
-    """Raises UnsupportedStateError as `Flattener.node()` does, in a fraction of its time. What is
-    in a DTensor is not checked."""
+    """Raises as `Flattener.node()` does, much faster. What is in a DTensor is not checked."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         _check_tensor(value, path)
     elif not shards.is_sharded(value):

@@ -61,8 +61,7 @@ class Gating:
         return integers(_REQUIRES_GRAD, self._parameters) == self._require_grad
 
     def mark(self, views: list[View], *, promised: bool = True) -> None:
-        """Sets `volatile`, `loose`, `frozen` and `shared`; without `promised` the views may differ
-        between ranks."""
+        """Sets how views are read; without `promised` they may differ between ranks."""
         for view in views:
             changes = view.storage in self._buffers or view.storage in self._gated
             view.frozen = view.constant or (view.storage in self._still and not changes)

@@ -1,4 +1,4 @@
-"""What `checkpoint(metadata=)` takes: a dict for a logger, by value and in the types of JSON."""
+"""What `checkpoint(metadata=)` takes: a dict by value, in the types of JSON, for every reader."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ METADATA_DEPTH_MAX = 64
 
 
 def metadata_node(value: object) -> tree.Node:
-    """A dict for a logger, by value and in the types of JSON, so that every reader can show it.
-    Raises UnsupportedStateError by path."""
+    """Raises UnsupportedStateError by path."""
     return None if value is None else Flattener().node(_json(value, "metadata", 0), "metadata")
 
 

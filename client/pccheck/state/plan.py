@@ -147,9 +147,7 @@ class AttachedPlan:
         self._attached = dict(attached)
         self._about = about
         self._ranks = ranks  # of the job
-        self.mode = mode
-        self.shape = shape
-        self.loose = loose  #: see Gating
+        self.mode, self.shape, self.loose = mode, shape, loose  #: see Gating
         self._fast: _FastPlan | None = None
         self.rebuilt = 0  #: how often the plan was made
 
@@ -196,12 +194,7 @@ class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
     def __init__(
-        self,
-        attached: Mapping[str, Any],
-        gating: Gating,
-        shape: Shape,
-        about: tree.Node,
-        ranks: int,
+        self, attached: dict[str, Any], gating: Gating, shape: Shape, about: tree.Node, ranks: int
     ) -> None:
         self._ranks = ranks
         flattener = Flattener(ranks)
@@ -221,8 +214,9 @@ class _FastPlan:
         # Extents are known: what is static can be encoded.
         self._static = {name: tree.encode_node(node) for name, node in static.items()}
         self._gating = gating
-        self._watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers.values()]
-        self._geometry = GeometryWatch([t for watch in self._watches for t in watch.tensors])
+        watches: list[ModuleWatch | OptimizerWatch] = [*modules, *self._optimizers.values()]
+        geometry = GeometryWatch([t for watch in watches for t in watch.tensors])
+        self._watches = (*watches, geometry, gating)  # identity first: geometry is of the same
         self._keep(layout, flattener.views, sharded=flattener.sharded)
 
     def _keep(self, layout: Layout, views: list[View], *, sharded: bool) -> None:
@@ -240,16 +234,11 @@ class _FastPlan:
             self._ends.append(max(end, self._ends[-1]) if self._ends else end)
 
     def holds(self) -> bool:
-        """Whether all is where it was. Identity first: geometry is of the same tensors."""
-        return (
-            all(watch.holds() for watch in self._watches)
-            and self._geometry.holds()
-            and self._gating.holds()
-        )
+        """Whether all is where it was."""
+        return all(watch.holds() for watch in self._watches)
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
-        """None when a state that is not static is on a GPU, whose section is fixed here, or shares
-        memory with the static tensors."""
+        """None when other state is on a GPU, whose section is fixed, or shares memory with this."""
         flattener = Flattener(self._ranks)
         nodes = {
             name: _dynamic_node(name, thing, flattener)

@@ -37,10 +37,10 @@ def capture_packed() -> dict[str, Any]:
     packed: dict[str, Any] = {
         "python": (version, struct.pack(f"<{len(numbers)}I", *numbers), gauss),
         "numpy": (name, keys.tobytes(), *rest),
-        "torch": _bytes(state["torch"]),
+        "torch": bytes(state["torch"].numpy()),
     }
     if "cuda" in state:
-        packed["cuda"] = list(map(_bytes, state["cuda"]))
+        packed["cuda"] = [bytes(one.numpy()) for one in state["cuda"]]
     return packed
 
 
@@ -52,10 +52,6 @@ def captured_node() -> tree.Node:
         for name, value in capture_packed().items()
     ]
     return tree.Mapping(tree.Tag.DICT, items)
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return bytes(state.numpy())
 
 
 def require_generators(names: Collection[Any], hint: str = "") -> None:

@@ -107,8 +107,7 @@ def _in_order(sizes: tuple[int, ...], placements: tuple[Any, ...]) -> bool:
 
 
 def empty_like(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A DTensor cut as the given one, or a plain tensor as one, with memory of its own that is not
-    initialised."""
+    """A DTensor cut as the given one, or a plain tensor, in new, uninitialised memory."""
     part = local(tensor)
     made = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=part.device)
     if part is tensor:

@@ -32,8 +32,7 @@ _SKIPPED = operator.itemgetter("_non_persistent_buffers_set")
 _PART_KEYS = (*_DICT_KEYS, "_non_persistent_buffers_set")
 _PARTS = operator.itemgetter(*_PART_KEYS)
 _PARAMS = operator.itemgetter("params")
-#: torch's C functions for DLPack read all tensors in one call, three times faster. None before torch
-#: 2.10.
+#: torch's C functions for DLPack read all tensors in one call; None before torch 2.10.
 _EXCHANGE: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 
@@ -152,8 +151,7 @@ def _by_fsdp(*hooks: dict[int, Any]) -> bool:
 
 
 class OptimizerWatch:
-    """An optimizer's state per parameter; its groups are encoded again when something in them is
-    another object than before."""
+    """An optimizer's state per parameter, and its groups, encoded again when an object changed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, flattener: Flattener, name: str) -> None:
         self._optimizer = optimizer

@@ -45,13 +45,11 @@ class Beside:
         this optimizer has trained since attach(); "" if there is none. All objects of the process
         are looked at, but only where no attached optimizer trains the module."""
         with contextlib.suppress(Exception):  # of unusual objects: this only warns
-            owners = {
-                id(p): name for p, (name, old) in self._untrained.items() if p._version != old
-            }
-            if owners:
+            owner = {id(p): name for p, (name, old) in self._untrained.items() if p._version != old}
+            if owner:
                 self._looks -= 1
                 for one in _optimizers():
-                    mine = [owners[id(p)] for p in _trained(one) if id(p) in owners]
+                    mine = [owner[id(p)] for p in _trained(one) if id(p) in owner]
                     if mine and any(one.state.values()) and one not in _ATTACHED:
                         self._untrained.clear()
                         return type(one).__name__, mine[0]
@@ -60,8 +58,7 @@ class Beside:
         return "", ""
 
     def _without_optimizer(self) -> Iterator[tuple[torch.Tensor, tuple[str, int]]]:
-        """Each attached parameter that no attached optimizer trains; the name of its module; how
-        often the parameter has changed."""
+        """Parameters that nothing attached trains; each one's module, and how often it changed."""
         if not all(map(is_known, self._attached.values())):
             return
         trained = {id(p) for one in self._optimizers.values() for p in _trained(one)}
@@ -71,8 +68,7 @@ class Beside:
                     yield p, (name, p._version)
 
     def scheduler(self) -> str:
-        """The name of an attached optimizer with a scheduler of torch that is not attached; "" if
-        there is none. About a microsecond."""
+        """The name of an attached optimizer whose scheduler of torch is not attached; else ""."""
         for name, one in self._optimizers.items():
             if hasattr(one.step, "_wrapped_by_lr_sched") and not self._may_save_scheduler(one):
                 return name

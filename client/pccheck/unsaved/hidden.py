@@ -9,7 +9,9 @@ behind was not there, or has a gradient function, and a cache is made again with
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -32,13 +34,6 @@ class _Kept(NamedTuple):
     keys: tuple[Any, ...]  # from there
     tensor: Callable[[], torch.Tensor | None]  # as it was
     version: int
-
-    @property
-    def now(self) -> object:
-        value: Any = self.owner
-        for key in self.keys:
-            value = value[key]
-        return value
 
     def holding(self, tensor: torch.Tensor) -> _Kept:
         held = tensor if tensor.nbytes <= _HELD_MAX else None
@@ -78,7 +73,8 @@ class Hidden:
         return self._changed
 
     def _look(self, one: _Kept) -> None:
-        now, then = one.now, one.tensor()
+        now: object = functools.reduce(operator.getitem, one.keys, one.owner)
+        then = one.tensor()
         if not isinstance(now, torch.Tensor) or then is None:
             return
         if now is then and now._version == one.version:

@@ -153,8 +153,7 @@ class LeftOut:
 
 
 def is_known(thing: object) -> bool:
-    """Whether what is saved of something attached is certain: otherwise it may save more, perhaps
-    as copies."""
+    """Whether it is certain what is saved of it: else it may save more, perhaps as copies."""
     if isinstance(thing, torch.nn.Module):
         return ModuleWatch.suits(thing)
     if isinstance(thing, _Optimizer):

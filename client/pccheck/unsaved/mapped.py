@@ -26,15 +26,12 @@ _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ..[-x]s \S+ \S+ \S+ +(/.*)")
 
 
 def written_elsewhere(attached: Mapping[str, Any]) -> str:
-    """The path of the first tensor or array in memory that other processes may write to; "" when
-    there is none, as far as can be seen."""
+    """The first tensor or array in memory that others may write to; "" when none is seen."""
     spans = list(_shared_spans())
     if not spans:
         return ""
     found = itertools.chain.from_iterable(_placed(*item) for item in attached.items())
-    return next(
-        (path for path, place in found if any(start <= place < end for start, end in spans)), ""
-    )
+    return next((path for path, at in found if any(start <= at < end for start, end in spans)), "")
 
 
 def _shared_spans() -> Iterator[tuple[int, int]]:
@@ -50,8 +47,7 @@ def _shared_spans() -> Iterator[tuple[int, int]]:
 
 
 def _placed(name: str, thing: Any) -> Iterator[tuple[str, int]]:
-    """Path and address of each tensor and array in host memory of something attached. No
-    state_dict() is called: some gather all ranks."""
+    """Paths and addresses in host memory. Calls no state_dict(): some gather all ranks."""
     if isinstance(thing, Values):
         flattener = Flattener()
         flattener.node(thing.values, name)

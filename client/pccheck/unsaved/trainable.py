@@ -40,8 +40,7 @@ def recorded(described: tree.Tree) -> dict[str, list[bool]]:
 
 
 def differing(module: torch.nn.Module, saved: list[bool]) -> dict[str, bool]:
-    """The parameters in which the module differs, with what was saved; none when the module has
-    other parameters now."""
+    """Parameters that differ, with what was saved; none when the module has other parameters."""
     now = _flags(module)
     if len(now) != len(saved):
         return {}

@@ -24,10 +24,10 @@ class FilePayloads:
         self._parts = {part.rank: part for part in reversed(parts)}
         self._step = parts[0].step
         self._volumes: dict[int, _core.Volume] = {}
-        self._volume(parts[0].rank)
+        self._opened(parts[0].rank)
 
     def tree(self, rank: int) -> tree.Tree:
-        one, volume = self._part(rank), self._volume(rank)
+        one, volume = self._opened(rank)
         with _errors(one):
             packed = volume.read(one.sequence, one.tree_offset, one.tree_bytes)
         return tree.decode(packed, one.payload_bytes)
@@ -36,14 +36,14 @@ class FilePayloads:
         self, rank: int, offset: int, length: int, ranges: bytes, device_ranges: bytes = b""
     ) -> None:
         assert not device_ranges
-        one, volume = self._part(rank), self._volume(rank)
+        one, volume = self._opened(rank)
         with _errors(one):
             volume.read_into(one.sequence, ranges, chunk_bytes=min(length, CHUNK_BYTES))
 
     def verify(self, rank: int, part: Subset | None) -> int:
         """Reads and checks the payload, or a part of it, and the tree; how many bytes."""
         self.tree(rank)
-        one, volume = self._part(rank), self._volume(rank)
+        one, volume = self._opened(rank)
         with _errors(one):
             if part is not None:
                 return verify_part(volume, one, part)
@@ -54,24 +54,22 @@ class FilePayloads:
         for volume in self._volumes.values():
             volume.close()
 
-    def _part(self, rank: int) -> catalog.Checkpoint:
-        if rank not in self._parts:
+    def _opened(self, rank: int) -> tuple[catalog.Checkpoint, _core.Volume]:
+        """The part of a rank, and its volume. Raises as `Payloads` does."""
+        one = self._parts.get(rank)
+        if one is None:
             raise lacking(rank, self._step)
-        return self._parts[rank]
-
-    def _volume(self, rank: int) -> _core.Volume:
         if rank not in self._volumes:
-            one = self._part(rank)
             try:
-                self._volumes[rank] = _opened(one)
+                self._volumes[rank] = _volume(one)
             except FileNotFoundError as error:
                 raise recycled(one.step, one.sequence) from error
             except _core.NativeError as error:
                 raise DamagedError(f"{one.volume_path}: {error}") from error
-        return self._volumes[rank]
+        return one, self._volumes[rank]
 
 
-def _opened(one: catalog.Checkpoint) -> _core.Volume:
+def _volume(one: catalog.Checkpoint) -> _core.Volume:
     return _core.Volume(one.volume_path, writable=False, allow_buffered=True)
 
 
@@ -91,7 +89,7 @@ def _errors(one: catalog.Checkpoint) -> Iterator[None]:
 
 def _still_there(one: catalog.Checkpoint) -> bool:
     try:
-        with contextlib.closing(_opened(one)) as volume:
+        with contextlib.closing(_volume(one)) as volume:
             return any(entry.sequence == one.sequence for entry in volume.table())
     except FileNotFoundError:
         return False

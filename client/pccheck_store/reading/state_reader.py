@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, TypeVar
 
 from pccheck_native import catalog
 from pccheck_wire import parts, tree
+from pccheck_wire.basics import Closing
 from pccheck_wire.blocks import Blocks
 
 from .errors import RecycledError
@@ -32,7 +33,7 @@ class Progress(Protocol):
         """This many bytes will not be read."""
 
 
-class StateReader:
+class StateReader(Closing):
     """Reads the payloads of all ranks as if they were one. Offsets of ranges are those of the trees
     that its methods return. Use it as a context manager. Raises as `Payloads` does."""
 
@@ -46,12 +47,6 @@ class StateReader:
         self._progress = progress
         self._trees: dict[int, tree.Tree] = {}
         self._whole: WholeTensors | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._payloads.close()

@@ -88,10 +88,6 @@ def as_text(document: Document, *, origins: bool) -> str:
     if any(text(row, "after_restart") for row in shown):
         columns["after a restart"] = "after_restart"
     table = render.table(list(columns), [[text(r, key) for key in columns.values()] for r in shown])
-    return f"{_head(document)}\n\n{table}"
-
-
-def _head(document: Document) -> str:
     daemon, file = part(document, "daemon"), text(document, "file") or "none"
     version = f"pccheckd {text(daemon, 'version')}, pid {text(daemon, 'pid')}"
-    return f"daemon   {version if daemon else 'not asked'}\nfile     {file}"
+    return f"daemon   {version if daemon else 'not asked'}\nfile     {file}\n\n{table}"

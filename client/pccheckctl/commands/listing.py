@@ -53,7 +53,6 @@ def _nothing(arguments: argparse.Namespace, every: Document) -> PccheckError:
 
 
 def filtered(document: Document, rank: int | None) -> Document:
-    """Only the entries of one rank."""
     wanted = (rank, None)  # None: a directory that may hold volumes of each rank
     return document | {
         key: [item for item in rows(document, key) if rank is None or item.get("rank") in wanted]

@@ -120,7 +120,6 @@ def _scrub(scrub: Document, now_s: float) -> list[str]:
 
 
 def _gpu(gpu: Document) -> str:
-    """A GPU whose memory trainers share."""
     failures = whole(gpu, "failures")
     failed = f", {render.plural(failures, 'failure')}" if failures else ""
     lost = ", LOST: trainers push its tensors" if gpu.get("lost") is True else ""

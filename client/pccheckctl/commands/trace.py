@@ -160,7 +160,6 @@ def _meta(process: int, track: int, kind: str, **arguments: object) -> Document:
 
 
 def _facts(item: Document) -> Document:
-    """The details of a slice."""
     names = ("step", "sequence", "slot", "state", "payload_bytes", "session", "rehomed", "reason")
     facts = {name: item[name] for name in names if item.get(name) not in (None, "")}
     facts["transfer"] = "pull" if item.get("pulled") is True else "push"

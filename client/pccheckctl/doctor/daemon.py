@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from pccheck_store.observer import Observer, private_daemon
+from pccheck_store.observer import private_daemon
 from pccheck_wire.basics import socket_name
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError
 from pccheckctl import VERSION
@@ -29,7 +29,8 @@ class Answer:
         self.warnings: list[str] = []  # of its environment
         self.error: PccheckError | None = None
         try:
-            with _asked(socket, storage) as observer:
+            private = private_daemon(Path(storage).absolute()) if storage and not socket else None
+            with private or observe(socket) as observer:
                 self.path = Path(observer.path)
                 self.status = observer.status()
                 with contextlib.suppress(PccheckError):
@@ -48,13 +49,6 @@ class Answer:
     @property
     def storage(self) -> str:
         return text(part(self.status, "storage"), "path")
-
-
-def _asked(socket: str | None, storage: str | None) -> Observer:
-    """The private daemon that serves the directory, if there is one; else the daemon of the node.
-    Raises PccheckError."""
-    found = private_daemon(Path(storage).absolute()) if storage and not socket else None
-    return found or observe(socket)
 
 
 def reachable(answer: Answer) -> Iterator[Finding]:

@@ -105,8 +105,6 @@ def _numbered(value: Any) -> Any:
 
 
 class _Reader(FileSystemReader):
-    """Reads the metadata with `_Unpickler`."""
-
     def read_metadata(self, *_args: Any, **_more: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()

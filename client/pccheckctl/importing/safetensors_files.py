@@ -88,8 +88,6 @@ def _indexed(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 class _File:
-    """One file, mapped."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         try:

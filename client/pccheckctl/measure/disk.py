@@ -108,7 +108,6 @@ def _pass(
 
 
 def _read(fd: int, buffer: mmap.mmap, offset: int) -> None:
-    """Fills the buffer."""
     done = 0
     with memoryview(buffer) as view:
         while done < len(view):
@@ -119,7 +118,6 @@ def _read(fd: int, buffer: mmap.mmap, offset: int) -> None:
 
 
 def _write(fd: int, buffer: mmap.mmap, offset: int) -> None:
-    """Writes all of the buffer."""
     done = 0
     with memoryview(buffer) as view:
         while done < len(view):

@@ -326,7 +326,6 @@ def document(rates: Rates, given: Given, advice: Advice) -> Document:
 
 
 def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
-    """Options for pccheckd."""
     m, t = render.size(given.checkpoint_bytes), render.brief(given.step_s)
     return (
         f"# pccheckctl tune: {m} per checkpoint, steps of {t}; save every "

@@ -6,18 +6,16 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 
-from pccheck_store.documents import Document as Document
-from pccheck_store.documents import as_json as as_json
-from pccheck_store.documents import number as number
-from pccheck_store.documents import part as part
-from pccheck_store.documents import rows as rows
-from pccheck_store.documents import text as text
-from pccheck_store.documents import texts as texts
-from pccheck_store.documents import whole as whole
+from pccheck_store.documents import Document, as_json, number, part, rows, text, texts, whole
 from pccheck_wire.basics import with_options
 from pccheck_wire.errors import PccheckError
 
 from .render import safe
+
+__all__ = [
+    "Document", "answer", "as_json", "note", "number", "part", "pasteable", "print_json", "rows",
+    "say", "text", "texts", "whole", "write",
+]  # fmt: skip
 
 
 def answer(arguments: Namespace, document: Document, as_text: Callable[[], str]) -> None:

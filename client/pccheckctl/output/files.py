@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Self
 
+from pccheck_native import layout
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, StorageFullError, UsageError
 
@@ -74,10 +75,10 @@ class Output:
     def commit(self) -> None:
         """Durable under its name on return. Raises UsageError when another process was faster."""
         for file in self.temporary.iterdir() if self.directory else ():
-            _sync(file)
-        _sync(self.temporary)
+            layout.sync(file)
+        layout.sync(self.temporary)
         self._rename()
-        _sync(self.target.parent)
+        layout.sync(self.target.parent)
 
     def _rename(self) -> None:
         """What is replaced gets the temporary name, and is removed with it."""
@@ -144,14 +145,6 @@ def _holds(place: Path, directory: str) -> bool:
     return any(fnmatchcase(name, needed) for name in names) and all(
         any(fnmatchcase(name, pattern) for pattern in patterns) for name in names
     )
-
-
-def _sync(place: Path) -> None:
-    descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exists(target: Path) -> UsageError:

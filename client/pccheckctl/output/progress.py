@@ -70,7 +70,6 @@ class Bar:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """Removes the bar."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -58,17 +58,14 @@ def _redraw(text: str, period_s: float) -> None:
     lines = [f"{_now()}, every {period_s:g} s; Ctrl-C to end", ""]
     for line in map(safe, text.split("\n")):
         is_row = "  " in line  # only tables have two spaces
-        lines += [line] if is_row else _folded(line, size.columns - 1)
+        width = max(1, size.columns - 1)
+        lines += [line] if is_row else textwrap.wrap(line, width, break_on_hyphens=False) or [""]
     if len(lines) >= size.lines:
         hidden = len(lines) - size.lines + 2
         lines = [*lines[: size.lines - 2], f"... {hidden} more lines"]
     cut = (line[: size.columns - 1] for line in lines)  # a full line would wrap, or lose its end
     sys.stdout.write(_HOME + "".join(f"{line}{_LINE_END}\n" for line in cut) + _REST)
     sys.stdout.flush()
-
-
-def _folded(sentence: str, columns: int) -> list[str]:
-    return textwrap.wrap(sentence, max(1, columns), break_on_hyphens=False) or [""]
 
 
 def _now() -> str:

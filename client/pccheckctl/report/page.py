@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib import resources
 from statistics import median, quantiles
 from typing import NamedTuple
 
+from pccheck_wire.basics import some
 from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
 
-from .saves import LOST, Key, Save, Saves, disk_rates, lags, lanes, losses, states
+from .saves import LOST, Key, Save, Saves, disk_rates, lags, lanes, losses
 
 SHOWN = 36  # checkpoints of a rank in the timeline, and columns of a chart
 RANKS_SHOWN = 16
@@ -69,8 +71,11 @@ def _sections(saves: Saves) -> Iterable[str]:
         "What training waited for",
         "How long the gate has held training before each request, until a copy had read its "
         "tensors.",
-        _held(saves.items),
-    )
+        _chart(
+            [Column([("held", one.held / 1e9)], _held_for(one)) for one in saves.items[-SHOWN:]],
+            render.brief, "Training did not wait.",
+        ),
+    )  # fmt: skip
     yield from (
         _section(
             f"Ranks of {escape(job)}",
@@ -109,7 +114,7 @@ def _ranks(saves: Saves) -> str:
 
 
 def _rank(key: Key, items: list[Save]) -> list[str]:
-    ended = states(items)
+    ended = Counter("durable" if one.state == "global" else one.state for one in items)
     counts = [ended.pop(name, 0) for name in ("durable", "superseded", "skipped", "failed")]
     steps = sorted({one.step for one in items})
     apart = [late - early for early, late in itertools.pairwise(steps)]
@@ -229,15 +234,6 @@ def _durations(items: list[Save]) -> str:
     )  # fmt: skip
 
 
-def _held(items: list[Save]) -> str:
-    shown = items[-SHOWN:]
-    if not any(one.held for one in shown):
-        return "<p>Training did not wait.</p>"
-    return _chart(
-        [Column([("held", one.held / 1e9)], _held_for(one)) for one in shown], render.brief
-    )
-
-
 def _disk(saves: Saves) -> str:
     span = saves.span_ns
     width_s = (span[1] - span[0]) / BINS / 1e9
@@ -255,22 +251,17 @@ def _losses(items: list[Save]) -> str:
     return _table(
         ("how", "times", "steps", "why"),
         (
-            (loss.state, str(len(loss.steps)), _steps(loss.steps), loss.reason or "-")
+            (loss.state, str(len(loss.steps)), some(sorted(set(loss.steps))), loss.reason or "-")
             for loss in found
         ),
         "words",
     )
 
 
-def _steps(steps: list[int]) -> str:
-    named = ", ".join(map(str, sorted(set(steps))[:6]))
-    return named + (", ..." if len(set(steps)) > 6 else "")
-
-
-def _chart(columns: Sequence[Column], unit: Callable[[float], str]) -> str:
+def _chart(columns: Sequence[Column], unit: Callable[[float], str], empty: str = "Nothing.") -> str:
     top = max((sum(value for _, value in column.parts) for column in columns), default=0.0)
     if top <= 0:
-        return "<p>Nothing.</p>"
+        return f"<p>{empty}</p>"
     drawn = "".join(
         f'<div title="{escape(column.title)}">'
         + "".join(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -36,10 +35,6 @@ class Save(NamedTuple):
     flushed: int
     durable: int
 
-    @property
-    def key(self) -> Key:
-        return self.uid, self.job, self.rank
-
     def took_s(self, since: str, until: str) -> float | None:
         """Seconds; None when one of the two was not reached."""
         began, ended = getattr(self, since), getattr(self, until)
@@ -59,7 +54,7 @@ class Saves(NamedTuple):
     def ranks(self) -> dict[Key, list[Save]]:
         found: dict[Key, list[Save]] = {}
         for item in self.items:
-            found.setdefault(item.key, []).append(item)
+            found.setdefault((item.uid, item.job, item.rank), []).append(item)
         return dict(sorted(found.items()))
 
     @property
@@ -143,11 +138,6 @@ def losses(items: Iterable[Save]) -> list[Loss]:
             steps.setdefault((one.state, one.reason), []).append(one.step)
     found = [Loss(*key, made) for key, made in steps.items()]
     return sorted(found, key=lambda loss: -len(loss.steps))
-
-
-def states(items: Iterable[Save]) -> Counter[str]:
-    """How many checkpoints ended in which way; "global" counts as durable."""
-    return Counter("durable" if one.state == "global" else one.state for one in items)
 
 
 def lanes(items: Sequence[Save], now_ns: int) -> list[list[Save]]:

@@ -6,11 +6,18 @@
 #define PCC_BASE_H
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #define PCC_MUST_CHECK __attribute__((warn_unused_result))
+
+/* Of atomics. Without a name of its own, the order is relaxed. */
+#define PCC_READ(at) atomic_load_explicit(at, memory_order_relaxed)
+#define PCC_READ_ACQUIRE(at) atomic_load_explicit(at, memory_order_acquire)
+#define PCC_WRITE(at, value) atomic_store_explicit(at, value, memory_order_relaxed)
+#define PCC_WRITE_RELEASE(at, value) atomic_store_explicit(at, value, memory_order_release)
 
 /* Stays on in release builds: a broken invariant must stop the program before it reaches a disk.
  * For programmer errors only; I/O errors and hostile input are returned. */

@@ -9,7 +9,6 @@
 
 #include <limits.h>
 #include <linux/futex.h>
-#include <stdatomic.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -30,7 +29,7 @@ static inline void pcc_futex_wait(_Atomic uint32_t *word, uint32_t expected, uin
  * produced before the ring is seen by the look that follows. */
 static inline uint32_t pcc_bell_read(_Atomic uint32_t *bell)
 {
-    return atomic_load_explicit(bell, memory_order_acquire);
+    return PCC_READ_ACQUIRE(bell);
 }
 
 /* Sleeps until the bell rings, but not beyond until_ns. A thread that waits for another process

@@ -1,15 +1,11 @@
 /* A client's life, its requests and its waits. The thread itself is in pcc_client_run.c. */
-#include "client/pcc_client.h"
-
 #include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 /* How long abandoning waits for copies that a GPU makes. It is safe to continue after that: what
@@ -150,9 +146,9 @@ int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
     client->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
     client->page_by = PCC_HOST;
     pcc_crew_open(&client->crew);
-    atomic_store_explicit(&client->patience_ns, GPU_PATIENCE_NS, memory_order_relaxed);
+    PCC_WRITE(&client->patience_ns, GPU_PATIENCE_NS);
     client->close_patience_ns = CLOSE_PATIENCE_NS;
-    atomic_store_explicit(&client->ahead_bytes, PCC_CUDA_AHEAD_BYTES, memory_order_relaxed);
+    PCC_WRITE(&client->ahead_bytes, PCC_CUDA_AHEAD_BYTES);
     int error = 0;
     client->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
     if (client->socket_fd < 0)
@@ -177,14 +173,13 @@ void pcc_client_close(struct pcc_client *client)
     if (client == NULL)
         return;
     forget(client);
-    atomic_store_explicit(&client->stop, true,
-                          memory_order_release); /* pairs with pcc_client_run */
+    PCC_WRITE_RELEASE(&client->stop, true); /* pairs with pcc_client_run */
     pcc_bell_ring(&client->view.page->client_bell);
     (void)pthread_join(client->thread, NULL);
     /* Words stay as they are: what was handed over whole may still become a checkpoint. But no
      * thread keeps the deadlines any more, so no stream may continue to wait for the daemon. */
     (void)pthread_mutex_lock(&client->lock);
-    atomic_store_explicit(&client->dead, true, memory_order_release); /* pairs with the waits */
+    PCC_WRITE_RELEASE(&client->dead, true); /* pairs with the waits */
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
         if (job->snapshot == 0)
@@ -204,7 +199,7 @@ void pcc_client_close(struct pcc_client *client)
     pcc_client_devices_close(client);
     if (!client->leaked)
         /* Release pairs with the daemon's acquire: our writes came before. */
-        atomic_store_explicit(&client->view.page->quiet, 1, memory_order_release);
+        PCC_WRITE_RELEASE(&client->view.page->quiet, 1);
     link_free(client);
 }
 
@@ -212,14 +207,14 @@ bool pcc_client_alive(struct pcc_client *client)
 {
     struct pollfd socket = {.fd = client->socket_fd, .events = POLLRDHUP};
 
-    if (atomic_load_explicit(&client->dead, memory_order_acquire)) /* pairs with the hang-up */
+    if (PCC_READ_ACQUIRE(&client->dead)) /* pairs with the hang-up */
         return false;
     return poll(&socket, 1, 0) <= 0;
 }
 
 int pcc_client_unmapped(const struct pcc_client *client)
 {
-    return atomic_load_explicit(&client->unmapped, memory_order_relaxed);
+    return PCC_READ(&client->unmapped);
 }
 
 uint32_t pcc_client_chunk_bytes(const struct pcc_client *client)
@@ -235,8 +230,7 @@ static bool final(enum pcc_outcome outcome)
 static enum pcc_outcome outcome_of(const struct pcc_client *client, uint64_t snapshot)
 {
     /* Acquire pairs with the daemon's release: the sequence is seen with it. */
-    const uint64_t outcome = atomic_load_explicit(
-        &pcc_page_snapshot(&client->view, snapshot)->outcome, memory_order_acquire);
+    const uint64_t outcome = PCC_READ_ACQUIRE(&pcc_page_snapshot(&client->view, snapshot)->outcome);
 
     return outcome >> 8 == snapshot ? (enum pcc_outcome)(outcome & 0xff) : PCC_OUTCOME_REQUESTED;
 }
@@ -244,7 +238,7 @@ static enum pcc_outcome outcome_of(const struct pcc_client *client, uint64_t sna
 void pcc_client_job_end(struct pcc_job *job)
 {
     /* Release pairs with the acquire in pcc_client_wait, as in pcc_client_job_note. */
-    atomic_store_explicit(&job->state, PCC_JOB_ENDED, memory_order_release);
+    PCC_WRITE_RELEASE(&job->state, PCC_JOB_ENDED);
     free(job->memory);
     job->memory = NULL;
     job->sources = NULL;
@@ -280,9 +274,9 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
         *part = (struct pcc_job_device){
             .marked = part->marked, .copied = part->copied, .waited = part->waited};
     }
-    atomic_store_explicit(&job->stop, false, memory_order_relaxed);
-    atomic_store_explicit(&job->host_read, false, memory_order_relaxed);
-    atomic_store_explicit(&job->state, PCC_JOB_REQUESTED, memory_order_relaxed);
+    PCC_WRITE(&job->stop, false);
+    PCC_WRITE(&job->host_read, false);
+    PCC_WRITE(&job->state, PCC_JOB_REQUESTED);
 }
 
 int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
@@ -294,8 +288,8 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
         return -EINVAL;
     PCC_LOCKED(&client->lock);
     const uint64_t before = job->snapshot;
-    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
-    if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+    const uint32_t state = PCC_READ(&job->state);
+    if (PCC_READ(&client->dead))
         return -ECONNRESET;
     if (snapshot <= client->newest)
         return -EINVAL;
@@ -311,29 +305,27 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
     job_reset(job, snapshot);
     /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
      * word of an earlier snapshot, and that word is final. */
-    atomic_store_explicit(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED),
-                          memory_order_release);
+    PCC_WRITE_RELEASE(&entry->word, pcc_word(snapshot, PCC_WORD_REQUESTED));
     return 0;
 }
 
 /* Acquire pairs with the thread's release: its last read of the source came before. */
 static bool source_read(const struct pcc_client *client, const struct pcc_job *job)
 {
-    return atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED &&
+    return PCC_READ_ACQUIRE(&job->state) != PCC_JOB_SUBMITTED &&
            pcc_client_pulled_read(client, job);
 }
 
 static bool host_read(const struct pcc_job *job)
 {
-    return atomic_load_explicit(&job->state, memory_order_acquire) != PCC_JOB_SUBMITTED ||
-           atomic_load_explicit(&job->host_read, memory_order_acquire);
+    return PCC_READ_ACQUIRE(&job->state) != PCC_JOB_SUBMITTED || PCC_READ_ACQUIRE(&job->host_read);
 }
 
 static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
                           enum pcc_wait_for what, int *result)
 {
     const uint64_t snapshot = job->snapshot;
-    const bool dead = atomic_load_explicit(&client->dead, memory_order_acquire);
+    const bool dead = PCC_READ_ACQUIRE(&client->dead);
     bool reached;
 
     if (what == PCC_WAIT_READ) {
@@ -380,7 +372,7 @@ int pcc_client_wait(struct pcc_client *client, uint64_t id, enum pcc_wait_for wh
         if (pcc_now_ns() >= deadline_ns)
             return -ETIMEDOUT;
         pcc_bell_sleep(bell, rung, deadline_ns);
-        if (!pcc_client_alive(client) && !atomic_load_explicit(&client->dead, memory_order_relaxed))
+        if (!pcc_client_alive(client) && !PCC_READ(&client->dead))
             pcc_bell_ring(bell); /* the thread ends what is outstanding */
     }
 }
@@ -393,7 +385,7 @@ static void job_await(struct pcc_client *client, const struct pcc_job *job)
     while (job->busy)
         (void)pthread_cond_wait(&client->idle, &client->lock);
     /* Not on a dead client: its thread, which would see them end, is gone. */
-    while (job->flying > 0 && !atomic_load_explicit(&client->dead, memory_order_relaxed) &&
+    while (job->flying > 0 && !PCC_READ(&client->dead) &&
            pcc_condition_wait(&client->idle, &client->lock, limit))
         ;
 }
@@ -404,7 +396,7 @@ bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
 
     PCC_CLIENT_WAITS(client);
     PCC_LOCKED(&client->lock);
-    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    const uint32_t state = PCC_READ(&job->state);
     const bool may_abandon =
         job->snapshot == snapshot &&
         (pcc_page_word(&client->view, snapshot) == pcc_word(snapshot, PCC_WORD_REQUESTED) ||
@@ -412,7 +404,7 @@ bool pcc_client_abandon(struct pcc_client *client, uint64_t snapshot)
          !pcc_client_pulled_read(client, job));
     if (!may_abandon || !pcc_client_job_abandon(client, job, 0))
         return false;
-    atomic_store_explicit(&job->stop, true, memory_order_relaxed);
+    PCC_WRITE(&job->stop, true);
     job_await(client, job);
     if (job->snapshot == snapshot)
         pcc_client_job_end(job);
@@ -435,12 +427,8 @@ int pcc_client_state(struct pcc_client *client, uint64_t snapshot, struct pcc_cl
         out->word = PCC_WORD_COPYING;
     out->outcome = pcc_outcome_read(entry, snapshot, &out->reason);
     /* Until the daemon has said something of this snapshot it is that of the one before. */
-    out->sequence = out->outcome != PCC_OUTCOME_REQUESTED
-                        ? atomic_load_explicit(&entry->sequence, memory_order_relaxed)
-                        : 0;
-    out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED
-                     ? atomic_load_explicit(&entry->newer, memory_order_relaxed)
-                     : 0;
+    out->sequence = out->outcome != PCC_OUTCOME_REQUESTED ? PCC_READ(&entry->sequence) : 0;
+    out->newer = out->outcome == PCC_OUTCOME_SUPERSEDED ? PCC_READ(&entry->newer) : 0;
     out->source_read = source_read(client, job);
     out->error = job->error;
     out->fault = job->fault;

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "base/pcc_copy.h"
-#include "base/pcc_futex.h"
 #include "base/pcc_guard.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
@@ -114,9 +113,9 @@ static void copy_piece(void *hash, void *to, const void *from, uint64_t length_b
 
 static void fail(struct filling *filling, int error, uint64_t fault)
 {
-    atomic_store_explicit(&filling->fault, fault, memory_order_relaxed);
-    atomic_store_explicit(&filling->error, error, memory_order_relaxed);
-    atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
+    PCC_WRITE(&filling->fault, fault);
+    PCC_WRITE(&filling->error, error);
+    PCC_WRITE(&filling->stopped, true);
 }
 
 /* As pcc_client_gather, of host memory, with a checksum: [at, end) of the chunk. The trainer may
@@ -160,11 +159,10 @@ static uint64_t source_from(const struct pcc_job *job, uint64_t offset_bytes)
 /* Relaxed: the thread that sets job->stop then waits for `busy` under the lock. */
 static bool stops(struct filling *filling)
 {
-    if (atomic_load_explicit(&filling->job->stop, memory_order_relaxed) ||
-        atomic_load_explicit(&filling->client->stop, memory_order_relaxed) ||
+    if (PCC_READ(&filling->job->stop) || PCC_READ(&filling->client->stop) ||
         pcc_client_ended(filling->client))
-        atomic_store_explicit(&filling->stopped, true, memory_order_relaxed);
-    return atomic_load_explicit(&filling->stopped, memory_order_relaxed);
+        PCC_WRITE(&filling->stopped, true);
+    return PCC_READ(&filling->stopped);
 }
 
 struct block {
@@ -213,8 +211,8 @@ static int fill(struct pcc_client *client, struct filling *filling, bool helped)
     filling->guarded = pcc_guard_ready();
     pcc_crew_run(&client->crew, helped ? pcc_crew_half(&client->crew) : 0, blocks, fill_block,
                  filling);
-    if (atomic_load_explicit(&filling->stopped, memory_order_relaxed))
-        return atomic_load_explicit(&filling->error, memory_order_relaxed);
+    if (PCC_READ(&filling->stopped))
+        return PCC_READ(&filling->error);
     if (filling->bytes != NULL)
         pad(filling->bytes, filling->length_bytes);
     return 1;
@@ -230,7 +228,7 @@ static struct pcc_job *job_next(struct pcc_client *client, enum pcc_turn *turn_o
     *turn_out = PCC_TURN_NONE;
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
-        const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+        const uint32_t state = PCC_READ(&job->state);
         if (state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ)
             continue;
         if (!pcc_client_open_word(client, job->snapshot)) { /* refused */
@@ -255,16 +253,16 @@ void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job)
 {
     _Atomic uint32_t *bell = &client->view.page->client_bell;
 
-    if (atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_SUBMITTED) {
+    if (PCC_READ(&job->state) == PCC_JOB_SUBMITTED) {
         /* Release pairs with the acquires in pcc_client_wait: our reads came before the update that
          * the trainer makes now. */
         if (job->filled_bytes >= job->host_bytes && job->offers == 0 &&
-            !atomic_load_explicit(&job->host_read, memory_order_relaxed)) {
-            atomic_store_explicit(&job->host_read, true, memory_order_release);
+            !PCC_READ(&job->host_read)) {
+            PCC_WRITE_RELEASE(&job->host_read, true);
             pcc_bell_ring(bell);
         }
         if (job->filled_bytes >= job->trainer_bytes && job->flying == 0 && job->offers == 0) {
-            atomic_store_explicit(&job->state, PCC_JOB_READ, memory_order_release);
+            PCC_WRITE_RELEASE(&job->state, PCC_JOB_READ);
             pcc_bell_ring(bell);
         }
     }
@@ -309,8 +307,7 @@ static int release_kept(struct pcc_client *client)
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
         const bool over =
-            atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_ENDED ||
-            !pcc_client_open_word(client, job->snapshot);
+            PCC_READ(&job->state) == PCC_JOB_ENDED || !pcc_client_open_word(client, job->snapshot);
         if (!job->kept || (job->provisional && !over))
             continue;
         moved = 1;
@@ -372,7 +369,7 @@ static void check_block(void *context, uint64_t piece)
     const uint64_t block = flight->checked + piece;
     const uint64_t at = block * block_bytes;
 
-    if (!atomic_load_explicit(&flight->job->stop, memory_order_relaxed))
+    if (!PCC_READ(&flight->job->stop))
         pcc_page_checksums(&client->view, chunk)[block] = pcc_hash_bytes(
             client->chunk_at[chunk] + at, pcc_piece_bytes(flight->length_bytes, at, block_bytes));
 }
@@ -392,7 +389,7 @@ static bool check_landed(struct pcc_client *client)
     const uint32_t count = helpers > 0 ? left : 1;
     pcc_crew_run(&client->crew, helpers, count, check_block, client);
     flight->checked += count;
-    return count == left || atomic_load_explicit(&flight->job->stop, memory_order_relaxed);
+    return count == left || PCC_READ(&flight->job->stop);
 }
 
 /* The oldest landed chunk: the daemon gets it when all its checksums are made. As pcc_client_work.
@@ -410,10 +407,9 @@ static int finish_one(struct pcc_client *client)
     (void)pcc_client_list_take(client, &client->landed);
     pad(client->chunk_at[chunk], flight->length_bytes);
     PCC_LOCKED(&client->lock);
-    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    const uint32_t state = PCC_READ(&job->state);
     job->flights--;
-    if ((state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ) ||
-        atomic_load_explicit(&job->stop, memory_order_relaxed)) {
+    if ((state != PCC_JOB_SUBMITTED && state != PCC_JOB_READ) || PCC_READ(&job->stop)) {
         client->free_chunks[client->free_count++] = chunk; /* given up: the chunk stays ours */
         return 1;
     }
@@ -454,7 +450,7 @@ static int read_piece(struct pcc_client *client, struct pcc_job *job, enum pcc_t
     }
     const int result = fill(client, &filling, helped);
     if (result < 0)
-        job->fault = atomic_load_explicit(&filling.fault, memory_order_relaxed);
+        job->fault = PCC_READ(&filling.fault);
     return result;
 }
 
@@ -489,7 +485,7 @@ static int fill_one(struct pcc_client *client)
     if (taken)
         take_off(client, job, chunk, &part);
     /* A stop that came after the last piece: the chunk stays ours. */
-    if (result > 0 && !atomic_load_explicit(&job->stop, memory_order_relaxed)) {
+    if (result > 0 && !PCC_READ(&job->stop)) {
         if (part.device == PCC_HOST)
             whole = piece_done(client, job, turn, offer, &part);
         if (turn != PCC_TURN_WANTED)
@@ -522,7 +518,7 @@ static int devices_land(struct pcc_client *client)
             (device->flying.first == PCC_NO_CHUNK && device->loading.first == PCC_NO_CHUNK))
             continue;
         client->polling = true;
-        if (atomic_load_explicit(&client->armed, memory_order_relaxed)) { /* it is not asked */
+        if (PCC_READ(&client->armed)) { /* it is not asked */
             device->progress_ns = device->load_progress_ns = pcc_now_ns();
             continue;
         }

@@ -11,8 +11,7 @@
 struct pcc_client_device *pcc_client_device(struct pcc_client *client, uint32_t device)
 {
     /* Acquire pairs with the release in pcc_client_device_open. */
-    if (device >= PCC_DEVICES ||
-        !atomic_load_explicit(&client->devices[device].open, memory_order_acquire))
+    if (device >= PCC_DEVICES || !PCC_READ_ACQUIRE(&client->devices[device].open))
         return NULL;
     return &client->devices[device];
 }
@@ -22,28 +21,29 @@ int pcc_client_gpu_code(struct pcc_client_device *device, CUresult result)
     const int code = pcc_cuda_code(result);
 
     if (code == -PCC_E_DEVICE_LOST || result == CUDA_ERROR_DEINITIALIZED)
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     return code == -PCC_E_BAD_HANDLE ? -PCC_E_DEVICE : code; /* no handle was concerned */
 }
 
-int pcc_client_gpu_enter(struct pcc_client_device *device, int *mode_out)
+struct pcc_client_entered pcc_client_gpu_enter(struct pcc_client_device *device)
 {
-    const int error = pcc_gpu_enter(&device->gpu);
+    struct pcc_client_entered entered = {.device = device,
+                                         .error = pcc_gpu_enter(&device->gpu),
+                                         .mode = CU_STREAM_CAPTURE_MODE_RELAXED};
 
-    if (error != 0)
-        return error;
     /* Otherwise half of the driver's calls would break a graph that another thread records. */
-    *mode_out = CU_STREAM_CAPTURE_MODE_RELAXED;
-    if (device->gpu.cuda->capture_mode(mode_out) != CUDA_SUCCESS)
-        *mode_out = -1;
-    return 0;
+    if (entered.error == 0 && device->gpu.cuda->capture_mode(&entered.mode) != CUDA_SUCCESS)
+        entered.mode = -1;
+    return entered;
 }
 
-void pcc_client_gpu_leave(struct pcc_client_device *device, int mode)
+void pcc_client_gpu_leave(struct pcc_client_entered *entered)
 {
-    if (mode >= 0)
-        (void)device->gpu.cuda->capture_mode(&mode);
-    pcc_gpu_leave(&device->gpu);
+    if (entered->error != 0)
+        return;
+    if (entered->mode >= 0)
+        (void)entered->device->gpu.cuda->capture_mode(&entered->mode);
+    pcc_gpu_leave(&entered->device->gpu);
 }
 
 static void nap(uint64_t *nap_ns)
@@ -57,8 +57,7 @@ static void nap(uint64_t *nap_ns)
 int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *device, CUevent event,
                          bool is_thread)
 {
-    const uint64_t deadline =
-        pcc_now_ns() + atomic_load_explicit(&client->patience_ns, memory_order_relaxed);
+    const uint64_t deadline = pcc_now_ns() + PCC_READ(&client->patience_ns);
     uint64_t nap_ns = NAP_NS_MIN;
 
     for (;;) {
@@ -66,7 +65,7 @@ int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *de
         if (result != CUDA_ERROR_NOT_READY)
             return pcc_client_gpu_code(device, result);
         if (pcc_now_ns() >= deadline) {
-            atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            PCC_WRITE(&device->broken, true);
             return -PCC_E_DEVICE_LOST;
         }
         if (is_thread)
@@ -85,7 +84,7 @@ void pcc_client_await_unarmed(struct pcc_client *client)
 
 /* -- opening -- */
 
-/* The page as this GPU's streams see it; says why when they cannot. Within enter/leave. */
+/* The page as this GPU's streams see it; says why when they cannot. Within PCC_CLIENT_GPU. */
 static void page_map(struct pcc_client *client, uint32_t index)
 {
     struct pcc_client_device *device = &client->devices[index];
@@ -116,7 +115,7 @@ static void page_map(struct pcc_client *client, uint32_t index)
                    "the session page cannot be mapped for it: %s", words);
 }
 
-/* Within enter/leave; members that were not made are NULL. */
+/* Within PCC_CLIENT_GPU; members that were not made are NULL. */
 static void streams_destroy(struct pcc_client_device *device)
 {
     const struct pcc_cuda *cuda = device->gpu.cuda;
@@ -147,23 +146,29 @@ static CUresult streams_create(struct pcc_client_device *device)
     return result;
 }
 
+static int driver_objects_make(struct pcc_client *client, uint32_t index)
+{
+    struct pcc_client_device *device = &client->devices[index];
+
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0)
+        return gpu.error;
+    const int error = pcc_client_gpu_code(device, streams_create(device));
+    if (error == 0)
+        page_map(client, index);
+    else
+        streams_destroy(device);
+    return error;
+}
+
 static int device_make(struct pcc_client *client, uint32_t index)
 {
     struct pcc_client_device *device = &client->devices[index];
-    int mode;
     int error = pcc_gpu_device_open(index, &device->gpu);
 
     if (error != 0)
         return error;
-    error = pcc_client_gpu_enter(device, &mode);
-    if (error == 0) {
-        error = pcc_client_gpu_code(device, streams_create(device));
-        if (error == 0)
-            page_map(client, index);
-        else
-            streams_destroy(device);
-        pcc_client_gpu_leave(device, mode);
-    }
+    error = driver_objects_make(client, index);
     if (error != 0) {
         pcc_gpu_device_close(&device->gpu);
         *device = (struct pcc_client_device){0};
@@ -179,12 +184,12 @@ int pcc_client_device_open(struct pcc_client *client, uint32_t device)
         return -EINVAL;
     PCC_LOCKED(&client->gpu_lock);
     struct pcc_client_device *mine = &client->devices[device];
-    if (atomic_load_explicit(&mine->open, memory_order_relaxed))
-        return atomic_load_explicit(&mine->broken, memory_order_relaxed) ? -PCC_E_DEVICE_LOST : 0;
+    if (PCC_READ(&mine->open))
+        return PCC_READ(&mine->broken) ? -PCC_E_DEVICE_LOST : 0;
     const int error = device_make(client, device);
     /* Release: a thread that sees it open sees all of it. */
     if (error == 0)
-        atomic_store_explicit(&mine->open, true, memory_order_release);
+        PCC_WRITE_RELEASE(&mine->open, true);
     return error;
 }
 
@@ -198,15 +203,14 @@ const char *pcc_client_device_cannot_pull(struct pcc_client *client, uint32_t de
 int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream, bool *out)
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
-    int mode, status = CU_STREAM_CAPTURE_STATUS_NONE;
+    int status = CU_STREAM_CAPTURE_STATUS_NONE;
 
     if (mine == NULL)
         return -EINVAL;
-    int error = pcc_client_gpu_enter(mine, &mode);
-    if (error != 0)
-        return error;
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
     const CUresult result = mine->gpu.cuda->stream_capturing((CUstream)(uintptr_t)stream, &status);
-    pcc_client_gpu_leave(mine, mode);
     /* The default stream while another one captures: just as forbidden. */
     *out = result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT || status != CU_STREAM_CAPTURE_STATUS_NONE;
     return result == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT ? 0 : pcc_client_gpu_code(mine, result);
@@ -250,7 +254,7 @@ static bool quiet(const struct pcc_client *client, uint32_t index, uint64_t dead
     return !device->unfenced;
 }
 
-/* Within enter/leave. */
+/* Within PCC_CLIENT_GPU. */
 static void events_destroy(struct pcc_client *client, uint32_t index)
 {
     const struct pcc_cuda *cuda = client->devices[index].gpu.cuda;
@@ -270,34 +274,29 @@ static void events_destroy(struct pcc_client *client, uint32_t index)
     }
 }
 
-static void device_close(struct pcc_client *client, uint32_t index)
+static void driver_objects_close(struct pcc_client *client, uint32_t index)
 {
     struct pcc_client_device *device = &client->devices[index];
-    int mode;
 
-    if (pcc_client_gpu_enter(device, &mode) == 0) {
-        events_destroy(client, index);
-        streams_destroy(device);
-        pcc_client_staging_free(device->gpu.cuda, device->staging);
-        pcc_client_gpu_leave(device, mode);
-    } else {
-        pcc_client_staging_free(NULL, device->staging);
-    }
-    pcc_gpu_device_close(&device->gpu);
+    PCC_CLIENT_GPU(gpu, device);
+    pcc_client_staging_free(gpu.error == 0 ? device->gpu.cuda : NULL, device->staging);
+    if (gpu.error != 0)
+        return;
+    events_destroy(client, index);
+    streams_destroy(device);
 }
 
 void pcc_client_devices_close(struct pcc_client *client)
 {
     const uint64_t deadline = pcc_now_ns() + client->close_patience_ns;
-    int mode;
 
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
-        if (device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+        if (device == NULL)
             continue;
-        if (!quiet(client, i, deadline))
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error == 0 && !quiet(client, i, deadline))
             client->leaked = true;
-        pcc_client_gpu_leave(device, mode);
     }
     free(client->exposed);
     if (client->leaked) { /* what the driver knows stays as it is, until the process ends */
@@ -308,14 +307,14 @@ void pcc_client_devices_close(struct pcc_client *client)
     pcc_client_unpin(client);
     struct pcc_client_device *owner = pcc_client_device(client, client->page_by);
     if (owner != NULL) {
-        client->leaked = true;
-        if (pcc_client_gpu_enter(owner, &mode) == 0) {
-            client->leaked = owner->gpu.cuda->host_unregister(client->view.page) != CUDA_SUCCESS;
-            pcc_client_gpu_leave(owner, mode);
-        }
+        PCC_CLIENT_GPU(gpu, owner);
+        client->leaked =
+            gpu.error != 0 || owner->gpu.cuda->host_unregister(client->view.page) != CUDA_SUCCESS;
     }
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
-        if (pcc_client_device(client, i) != NULL)
-            device_close(client, i);
+        if (pcc_client_device(client, i) == NULL)
+            continue;
+        driver_objects_close(client, i);
+        pcc_gpu_device_close(&client->devices[i].gpu);
     }
 }

@@ -84,26 +84,23 @@ static bool within(const struct pcc_device_range *range, const struct pcc_expose
 static int locate_all(struct builder *builder)
 {
     const struct pcc_exposed *last = NULL;
-    int error = 0;
 
-    for (uint64_t i = 0; error == 0 && i < builder->range_count; i++) {
+    for (uint64_t i = 0; i < builder->range_count; i++) {
         const struct pcc_device_range *range = &builder->ranges[i];
         struct pcc_client_device *device = &builder->client->devices[range->device];
-        int mode;
         if (last != NULL && within(range, last)) {
             builder->of[i] = *last;
             continue;
         }
-        error = pcc_client_gpu_enter(device, &mode);
+        PCC_CLIENT_GPU(gpu, device);
+        const int error = gpu.error != 0 ? gpu.error : locate(device, range, &builder->of[i]);
         if (error != 0)
-            break;
-        error = locate(device, range, &builder->of[i]);
-        pcc_client_gpu_leave(device, mode);
-        if (error == 0 && !within(range, &builder->of[i]))
-            error = -PCC_E_BAD_HANDLE;
+            return error;
         last = &builder->of[i];
+        if (!within(range, last))
+            return -PCC_E_BAD_HANDLE;
     }
-    return error;
+    return 0;
 }
 
 /* -- allocations -- */
@@ -139,7 +136,7 @@ static int allocations_collect(struct builder *builder)
     return kept > PCC_EXPOSED_ALLOCATIONS_MAX ? -PCC_E_TOO_LARGE : 0;
 }
 
-/* Within enter/leave. */
+/* Within PCC_CLIENT_GPU. */
 static int handle_get(struct builder *builder, struct pcc_client_device *device,
                       struct pcc_exposed *allocation)
 {
@@ -167,19 +164,15 @@ static int handle_get(struct builder *builder, struct pcc_client_device *device,
 
 static int handles_get(struct builder *builder)
 {
-    int error = 0;
-
-    for (uint64_t i = 0; error == 0 && i < builder->allocation_count; i++) {
+    for (uint64_t i = 0; i < builder->allocation_count; i++) {
         struct pcc_exposed *allocation = &builder->allocations[i];
         struct pcc_client_device *device = &builder->client->devices[allocation->device];
-        int mode;
-        error = pcc_client_gpu_enter(device, &mode);
+        PCC_CLIENT_GPU(gpu, device);
+        const int error = gpu.error != 0 ? gpu.error : handle_get(builder, device, allocation);
         if (error != 0)
-            break;
-        error = handle_get(builder, device, allocation);
-        pcc_client_gpu_leave(device, mode);
+            return error;
     }
-    return error;
+    return 0;
 }
 
 /* -- ranges, probe -- */
@@ -225,22 +218,19 @@ static int probe_write(struct builder *builder)
 {
     struct pcc_client_device *device = &builder->client->devices[builder->ranges[0].device];
     const struct pcc_cuda *cuda = device->gpu.cuda;
-    int mode;
 
     if (getrandom(builder->probe, sizeof(builder->probe), 0) != (ssize_t)sizeof(builder->probe))
         return -EIO;
-    int error = pcc_client_gpu_enter(device, &mode);
-    if (error != 0)
-        return error;
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0)
+        return gpu.error;
     CUresult result = cuda->copy_to_device(builder->probe_at, builder->probe,
                                            sizeof(builder->probe), device->load);
     if (result == CUDA_SUCCESS)
         result = cuda->event_record(device->scratch, device->load);
-    error = pcc_client_gpu_code(device, result);
-    if (error == 0)
-        error = pcc_client_gpu_await(builder->client, device, device->scratch, false);
-    pcc_client_gpu_leave(device, mode);
-    return error;
+    const int error = pcc_client_gpu_code(device, result);
+    return error != 0 ? error
+                      : pcc_client_gpu_await(builder->client, device, device->scratch, false);
 }
 
 static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint8_t **out_bytes,
@@ -332,11 +322,9 @@ static bool still_there(const struct pcc_client *client, struct pcc_client_devic
                         uint64_t first, uint64_t *next_out)
 {
     uint64_t i = first;
-    int mode;
 
-    if (pcc_client_gpu_enter(device, &mode) != 0)
-        return false;
-    bool holds = true;
+    PCC_CLIENT_GPU(gpu, device);
+    bool holds = gpu.error == 0;
     for (; holds && i < client->exposed_count &&
            client->exposed[i].device == client->exposed[first].device;
          i++) {
@@ -345,7 +333,6 @@ static bool still_there(const struct pcc_client *client, struct pcc_client_devic
                                                     client->exposed[i].base) == CUDA_SUCCESS &&
                 buffer_id == client->exposed[i].buffer_id;
     }
-    pcc_client_gpu_leave(device, mode);
     *next_out = i;
     return holds;
 }

@@ -55,7 +55,7 @@ static bool segment_map(struct pcc_client *client, const struct pcc_grant *grant
     void *mapped = NULL;
     const int error = fits ? pcc_map_shared(fd, bytes, &mapped) : 0;
     if (error != 0) /* before `dead`, which says that the link has ended */
-        atomic_store_explicit(&client->unmapped, error, memory_order_relaxed);
+        PCC_WRITE(&client->unmapped, error);
     fits = fits && error == 0;
     (void)close(fd);
     if (!fits)
@@ -200,8 +200,7 @@ static bool may_go(const struct pcc_client *client, const struct pcc_client_segm
     for (uint32_t i = segment->first_chunk; is_of(segment, i); i++)
         if (client->held[i] || client->flights[i].loading)
             return false;
-    return segment->pinned_by == PCC_HOST ||
-           !atomic_load_explicit(&client->armed, memory_order_relaxed);
+    return segment->pinned_by == PCC_HOST || !PCC_READ(&client->armed);
 }
 
 static void segment_unmap(struct pcc_client *client, struct pcc_client_segment *segment)
@@ -210,7 +209,7 @@ static void segment_unmap(struct pcc_client *client, struct pcc_client_segment *
 
     /* A dead GPU may continue to read, and its driver would wait for that, while this thread has
      * other deadlines to keep. So the pages stay until the process ends. */
-    if (pinner != NULL && atomic_load_explicit(&pinner->broken, memory_order_relaxed))
+    if (pinner != NULL && PCC_READ(&pinner->broken))
         return;
     if (pcc_client_unpin_one(client, segment))
         (void)munmap(segment->bytes, segment->length_bytes);

@@ -4,10 +4,8 @@
  * the daemon reads the next chunks meanwhile. As with push, the driver is left alone while a stream
  * waits for the daemon. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/pcc_copy.h"
-#include "base/pcc_futex.h"
 #include "base/pcc_hash.h"
 #include "client/pcc_client_private.h"
 
@@ -51,7 +49,7 @@ static int devices_check(struct pcc_client *client, const struct pcc_device_rang
         const struct pcc_client_device *device = pcc_client_device(client, ranges[i].device);
         if (device == NULL || ranges[i].reserved != 0)
             return -EINVAL;
-        if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+        if (PCC_READ(&device->broken))
             return -PCC_E_DEVICE;
     }
     return 0;
@@ -70,7 +68,7 @@ int pcc_client_load_start(struct pcc_client *client, uint64_t load_id,
     if (targets == NULL)
         return error;
     PCC_LOCKED(&client->lock);
-    const bool dead = atomic_load_explicit(&client->dead, memory_order_relaxed);
+    const bool dead = PCC_READ(&client->dead);
     if (dead || client->load.active) {
         free(targets);
         return dead ? -ECONNRESET : -EBUSY;
@@ -114,7 +112,7 @@ void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *me
 bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id)
 {
     const struct pcc_client_load *load = &client->load;
-    const bool over = load->ended || atomic_load_explicit(&client->dead, memory_order_relaxed);
+    const bool over = load->ended || PCC_READ(&client->dead);
 
     return !load->active || load->id != load_id || (over && load->flying == 0);
 }
@@ -131,7 +129,7 @@ int pcc_client_load_wait(struct pcc_client *client, uint64_t load_id, uint64_t d
         return -ENOENT;
     if (load->ended)
         result = load->result; /* also -ENOENT: the checkpoint is gone */
-    else if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+    else if (PCC_READ(&client->dead))
         result = -ECONNRESET;
     load->ended = true;
     while (load->busy || load->flying > 0)
@@ -157,8 +155,8 @@ static uint64_t target_from(const struct pcc_client_load *load, uint64_t offset_
                           offset_bytes);
 }
 
-/* A part of a chunk to where it belongs. On a GPU it is enqueued. Between pcc_client_gpu_enter and
- * leave of that GPU. */
+/* A part of a chunk to where it belongs. On a GPU it is enqueued. Within PCC_CLIENT_GPU
+ * of that GPU. */
 static CUresult put(const struct pcc_client *client, const struct pcc_range *to, uint32_t place,
                     const uint8_t *bytes)
 {
@@ -222,7 +220,7 @@ static void scatter_block(void *context, uint64_t block)
         (void)scatter(scattering->client, message, offset_bytes, offset_bytes + length_bytes,
                       PCC_HOST);
     else
-        atomic_store_explicit(&scattering->damaged, true, memory_order_relaxed);
+        PCC_WRITE(&scattering->damaged, true);
 }
 
 /* False when some of the chunk is damaged. */
@@ -233,7 +231,7 @@ static bool scatter_to_host(struct pcc_client *client, const struct pcc_message 
     pcc_crew_run(&client->crew, PCC_CREW_HELPERS,
                  pcc_ceil_div(message->length_bytes, client->view.geometry.block_bytes),
                  scatter_block, &scattering);
-    return !atomic_load_explicit(&scattering.damaged, memory_order_relaxed);
+    return !PCC_READ(&scattering.damaged);
 }
 
 /* How many copies to each GPU the chunk takes. */
@@ -276,20 +274,19 @@ static uint32_t load_done(struct pcc_client *client, struct pcc_client_device *d
     return chunk;
 }
 
-/* True when the first chunk's copies are over, whatever came of them. Within enter/leave. */
+/* True when the first chunk's copies are over, whatever came of them. Within PCC_CLIENT_GPU. */
 static bool is_done(struct pcc_client *client, struct pcc_client_device *device, int *error_out)
 {
     const uint32_t chunk = device->loading.first;
     CUresult result = CUDA_ERROR_DEINITIALIZED;
 
-    if (!atomic_load_explicit(&device->broken, memory_order_relaxed))
+    if (!PCC_READ(&device->broken))
         result = device->gpu.cuda->event_query(client->flights[chunk].event);
     if (result == CUDA_ERROR_NOT_READY &&
-        pcc_now_ns() - device->load_progress_ns <=
-            atomic_load_explicit(&client->patience_ns, memory_order_relaxed))
+        pcc_now_ns() - device->load_progress_ns <= PCC_READ(&client->patience_ns))
         return false;
     if (result != CUDA_SUCCESS) /* what a query says of others' work does not heal */
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     *error_out = result == CUDA_SUCCESS ? 0 : -PCC_E_DEVICE_LOST;
     return true;
 }
@@ -305,15 +302,13 @@ static bool give_back(struct pcc_client *client, struct pcc_client_device *devic
 
 int pcc_client_load_land(struct pcc_client *client, struct pcc_client_device *device)
 {
-    int mode, error = 0, result = 0;
-    const bool entered = pcc_client_gpu_enter(device, &mode) == 0;
+    int error = 0, result = 0;
 
-    if (!entered) /* there is nothing to ask */
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0) /* there is nothing to ask */
+        PCC_WRITE(&device->broken, true);
     while (result >= 0 && device->loading.first != PCC_NO_CHUNK && is_done(client, device, &error))
         result = give_back(client, device, error) ? 1 : -1;
-    if (entered)
-        pcc_client_gpu_leave(device, mode);
     return result;
 }
 
@@ -321,28 +316,23 @@ void pcc_client_load_drain(struct pcc_client *client)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
-        int mode, error = 0;
         if (device == NULL || device->loading.first == PCC_NO_CHUNK)
             continue;
-        if (pcc_client_gpu_enter(device, &mode) != 0) {
-            while (device->loading.first != PCC_NO_CHUNK)
-                (void)load_done(client, device, -PCC_E_DEVICE_LOST);
-            continue;
-        }
+        PCC_CLIENT_GPU(gpu, device);
+        int error = gpu.error != 0 ? -PCC_E_DEVICE_LOST : 0;
         while (device->loading.first != PCC_NO_CHUNK) {
             if (error == 0) /* after the first failure nothing is waited for */
                 error = pcc_client_gpu_await(client, device,
                                              client->flights[device->loading.first].event, true);
             (void)load_done(client, device, error);
         }
-        pcc_client_gpu_leave(device, mode);
     }
 }
 
 /* -- taking chunks -- */
 
-/* Within enter/leave: waits until the copies fit into the stream's queue. A full queue would block
- * this thread, which has deadlines to keep. */
+/* Within PCC_CLIENT_GPU: waits until the copies fit into the stream's queue. A full queue would
+ * block this thread, which has deadlines to keep. */
 static int room_await(struct pcc_client *client, struct pcc_client_device *device, uint32_t pieces)
 {
     int error = 0;
@@ -356,7 +346,7 @@ static int room_await(struct pcc_client *client, struct pcc_client_device *devic
     return error;
 }
 
-/* Within enter/leave: the chunk's copies, and the event behind them. */
+/* Within PCC_CLIENT_GPU: the chunk's copies, and the event behind them. */
 static int copies_enqueue(struct pcc_client *client, const struct pcc_message *message,
                           uint32_t index, uint32_t pieces, bool wait)
 {
@@ -376,7 +366,7 @@ static int copies_enqueue(struct pcc_client *client, const struct pcc_message *m
     /* Also after a refusal: the copies before it read the chunk. */
     int error = pcc_client_gpu_code(device, device->gpu.cuda->event_record(event, device->load));
     if (error != 0)
-        atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+        PCC_WRITE(&device->broken, true);
     else if (wait)
         error = pcc_client_gpu_await(client, device, event, true);
     else
@@ -389,19 +379,13 @@ static int scatter_to_device(struct pcc_client *client, const struct pcc_message
                              uint32_t index, uint32_t pieces, bool wait)
 {
     struct pcc_client_device *device = &client->devices[index];
-    int mode;
 
-    if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+    if (PCC_READ(&device->broken))
         return -PCC_E_DEVICE;
     pcc_client_await_unarmed(client);
-    int error = pcc_client_gpu_enter(device, &mode);
-    if (error != 0)
-        return error;
-    error = room_await(client, device, pieces);
-    if (error == 0)
-        error = copies_enqueue(client, message, index, pieces, wait);
-    pcc_client_gpu_leave(device, mode);
-    return error;
+    PCC_CLIENT_GPU(gpu, device);
+    const int error = gpu.error != 0 ? gpu.error : room_await(client, device, pieces);
+    return error != 0 ? error : copies_enqueue(client, message, index, pieces, wait);
 }
 
 /* A chunk has one event. If several GPUs have parts of the chunk, all but the last are waited for

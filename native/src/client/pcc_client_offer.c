@@ -12,15 +12,14 @@
 static bool is_open(const struct pcc_offer *offer)
 {
     return offer->state != PCC_OFFER_NONE && offer->job->snapshot == offer->snapshot &&
-           atomic_load_explicit(&offer->job->state, memory_order_relaxed) != PCC_JOB_ENDED;
+           PCC_READ(&offer->job->state) != PCC_JOB_ENDED;
 }
 
 static bool may_offer(const struct pcc_client *client, const struct pcc_job *job)
 {
     /* Relaxed: the word, which says COPYING, has published it. */
     return job->filled_bytes < job->offered_end &&
-           atomic_load_explicit(&pcc_page_snapshot(&client->view, job->snapshot)->base,
-                                memory_order_relaxed) != 0;
+           PCC_READ(&pcc_page_snapshot(&client->view, job->snapshot)->base) != 0;
 }
 
 /* An unused row; NULL: none now. Offers of snapshots that have ended may still be in the ring,

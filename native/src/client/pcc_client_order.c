@@ -4,7 +4,6 @@
  * can run while the snapshot may still become COPIED (P4). The caller of hold looks at the word
  * again after it has enqueued the wait: either it sees the final word, or the process that makes
  * the word final stores `done` afterwards. */
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job)
@@ -14,8 +13,8 @@ bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_jo
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         /* Acquire pairs with the daemon's release: its reads came before our next update. */
         if ((job->pulled >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
-                                 memory_order_acquire) < job->snapshot)
+            PCC_READ_ACQUIRE(&pcc_page_words(&client->view, job->snapshot, i)->done) <
+                job->snapshot)
             return false;
     }
     return true;
@@ -29,7 +28,7 @@ void pcc_client_release_streams(struct pcc_client *client, struct pcc_job *job)
         if ((job->pulled >> i & 1) == 0)
             continue;
         _Atomic uint64_t *done = &pcc_page_words(&client->view, job->snapshot, i)->done;
-        uint64_t now = atomic_load_explicit(done, memory_order_relaxed);
+        uint64_t now = PCC_READ(done);
         /* Release: the word's move comes before it. The words only grow. */
         while (now < job->snapshot &&
                !atomic_compare_exchange_weak_explicit(done, &now, job->snapshot,
@@ -48,8 +47,7 @@ static bool held_back(struct pcc_client *client, struct pcc_job *job)
     }
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->held >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->done,
-                                 memory_order_relaxed) >= job->snapshot)
+            PCC_READ(&pcc_page_words(&client->view, job->snapshot, i)->done) >= job->snapshot)
             job->held &= ~(1u << i);
     }
     return job->held != 0;
@@ -61,8 +59,7 @@ static bool has_come(const struct pcc_client *client, const struct pcc_job *job)
 {
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if ((job->held >> i & 1) != 0 &&
-            atomic_load_explicit(&pcc_page_words(&client->view, job->snapshot, i)->ready,
-                                 memory_order_relaxed) >= job->snapshot)
+            PCC_READ(&pcc_page_words(&client->view, job->snapshot, i)->ready) >= job->snapshot)
             return true;
     }
     return false;
@@ -72,7 +69,7 @@ uint64_t pcc_client_expire(struct pcc_client *client)
 {
     uint64_t nearest = UINT64_MAX;
 
-    if (!atomic_load_explicit(&client->armed, memory_order_relaxed)) /* hold rings the bell */
+    if (!PCC_READ(&client->armed)) /* hold rings the bell */
         return nearest;
     PCC_LOCKED(&client->lock);
     const uint64_t now = pcc_now_ns();
@@ -91,7 +88,7 @@ uint64_t pcc_client_expire(struct pcc_client *client)
         }
     }
     if (nearest == UINT64_MAX)
-        atomic_store_explicit(&client->armed, false, memory_order_relaxed);
+        PCC_WRITE(&client->armed, false);
     return nearest;
 }
 
@@ -119,7 +116,7 @@ static CUdeviceptr words_at(const struct pcc_client_device *device, uint64_t sna
 
 /* -- mark -- */
 
-/* Within enter/leave. */
+/* Within PCC_CLIENT_GPU. */
 static CUresult mark(struct pcc_client *client, uint64_t snapshot, uint32_t index, CUstream stream,
                      bool pull)
 {
@@ -152,8 +149,7 @@ static bool mark_begin(struct pcc_client *client, uint64_t snapshot)
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
     PCC_LOCKED(&client->lock);
-    return job->snapshot == snapshot &&
-           atomic_load_explicit(&job->state, memory_order_relaxed) == PCC_JOB_REQUESTED;
+    return job->snapshot == snapshot && PCC_READ(&job->state) == PCC_JOB_REQUESTED;
 }
 
 int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
@@ -161,7 +157,6 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    int mode;
 
     if (mine == NULL)
         return -EINVAL;
@@ -170,12 +165,11 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     PCC_CLIENT_WAITS(client);
     if (!mark_begin(client, snapshot))
         return 0; /* abandoned or hung up since: nothing to mark */
-    int error = pcc_client_gpu_enter(mine, &mode);
-    if (error != 0)
-        return error;
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
     CUstream const on = aside ? mine->side : (CUstream)(uintptr_t)stream;
-    error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
-    pcc_client_gpu_leave(mine, mode);
+    const int error = pcc_client_gpu_code(mine, mark(client, snapshot, device, on, pull));
     if (error != 0)
         return error;
     PCC_LOCKED(&client->lock);
@@ -191,22 +185,21 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
 bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
 {
     const struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
-    bool reached = true;
-    int mode;
 
     PCC_CLIENT_WAITS(client);
-    for (uint32_t i = 0; reached && i < PCC_DEVICES; i++) {
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
         (void)pthread_mutex_lock(&client->lock);
         const bool marked = job->snapshot == snapshot && job->devices[i].is_marked;
         CUevent const event = job->devices[i].marked; /* made once, and kept */
         (void)pthread_mutex_unlock(&client->lock);
-        if (!marked || device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+        if (!marked || device == NULL)
             continue;
-        reached = device->gpu.cuda->event_query(event) != CUDA_ERROR_NOT_READY;
-        pcc_client_gpu_leave(device, mode);
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error == 0 && device->gpu.cuda->event_query(event) == CUDA_ERROR_NOT_READY)
+            return false;
     }
-    return reached;
+    return true;
 }
 
 /* -- hold -- */
@@ -224,7 +217,7 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
     const struct pcc_job_device *part = &job->devices[device];
-    const uint32_t state = atomic_load_explicit(&job->state, memory_order_relaxed);
+    const uint32_t state = PCC_READ(&job->state);
 
     if (job->snapshot != snapshot || !part->is_marked)
         return HOLD_NOT;
@@ -237,14 +230,13 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
         return HOLD_EVENT;
     if ((job->pulled >> device & 1) != 0)
         /* Acquire pairs with the daemon's release of done. */
-        return atomic_load_explicit(&pcc_page_words(&client->view, snapshot, device)->done,
-                                    memory_order_acquire) < snapshot
+        return PCC_READ_ACQUIRE(&pcc_page_words(&client->view, snapshot, device)->done) < snapshot
                    ? HOLD_WORD
                    : HOLD_NOT;
     if (part->enqueued)
         return HOLD_EVENT;
     if (state == PCC_JOB_REQUESTED)
-        return atomic_load_explicit(&client->dead, memory_order_relaxed) ? HOLD_NOT : HOLD_LATER;
+        return PCC_READ(&client->dead) ? HOLD_NOT : HOLD_LATER;
     return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
 }
 
@@ -252,7 +244,7 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
  * wait for them. */
 static void copies_all(struct pcc_client *client, uint64_t snapshot)
 {
-    uint64_t newest = atomic_load_explicit(&client->at_gate, memory_order_relaxed);
+    uint64_t newest = PCC_READ(&client->at_gate);
 
     while (newest < snapshot &&
            !atomic_compare_exchange_weak_explicit(&client->at_gate, &newest, snapshot,
@@ -277,7 +269,7 @@ static enum hold_way hold_await(struct pcc_client *client, uint64_t snapshot, ui
             return way;
         copies_all(client, snapshot);
         pcc_bell_sleep(bell, rung, until_ns);
-        if (!pcc_client_alive(client) && !atomic_load_explicit(&client->dead, memory_order_relaxed))
+        if (!pcc_client_alive(client) && !PCC_READ(&client->dead))
             pcc_bell_ring(bell); /* the thread ends what is outstanding */
     }
 }
@@ -297,13 +289,13 @@ static void hold_arm(struct pcc_client *client, uint64_t snapshot, uint32_t devi
             job->limit_ns = deadline_ns > now ? deadline_ns - now : 1;
         }
         job->held |= 1u << device;
-        atomic_store_explicit(&client->armed, true, memory_order_relaxed);
+        PCC_WRITE(&client->armed, true);
     }
     (void)pthread_mutex_unlock(&client->lock);
     pcc_bell_ring(&client->view.page->client_bell);
 }
 
-/* The stream waits for a word of the page from now on. Within enter/leave. */
+/* The stream waits for a word of the page from now on. Within PCC_CLIENT_GPU. */
 static void waited(struct pcc_client *client, uint64_t snapshot, uint32_t device, CUstream stream)
 {
     struct pcc_client_device *mine = &client->devices[device];
@@ -323,16 +315,31 @@ static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
         pcc_client_release_streams(client, job);
 }
 
+/* The stream waits, for an event or for a word of the page. */
+static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t device,
+                        CUstream stream, CUevent event)
+{
+    struct pcc_client_device *mine = &client->devices[device];
+
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
+    if (event != NULL)
+        return pcc_client_gpu_code(mine, mine->gpu.cuda->stream_wait_event(stream, event, 0));
+    const CUresult result = mine->gpu.cuda->stream_wait_value(
+        stream, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
+        snapshot, CU_STREAM_WAIT_VALUE_GEQ);
+    if (result == CUDA_SUCCESS)
+        waited(client, snapshot, device, stream);
+    return pcc_client_gpu_code(mine, result);
+}
+
 int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t device, uint64_t stream,
                     uint64_t deadline_ns)
 {
-    struct pcc_client_device *mine = pcc_client_device(client, device);
-    CUstream const on = (CUstream)(uintptr_t)stream;
     CUevent event = NULL;
-    CUresult result;
-    int mode;
 
-    if (mine == NULL)
+    if (pcc_client_device(client, device) == NULL)
         return -EINVAL;
     PCC_CLIENT_WAITS(client);
     const enum hold_way way = hold_await(client, snapshot, device, &event, deadline_ns);
@@ -340,20 +347,8 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
         return way == HOLD_LATER ? -ETIMEDOUT : 0;
     if (way == HOLD_WORD)
         hold_arm(client, snapshot, device, deadline_ns);
-    int error = pcc_client_gpu_enter(mine, &mode);
-    if (error == 0) {
-        if (way == HOLD_WORD) {
-            result = mine->gpu.cuda->stream_wait_value(
-                on, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
-                snapshot, CU_STREAM_WAIT_VALUE_GEQ);
-            if (result == CUDA_SUCCESS)
-                waited(client, snapshot, device, on);
-        } else {
-            result = mine->gpu.cuda->stream_wait_event(on, event, 0);
-        }
-        error = pcc_client_gpu_code(mine, result);
-        pcc_client_gpu_leave(mine, mode);
-    }
+    const int error = hold_enqueue(client, snapshot, device, (CUstream)(uintptr_t)stream,
+                                   way == HOLD_EVENT ? event : NULL);
     if (way == HOLD_WORD)
         hold_recheck(client, snapshot);
     /* The driver's want of memory for the wait: it is not enqueued. */

@@ -9,6 +9,7 @@
 #define PCC_CLIENT_PRIVATE_H
 
 #include "base/pcc_crew.h"
+#include "base/pcc_futex.h"
 #include "base/pcc_thread.h"
 #include "client/pcc_client.h"
 #include "gpu/pcc_cuda.h"
@@ -227,7 +228,7 @@ struct pcc_client {
 static inline bool pcc_client_ended(const struct pcc_client *client)
 {
     /* Acquire pairs with the daemon's release. */
-    return atomic_load_explicit(&client->view.page->ended, memory_order_acquire) != 0;
+    return PCC_READ_ACQUIRE(&client->view.page->ended) != 0;
 }
 
 static inline struct pcc_client *pcc_client_enter(struct pcc_client *client)
@@ -320,10 +321,10 @@ PCC_MUST_CHECK int pcc_client_enqueue(struct pcc_client *client, struct pcc_job 
 /* Moves what is filled from a GPU's list to `landed`. 1 = something; 0 = nothing; -1 = the GPU is
  * dead. */
 PCC_MUST_CHECK int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device);
-/* The event of a chunk, for copies on that GPU. Within enter/leave. */
+/* The event of a chunk, for copies on that GPU. Within PCC_CLIENT_GPU. */
 PCC_MUST_CHECK CUresult pcc_client_event_ready(struct pcc_client *client, uint32_t chunk,
                                                uint32_t device);
-/* Pins the segment of a chunk, once. True when it is pinned. Within pcc_client_gpu_enter/leave. */
+/* Pins the segment of a chunk, once. True when it is pinned. Within PCC_CLIENT_GPU. */
 bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk);
 /* True when it is not pinned any more. */
 bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment);
@@ -334,14 +335,22 @@ uint32_t pcc_client_list_take(struct pcc_client *client, struct pcc_chunk_list *
 /* -- pcc_client_device.c -- */
 /* The open GPU, or NULL. */
 struct pcc_client_device *pcc_client_device(struct pcc_client *client, uint32_t device);
-/* Runs what follows in the GPU's context, and so that it does not break a graph that another thread
- * records. 0, -PCC_E_DEVICE, -PCC_E_DEVICE_LOST. */
-PCC_MUST_CHECK int pcc_client_gpu_enter(struct pcc_client_device *device, int *mode_out);
-void pcc_client_gpu_leave(struct pcc_client_device *device, int mode);
+struct pcc_client_entered {
+    struct pcc_client_device *device;
+    int error; /* 0, -PCC_E_DEVICE, -PCC_E_DEVICE_LOST */
+    int mode;
+};
+PCC_MUST_CHECK struct pcc_client_entered pcc_client_gpu_enter(struct pcc_client_device *device);
+void pcc_client_gpu_leave(struct pcc_client_entered *entered);
+/* Unless gpu.error: what follows, to the end of the block, runs in the GPU's context, and so that
+ * it does not break a graph that another thread records. */
+#define PCC_CLIENT_GPU(gpu, device)                                                                \
+    struct pcc_client_entered gpu __attribute__((cleanup(pcc_client_gpu_leave))) =                 \
+        pcc_client_gpu_enter(device)
 /* The result as a code; a lost GPU is broken from now on. */
 int pcc_client_gpu_code(struct pcc_client_device *device, CUresult result);
 /* Waits by asking, so that a GPU that is dead ends in an error and breaks; the client's thread
- * keeps deadlines meanwhile. Within enter/leave. */
+ * keeps deadlines meanwhile. Within PCC_CLIENT_GPU. */
 PCC_MUST_CHECK int pcc_client_gpu_await(struct pcc_client *client, struct pcc_client_device *device,
                                         CUevent event, bool is_thread);
 /* The client's thread: until no stream waits for the daemon, at most until the last deadline. */
@@ -352,7 +361,8 @@ void pcc_client_devices_close(struct pcc_client *client);
 /* -- pcc_client_staging.c -- */
 /* With gpu_lock held. */
 PCC_MUST_CHECK int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_bytes);
-/* Frees `first` and what it has outgrown; `cuda` NULL: only what we know of it. Within enter/leave.
+/* Frees `first` and what it has outgrown; `cuda` NULL: only what we know of it. Within
+ * PCC_CLIENT_GPU.
  */
 void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *first);
 

@@ -6,7 +6,6 @@
  * long as the copy, so it is made only when nothing is left to wait for. While a stream waits for
  * the daemon (`armed`), the thread makes no call at all: another thread may be inside a call that
  * ends with that wait and holds a driver lock, and only this thread can release the stream. */
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 void pcc_client_list_add(struct pcc_client *client, struct pcc_chunk_list *list, uint32_t chunk)
@@ -51,12 +50,12 @@ bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
 bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment)
 {
     struct pcc_client_device *device = pcc_client_device(client, segment->pinned_by);
-    int mode;
 
-    if (device != NULL && pcc_client_gpu_enter(device, &mode) == 0) {
-        if (pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
+    if (device != NULL) {
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error == 0 &&
+            pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
             segment->pinned_by = PCC_HOST;
-        pcc_client_gpu_leave(device, mode);
     }
     return segment->pinned_by == PCC_HOST;
 }
@@ -106,7 +105,7 @@ CUresult pcc_client_event_ready(struct pcc_client *client, uint32_t chunk, uint3
     return cuda->event_create(&flight->event, CU_EVENT_DISABLE_TIMING);
 }
 
-/* Within enter/leave, in order and with an event at hand. */
+/* Within PCC_CLIENT_GPU, in order and with an event at hand. */
 static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
                               const struct pcc_part *part)
 {
@@ -135,9 +134,9 @@ static bool may_go_ahead(const struct pcc_client *client, const struct pcc_clien
                          const struct pcc_job *job, const struct pcc_part *part)
 {
     const uint64_t two_chunks = 2ull * client->view.geometry.chunk_bytes;
-    const uint64_t ahead = atomic_load_explicit(&client->ahead_bytes, memory_order_relaxed);
+    const uint64_t ahead = PCC_READ(&client->ahead_bytes);
 
-    return job->snapshot <= atomic_load_explicit(&client->at_gate, memory_order_relaxed) ||
+    return job->snapshot <= PCC_READ(&client->at_gate) ||
            device->flying_bytes + part->length_bytes <= (ahead > two_chunks ? ahead : two_chunks);
 }
 
@@ -145,32 +144,29 @@ int pcc_client_enqueue(struct pcc_client *client, struct pcc_job *job, uint32_t 
                        const struct pcc_part *part, bool *taken_out)
 {
     struct pcc_client_device *device = &client->devices[part->device];
-    int mode;
 
-    if (atomic_load_explicit(&device->broken, memory_order_relaxed))
+    if (PCC_READ(&device->broken))
         return -PCC_E_DEVICE;
-    if (atomic_load_explicit(&client->armed, memory_order_relaxed))
+    if (PCC_READ(&client->armed))
         return 0;
     if (device->pieces > 0 && device->pieces + part->pieces > PCC_PIECES_MAX)
         return 0;
     if (!may_go_ahead(client, device, job, part))
         return 0;
-    int result = pcc_client_gpu_enter(device, &mode);
-    if (result != 0)
-        return result;
-    result = order(client, job, chunk, part);
-    if (result > 0) {
-        result = pcc_client_gpu_code(device, pcc_client_event_ready(client, chunk, part->device));
-        if (result == 0) {
-            if (device->flying.first == PCC_NO_CHUNK)
-                device->progress_ns = pcc_now_ns();
-            *taken_out = true;
-            result = pcc_client_gpu_code(device, chunk_enqueue(client, job, chunk, part));
-        }
-        result = result == 0 ? 1 : result;
-    }
-    pcc_client_gpu_leave(device, mode);
-    return result;
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0)
+        return gpu.error;
+    const int ordered = order(client, job, chunk, part);
+    if (ordered <= 0)
+        return ordered;
+    int error = pcc_client_gpu_code(device, pcc_client_event_ready(client, chunk, part->device));
+    if (error != 0)
+        return error;
+    if (device->flying.first == PCC_NO_CHUNK)
+        device->progress_ns = pcc_now_ns();
+    *taken_out = true;
+    error = pcc_client_gpu_code(device, chunk_enqueue(client, job, chunk, part));
+    return error == 0 ? 1 : error;
 }
 
 /* -- landing -- */
@@ -214,15 +210,15 @@ static bool is_dead(struct pcc_client *client, struct pcc_client_device *device)
         part->passed = device->gpu.cuda->event_query(part->marked) != CUDA_ERROR_NOT_READY;
         device->progress_ns = now;
     }
-    return now - device->progress_ns >
-           atomic_load_explicit(&client->patience_ns, memory_order_relaxed);
+    return now - device->progress_ns > PCC_READ(&client->patience_ns);
 }
 
 int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
 {
-    int mode, result = 0;
+    int result = 0;
 
-    if (pcc_client_gpu_enter(device, &mode) != 0) {
+    PCC_CLIENT_GPU(gpu, device);
+    if (gpu.error != 0) {
         while (device->flying.first != PCC_NO_CHUNK)
             landed(client, device, -PCC_E_DEVICE);
         return 1;
@@ -234,15 +230,14 @@ int pcc_client_land(struct pcc_client *client, struct pcc_client_device *device)
         if (state == CUDA_ERROR_NOT_READY) {
             if (!is_dead(client, device))
                 break;
-            atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+            PCC_WRITE(&device->broken, true);
             result = -1;
         } else {
             if (state != CUDA_SUCCESS) /* what a query says of others' work does not heal */
-                atomic_store_explicit(&device->broken, true, memory_order_relaxed);
+                PCC_WRITE(&device->broken, true);
             landed(client, device, pcc_client_gpu_code(device, state));
             result = 1;
         }
     }
-    pcc_client_gpu_leave(device, mode);
     return result;
 }

@@ -1,5 +1,4 @@
 /* The client's thread: messages, grants, deadlines, hang-up. */
-#include "base/pcc_futex.h"
 #include "client/pcc_client_private.h"
 
 #define BUSY_NS 100000000u /* something is outstanding: look for a hang-up this often */
@@ -67,7 +66,7 @@ static bool take_messages(struct pcc_client *client)
     int result;
 
     while ((result = pcc_ring_pop(&client->view.to_client, &message)) > 0) {
-        if (atomic_load_explicit(&client->stop, memory_order_relaxed))
+        if (PCC_READ(&client->stop))
             return true;
         if (!take_message(client, &message))
             return false;
@@ -124,7 +123,7 @@ static bool give_back(struct pcc_client *client)
 static void hang_up(struct pcc_client *client)
 {
     (void)pthread_mutex_lock(&client->lock);
-    atomic_store_explicit(&client->dead, true, memory_order_release); /* pairs with the waits */
+    PCC_WRITE_RELEASE(&client->dead, true); /* pairs with the waits */
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
         if (job->snapshot == 0)
@@ -165,7 +164,7 @@ void *pcc_client_run(void *argument)
 
     for (;;) {
         const uint32_t rung = pcc_bell_read(bell);
-        if (atomic_load_explicit(&client->stop, memory_order_acquire))
+        if (PCC_READ_ACQUIRE(&client->stop))
             return NULL;
         const uint64_t deadline_ns = pcc_client_expire(client);
         if (pcc_client_ended(client) || !send_requests(client) || !pcc_client_take_grants(client) ||

@@ -9,10 +9,17 @@
 #define STAGING_BYTES_MAX (1ull << 46)
 #define PROBE_ROOM_BYTES 256u
 
+static int memory_alloc(struct pcc_client_device *device, uint64_t length_bytes, CUdeviceptr *out)
+{
+    PCC_CLIENT_GPU(gpu, device);
+    return gpu.error != 0
+               ? gpu.error
+               : pcc_client_gpu_code(device, device->gpu.cuda->memory_alloc(out, length_bytes));
+}
+
 int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_bytes)
 {
     CUdeviceptr address;
-    int mode;
 
     if (length_bytes > STAGING_BYTES_MAX)
         return -ENOMEM;
@@ -20,11 +27,7 @@ int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_by
     struct pcc_staging *staging = malloc(sizeof(*staging));
     if (staging == NULL)
         return -ENOMEM;
-    int error = pcc_client_gpu_enter(device, &mode);
-    if (error == 0) {
-        error = pcc_client_gpu_code(device, device->gpu.cuda->memory_alloc(&address, whole));
-        pcc_client_gpu_leave(device, mode);
-    }
+    const int error = memory_alloc(device, whole, &address);
     if (error != 0) {
         free(staging);
         return error;
@@ -66,21 +69,20 @@ void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *fi
 
 void pcc_client_staging_trim(struct pcc_client *client)
 {
-    int mode;
-
     PCC_LOCKED(&client->gpu_lock);
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_client_device *device = pcc_client_device(client, i);
-        if (device == NULL || device->staging == NULL || device->staging->next == NULL ||
-            pcc_client_gpu_enter(device, &mode) != 0)
+        if (device == NULL || device->staging == NULL || device->staging->next == NULL)
+            continue;
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error != 0)
             continue;
         pcc_client_staging_free(device->gpu.cuda, device->staging->next);
         device->staging->next = NULL;
-        pcc_client_gpu_leave(device, mode);
     }
 }
 
-/* With gpu_lock held, within enter/leave. */
+/* With gpu_lock held, within PCC_CLIENT_GPU. */
 static CUresult stage(struct pcc_client_device *device, CUstream stream,
                       const struct pcc_device_copy *copies, uint64_t copy_count, bool aside)
 {
@@ -105,7 +107,6 @@ int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream
                      const struct pcc_device_copy *copies, uint64_t copy_count, bool aside)
 {
     struct pcc_client_device *mine = pcc_client_device(client, device);
-    int mode;
 
     if (mine == NULL)
         return -EINVAL;
@@ -116,11 +117,9 @@ int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream
             copies[i].length_bytes > room - copies[i].staging_offset_bytes)
             return -EINVAL;
     }
-    int error = pcc_client_gpu_enter(mine, &mode);
-    if (error != 0)
-        return error;
-    error = pcc_client_gpu_code(
-        mine, stage(mine, (CUstream)(uintptr_t)stream, copies, copy_count, aside));
-    pcc_client_gpu_leave(mine, mode);
-    return error;
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error != 0)
+        return gpu.error;
+    return pcc_client_gpu_code(mine,
+                               stage(mine, (CUstream)(uintptr_t)stream, copies, copy_count, aside));
 }

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_futex.h"
 #include "base/pcc_guard.h"
 #include "client/pcc_client_private.h"
 
@@ -30,16 +29,17 @@ static bool same_allocation(struct plan *plan, const struct pcc_source *last,
                             const struct pcc_source *source)
 {
     struct pcc_client_device *device = pcc_client_device(plan->client, source->device);
-    int mode;
 
     if (last->range.address - plan->base >= plan->base_bytes) {
         plan->base_bytes = 0;
-        if (device == NULL || pcc_client_gpu_enter(device, &mode) != 0)
+        if (device == NULL)
+            return false;
+        PCC_CLIENT_GPU(gpu, device);
+        if (gpu.error != 0)
             return false;
         if (device->gpu.cuda->address_range(&plan->base, &plan->base_bytes, last->range.address) !=
             CUDA_SUCCESS)
             plan->base_bytes = 0;
-        pcc_client_gpu_leave(device, mode);
     }
     return source->range.address - plan->base < plan->base_bytes;
 }
@@ -189,7 +189,7 @@ static int devices_check(struct pcc_client *client, const struct pcc_job *job, u
         if (!job->devices[i].is_marked || is_pulled != ((pulled >> i & 1) != 0) ||
             is_pulled == ((pushed >> i & 1) != 0))
             return -EINVAL;
-        if (atomic_load_explicit(&client->devices[i].broken, memory_order_relaxed))
+        if (PCC_READ(&client->devices[i].broken))
             return -PCC_E_DEVICE;
     }
     return 0;
@@ -217,12 +217,11 @@ static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
-    if (atomic_load_explicit(&client->dead, memory_order_relaxed))
+    if (PCC_READ(&client->dead))
         return -ECONNRESET;
     if (job->snapshot != snapshot)
         return -ENOENT;
-    if (atomic_load_explicit(&job->state, memory_order_relaxed) != PCC_JOB_REQUESTED ||
-        !pcc_client_open_word(client, snapshot))
+    if (PCC_READ(&job->state) != PCC_JOB_REQUESTED || !pcc_client_open_word(client, snapshot))
         return 1;
     const int error = devices_check(client, job, plan->devices, from->pulled_devices);
     if (error != 0)
@@ -244,7 +243,7 @@ static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
     for (uint32_t i = 0; i < PCC_DEVICES; i++)
         job->devices[i].end_bytes = plan->device_end_bytes[i];
     request_write(client, job, from);
-    atomic_store_explicit(&job->state, PCC_JOB_SUBMITTED, memory_order_relaxed);
+    PCC_WRITE(&job->state, PCC_JOB_SUBMITTED);
     pcc_client_job_note(client, job);
     return 0;
 }

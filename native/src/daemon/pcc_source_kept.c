@@ -79,7 +79,7 @@ int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id)
 /* With the lock held. Index into the chunk table, -1 when the memory is not here. */
 static int64_t chunk_find(const struct pcc_tenant *tenant, const struct pcc_kept_piece *piece)
 {
-    const uint64_t id = atomic_load_explicit(&piece->segment, memory_order_acquire);
+    const uint64_t id = PCC_READ_ACQUIRE(&piece->segment);
 
     for (uint32_t i = 0; id != 0 && i < tenant->segment_count; i++) {
         const struct pcc_segment *memory = &tenant->segments[i].memory;

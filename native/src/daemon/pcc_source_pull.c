@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 /* Chunks of a checkpoint that is not durable yet are taken only when fewer than this many are under
@@ -62,7 +61,7 @@ static enum pcc_gpu_verdict may_go_on(struct pcc_tenant_part *part)
         _Atomic uint64_t *ready =
             &pcc_page_words(&tenant->view, save->snapshot, part->device)->ready;
         /* Acquire pairs with the stream's write, which is behind a fence for the whole system. */
-        part->ready = atomic_load_explicit(ready, memory_order_acquire) >= save->snapshot;
+        part->ready = PCC_READ_ACQUIRE(ready) >= save->snapshot;
     }
     return part->ready ? PCC_GPU_PIECE : PCC_GPU_NOTHING_NOW;
 }
@@ -234,7 +233,7 @@ static const struct pcc_gpu_calls calls = {
 static void device_done(struct pcc_tenant *tenant, uint64_t snapshot, uint32_t device)
 {
     _Atomic uint64_t *word = &pcc_page_words(&tenant->view, snapshot, device)->done;
-    uint64_t now = atomic_load_explicit(word, memory_order_relaxed);
+    uint64_t now = PCC_READ(word);
 
     for (uint32_t i = 0; now < snapshot && i < RAISE_TRIES_MAX; i++)
         /* Release: the copies, and the word that has become final, come before it. */

@@ -163,8 +163,7 @@ static void abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
 static bool is_quiet(const struct pcc_tenant *tenant)
 {
     /* Acquire pairs with the client's release. */
-    return tenant->granted_count == 0 ||
-           atomic_load_explicit(&tenant->view.page->quiet, memory_order_acquire) != 0 ||
+    return tenant->granted_count == 0 || PCC_READ_ACQUIRE(&tenant->view.page->quiet) != 0 ||
            pcc_process_ended(tenant->trainer_fd, DEATH_LIMIT_MS);
 }
 

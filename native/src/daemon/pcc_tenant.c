@@ -1,14 +1,10 @@
 /* A tenant's life: opening, volumes, the attached session. */
-#include "daemon/pcc_tenant.h"
-
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
@@ -214,7 +210,7 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
     tenant->pull.trainer = trainer;
-    atomic_store_explicit(&tenant->stopping, false, memory_order_relaxed);
+    PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);
 
@@ -265,7 +261,7 @@ static void session_end(struct pcc_tenant *tenant)
         }
     }
     /* Release pairs with the client's acquire. */
-    atomic_store_explicit(&tenant->view.page->ended, 1, memory_order_release);
+    PCC_WRITE_RELEASE(&tenant->view.page->ended, 1);
     pcc_tenant_wake_client(tenant);
     grants_forget(tenant);
     tenant->load.lent = 0;
@@ -279,7 +275,7 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
     PCC_LOCKED(&tenant->control);
     if (tenant->attached) {
         /* Release pairs with the drain thread's acquire. */
-        atomic_store_explicit(&tenant->stopping, true, memory_order_release);
+        PCC_WRITE_RELEASE(&tenant->stopping, true);
         pcc_bell_ring(&tenant->view.page->daemon_bell);
         (void)pthread_join(tenant->drain, NULL);
         pcc_tenant_load_stop(tenant);
@@ -301,8 +297,8 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         tenant->trainer_fd = -1;
 
         pcc_tenant_lock(tenant);
-        const struct pcc_event event = {.kind = PCC_EVENT_DETACHED, .session = tenant->session};
-        pcc_tenant_put(tenant, &event);
+        pcc_tenant_put(tenant,
+                       (struct pcc_event){.kind = PCC_EVENT_DETACHED, .session = tenant->session});
         pcc_tenant_unlock(tenant);
     }
 }

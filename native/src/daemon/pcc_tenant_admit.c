@@ -175,19 +175,17 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     save->session = tenant->session;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     /* Relaxed: the word's move publishes it. */
-    atomic_store_explicit(&entry->base, save->offered_bytes > 0 ? save->base : 0,
-                          memory_order_relaxed);
+    PCC_WRITE(&entry->base, save->offered_bytes > 0 ? save->base : 0);
     if (!pcc_word_move(entry, snapshot, PCC_WORD_REQUESTED, PCC_WORD_COPYING)) {
         save->silent = true;
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
         return -PCC_E_ABORTED;
     }
     pcc_tenant_outcome_moves(tenant, save, PCC_OUTCOME_COPYING);
-    const struct pcc_event event = {.kind = PCC_EVENT_BEGUN,
-                                    .session = tenant->session,
-                                    .id = snapshot,
-                                    .sequence = save->sequence};
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_BEGUN,
+                                              .session = tenant->session,
+                                              .id = snapshot,
+                                              .sequence = save->sequence});
     sources_want(tenant, save);
     pcc_tenant_wake_client(tenant);
     return 0;

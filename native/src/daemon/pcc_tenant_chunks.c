@@ -3,7 +3,6 @@
  * however large the table is: 512 GiB are 32,768 chunks of 16 MiB. */
 #include <sys/socket.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 struct pcc_tenant_save *pcc_tenant_save_of(struct pcc_tenant *tenant, uint64_t tag)

@@ -1,21 +1,17 @@
 /* The drain thread, which reads the client's messages (the ring to_daemon), and the callbacks of
  * the savers. Every message is checked against the tenant's own table before it has any effect. */
-#include <string.h>
 #include <unistd.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 #define IDLE_NS 1000000000u /* a peer that sets its bell back delays us by this much */
 #define EMPTY_WAKES_MAX 64u /* rung that often for nothing: look once per millisecond */
 #define EMPTY_WAKE_PAUSE_NS 1000000
 
-void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event)
+void pcc_tenant_put(struct pcc_tenant *tenant, struct pcc_event event)
 {
-    struct pcc_event full = *event;
-
-    full.tenant = tenant->spec.id;
-    pcc_events_put(tenant->events, &full);
+    event.tenant = tenant->spec.id;
+    pcc_events_put(tenant->events, &event);
 }
 
 void pcc_tenant_break(struct pcc_tenant *tenant)
@@ -23,9 +19,9 @@ void pcc_tenant_break(struct pcc_tenant *tenant)
     if (tenant->broken)
         return;
     tenant->broken = true;
-    const struct pcc_event event = {
-        .kind = PCC_EVENT_BAD_PEER, .error = -PCC_E_BAD_PEER, .session = tenant->session};
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_BAD_PEER,
+                                              .error = -PCC_E_BAD_PEER,
+                                              .session = tenant->session});
     (void)pthread_cond_broadcast(&tenant->chunk_back);
 }
 
@@ -46,7 +42,7 @@ void pcc_tenant_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
         return;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     /* The entry may have a younger snapshot by now; ids only grow. */
-    if (atomic_load_explicit(&entry->outcome, memory_order_relaxed) >> 8 > snapshot)
+    if (PCC_READ(&entry->outcome) >> 8 > snapshot)
         return;
     pcc_outcome_write(entry, snapshot, end->outcome, end->sequence, end->newer, &end->reason);
 }
@@ -61,10 +57,10 @@ void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant
 static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *save,
                        enum pcc_event_kind kind)
 {
-    const struct pcc_event event = {
-        .kind = kind, .session = save->session, .id = save->snapshot, .sequence = save->sequence};
-
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = kind,
+                                              .session = save->session,
+                                              .id = save->snapshot,
+                                              .sequence = save->sequence});
 }
 
 void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
@@ -307,7 +303,7 @@ void *pcc_tenant_drain_run(void *argument)
         const uint32_t rung = pcc_bell_read(bell);
         /* Acquire pairs with the release in detach. Read before the ring: what a dead trainer has
          * produced is taken before we stop. */
-        const bool stopping = atomic_load_explicit(&tenant->stopping, memory_order_acquire);
+        const bool stopping = PCC_READ_ACQUIRE(&tenant->stopping);
         bool moved = ring_drain(tenant) > 0;
         abort_abandoned(tenant);
         if (!stopping)
@@ -436,18 +432,17 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     if (!save->silent) {
         if (pcc_tenant_of_session(tenant, save))
             ended_outcome(tenant, save, result);
-        const struct pcc_event event = {.kind = kinds[result->end],
-                                        .error = result->error,
-                                        .session = save->session,
-                                        .id = save->snapshot,
-                                        .sequence = save->sequence,
-                                        .slot = result->slot,
-                                        .rehomed = result->rehomed,
-                                        .copied_bytes = result->copied_bytes,
-                                        .written_bytes = result->written_bytes,
-                                        .stage = result->stage,
-                                        .times = result->times};
-        pcc_tenant_put(tenant, &event);
+        pcc_tenant_put(tenant, (struct pcc_event){.kind = kinds[result->end],
+                                                  .error = result->error,
+                                                  .session = save->session,
+                                                  .id = save->snapshot,
+                                                  .sequence = save->sequence,
+                                                  .slot = result->slot,
+                                                  .rehomed = result->rehomed,
+                                                  .copied_bytes = result->copied_bytes,
+                                                  .written_bytes = result->written_bytes,
+                                                  .stage = result->stage,
+                                                  .times = result->times});
     }
     if (!save->copied) /* after the outcome: owners go on when the word is final */
         pcc_tenant_sources_abandon(tenant, save, save->sources);

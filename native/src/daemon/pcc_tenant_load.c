@@ -29,11 +29,6 @@ static bool over(const struct pcc_tenant *tenant)
     return load->stop || load->result != 0 || !tenant->attached || tenant->broken;
 }
 
-static void wait_for_chunk(struct pcc_tenant *tenant)
-{
-    (void)pthread_cond_wait(&tenant->chunk_back, &tenant->lock);
-}
-
 /* No piece is left to send; the load may still go back to one that is lent. */
 static bool all_sent(const struct pcc_tenant_load *load)
 {
@@ -46,7 +41,7 @@ static bool piece_next(struct pcc_tenant *tenant, struct piece *out)
     const uint64_t chunk_bytes = tenant->spec.chunk_bytes;
 
     while (!over(tenant) && load->lent > 0 && (all_sent(load) || load->lent >= lent_max(tenant)))
-        wait_for_chunk(tenant);
+        (void)pthread_cond_wait(&tenant->chunk_back, &tenant->lock);
     if (over(tenant) || all_sent(load))
         return false;
     uint64_t end = (load->next_bytes / chunk_bytes + 1) * chunk_bytes;
@@ -205,16 +200,15 @@ static int read_into(struct pcc_tenant *tenant, uint32_t index, const struct pie
 
 static int send_read(struct pcc_tenant *tenant, const struct piece *piece)
 {
-    int64_t found;
+    int64_t found = -1;
 
-    for (;;) {
+    while (found < 0) {
         if (over(tenant))
             return 0;
         /* With nothing lent there is nothing to wait for but saves: take their chunks, too. */
         found = pcc_tenant_pick(tenant, tenant->load.cached_as, tenant->load.lent > 0);
-        if (found >= 0)
-            break;
-        wait_for_chunk(tenant);
+        if (found < 0)
+            (void)pthread_cond_wait(&tenant->chunk_back, &tenant->lock);
     }
     const uint32_t index = (uint32_t)found;
     const bool careful = tenant->load.careful;
@@ -287,13 +281,12 @@ static void load_end(struct pcc_tenant *tenant, int error)
         if (pcc_tenant_push(tenant, &message) == 0)
             pcc_tenant_wake_client(tenant);
     }
-    const struct pcc_event event = {.kind = PCC_EVENT_LOAD_ENDED,
-                                    .error = load->result,
-                                    .session = load->session,
-                                    .id = load->id,
-                                    .sequence = load->sequence};
     load->active = false;
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_LOAD_ENDED,
+                                              .error = load->result,
+                                              .session = load->session,
+                                              .id = load->id,
+                                              .sequence = load->sequence});
     pcc_tenant_queue_look(tenant); /* it held a slot */
 }
 
@@ -315,25 +308,27 @@ static void leader_join(struct pcc_tenant *tenant)
     tenant->load.joinable = false;
 }
 
+static int load_refused(struct pcc_tenant *tenant)
+{
+    PCC_LOCKED(&tenant->lock);
+    if (!tenant->attached || tenant->broken)
+        return -ENOTCONN;
+    return tenant->load.active ? -EBUSY : 0;
+}
+
 int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool own,
                     uint64_t sequence, uint64_t offset_bytes, uint64_t length_bytes,
                     uint64_t load_id)
 {
+    struct pcc_tenant_load *load = &tenant->load;
     uint64_t end_bytes;
-    int error = 0;
 
     if (__builtin_add_overflow(offset_bytes, length_bytes, &end_bytes))
         return -EINVAL;
-    (void)pthread_mutex_lock(&tenant->control);
-    pcc_tenant_lock(tenant);
-    struct pcc_tenant_load *load = &tenant->load;
-    if (!tenant->attached || tenant->broken)
-        error = -ENOTCONN;
-    else if (load->active)
-        error = -EBUSY;
-    pcc_tenant_unlock(tenant);
+    PCC_LOCKED(&tenant->control);
+    int error = load_refused(tenant);
     if (error != 0)
-        goto out;
+        return error;
     leader_join(tenant); /* has put its last event: this does not wait */
 
     pcc_tenant_lock(tenant);
@@ -351,15 +346,11 @@ int pcc_tenant_load(struct pcc_tenant *tenant, struct pcc_volume *volume, bool o
     load->result = 0;
     pcc_tenant_unlock(tenant);
     error = pcc_thread_start(&load->leader, leader_run, tenant, "pcc-load");
-    if (error == 0) {
-        load->joinable = true;
-    } else {
-        pcc_tenant_lock(tenant);
+    load->joinable = error == 0;
+    if (error != 0) {
+        PCC_LOCKED(&tenant->lock);
         load->active = false;
-        pcc_tenant_unlock(tenant);
     }
-out:
-    (void)pthread_mutex_unlock(&tenant->control);
     return error;
 }
 

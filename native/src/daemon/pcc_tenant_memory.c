@@ -1,9 +1,7 @@
 /* A tenant's memory: segments taken from the pool, pinned for GPUs, given back, and what chunks
  * hold. */
-#include <stdlib.h>
 #include <time.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh)
@@ -47,6 +45,64 @@ static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
     return chunks * chunk_bytes;
 }
 
+/* -- pinned for the copies of a GPU --
+ *
+ * For as long as the trainer's memory is mapped, and some time after it. The driver is called
+ * without the tenant's lock. */
+
+/* Registering memory takes locks of the driver that all processes of the node share. So there is a
+ * pause for the others between two pieces of a large pool. */
+#define PIN_PAUSE_NS 5000000
+
+void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
+{
+    if (gpu != NULL)
+        pcc_gpu_hold(gpu);
+    if (tenant->pull.pinner != NULL)
+        pcc_gpu_put(tenant->pull.pinner);
+    tenant->pull.pinner = gpu;
+}
+
+/* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
+static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+{
+    struct pcc_gpu *gpu = tenant->pull.pinner;
+
+    /* Nothing is pulled with a lost GPU; memory for push does not depend on it. */
+    if (segment->pinned_by != NULL || gpu == NULL || pcc_gpu_is_lost(gpu))
+        return 0;
+    const int error = pcc_gpu_pin_host(gpu, segment->memory.bytes, segment->memory.length_bytes);
+    if (error != 0)
+        return error;
+    pcc_gpu_hold(gpu);
+    pcc_tenant_lock(tenant);
+    segment->pinned_by = gpu;
+    tenant->pull.pinned_bytes += segment->memory.length_bytes;
+    pcc_tenant_unlock(tenant);
+    (void)nanosleep(&(struct timespec){.tv_nsec = PIN_PAUSE_NS}, NULL);
+    return 0;
+}
+
+/* With growing held, and nothing under way into it. False: the driver still has it registered. */
+static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+{
+    struct pcc_gpu *gpu = segment->pinned_by;
+    const struct pcc_segment *memory = &segment->memory;
+
+    if (gpu == NULL)
+        return true;
+    if (pcc_gpu_unpin_host(gpu, memory->bytes, memory->length_bytes) != 0)
+        return false;
+    pcc_tenant_lock(tenant);
+    segment->pinned_by = NULL;
+    tenant->pull.pinned_bytes -= memory->length_bytes;
+    pcc_tenant_unlock(tenant);
+    pcc_gpu_put(gpu);
+    return true;
+}
+
+/* -- growing -- */
+
 /* With growing held: the driver does not pin. Push does not need pinned memory, so the memory is
  * used. Pull ends: the next exposure pins first, and is refused with the reason. */
 static void pull_stop(struct pcc_tenant *tenant)
@@ -58,9 +114,6 @@ static void pull_stop(struct pcc_tenant *tenant)
     if (tenant->attached)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
 }
-
-/* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
-static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
 
 /* With growing held. Pinned for the GPU that reads into it, if there is one. */
 static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
@@ -158,60 +211,7 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
     };
 }
 
-/* -- pinned for the copies of a GPU --
- *
- * For as long as the trainer's memory is mapped, and some time after it. The driver is called
- * without the tenant's lock. */
-
-/* Registering memory takes locks of the driver that all processes of the node share. So there is a
- * pause for the others between two pieces of a large pool. */
-#define PIN_PAUSE_NS 5000000
-
-void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
-{
-    if (gpu != NULL)
-        pcc_gpu_hold(gpu);
-    if (tenant->pull.pinner != NULL)
-        pcc_gpu_put(tenant->pull.pinner);
-    tenant->pull.pinner = gpu;
-}
-
-static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
-{
-    struct pcc_gpu *gpu = tenant->pull.pinner;
-
-    /* Nothing is pulled with a lost GPU; memory for push does not depend on it. */
-    if (segment->pinned_by != NULL || gpu == NULL || pcc_gpu_is_lost(gpu))
-        return 0;
-    const int error = pcc_gpu_pin_host(gpu, segment->memory.bytes, segment->memory.length_bytes);
-    if (error != 0)
-        return error;
-    pcc_gpu_hold(gpu);
-    pcc_tenant_lock(tenant);
-    segment->pinned_by = gpu;
-    tenant->pull.pinned_bytes += segment->memory.length_bytes;
-    pcc_tenant_unlock(tenant);
-    (void)nanosleep(&(struct timespec){.tv_nsec = PIN_PAUSE_NS}, NULL);
-    return 0;
-}
-
-/* With growing held, and nothing under way into it. False: the driver still has it registered. */
-static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
-{
-    struct pcc_gpu *gpu = segment->pinned_by;
-    const struct pcc_segment *memory = &segment->memory;
-
-    if (gpu == NULL)
-        return true;
-    if (pcc_gpu_unpin_host(gpu, memory->bytes, memory->length_bytes) != 0)
-        return false;
-    pcc_tenant_lock(tenant);
-    segment->pinned_by = NULL;
-    tenant->pull.pinned_bytes -= memory->length_bytes;
-    pcc_tenant_unlock(tenant);
-    pcc_gpu_put(gpu);
-    return true;
-}
+/* -- giving back, and unpinning -- */
 
 void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
 {

@@ -8,6 +8,7 @@
 #ifndef PCC_TENANT_PRIVATE_H
 #define PCC_TENANT_PRIVATE_H
 
+#include "base/pcc_futex.h"
 #include "base/pcc_process.h"
 #include "base/pcc_thread.h"
 #include "daemon/pcc_source.h"
@@ -302,7 +303,7 @@ void pcc_tenant_outcome_moves(struct pcc_tenant *tenant, const struct pcc_tenant
 void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                                 struct pcc_source sources[PCC_SOURCES]);
 void pcc_tenant_break(struct pcc_tenant *tenant); /* the BAD_PEER event, once */
-void pcc_tenant_put(struct pcc_tenant *tenant, const struct pcc_event *event);
+void pcc_tenant_put(struct pcc_tenant *tenant, struct pcc_event event);
 /* The chunk is filled and handed over. */
 void pcc_tenant_chunk_to_save(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                               uint32_t index, uint64_t offset_bytes, uint32_t length_bytes,

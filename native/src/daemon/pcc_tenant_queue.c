@@ -7,7 +7,6 @@
  * checkpoint of several ranks, and what to do when nothing frees a slot by itself. */
 #include <string.h>
 
-#include "base/pcc_futex.h"
 #include "daemon/pcc_tenant_private.h"
 
 /* A request is taken when the loop has noted all but so many of those before it, so that the events
@@ -87,10 +86,9 @@ static void make_plausible(struct pcc_request *request)
 
 static void put(struct pcc_tenant *tenant, enum pcc_event_kind kind, uint64_t snapshot, int error)
 {
-    const struct pcc_event event = {
-        .kind = kind, .session = tenant->session, .id = snapshot, .error = error};
-
-    pcc_tenant_put(tenant, &event);
+    pcc_tenant_put(tenant,
+                   (struct pcc_event){
+                       .kind = kind, .session = tenant->session, .id = snapshot, .error = error});
 }
 
 /* The word, if the client has not abandoned the snapshot, and the outcome. */
@@ -116,55 +114,6 @@ static void enter(struct pcc_tenant *tenant, const struct pcc_request *request)
     PCC_ASSERT(queue->count < PCC_SNAPSHOTS); /* the caller has looked */
     queue->waits[queue->count++] = (struct pcc_tenant_wait){.request = *request};
     queue->look = queue->look || queue->count == 1;
-}
-
-static void drop_abandoned(struct pcc_tenant *tenant);
-
-int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message)
-{
-    struct pcc_tenant_queue *queue = &tenant->queue;
-    const uint64_t snapshot = message->id;
-
-    if (snapshot <= queue->newest || snapshot >> 56 != 0)
-        return -PCC_E_BAD_PEER;
-    if (queue->unnoted >= UNNOTED_MAX &&
-        !atomic_load_explicit(&tenant->stopping, memory_order_relaxed)) {
-        queue->crowded = true; /* taken again when the loop has noted some */
-        queue->message = *message;
-        return 0;
-    }
-    queue->newest = snapshot;
-    struct pcc_request request = *pcc_page_request(&tenant->view, snapshot);
-    /* Its entry may be another one's by now, because it was abandoned, and the block may have
-     * changed under the copy: the word, read afterwards, tells. */
-    atomic_thread_fence(memory_order_acquire);
-    const uint64_t word = pcc_page_word(&tenant->view, snapshot);
-    if (word >> 8 > snapshot)
-        return 0;
-    if (request.snapshot != snapshot || (word != pcc_word(snapshot, PCC_WORD_REQUESTED) &&
-                                         word != pcc_word(snapshot, PCC_WORD_ABANDONED)))
-        return -PCC_E_BAD_PEER;
-    drop_abandoned(tenant);
-    if (queue->count == PCC_SNAPSHOTS) /* no honest client's word says an earlier snapshot again */
-        return -PCC_E_BAD_PEER;
-    make_plausible(&request);
-    const struct pcc_reason fault = fault_of(&request);
-    const bool is_bad = fault.cause != PCC_CAUSE_CODE;
-    const struct pcc_event event = {
-        .kind = PCC_EVENT_REQUESTED,
-        .error = is_bad ? -EINVAL : 0,
-        .session = tenant->session,
-        .id = snapshot,
-        .requested = {.request = request, .fault = fault, .taken_ns = pcc_now_ns()}};
-    queue->unnoted++;
-    pcc_tenant_put(tenant, &event);
-    if (is_bad) {
-        refuse_word(tenant, snapshot,
-                    &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED, .reason = fault});
-        return 0;
-    }
-    enter(tenant, &request);
-    return 0;
 }
 
 /* -- leaving -- */
@@ -217,6 +166,53 @@ static void drop_abandoned(struct pcc_tenant *tenant)
         if (pcc_page_word(&tenant->view, snapshot) != pcc_word(snapshot, PCC_WORD_REQUESTED))
             end(tenant, i - 1, -PCC_E_ABORTED);
     }
+}
+
+/* -- entering -- */
+
+int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    struct pcc_tenant_queue *queue = &tenant->queue;
+    const uint64_t snapshot = message->id;
+
+    if (snapshot <= queue->newest || snapshot >> 56 != 0)
+        return -PCC_E_BAD_PEER;
+    if (queue->unnoted >= UNNOTED_MAX && !PCC_READ(&tenant->stopping)) {
+        queue->crowded = true; /* taken again when the loop has noted some */
+        queue->message = *message;
+        return 0;
+    }
+    queue->newest = snapshot;
+    struct pcc_request request = *pcc_page_request(&tenant->view, snapshot);
+    /* Its entry may be another one's by now, because it was abandoned, and the block may have
+     * changed under the copy: the word, read afterwards, tells. */
+    atomic_thread_fence(memory_order_acquire);
+    const uint64_t word = pcc_page_word(&tenant->view, snapshot);
+    if (word >> 8 > snapshot)
+        return 0;
+    if (request.snapshot != snapshot || (word != pcc_word(snapshot, PCC_WORD_REQUESTED) &&
+                                         word != pcc_word(snapshot, PCC_WORD_ABANDONED)))
+        return -PCC_E_BAD_PEER;
+    drop_abandoned(tenant);
+    if (queue->count == PCC_SNAPSHOTS) /* no honest client's word says an earlier snapshot again */
+        return -PCC_E_BAD_PEER;
+    make_plausible(&request);
+    const struct pcc_reason fault = fault_of(&request);
+    const bool is_bad = fault.cause != PCC_CAUSE_CODE;
+    queue->unnoted++;
+    pcc_tenant_put(
+        tenant, (struct pcc_event){
+                    .kind = PCC_EVENT_REQUESTED,
+                    .error = is_bad ? -EINVAL : 0,
+                    .session = tenant->session,
+                    .id = snapshot,
+                    .requested = {.request = request, .fault = fault, .taken_ns = pcc_now_ns()}});
+    if (is_bad)
+        refuse_word(tenant, snapshot,
+                    &(struct pcc_tenant_end){.outcome = PCC_OUTCOME_FAILED, .reason = fault});
+    else
+        enter(tenant, &request);
+    return 0;
 }
 
 void pcc_tenant_queue_end(struct pcc_tenant *tenant)

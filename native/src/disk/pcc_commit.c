@@ -161,7 +161,7 @@ static int write_replica(struct pcc_volume *volume, uint32_t replica)
         result = pcc_volume_in_place(volume);
     if (result != 0)
         /* Release: pairs with the acquire in pcc_volume_stopped(). */
-        atomic_store_explicit(&volume->stopped, true, memory_order_release);
+        PCC_WRITE_RELEASE(&volume->stopped, true);
     return result;
 }
 
@@ -174,7 +174,7 @@ static void prepare(struct pcc_volume *volume)
     next->record_number = volume->durable.record_number + 1;
     next->previous_hash = pcc_hash_bytes(&volume->durable, sizeof volume->durable);
     /* Sequences that were given out but never published are passed over as well. */
-    next->next_sequence = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
+    next->next_sequence = PCC_READ(&volume->next_sequence);
 }
 
 /* With `lock` held: the newest durable sequence without a damage flag, neither on the media nor
@@ -194,12 +194,12 @@ void pcc_commit_superseding(struct pcc_volume *volume)
     const uint64_t sequence =
         pcc_commit_is_grouped(&volume->durable) ? volume->group.newest : newest_sound(volume);
     /* Release: pairs with the acquire in pcc_volume_superseding(). */
-    atomic_store_explicit(&volume->superseding, sequence, memory_order_release);
+    PCC_WRITE_RELEASE(&volume->superseding, sequence);
 }
 
 int pcc_commit_staged(struct pcc_volume *volume, void (*on_durable)(void *context), void *context)
 {
-    if (atomic_load_explicit(&volume->stopped, memory_order_acquire))
+    if (PCC_READ_ACQUIRE(&volume->stopped))
         return -PCC_E_STOPPED;
     prepare(volume);
     int result = write_replica(volume, 0);

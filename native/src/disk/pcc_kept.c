@@ -19,13 +19,13 @@ static inline void pcc_kept_stored(void)
 /* Releases: what stands before one in the program is in memory when it is. */
 static void store64(_Atomic uint64_t *to, uint64_t value)
 {
-    atomic_store_explicit(to, value, memory_order_release);
+    PCC_WRITE_RELEASE(to, value);
     pcc_kept_stored();
 }
 
 static void store32(_Atomic uint32_t *to, uint32_t value)
 {
-    atomic_store_explicit(to, value, memory_order_release);
+    PCC_WRITE_RELEASE(to, value);
     pcc_kept_stored();
 }
 
@@ -124,7 +124,7 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place)
 {
     const struct pcc_kept_save *save = pcc_kept_save(kept, place);
     const struct pcc_slot_entry *entry = &save->entry;
-    const uint64_t commit = atomic_load_explicit(&save->commit, memory_order_acquire);
+    const uint64_t commit = PCC_READ_ACQUIRE(&save->commit);
     const uint64_t room = pcc_kept_header(kept)->slot_stride_bytes;
 
     return commit != 0 && commit == entry->sequence && entry->state == PCC_SLOT_DURABLE &&

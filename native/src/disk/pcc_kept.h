@@ -34,8 +34,6 @@
 #ifndef PCC_KEPT_H
 #define PCC_KEPT_H
 
-#include <stdatomic.h>
-
 #include "disk/pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */

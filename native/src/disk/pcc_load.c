@@ -1,6 +1,5 @@
 #include "disk/pcc_load.h"
 
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -258,7 +257,7 @@ static void *stream_run(void *argument)
 
     if (!buffer)
         stream_fail(stream, -ENOMEM);
-    while (atomic_load_explicit(&stream->result, memory_order_relaxed) == 0) {
+    while (PCC_READ(&stream->result) == 0) {
         const uint64_t chunk =
             atomic_fetch_add_explicit(&stream->next_chunk, 1, memory_order_relaxed);
         if (chunk >= pcc_ceil_div(stream->end_bytes, stream->chunk_bytes))
@@ -289,7 +288,7 @@ int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t lengt
     atomic_init(&stream.next_chunk, offset_bytes / chunk_bytes);
     atomic_init(&stream.result, 0);
     pcc_threads_run(threads, stream_run, &stream, "pcc-load");
-    return atomic_load_explicit(&stream.result, memory_order_relaxed);
+    return PCC_READ(&stream.result);
 }
 
 uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes)

@@ -1,6 +1,4 @@
 /* What owners of chunks call, on any thread. */
-#include "disk/pcc_save.h"
-
 #include <string.h>
 
 #include "disk/pcc_save_private.h"
@@ -23,8 +21,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->has_base = base != NULL;
     if (base != NULL)
         save->base = *base;
-    save->flush_failures =
-        atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
+    save->flush_failures = PCC_READ(&save->lane->saver->flush_failures);
     save->times.begin = pcc_now_ns();
     save->active = true;
 }

@@ -1,17 +1,15 @@
 /* Continues the saves of a daemon that was killed, from the state memfd (pcc_kept.h). */
-#include <string.h>
 
 #include "disk/pcc_save_private.h"
-#include "io/pcc_pace.h"
 
 static bool has(const struct pcc_kept_piece *piece, uint32_t flag)
 {
-    return (atomic_load_explicit(&piece->flags, memory_order_acquire) & flag) != 0;
+    return (PCC_READ_ACQUIRE(&piece->flags) & flag) != 0;
 }
 
 static bool in_dram(const struct pcc_kept_piece *piece)
 {
-    return atomic_load_explicit(&piece->segment, memory_order_acquire) != 0;
+    return PCC_READ_ACQUIRE(&piece->segment) != 0;
 }
 
 /* Whether every piece is somewhere, and whether some are in the old slot only, or in the base. */
@@ -37,7 +35,7 @@ static int slot_take(struct pcc_saver *saver, uint32_t place, bool needs_slot, u
 {
     const struct pcc_kept *kept = saver->spec.kept;
 
-    *out = atomic_load_explicit(&pcc_kept_save(kept, place)->slot, memory_order_acquire);
+    *out = PCC_READ_ACQUIRE(&pcc_kept_save(kept, place)->slot);
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
     if (pcc_volume_take_slot_again(saver->volume, *out))
@@ -50,8 +48,7 @@ static int places_take(struct pcc_saver *saver, uint32_t place, uint32_t piece_c
                        uint32_t *slot_out, struct pcc_base *base_out, bool *has_base_out)
 {
     const struct pcc_kept *kept = saver->spec.kept;
-    const uint64_t base_sequence =
-        atomic_load_explicit(&pcc_kept_save(kept, place)->base_sequence, memory_order_acquire);
+    const uint64_t base_sequence = PCC_READ_ACQUIRE(&pcc_kept_save(kept, place)->base_sequence);
     bool needs_slot, needs_base;
 
     if (!is_whole(kept, place, piece_count, &needs_slot, &needs_base))
@@ -100,8 +97,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
         !pcc_kept_is_copied(kept, place))
         return -ENOENT;
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
-    const uint64_t base_sequence =
-        atomic_load_explicit(&found->base_sequence, memory_order_acquire);
+    const uint64_t base_sequence = PCC_READ_ACQUIRE(&found->base_sequence);
     if (!pcc_geometry_fits(&saver->geometry, found->entry.payload_bytes, base_sequence != 0))
         return -PCC_E_TOO_LARGE;
     (void)pcc_volume_take_sequence(saver->volume,
@@ -118,7 +114,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
         pcc_save_leave(save);
         return error;
     }
-    if (slot != atomic_load_explicit(&found->slot, memory_order_relaxed))
+    if (slot != PCC_READ(&found->slot))
         pcc_kept_moved(kept, place, slot, pieces);
     pcc_kept_base(kept, place, has_base ? base.entry.sequence : 0);
     save_fill(save, found, tag, slot, has_base ? &base : NULL);

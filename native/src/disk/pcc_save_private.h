@@ -17,8 +17,6 @@
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
 
-#include <stdatomic.h>
-
 #include "base/pcc_thread.h"
 #include "disk/pcc_save.h"
 

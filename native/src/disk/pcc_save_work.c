@@ -356,8 +356,7 @@ static void flush(struct pcc_save *save)
     struct pcc_saver *saver = save->lane->saver;
 
     (void)pthread_mutex_lock(&saver->flushing);
-    const bool doubtful =
-        atomic_load_explicit(&saver->flush_failures, memory_order_relaxed) != save->flush_failures;
+    const bool doubtful = PCC_READ(&saver->flush_failures) != save->flush_failures;
     const int result = doubtful ? 0 : pcc_io_flush(pcc_volume_io(saver->volume));
     if (result != 0)
         (void)atomic_fetch_add_explicit(&saver->flush_failures, 1, memory_order_relaxed);
@@ -476,8 +475,7 @@ static void move(struct pcc_save *save)
     save->stage = PCC_STAGE_NONE;
     save->last_step = PCC_SAVE_STEP_NONE;
     save->written = 0;
-    save->flush_failures =
-        atomic_load_explicit(&save->lane->saver->flush_failures, memory_order_relaxed);
+    save->flush_failures = PCC_READ(&save->lane->saver->flush_failures);
     for (uint32_t i = 0; i < save->piece_count; i++)
         if (save->pieces[i].state != PCC_SAVE_CHUNK_ABSENT)
             pcc_save_queue_piece(save, i);

@@ -1,5 +1,3 @@
-#include "disk/pcc_volume.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -107,7 +105,7 @@ uint32_t pcc_volume_free_slots(struct pcc_volume *volume)
 bool pcc_volume_stopped(struct pcc_volume *volume)
 {
     /* Acquire: pairs with the release where a record write failed. */
-    return atomic_load_explicit(&volume->stopped, memory_order_acquire);
+    return PCC_READ_ACQUIRE(&volume->stopped);
 }
 
 int pcc_volume_in_place(const struct pcc_volume *volume)
@@ -118,13 +116,13 @@ int pcc_volume_in_place(const struct pcc_volume *volume)
 uint64_t pcc_volume_superseding(struct pcc_volume *volume)
 {
     /* Acquire: pairs with the release in pcc_commit_superseding(). */
-    return atomic_load_explicit(&volume->superseding, memory_order_acquire);
+    return PCC_READ_ACQUIRE(&volume->superseding);
 }
 
 bool pcc_volume_gives_up(struct pcc_volume *volume, uint64_t sequence)
 {
     /* Relaxed: a save that misses a new list looks again before its record. */
-    if (atomic_load_explicit(&volume->given_up_count, memory_order_relaxed) == 0)
+    if (PCC_READ(&volume->given_up_count) == 0)
         return false;
     PCC_LOCKED(&volume->lock);
     return pcc_commit_gives_up(&volume->group, sequence);
@@ -262,7 +260,7 @@ int pcc_volume_set_group(struct pcc_volume *volume, const struct pcc_volume_grou
     PCC_LOCKED(&volume->lock);
     volume->group = *group;
     pcc_commit_superseding(volume);
-    atomic_store_explicit(&volume->given_up_count, group->given_up_count, memory_order_relaxed);
+    PCC_WRITE(&volume->given_up_count, group->given_up_count);
     return 0;
 }
 
@@ -348,7 +346,7 @@ int pcc_volume_recycle(struct pcc_volume *volume)
 
 uint64_t pcc_volume_take_sequence(struct pcc_volume *volume, uint64_t wanted)
 {
-    uint64_t next = atomic_load_explicit(&volume->next_sequence, memory_order_relaxed);
+    uint64_t next = PCC_READ(&volume->next_sequence);
     uint64_t taken;
 
     do {

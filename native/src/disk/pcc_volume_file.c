@@ -11,7 +11,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "disk/pcc_volume.h"
 #include "disk/pcc_volume_private.h"
 
 #define LOCK_TRIES 10

@@ -6,8 +6,6 @@
 #ifndef PCC_VOLUME_PRIVATE_H
 #define PCC_VOLUME_PRIVATE_H
 
-#include <stdatomic.h>
-
 #include "base/pcc_thread.h"
 #include "disk/pcc_named_file.h"
 #include "disk/pcc_volume.h"

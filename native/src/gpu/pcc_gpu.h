@@ -7,7 +7,6 @@
 #define PCC_GPU_H
 
 #include <pthread.h>
-#include <stdatomic.h>
 
 #include "gpu/pcc_cuda.h"
 #include "gpu/pcc_gpus.h"
@@ -136,12 +135,12 @@ PCC_MUST_CHECK int pcc_gpu_pin_host(struct pcc_gpu *gpu, void *bytes, uint64_t l
 static inline bool pcc_gpu_is_lost(const struct pcc_gpu *gpu)
 {
     /* Acquire pairs with pcc_gpu_lose. */
-    return atomic_load_explicit(&gpu->lost, memory_order_acquire);
+    return PCC_READ_ACQUIRE(&gpu->lost);
 }
 
 static inline void pcc_gpu_lose(struct pcc_gpu *gpu)
 {
-    atomic_store_explicit(&gpu->lost, true, memory_order_release);
+    PCC_WRITE_RELEASE(&gpu->lost, true);
 }
 
 /* -- pcc_gpus_copier.c -- */

@@ -192,9 +192,9 @@ uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t
         struct pcc_gpu_info *info = &out[i];
         *info = (struct pcc_gpu_info){
             .lost = pcc_gpu_is_lost(gpu),
-            .copied_bytes = atomic_load_explicit(&gpu->copied_bytes, memory_order_relaxed),
-            .copies = atomic_load_explicit(&gpu->copies, memory_order_relaxed),
-            .failures = atomic_load_explicit(&gpu->failures, memory_order_relaxed),
+            .copied_bytes = PCC_READ(&gpu->copied_bytes),
+            .copies = PCC_READ(&gpu->copies),
+            .failures = PCC_READ(&gpu->failures),
         };
         memcpy(info->uuid, &gpu->uuid, sizeof(info->uuid));
         memcpy(info->name, gpu->name, sizeof(info->name));

@@ -3,7 +3,6 @@
  *
  * Places in the queue are counted in bytes, not in time: a transfer takes the place at the end, and
  * may start when the bucket, which fills at the present rate, has reached that place. */
-#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "base/pcc_thread.h"
@@ -32,7 +31,7 @@ static struct throttle_io *self_of(struct pcc_io *io)
 static uint64_t rate_of(const struct throttle_io *self)
 {
     /* Relaxed: a transfer that begins beside a change may count as before it. */
-    return atomic_load_explicit(&self->bytes_per_second, memory_order_relaxed);
+    return PCC_READ(&self->bytes_per_second);
 }
 
 /* With the lock held: how far the bucket is at a time, in bytes of the line. */
@@ -144,7 +143,7 @@ void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second)
     self->since_ns = now_ns;
     if (rate_of(self) == 0)
         self->line_end = self->filled; /* the threads that wait in it go on */
-    atomic_store_explicit(&self->bytes_per_second, bytes_per_second, memory_order_relaxed);
+    PCC_WRITE(&self->bytes_per_second, bytes_per_second);
     (void)pthread_cond_broadcast(&self->changed);
 }
 

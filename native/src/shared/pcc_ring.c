@@ -109,17 +109,16 @@ void pcc_outcome_write(struct pcc_snapshot *entry, uint64_t snapshot, enum pcc_o
     const struct pcc_reason why = reason != NULL ? *reason : (struct pcc_reason){0};
     const uint64_t word = pcc_word(snapshot, outcome);
 
-    atomic_store_explicit(&entry->explained, 0, memory_order_relaxed);
+    PCC_WRITE(&entry->explained, 0);
     /* Release: a reader that sees a part of this reason sees that `explained` has changed. */
-    atomic_store_explicit(
-        &entry->reason, (uint64_t)why.cause << 48 | (uint64_t)why.stage << 32 | (uint32_t)why.error,
-        memory_order_release);
-    atomic_store_explicit(&entry->argument, why.argument, memory_order_release);
-    atomic_store_explicit(&entry->sequence, sequence, memory_order_relaxed);
-    atomic_store_explicit(&entry->newer, newer, memory_order_relaxed);
-    atomic_store_explicit(&entry->explained, word, memory_order_release);
+    PCC_WRITE_RELEASE(&entry->reason,
+                      (uint64_t)why.cause << 48 | (uint64_t)why.stage << 32 | (uint32_t)why.error);
+    PCC_WRITE_RELEASE(&entry->argument, why.argument);
+    PCC_WRITE(&entry->sequence, sequence);
+    PCC_WRITE(&entry->newer, newer);
+    PCC_WRITE_RELEASE(&entry->explained, word);
     /* Release: pairs with the client's acquire of outcome; the sequences are seen with it. */
-    atomic_store_explicit(&entry->outcome, word, memory_order_release);
+    PCC_WRITE_RELEASE(&entry->outcome, word);
 }
 
 enum pcc_outcome pcc_outcome_read(const struct pcc_snapshot *entry, uint64_t snapshot,
@@ -129,17 +128,16 @@ enum pcc_outcome pcc_outcome_read(const struct pcc_snapshot *entry, uint64_t sna
 
     for (uint32_t i = 0; i < REASON_TRIES_MAX; i++) {
         /* Acquire pairs with the daemon's release: the sequence is seen with it. */
-        outcome = atomic_load_explicit(&entry->outcome, memory_order_acquire);
-        const bool before =
-            atomic_load_explicit(&entry->explained, memory_order_acquire) == outcome;
-        const uint64_t why = atomic_load_explicit(&entry->reason, memory_order_acquire);
-        const uint64_t argument = atomic_load_explicit(&entry->argument, memory_order_acquire);
+        outcome = PCC_READ_ACQUIRE(&entry->outcome);
+        const bool before = PCC_READ_ACQUIRE(&entry->explained) == outcome;
+        const uint64_t why = PCC_READ_ACQUIRE(&entry->reason);
+        const uint64_t argument = PCC_READ_ACQUIRE(&entry->argument);
         *reason = (struct pcc_reason){.cause = (uint16_t)(why >> 48),
                                       .stage = (uint16_t)(why >> 32),
                                       .error = (int32_t)(uint32_t)why,
                                       .argument = argument};
         /* Relaxed: comes after the acquires above. */
-        if (before && atomic_load_explicit(&entry->explained, memory_order_relaxed) == outcome)
+        if (before && PCC_READ(&entry->explained) == outcome)
             break;
         *reason = (struct pcc_reason){0};
     }
@@ -152,7 +150,7 @@ enum pcc_outcome pcc_outcome_read(const struct pcc_snapshot *entry, uint64_t sna
 int pcc_ring_push(struct pcc_ring *ring, const struct pcc_message *message)
 {
     /* Acquire pairs with the consumer's release of head: it has copied out what we overwrite. */
-    const uint32_t head = atomic_load_explicit(&ring->index->head, memory_order_acquire);
+    const uint32_t head = PCC_READ_ACQUIRE(&ring->index->head);
     const uint32_t used = ring->own - head;
 
     if (used > ring->capacity)
@@ -162,19 +160,19 @@ int pcc_ring_push(struct pcc_ring *ring, const struct pcc_message *message)
     memcpy(&ring->messages[ring->own & (ring->capacity - 1)], message, sizeof(*message));
     ring->own++;
     /* Release pairs with the consumer's acquire of tail: message and chunk are seen whole. */
-    atomic_store_explicit(&ring->index->tail, ring->own, memory_order_release);
+    PCC_WRITE_RELEASE(&ring->index->tail, ring->own);
     return 0;
 }
 
 uint32_t pcc_ring_used(const struct pcc_ring *ring)
 {
-    return ring->own - atomic_load_explicit(&ring->index->head, memory_order_relaxed);
+    return ring->own - PCC_READ(&ring->index->head);
 }
 
 int pcc_ring_pop(struct pcc_ring *ring, struct pcc_message *out)
 {
     /* Acquire pairs with the producer's release of tail. */
-    const uint32_t tail = atomic_load_explicit(&ring->index->tail, memory_order_acquire);
+    const uint32_t tail = PCC_READ_ACQUIRE(&ring->index->tail);
     const uint32_t used = tail - ring->own;
 
     if (used == 0)
@@ -186,6 +184,6 @@ int pcc_ring_pop(struct pcc_ring *ring, struct pcc_message *out)
     atomic_signal_fence(memory_order_seq_cst);
     ring->own++;
     /* Release pairs with the producer's acquire of head: the entry may be overwritten now. */
-    atomic_store_explicit(&ring->index->head, ring->own, memory_order_release);
+    PCC_WRITE_RELEASE(&ring->index->head, ring->own);
     return 1;
 }

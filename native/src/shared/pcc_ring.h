@@ -60,7 +60,7 @@ static inline struct pcc_snapshot *pcc_page_snapshot(const struct pcc_page_view 
 /* The word of a snapshot. Acquire pairs with the other side's moves. */
 static inline uint64_t pcc_page_word(const struct pcc_page_view *view, uint64_t snapshot)
 {
-    return atomic_load_explicit(&pcc_page_snapshot(view, snapshot)->word, memory_order_acquire);
+    return PCC_READ_ACQUIRE(&pcc_page_snapshot(view, snapshot)->word);
 }
 
 /* The daemon: a new outcome of the snapshot, with its sequences and its reason (NULL: there is

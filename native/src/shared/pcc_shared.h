@@ -16,8 +16,6 @@
 #ifndef PCC_SHARED_H
 #define PCC_SHARED_H
 
-#include <stdatomic.h>
-
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */

@@ -21,7 +21,7 @@ from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Starts
 from pccheckd.tenancy.group import Requested
-from tests.support.jobs import CONFIG, Tenant, owner
+from tests.support.jobs import CONFIG, Tenant, arrival, owner
 
 # -- numbers ------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Player:
         self.got: dict[int, State] = {}
         self.saved: list[int] = []  # by each save of the programme: its sequence; 0: none
         self.owner = owner(rank, world=world)
-        job.join(rank, self.owner, launch="", was=0)
+        job.join(arrival(rank, self.owner, launch="", was=0))
         job.tenants[rank].owner = self.owner
 
     def save(self) -> None:

@@ -42,7 +42,7 @@ from pccheck.job.naming import Identity, identify
 from pccheck.job.origin import Origin, require_same
 from pccheck.options import check_step
 from pccheck.restoring.inplace import Placement
-from pccheck.restoring.reading import ask_open
+from pccheck.restoring.reading import Found, ask_open
 from pccheck.saving.failures import Failures
 from pccheck.saving.handle import Checkpoint
 from pccheck.state.attaching import Values, checked
@@ -209,9 +209,10 @@ def copied(thing: object) -> None:
 
 
 def elsewhere(kit: Kit) -> None:
-    ended, connection = InFlight(5), FakeConnection()
+    connection: Any = FakeConnection()
     connection.native.request(0)
-    fail_moved(ended, connection, Moved("model.weight", ""))  # type: ignore[arg-type]
+    ended = InFlight(5, connection, 0)
+    fail_moved(ended, Moved("model.weight", ""))
     raise RuntimeError(ended.reason)
 
 
@@ -239,7 +240,7 @@ def last_ones(kit: Kit, *steps: int, durable: int | None = None, known: bool = F
 
 def stalled(kit: Kit) -> None:
     made: Any = FakeConnection()
-    kit.client()._saver._expired(InFlight(5, made, 1), made)
+    kit.client()._saver._expired(InFlight(5, made, 1))
 
 
 def unrestored(kit: Kit) -> None:
@@ -418,8 +419,8 @@ def skipped(kit: Kit) -> None:
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described, connection = tree.Tree(40, None, True, [], None), FakeConnection()
-    damaged = [Skipped(9, 50, "bad checksum")]
-    recovery._took_over(connection, opened, described, damaged, None)  # type: ignore[arg-type]
+    found = Found(skipped=[Skipped(9, 50, "bad checksum")])
+    recovery._took_over(connection, found, (opened, described), None)  # type: ignore[arg-type]
 
 
 def own(kit: Kit) -> None:
@@ -428,7 +429,7 @@ def own(kit: Kit) -> None:
     recovery._session = session
     opened: Any = SimpleNamespace(sequence=8, step=40, wall_ns=0)
     described = tree.Tree(40, None, True, [], None, about=origin.node({}, origin.name_client()))
-    recovery._took_over(FakeConnection(), opened, described, [], None)  # type: ignore[arg-type]
+    recovery._took_over(FakeConnection(), Found(), (opened, described), None)  # type: ignore[arg-type]
 
 
 def other_rank(kit: Kit) -> None:
@@ -917,14 +918,12 @@ WORDS: dict[str, str] = {
         "job='train'; to start a separate run, use another job name)"
     ),
     "other names": (
-        "the checkpoint has optimizer, which is not attached; adam is attached, and the checkpoint "
-        "does not have it (attach the same under the same names; or take what you need from "
-        "recover())"
+        "only in the checkpoint: optimizer; only attached: adam (attach the same under the same "
+        "names; or take what you need from recover())"
     ),
     "more names": (
-        "the checkpoint has ema, scheduler, which are not attached (attach the same under the same "
-        'names; or restore what both have: restore(only=["model"]), then adopt() if this run '
-        "continues the job)"
+        "only in the checkpoint: ema, scheduler (attach the same under the same names; or restore "
+        'what both have: restore(only=["model"]), then adopt() if this run continues the job)'
     ),
     "other shape": (
         "model.weight: the checkpoint has float32 [2, 2], and float32 [2, 3] is attached "

@@ -1,5 +1,4 @@
-"""torch.distributed.checkpoint: what its names stand for. Makes its Metadata when a checkpoint is
-read, from what all ranks have saved."""
+"""torch.distributed.checkpoint: what its names stand for, and its Metadata, made for a read."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Index:
     """What torch's names stand for in the states of all ranks."""
 
     def __init__(self, states: Mapping[int, Any], step: int) -> None:
-        """Of a value that several ranks have saved, the first of `states` counts. Raises
-        StateMismatchError."""
+        """Of what several ranks have saved the first counts. Raises StateMismatchError."""
         self.items: dict[str, Any] = {}  # torch's metadata, by name
         self.paths: dict[str, Any] = {}  # the keys that a name consists of
         self.planned = any(PLANNED in state for state in states.values())

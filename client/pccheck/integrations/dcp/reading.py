@@ -177,10 +177,11 @@ class PCcheckReader(WithoutId, StorageReader):
                 batch.add(item, path, rank, self._index.items[item.storage_index.fqn])
                 continue
             value = self._opened.read(path, rank=rank)
-            if self._index.planned:
-                planner.load_bytes(item, io.BytesIO(value))
-            else:
-                planner.load_bytes(item, _pickled(value))
+            made = io.BytesIO(value if self._index.planned else b"")
+            if not self._index.planned:  # torch's planners read a pickle
+                torch.save(value, made)
+                made.seek(0)
+            planner.load_bytes(item, made)
         batch.read()
         self.close()
         future: Future[None] = Future()
@@ -225,11 +226,3 @@ class _Batch:
                 target.copy_(wanted.dest)
             self._planner.commit_tensor(item, target)
         self._wanted, self._bytes = [], 0
-
-
-def _pickled(value: object) -> io.BytesIO:
-    """As torch's planners read it."""
-    made = io.BytesIO()
-    torch.save(value, made)
-    made.seek(0)
-    return made

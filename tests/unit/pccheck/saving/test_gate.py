@@ -21,7 +21,7 @@ class Kit:
     def __init__(self) -> None:
         self.connection = FakeConnection()
         self.expired: list[int] = []
-        self.gate = Gate(5, lambda item, _: self.expired.append(item.snapshot))
+        self.gate = Gate(5, lambda item: self.expired.append(item.snapshot))
 
     @property
     def native(self) -> FakeLink:
@@ -33,7 +33,7 @@ class Kit:
         number = next(self.connection.snapshots)
         self.native.request(number)
         made = InFlight(1, self.connection, number)  # type: ignore[arg-type]
-        self.gate.add(made, self.connection, [owners], host=host, part=part)  # type: ignore[arg-type]
+        self.gate.add(made, [owners], host=host, part=part)
         return made
 
 

@@ -96,10 +96,9 @@ class Kit:
         self.native.provisional.add(number)
         self.checkpoint = InFlight(1, self.connection, number)
         self.checkpoint.verdict = Verdict(
-            self.checkpoint, self.connection, reading_of(self.state),
-            lambda _, moved: self.told.append(moved),
-        )  # fmt: skip
-        self.gate.add(self.checkpoint, self.connection, [], host=True)
+            self.checkpoint, reading_of(self.state), lambda _, moved: self.told.append(moved)
+        )
+        self.gate.add(self.checkpoint, [], host=True, part=None)
 
     def while_it_waits(self, act: Callable[[], object]) -> None:
         def wait_read(snapshot: int, _deadline_ns: int, *, host_only: bool = False) -> bool:
@@ -143,7 +142,7 @@ def test_a_copy_that_met_missing_memory_is_told_once_by_path() -> None:
     kit.gate.wait()
     assert kit.failed() == f"abandoned: array {LOST}"
     kit.gate.collect()
-    assert kit.checkpoint.source_read and len(kit.told) == 1
+    assert kit.checkpoint.is_read() and len(kit.told) == 1
 
 
 def test_an_unchanged_state_is_confirmed_after_the_wait() -> None:

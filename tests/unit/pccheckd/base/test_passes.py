@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-from pccheckd.base.passes import Passes
 from pccheckd.control.attach import AttachServer
 from pccheckd.control.handlers import Handlers
 from pccheckd.front import framing
@@ -68,19 +67,6 @@ def connections(count: int) -> Iterator[list[tuple[socket.socket, socket.socket]
                 end.setblocking(False)
                 stack.enter_context(end)
         yield pairs
-
-
-async def test_a_user_has_one_turn_in_a_pass(loop: Loop) -> None:
-    passes, taken = Passes(), Counter[tuple[int, int]]()
-
-    async def step(uid: int) -> None:
-        await passes.next(uid)
-        taken[uid, loop.passes] += 1
-
-    await asyncio.gather(*(step(uid) for uid in [*[ONE] * 10, OTHER]))
-    assert taken.total() == 11 and set(taken.values()) == {1}
-    (its,) = (at for uid, at in taken if uid == OTHER)
-    assert its <= min(at for uid, at in taken if uid == ONE)
 
 
 async def test_many_connections_of_a_user_are_read_one_after_another(loop: Loop) -> None:

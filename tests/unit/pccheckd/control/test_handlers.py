@@ -40,6 +40,7 @@ from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.tenancy.volumes import Key
+from tests.support.jobs import arrival
 
 KEY = Key(os.geteuid(), "job", 0)
 
@@ -104,7 +105,7 @@ class Place:
                 process=process, solo=False, restored=None, on_event=lambda event: None,
             )  # fmt: skip
             self.tenant.seat.take(owner)
-            self.job.join(KEY.rank, owner, launch="", was=0)
+            self.job.join(arrival(KEY.rank, owner, launch="", was=0))
         self.sessions._sessions[number] = made
         return made
 

@@ -16,7 +16,7 @@ from pccheck_wire.messages import Restored
 from pccheckd.group.explain import Lateness
 from pccheckd.group.schedule import RESTS, Schedule
 from pccheckd.tenancy.checkpoint import End
-from tests.support.jobs import Ranks, owner
+from tests.support.jobs import Ranks, arrival, owner
 
 
 def connected(world: int = 2) -> Ranks:
@@ -249,7 +249,7 @@ def test_the_reason_is_found_without_a_walk_through_the_world() -> None:
     ranks = Ranks(3)
     for rank in range(3):
         made = owner(rank, world=2**62)
-        ranks.job.join(rank, made, launch="", was=0)
+        ranks.job.join(arrival(rank, made, launch="", was=0))
         ranks.tenants[rank].ledger.checkpoints[1] = ended(GIVEN_UP)
     assert ranks.job.members.world_size == 2**62
     assert "rank 3 did not ask" in said(ranks.job.why_given_up(1))

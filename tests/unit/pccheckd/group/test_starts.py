@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pccheckd.group.starts import STARTS_KEPT, Start, Starts
+from pccheckd.group.starts import STARTS_KEPT, Arrival, Start, Starts
 
 
 class Process:
@@ -25,10 +25,8 @@ class Process:
     def joins(self, starts: Starts, known: int = 0, found: int | None = None) -> int:
         """Its first session, or another one. `known`: the newest incarnation in the volumes;
         `found`: in those of its rank."""
-        self.incarnation = starts.join(
-            self.rank, self.name, launch=self.launch, world_size=self.world, was=self.incarnation,
-            known=known, found=found,
-        ).incarnation  # fmt: skip
+        who = Arrival(self.rank, self.name, self.launch, self.world, was=self.incarnation)
+        self.incarnation = starts.join(who, known, found).incarnation
         return self.incarnation
 
     def leaves(self, starts: Starts) -> None:
@@ -427,10 +425,9 @@ def events(world: World, every: list[Process]) -> Iterator[tuple[str, World, str
             before = max((start.incarnation for start in starts._starts), default=0)
             start: Start | None = None
             if event == "joins":
-                start = starts.join(
-                    rank, name, launch=process.launch, world_size=process.world,
-                    was=world.incarnations[number], known=max(world.incarnations),
-                )  # fmt: skip
+                was = world.incarnations[number]
+                who = Arrival(rank, name, process.launch, process.world, was=was)
+                start = starts.join(who, max(world.incarnations))
                 live = live | {number}
             elif event == "leaves":
                 starts.left(rank, name)
@@ -532,12 +529,14 @@ def test_a_start_has_an_id_that_its_processes_bring_back() -> None:
     assert second.start(starts) is mine
     assert len(mine.id) == 16
     restarted = Starts()
-    about = {"launch": "", "world_size": 2, "was": mine.incarnation, "known": mine.incarnation}
-    again = restarted.join(0, first.name, start_id=mine.id, **about)  # type: ignore[arg-type]
-    other = restarted.join(1, second.name, start_id=b"another", **about)  # type: ignore[arg-type]
+    known = mine.incarnation
+    came = Arrival(0, first.name, world_size=2, was=known, start_id=mine.id)
+    again = restarted.join(came, known)
+    late = came._replace(rank=1, process=second.name, start_id=b"another")
+    other = restarted.join(late, known)
     assert again is other
     assert again.id == mine.id
     for odd in (b"", b"short", b"long" * 5):
-        drawn = Starts().join(0, first.name, start_id=odd, **about)  # type: ignore[arg-type]
+        drawn = Starts().join(came._replace(start_id=odd), known)
         assert len(drawn.id) == 16
         assert drawn.id != mine.id

@@ -18,6 +18,7 @@ from pccheckd.jobs.registry import Registry
 from pccheckd.tenancy.checkpoint import Checkpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED
+from tests.support.jobs import arrival
 from tests.support.loaded import KEY, owner, trainer_of
 
 
@@ -67,8 +68,8 @@ async def test_an_unrestored_trainer_keeps_what_was_there(
     job, tenant = await registry.tenant(KEY)
     newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
     same = dataclasses.replace(owner(), process=bytes(16))
-    job.join(KEY.rank, owner(), launch="", was=0)
-    job.join(KEY.rank, same, launch="", was=1)
+    job.join(arrival(KEY.rank, owner(), launch="", was=0))
+    job.join(arrival(KEY.rank, same, launch="", was=1))
     for trainer, wanted in (
         (owner(), {newest}),
         (owner(fresh=True), set()),
@@ -102,7 +103,7 @@ async def test_what_becomes_durable_during_an_attach_is_kept(
 
     monkeypatch.setattr(Port, "attach", ends_meanwhile)
     trainer = dataclasses.replace(owner(), kernel_pid=os.getpid())
-    job.join(KEY.rank, trainer, launch="", was=0)
+    job.join(arrival(KEY.rank, trainer, launch="", was=0))
     async with trainer_of(tenant, trainer):
         assert tenant.retention.flagged == {newest.sequence}
     await tenant.close()
@@ -133,14 +134,14 @@ async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     job, tenant = await registry.tenant(KEY)
     sequences = [found.sequence for found in tenant.volumes.checkpoints()]
     newest = sequences[0]
-    job.join(KEY.rank, owner(world_size=2), launch="a", was=0)
+    job.join(arrival(KEY.rank, owner(world_size=2), launch="a", was=0))
     job.settle()
     assert (job.members.world_size, job.newest_common) == (2, newest)
     assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
     assert not job.needs(sequences[-1] - 1)
     assert tenant.needs(tenant.volumes.open[0])
     job.left(KEY.rank, owner(world_size=2).process)
-    job.join(KEY.rank, owner(), launch="b", was=0)
+    job.join(arrival(KEY.rank, owner(), launch="b", was=0))
     assert job.members.world_size == 1 and not any(map(job.needs, sequences))
     assert not tenant.needs(tenant.volumes.open[0])
     await tenant.close()
