@@ -106,6 +106,7 @@ void memory_unmap(struct memory *memory)
         break;
     case MEMORY_IMPORTED:
         whole_forget("import", memory->file->device, memory->file->nonce);
+        free(memory->first_read);
         (void)munmap(memory->file, HEADER_BYTES + memory->length);
         break;
     case MEMORY_UNSHAREABLE:

@@ -53,10 +53,12 @@ struct memory {
     struct file_header *file; /* OWN and IMPORTED */
     struct piece *pieces;     /* RESERVED */
     uint64_t buffer_id;
-    unsigned opens;     /* IMPORTED */
-    unsigned flags;     /* HOST */
-    unsigned busy;      /* enqueued operations that use it */
-    bool going, shared; /* being freed; somebody may have a handle */
+    unsigned opens;      /* IMPORTED */
+    uint64_t nonce;      /* IMPORTED: of the handle */
+    uint8_t *first_read; /* IMPORTED: the bytes of the first copy, for LIE_STALE */
+    unsigned flags;      /* HOST */
+    unsigned busy;       /* enqueued operations that use it */
+    bool going, shared;  /* being freed; somebody may have a handle */
 };
 
 struct record { /* one cuEventRecord, or the end of one operation that somebody waits for */

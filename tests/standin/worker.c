@@ -74,9 +74,12 @@ static void hold(const struct operation *operation, const struct CUctx_st *conte
 static const uint8_t *source_at(const struct operation *operation, size_t at)
 {
     const struct memory *from = operation->from;
-    if (!lies(LIE_SHIFTED) || !from || from->kind != MEMORY_IMPORTED)
+    const size_t place = from ? (size_t)(operation->source - from->bytes) + at : 0;
+    if (!from || from->kind != MEMORY_IMPORTED)
         return operation->source + at;
-    return from->bytes + ((size_t)(operation->source - from->bytes) + at + PAGE) % from->length;
+    if (lies(LIE_STALE) && from->first_read && operation->length >= PAGE)
+        return from->first_read + place;
+    return lies(LIE_SHIFTED) ? from->bytes + (place + PAGE) % from->length : operation->source + at;
 }
 
 /* How much a copy copies before it has ended. */
@@ -105,6 +108,16 @@ static void copy_bytes(const struct operation *operation)
     }
 }
 
+static void remember(const struct operation *operation)
+{
+    struct memory *from = operation->from;
+    if (!from || from->kind != MEMORY_IMPORTED || operation->length < PAGE || from->first_read)
+        return;
+    uint8_t *bytes = malloc(from->length);
+    if (bytes)
+        from->first_read = memcpy(bytes, from->bytes, from->length);
+}
+
 static CUresult copy(const struct operation *operation, const struct CUctx_st *context)
 {
     const bool alive = memory_source_alive(operation->from ? operation->from : operation->to);
@@ -115,6 +128,8 @@ static CUresult copy(const struct operation *operation, const struct CUctx_st *c
         (void)memset(operation->target, SCRAMBLED, operation->length);
         return operation->code;
     }
+    if (lies(LIE_STALE))
+        remember(operation);
     copy_bytes(operation);
     if (!operation->from || (alive && memory_source_alive(operation->from)))
         return CUDA_SUCCESS;
