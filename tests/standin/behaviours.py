@@ -204,12 +204,17 @@ class World:
         self._peers: dict[str, Peer] = {}
 
     def __getattr__(self, name: str) -> Peer:
-        return self._peers.setdefault(name, Peer(self.page))
+        return self._peer(name, 0)
 
     def user(self, uid: int) -> Peer:
         if os.geteuid() != 0:
             raise NotHereError("not root")
-        return self._peers.setdefault(f"user {uid}", Peer(self.page, uid))
+        return self._peer(f"user {uid}", uid)
+
+    def _peer(self, name: str, uid: int) -> Peer:
+        if name not in self._peers:
+            self._peers[name] = Peer(self.page, uid)
+        return self._peers[name]
 
     def word(self) -> int:
         """The number of a word of the page that is 0."""

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -218,6 +219,15 @@ def test_the_memory_of_a_device_is_one(start: Callable[..., Peer]) -> None:
     assert start("late", **size)(context_code) == 2
     assert reader(without_context, "cuDevicePrimaryCtxRelease_v2", 0) == 0
     assert start("later", **size)(free_bytes) == 8 * MIB
+
+
+def test_opening_may_take_time(start: Callable[..., Peer]) -> None:
+    owner, reader = start("owner"), start("reader")
+    handle = owner(export, owner(allocate, MIB, 7))
+    reader.faults.set(open_us=50_000)
+    began_s = time.monotonic()
+    assert reader(attach, handle)[0] == 0
+    assert time.monotonic() - began_s >= 0.05
 
 
 # -- streams
