@@ -27,7 +27,7 @@ from .control import attach
 from .control.handlers import Handlers
 from .core.engine import Engine
 from .front.endpoints import ControlServer
-from .jobs import survey, takeover
+from .jobs import inherited, survey, takeover
 from .jobs.registry import Registry
 from .jobs.sessions import Sessions
 from .observe.service import Observing
@@ -35,7 +35,6 @@ from .service import activation
 from .service.supervise import EXTENSION_S, Supervisor
 from .storage import lock as storage
 from .storage.directory import StorageDirectory
-from .tenancy import inherited
 from .tenancy.outcomes import Chronicle
 from .upkeep.expiry import Expiry
 from .upkeep.file_watch import FileWatch

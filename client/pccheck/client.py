@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, Never, NoReturn, Self, SupportsIndex
+from typing import Any, Literal, Never, NoReturn, SupportsIndex
 
 import torch
 
 from pccheck_wire import tree
-from pccheck_wire.basics import socket_name
+from pccheck_wire.basics import Closing, socket_name
 from pccheck_wire.errors import (
     CheckpointFailedError,
     NoStoreError,
@@ -37,7 +37,7 @@ from .daemon.session import DISCONNECTED, Session
 from .flight.in_flight import InFlight
 from .flight.phases import Durable
 from .garbage import no_collection
-from .job.agreement import Agreement
+from .job.agreement import RankAgreement
 from .job.naming import identify
 from .job.steps import steps_of
 from .job.stop import Stop
@@ -65,7 +65,7 @@ LAST_LOOK_S = 5.0
 _BETWEEN = "let the signal handler set a flag, and check it between two steps"
 
 
-class PCcheckClient:
+class PCcheckClient(Closing):
     """Checkpoints of one rank of one job, by the daemon of this node.
 
     Args:
@@ -167,7 +167,7 @@ class PCcheckClient:
         copies = 1 if replicated or identity.rank else saving  # only rank 0 warns of copies
         gathers = several and identity.rank == 0
         self._advice = Advice(self._planner, self._warner, copies=copies, gathers=gathers)
-        self._agreement = Agreement(saving, self._warner)
+        self._agreement = RankAgreement(saving, self._warner)
         self._stop = Stop(self._agreement)
         self._interval: Interval | None = None  # once should_checkpoint() was called
         self._call: FrameType | None = None  # that no other may come in the middle of
@@ -899,12 +899,6 @@ class PCcheckClient:
             "object and process: leave the client out of what is copied, and make a PCcheckClient "
             "where one is needed"
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not self._closed:

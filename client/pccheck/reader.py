@@ -71,7 +71,7 @@ class Reader(Closing):
         self._open.append(opened)
         return opened
 
-    def _chosen(self, step: int | None, sequence: int | None) -> list[catalog.Checkpoint]:
+    def _chosen(self, step: int | None, sequence: int | None) -> list[catalog.StoredCheckpoint]:
         """The parts of the chosen checkpoint, by rank."""
         found = checkpoints_of(self._source, self.job, self._uid)
         fits = [

@@ -8,9 +8,10 @@ import fcntl
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pccheck_native import FORMAT_VERSION, catalog, dropping, group, layout
+from pccheck_wire.basics import Closing
 from pccheck_wire.errors import (
     DamagedError,
     NoCheckpointError,
@@ -47,7 +48,7 @@ _DENIED = ("EACCES", "EPERM")
 DAMAGED_CODES = ("DAMAGED", "NOT_A_VOLUME", "TRUNCATED", "RECORD_LOST")
 
 
-class Storage:
+class Storage(Closing):
     """See `source.Source`: the volumes below one directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -62,11 +63,8 @@ class Storage:
                 hint="use the directory that pccheckd was started with (--storage)",
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def close(self) -> None:
+        """Nothing is open."""
 
     def held(
         self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
@@ -99,12 +97,12 @@ class Storage:
                     raise error_of(item)
         return found
 
-    def open(self, parts: Sequence[catalog.Checkpoint]) -> FilePayloads:
+    def open(self, parts: Sequence[catalog.StoredCheckpoint]) -> FilePayloads:
         from .reading.files import FilePayloads  # the tree's classes are not needed to list
 
         return FilePayloads(parts)
 
-    def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
+    def verify(self, checkpoint: catalog.StoredCheckpoint, part: Subset | None) -> tuple[int, bool]:
         """Only the daemon, which writes the volume, may clear the flag of a checkpoint that was
         found damaged before, and only after it has read all of the checkpoint itself."""
         if self.served and checkpoint.is_damaged and part is None:
@@ -222,7 +220,7 @@ def error_of(item: catalog.Unreadable) -> PccheckError:
 
 def _groups(found: catalog.Catalog) -> list[Document]:
     """One entry per job of several ranks, with the newest checkpoint that all of them have."""
-    jobs: dict[tuple[int, str], list[catalog.Checkpoint]] = {}
+    jobs: dict[tuple[int, str], list[catalog.StoredCheckpoint]] = {}
     for one in found.checkpoints:
         jobs.setdefault((one.uid, one.job), []).append(one)
     documents: list[Document] = []
@@ -243,7 +241,9 @@ def _groups(found: catalog.Catalog) -> list[Document]:
 # -- choosing ----------------------------------------------------------------------------------
 
 
-def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[catalog.Checkpoint]]:
+def of_job(
+    found: catalog.Catalog, job: str, storage: Path
+) -> dict[int, list[catalog.StoredCheckpoint]]:
     """The checkpoints of a job by rank, newest first. Raises why there is none."""
     ranks = any_of_job(found, job)
     if not ranks:
@@ -251,7 +251,7 @@ def of_job(found: catalog.Catalog, job: str, storage: Path) -> dict[int, list[ca
     return ranks
 
 
-def any_of_job(found: catalog.Catalog, job: str) -> dict[int, list[catalog.Checkpoint]]:
+def any_of_job(found: catalog.Catalog, job: str) -> dict[int, list[catalog.StoredCheckpoint]]:
     """The same, empty where nothing is stored. Raises why what is stored cannot be read."""
     mine = [one for one in found.checkpoints if one.job == job]
     one_owner(job, (one.uid for one in mine))
@@ -269,8 +269,8 @@ def none_of(job: str, storage: str | Path) -> PccheckError:
 
 
 def matching(
-    checkpoints: Iterable[catalog.Checkpoint], *, step: int | None, sequence: int | None
-) -> list[catalog.Checkpoint]:
+    checkpoints: Iterable[catalog.StoredCheckpoint], *, step: int | None, sequence: int | None
+) -> list[catalog.StoredCheckpoint]:
     return [
         one for one in checkpoints if step in (None, one.step) and sequence in (None, one.sequence)
     ]
@@ -292,6 +292,6 @@ def which(step: int | None, sequence: int | None) -> str:
     return "" if step is None else f" of step {step}"
 
 
-def ranks_of(by_rank: dict[int, list[catalog.Checkpoint]]) -> int:
+def ranks_of(by_rank: dict[int, list[catalog.StoredCheckpoint]]) -> int:
     """The size of the group that made the newest checkpoints."""
     return max((found[0] for found in by_rank.values()), key=lambda one: one.sequence).world_size

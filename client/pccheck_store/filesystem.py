@@ -104,9 +104,9 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
             reader.close()
             raise
 
-    def _checkpoints(self, job: str) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
+    def _checkpoints(self, job: str) -> list[tuple[Stored, list[catalog.StoredCheckpoint]]]:
         """Those that can be restored, newest first; of one step only the newest."""
-        by_step: dict[int, tuple[Stored, list[catalog.Checkpoint]]] = {}
+        by_step: dict[int, tuple[Stored, list[catalog.StoredCheckpoint]]] = {}
         for stored, parts in checkpoints_of(self._source, job, self._uid):
             if stored.complete:
                 by_step.setdefault(stored.step, (stored, parts))
@@ -114,7 +114,7 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(f"job {job!r} has no checkpoint in {self._source.path}")
         return list(by_step.values())
 
-    def _chosen(self, place: _Place) -> tuple[Stored, list[catalog.Checkpoint]]:
+    def _chosen(self, place: _Place) -> tuple[Stored, list[catalog.StoredCheckpoint]]:
         found = self._checkpoints(place.job)
         for stored, parts in found:
             if place.step in (NEWEST, str(stored.step)):
@@ -122,7 +122,7 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         steps = ", ".join(str(stored.step) for stored, _ in found)
         raise FileNotFoundError(f"job {place.job!r} has no step {place.step}; it has {steps}")
 
-    def _opened(self, place: _Place) -> tuple[catalog.Checkpoint, StateReader, tree.Tree]:
+    def _opened(self, place: _Place) -> tuple[catalog.StoredCheckpoint, StateReader, tree.Tree]:
         return open_chosen(
             self._source,
             lambda: self._chosen(place)[1],

@@ -40,12 +40,12 @@ class Stored(NamedTuple):
 
 def checkpoints_of(
     source: Source, job: str, uid: int | None
-) -> list[tuple[Stored, list[catalog.Checkpoint]]]:
+) -> list[tuple[Stored, list[catalog.StoredCheckpoint]]]:
     """Every checkpoint of a job, newest first, and the parts that its ranks have, by rank."""
     scanned = source.held(uid=uid, job=job)
     ranks = any_of_job(scanned, job)
     common = set(group.common(catalog.ranks_of(ranks)))
-    same: dict[tuple[group.Held, int | None], dict[int, catalog.Checkpoint]] = {}
+    same: dict[tuple[group.Held, int | None], dict[int, catalog.StoredCheckpoint]] = {}
     for rank, checkpoints in ranks.items():
         for one in checkpoints:
             # A rank that saved alone counts alone: other ranks may have the same sequence.

@@ -13,7 +13,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from pccheck_store import VERSION
 from pccheck_wire.basics import PROTOCOL_VERSION, Closing, socket_name
-from pccheck_wire.connection import Connection, raise_failure
+from pccheck_wire.connection import DaemonSocket, raise_failure
 from pccheck_wire.errors import DaemonUnreachableError, PccheckError, ProtocolError
 
 from .documents import Document, part, rows, text
@@ -60,7 +60,7 @@ class Observer(Closing):
         self, path: str | None = None, *, timeout_s: float = CONNECT_LIMIT_S, storage: str = ""
     ) -> None:
         """Connects and says hello. Raises DaemonUnreachableError, or why the daemon refuses."""
-        self._connection = Connection(socket_name(path), timeout_s=timeout_s)
+        self._connection = DaemonSocket(socket_name(path), timeout_s=timeout_s)
         self._number = 0
         try:
             welcome, _ = self._connection.exchange(msgpack.packb(hello(storage=storage)), timeout_s)

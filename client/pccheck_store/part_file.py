@@ -41,7 +41,7 @@ class PartFile:
     """The file. Every byte is checked; raises as `source.Payloads` does."""
 
     def __init__(
-        self, one: catalog.Checkpoint, reader: StateReader, content: tree.Tree, name: str
+        self, one: catalog.StoredCheckpoint, reader: StateReader, content: tree.Tree, name: str
     ) -> None:
         """`reader` is one of the checkpoint, `content` what it returned, `name` a part as `show`
         names it, or WHOLE. Raises FileNotFoundError when there is no such part."""

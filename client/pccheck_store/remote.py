@@ -49,11 +49,11 @@ class DaemonSource:
         found.incomplete.extend(map(self._file, rows(document, "incomplete")))
         return found
 
-    def open(self, parts: Sequence[catalog.Checkpoint]) -> LeasedPayloads:
+    def open(self, parts: Sequence[catalog.StoredCheckpoint]) -> LeasedPayloads:
         """Leases the checkpoint: no rank recycles it, unless a new one has no other slot."""
         return LeasedPayloads(parts, self._socket)
 
-    def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
+    def verify(self, checkpoint: catalog.StoredCheckpoint, part: Subset | None) -> tuple[int, bool]:
         one = checkpoint
         try:
             with Observer(self._socket) as observer:
@@ -82,7 +82,7 @@ class DaemonSource:
             return layout.VolumeFile(0, "", 0, 0, path)
 
 
-def _checkpoint(item: Document) -> catalog.Checkpoint:
+def _checkpoint(item: Document) -> catalog.StoredCheckpoint:
     """A row of the list. The place of the tree is unknown until the checkpoint is opened."""
     names = ("pinned", "protected", "damaged")
     flags = sum(getattr(_core, f"SLOT_{n.upper()}") for n in names if item.get(n) is True)
@@ -91,7 +91,7 @@ def _checkpoint(item: Document) -> catalog.Checkpoint:
         flag for n, flag in catalog.MARKS.items() if isinstance(marks, list) and n in marks
     )
     flags |= _core.SLOT_IMAGE if item.get("kind") == "image" else 0
-    return catalog.Checkpoint(
+    return catalog.StoredCheckpoint(
         CheckpointId.of_document(item), whole(item, "payload_bytes"), tree_offset=0, tree_bytes=0,
         wall_ns=whole(item, "wall_ns"), flags=flags, slot=0, volume_path=Path(text(item, "volume")),
         base=whole(item, "base_sequence"),
@@ -106,7 +106,7 @@ class LeasedPayloads(DaemonPayloads):
     #: Its reads give way to saves of other users (`pcc_pace.h`).
     slowest_bytes_per_s = 1 << 20
 
-    def __init__(self, parts: Sequence[catalog.Checkpoint], socket: str | None) -> None:
+    def __init__(self, parts: Sequence[catalog.StoredCheckpoint], socket: str | None) -> None:
         """Raises RecycledError when the daemon has used the slot of the first part."""
         one = parts[0]
         hello = Hello(

@@ -113,7 +113,7 @@ def pieces_of(content: tree.Tree) -> tuple[list[Piece], list[str]]:
 
 
 def metadata_of(
-    one: catalog.Checkpoint, content: tree.Tree, only: str
+    one: catalog.StoredCheckpoint, content: tree.Tree, only: str
 ) -> tuple[dict[str, str], list[str]]:
     """The metadata of the file: of which checkpoint it is, and the values of the state as JSON. And
     the paths of the values that JSON cannot hold."""

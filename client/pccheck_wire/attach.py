@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import codec
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, Closing, socket_name
-from .connection import Connection, pid_of, raise_failure
+from .connection import DaemonSocket, pid_of, raise_failure
 from .errors import ProtocolError, WaitTimeoutError, error_from_wire
 from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
 
@@ -25,7 +25,7 @@ class Attachment(Closing):
     `Client(attachment.memory_fd, attachment.page_fd)`.
     """
 
-    def __init__(self, connection: Connection, welcome: Welcome, descriptors: list[int]) -> None:
+    def __init__(self, connection: DaemonSocket, welcome: Welcome, descriptors: list[int]) -> None:
         self.welcome = welcome
         self.path = Path(connection.path)
         self.page_fd, self.memory_fd = descriptors if descriptors else (-1, -1)
@@ -73,7 +73,7 @@ class Attempt:
         """Raises DaemonUnreachableError (no process listens), RefusedError (the listening process
         is not trusted), WaitTimeoutError."""
         self._descriptors_wanted = 0 if hello.role is Role.OBSERVER else 2
-        self._connection = Connection(socket_name(path), timeout_s=timeout_s)
+        self._connection = DaemonSocket(socket_name(path), timeout_s=timeout_s)
         try:
             self._connection.send(codec.encode(hello), timeout_s)
         except BaseException:

@@ -33,7 +33,7 @@ CONNECT_RETRY_S = 0.01
 SOCKET_PATH_BYTES_MAX = 107  # Linux: sun_path without its final NUL
 
 
-class Connection:
+class DaemonSocket:
     """A connection to a trusted daemon, before the handshake."""
 
     def __init__(self, path: str, *, timeout_s: float) -> None:

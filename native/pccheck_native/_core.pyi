@@ -204,8 +204,6 @@ class SaveRequest(NamedTuple):
     tree_bytes: int
     skip: bool  # on_busy
     map: int
-    frozen_bytes: int
-    offered_bytes: int
     held_at_ns: int
     held_ns: int
     base: int

@@ -45,7 +45,7 @@ RECORD_LOST = (
 MARKS = {"healthy": SLOT_HEALTHY, "not_finite": SLOT_NOT_FINITE, "offered": SLOT_OFFERED}
 
 
-class Checkpoint(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """One durable checkpoint in one slot of one volume."""
 
     id: CheckpointId
@@ -119,22 +119,24 @@ class Unreadable(NamedTuple):
 class Catalog(NamedTuple):
     """What a storage directory holds."""
 
-    checkpoints: list[Checkpoint]
+    checkpoints: list[StoredCheckpoint]
     volumes: dict[Path, VolumeInfo]
     unreadable: list[Unreadable]
     incomplete: list[VolumeFile]  # readable, but RECORD_LOST
 
 
-def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> Checkpoint:
+def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> StoredCheckpoint:
     stored = CheckpointId(
         info.uid, info.job, info.rank, entry.sequence, entry.step, entry.incarnation, entry.start,
         entry.world_size, entry.digest,
     )  # fmt: skip
-    of_slot = {name: value for name, value in entry._asdict().items() if name in Checkpoint._fields}
-    return Checkpoint(stored, volume_path=path, **of_slot)
+    of_slot = {
+        name: value for name, value in entry._asdict().items() if name in StoredCheckpoint._fields
+    }
+    return StoredCheckpoint(stored, volume_path=path, **of_slot)
 
 
-def _own_bytes(volume: Volume, one: Checkpoint) -> int | None:
+def _own_bytes(volume: Volume, one: StoredCheckpoint) -> int | None:
     """None when its manifest cannot be read, or was recycled."""
     if not one.base:
         return one.payload_bytes
@@ -144,12 +146,12 @@ def _own_bytes(volume: Volume, one: Checkpoint) -> int | None:
         return None
 
 
-def bases(checkpoints: Collection[Checkpoint], sequences: Collection[int]) -> set[int]:
+def bases(checkpoints: Collection[StoredCheckpoint], sequences: Collection[int]) -> set[int]:
     """What those of a rank's checkpoints refer to: kept for as long as they are."""
     return {one.base for one in checkpoints if one.sequence in sequences and one.base}
 
 
-def checkpoints_of(volume: Volume, path: Path) -> list[Checkpoint]:
+def checkpoints_of(volume: Volume, path: Path) -> list[StoredCheckpoint]:
     """The durable checkpoints of an open volume, newest first, damaged ones included."""
     info = volume.info()
     return newest_first(
@@ -157,7 +159,7 @@ def checkpoints_of(volume: Volume, path: Path) -> list[Checkpoint]:
     )
 
 
-def newest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+def newest_first(checkpoints: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """By sequence, never by step. Meant for the checkpoints of one rank."""
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence, reverse=True)
 
@@ -214,15 +216,15 @@ def _why_hidden(error: OSError) -> tuple[str, str]:
     return errno_name(error), error.strerror or str(error)
 
 
-def by_rank(checkpoints: Iterable[Checkpoint]) -> dict[int, list[Checkpoint]]:
+def by_rank(checkpoints: Iterable[StoredCheckpoint]) -> dict[int, list[StoredCheckpoint]]:
     """The checkpoints of one job, newest first for each rank."""
-    ranks: dict[int, list[Checkpoint]] = {}
+    ranks: dict[int, list[StoredCheckpoint]] = {}
     for checkpoint in checkpoints:
         ranks.setdefault(checkpoint.rank, []).append(checkpoint)
     return {rank: newest_first(found) for rank, found in sorted(ranks.items())}
 
 
-def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]]) -> dict[int, Rank]:
+def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[StoredCheckpoint]]) -> dict[int, Rank]:
     """What one job's volumes hold, for `group.py`."""
     return {
         rank: Rank(frozenset(one.held(usable=not one.is_damaged) for one in checkpoints))
@@ -231,8 +233,8 @@ def ranks_of(checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]]) -> dict[in
 
 
 def common_step(
-    checkpoints_by_rank: Mapping[int, Iterable[Checkpoint]], world_size: int
-) -> dict[int, Checkpoint] | None:
+    checkpoints_by_rank: Mapping[int, Iterable[StoredCheckpoint]], world_size: int
+) -> dict[int, StoredCheckpoint] | None:
     """The newest checkpoint that every rank 0..world_size-1 has undamaged, by rank; else None."""
     ranks = {rank: list(checkpoints) for rank, checkpoints in checkpoints_by_rank.items()}
     for held in common(ranks_of(ranks)):
@@ -246,10 +248,10 @@ def common_step(
     return None
 
 
-def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, object]]:
+def checkpoint_documents(checkpoints: Iterable[StoredCheckpoint]) -> list[dict[str, object]]:
     """Checkpoints in the `--json` documents, with and without a daemon; those of one job are all
     there, since only all of its ranks together say what is global, and what is stale."""
-    jobs: dict[tuple[int, str], dict[int, list[Checkpoint]]] = {}
+    jobs: dict[tuple[int, str], dict[int, list[StoredCheckpoint]]] = {}
     every = list(checkpoints)
     for one in every:
         jobs.setdefault((one.uid, one.job), {}).setdefault(one.rank, []).append(one)
@@ -270,7 +272,7 @@ def checkpoint_documents(checkpoints: Iterable[Checkpoint]) -> list[dict[str, ob
     ]
 
 
-def checkpoint_document(item: Checkpoint) -> dict[str, object]:
+def checkpoint_document(item: StoredCheckpoint) -> dict[str, object]:
     """One checkpoint in the same documents; alone it cannot say whether it is global or
     stale, or of which step its base is."""
     return {

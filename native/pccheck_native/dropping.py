@@ -46,7 +46,7 @@ def victims(
     (uid, job, rank, generation). Reads records only."""
     found = catalog.scan(storage, uid=uid, job=job, rank=rank)
     unreadable = {item.file.path: item for item in found.unreadable}
-    newest: dict[Path, list[catalog.Checkpoint]] = {}
+    newest: dict[Path, list[catalog.StoredCheckpoint]] = {}
     for one in found.checkpoints:
         newest.setdefault(one.volume_path, []).append(one)
     made = []

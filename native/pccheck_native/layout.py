@@ -184,7 +184,7 @@ class MisplacedError(OSError):
         super().__init__(errno.ELOOP if linked else errno.EINVAL, self.message)
 
 
-class Hidden(NamedTuple):
+class HiddenPlace(NamedTuple):
     """A place that may have volumes, and that cannot be listed. Rank and generation are 0, and the
     job is "", if the place does not name them."""
 
@@ -198,7 +198,7 @@ def _entries(parent: Path, only: str | None = None) -> list[os.DirEntry[str]]:
 
 
 def _below(
-    at: VolumeFile, found: os.DirEntry[str], hidden: list[Hidden], only: str | None = None
+    at: VolumeFile, found: os.DirEntry[str], hidden: list[HiddenPlace], only: str | None = None
 ) -> list[os.DirEntry[str]]:
     """What is in the directory of a user or of a job; else why it cannot be listed is added to
     `hidden`."""
@@ -209,18 +209,18 @@ def _below(
     except FileNotFoundError:  # a job that was dropped while we looked
         pass
     except OSError as error:
-        hidden.append(Hidden(at, error))
+        hidden.append(HiddenPlace(at, error))
     return []
 
 
 def _look(
     storage: Path, uid: int | None, job: str | None
-) -> tuple[list[VolumeFile], list[Path], list[Hidden]]:
+) -> tuple[list[VolumeFile], list[Path], list[HiddenPlace]]:
     """Volumes, temporary files, and what may hide others; all in order. One user or job hides no
     other. Raises OSError when the storage directory cannot be listed."""
     if not storage.is_dir():
         raise FileNotFoundError(f"no storage directory {storage}")
-    files, temporary, hidden = list[VolumeFile](), list[Path](), list[Hidden]()
+    files, temporary, hidden = list[VolumeFile](), list[Path](), list[HiddenPlace]()
     for owner in _entries(storage, None if uid is None else str(uid)):
         if _UID.fullmatch(owner.name) is None:
             continue
@@ -235,13 +235,15 @@ def _look(
                 if file is not None and regular:
                     files.append(file)
                 elif file is not None:
-                    hidden.append(Hidden(file, MisplacedError(entry, "regular file")))
+                    hidden.append(HiddenPlace(file, MisplacedError(entry, "regular file")))
                 elif regular and _TEMPORARY.fullmatch(entry.name):
                     temporary.append(Path(entry.path))
     return sorted(files), sorted(temporary), sorted(hidden, key=lambda one: one.file)
 
 
-def list_hidden(storage: Path, *, uid: int | None = None, job: str | None = None) -> list[Hidden]:
+def list_hidden(
+    storage: Path, *, uid: int | None = None, job: str | None = None
+) -> list[HiddenPlace]:
     """Why `files_in_place` may lack volumes: one was moved to another disk, a directory cannot be
     read."""
     return _look(storage, uid, job)[2]

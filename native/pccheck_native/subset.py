@@ -19,7 +19,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from pccheck_native._core import Volume
-from pccheck_native.catalog import Checkpoint
+from pccheck_native.catalog import StoredCheckpoint
 
 MIB = 1 << 20
 PIECE_BYTES_MAX = 64 * MIB
@@ -82,7 +82,7 @@ class Pieces:
         volume.read_into(sequence, target, threads=self._threads)
 
 
-def verify_part(volume: Volume, found: Checkpoint, subset: Subset) -> int:
+def verify_part(volume: Volume, found: StoredCheckpoint, subset: Subset) -> int:
     """Reads and checks the pieces, and always the tree and the manifest; how many bytes of the
     payload that were, each counted once. Raises as `Volume.read_into` does."""
     count, tree_end = found.tree_bytes, found.tree_offset + found.tree_bytes

@@ -29,9 +29,7 @@ static PyObject *client_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     struct pcc_client *client = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_client_open(socket_fd, page_fd, &client));
-    if (result < 0)
-        return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    return pcc_py_object_new(type, "Client", client, client_close);
+    return pcc_py_object_new(type, "Client", result, client, client_close);
 }
 
 /* The client's thread reads the caller's tensors, so close() returns when that thread has ended.
@@ -72,8 +70,8 @@ static PyObject *client_state(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(snapshot, number);
     struct pcc_client_state now;
-    int result;
-    PCC_PY_WITH(result = pcc_client_state(handle, snapshot, &now));
+    PCC_PY_ENTER();
+    const int result = pcc_client_state(handle, snapshot, &now);
     if (result == -ENOENT)
         Py_RETURN_NONE;
     if (result < 0)
@@ -232,9 +230,8 @@ static PyObject *client_wait(PyObject *self, PyObject *args, PyObject *kwargs)
                                      awaited, &wait.what, pcc_py_u64, &wait.deadline_ns))
         return NULL;
     int code;
-    bool ok;
-    PCC_PY_WITH(ok = wait_until(self, handle, &wait, &code));
-    return ok ? in_time(self, code) : NULL;
+    PCC_PY_ENTER();
+    return wait_until(self, handle, &wait, &code) ? in_time(self, code) : NULL;
 }
 
 /* -- loading ----------------------------------------------------------------------------------- */
@@ -275,7 +272,8 @@ static PyObject *client_load_wait(PyObject *self, PyObject *args, PyObject *kwar
 static PyObject *client_loaded(PyObject *self, void *Py_UNUSED(unused))
 {
     uint64_t cached_bytes, read_bytes;
-    PCC_PY_WITH(pcc_client_loaded(handle, &cached_bytes, &read_bytes));
+    PCC_PY_ENTER();
+    pcc_client_loaded(handle, &cached_bytes, &read_bytes);
     return Py_BuildValue("KK", (unsigned long long)cached_bytes, (unsigned long long)read_bytes);
 }
 

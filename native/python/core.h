@@ -72,8 +72,9 @@ struct pcc_py_state *pcc_py_state_of(PyTypeObject *type);
     {                                                                                              \
         close_handle(handle);                                                                      \
     }
-/* A new object of `type` that takes `handle`; closes it and returns NULL when memory is out. */
-PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
+/* A new object of `type` that takes `handle`, which is closed when memory is out; or the exception
+ * of a negative `code`. */
+PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, int code, void *handle,
                             void (*close)(void *handle));
 /* The handle, and one more user; NULL with ValueError when closed or in a forked child. */
 void *pcc_py_enter(PyObject *self);
@@ -116,14 +117,12 @@ static inline void pcc_py_left(PyObject **entered)
         Py_END_ALLOW_THREADS                                                                       \
     } while (0)
 
-/* In a method: the statement, with `handle`. */
-#define PCC_PY_WITH(statement)                                                                     \
+/* In a method: the statement, with `handle` and without the GIL. */
+#define PCC_PY_CALL(statement)                                                                     \
     do {                                                                                           \
         PCC_PY_ENTER();                                                                            \
-        statement;                                                                                 \
+        PCC_PY_UNLOCKED(statement);                                                                \
     } while (0)
-/* The same without the GIL, as most methods do. */
-#define PCC_PY_CALL(statement) PCC_PY_WITH(PCC_PY_UNLOCKED(statement))
 /* How these end. Returns None. */
 #define PCC_PY_RETURN_NONE(statement)                                                              \
     do {                                                                                           \

@@ -54,9 +54,7 @@ static PyObject *gpus_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     struct pcc_gpus *gpus = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_gpus_open(&gpus));
-    if (result < 0)
-        return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    return pcc_py_object_new(type, "Gpus", gpus, gpus_close);
+    return pcc_py_object_new(type, "Gpus", result, gpus, gpus_close);
 }
 
 static PyObject *gpu_new(struct pcc_py_state *state, const struct pcc_gpu_info *info)

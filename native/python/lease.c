@@ -7,9 +7,11 @@ struct pcc_py_state *pcc_py_state_of(PyTypeObject *type)
     return PyType_GetModuleState(type);
 }
 
-PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, void *handle,
+PyObject *pcc_py_object_new(PyTypeObject *type, const char *name, int code, void *handle,
                             void (*close)(void *handle))
 {
+    if (code < 0)
+        return pcc_py_raise(pcc_py_state_of(type), code, NULL);
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct pcc_py_object *object = (struct pcc_py_object *)allocate(type, 0);
     if (object == NULL) {

@@ -25,17 +25,15 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         if (result == 0)
             pcc_pool_keep(pool, kept);
     }
-    if (result < 0) {
+    if (result < 0)
         pcc_pool_close(pool);
-        return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    }
-    return pcc_py_object_new(type, "Pool", pool, pool_close);
+    return pcc_py_object_new(type, "Pool", result, pool, pool_close);
 }
 
 static PyObject *pool_stored(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    struct pcc_store_usage usage;
-    PCC_PY_WITH(usage = pcc_pool_stored(handle));
+    PCC_PY_ENTER();
+    const struct pcc_store_usage usage = pcc_pool_stored(handle);
     return Py_BuildValue("(IIK)", usage.stored, usage.limit, usage.refused);
 }
 
@@ -85,9 +83,7 @@ static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     struct pcc_events *events = NULL;
     int result = pcc_events_open(EVENTS_CAPACITY, &events);
-    if (result < 0)
-        return pcc_py_raise(pcc_py_state_of(type), result, NULL);
-    return pcc_py_object_new(type, "Events", events, events_close);
+    return pcc_py_object_new(type, "Events", result, events, events_close);
 }
 
 static PyObject *events_fileno(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -112,13 +108,12 @@ static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event 
     const struct pcc_reason *fault = &event->requested.fault;
     return pcc_py_result(
         state, PCC_PY_SAVE_REQUEST,
-        Py_BuildValue("(LKKKNKKKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
+        Py_BuildValue("(LKKKNKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
                       request->tree_offset_bytes, request->tree_bytes,
                       PyBool_FromLong(request->flags & PCC_REQUEST_SKIP), request->map,
-                      request->frozen_bytes, request->offered_bytes, request->held_at_ns,
-                      request->held_ns, request->base, request->turn, request->descents,
-                      request->row, request->interval, request->division, event->requested.taken_ns,
-                      (unsigned int)fault->cause, fault->argument));
+                      request->held_at_ns, request->held_ns, request->base, request->turn,
+                      request->descents, request->row, request->interval, request->division,
+                      event->requested.taken_ns, (unsigned int)fault->cause, fault->argument));
 }
 
 /* Of a save; zeros where the event has a request. */

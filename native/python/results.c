@@ -15,10 +15,9 @@ static const struct {
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind tenant session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times request"},
-    [PCC_PY_SAVE_REQUEST] = {"SaveRequest",
-                             "step payload_bytes tree_offset tree_bytes skip map frozen_bytes "
-                             "offered_bytes held_at_ns held_ns base turn descents row interval "
-                             "division taken_ns cause argument"},
+    [PCC_PY_SAVE_REQUEST] =
+        {"SaveRequest", "step payload_bytes tree_offset tree_bytes skip map held_at_ns held_ns "
+                        "base turn descents row interval division taken_ns cause argument"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_TENANT_USAGE] =
         {"TenantUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "

@@ -5,7 +5,6 @@
 #include <string.h>
 
 #define HANDLE struct pcc_tenant
-#define REASON_BYTES 192
 
 /* Borrows, as a user of their leases: pool, events and GPUs for its life, volumes from bind() to
  * unbind(), the volume of a load until the next load. Each lives until the tenant has released it,
@@ -79,11 +78,7 @@ static PyObject *tenant_open(PyTypeObject *type, PyObject *const borrowed[3],
     struct pcc_tenant *tenant = NULL;
     int result;
     PCC_PY_UNLOCKED(result = pcc_tenant_open(handles[0], handles[1], handles[2], spec, &tenant));
-    if (result < 0) {
-        pcc_py_raise(pcc_py_state_of(type), result, NULL);
-        goto fail;
-    }
-    PyObject *self = pcc_py_object_new(type, "Tenant", tenant, tenant_close);
+    PyObject *self = pcc_py_object_new(type, "Tenant", result, tenant, tenant_close);
     if (self != NULL) {
         memcpy(tenant_of(self)->borrowed, borrowed, sizeof(tenant_of(self)->borrowed));
         tenant_of(self)->bound = bound;
@@ -322,10 +317,10 @@ static PyObject *tenant_expose(PyObject *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
         return NULL;
     }
-    char reason[REASON_BYTES] = "";
+    char reason[PCC_REASON_BYTES] = "";
     int result;
-    PCC_PY_CALL(result = pcc_tenant_expose(handle, map, exposure.buf, (uint64_t)exposure.len,
-                                           reason, sizeof(reason)));
+    PCC_PY_CALL(result =
+                    pcc_tenant_expose(handle, map, exposure.buf, (uint64_t)exposure.len, reason));
     if (result == -ENOMEM) {
         PyErr_SetString(PyExc_MemoryError, reason);
         return NULL;

@@ -24,7 +24,7 @@ static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     const char *name = PyBytes_AsString(path);
     PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable, &options, &volume));
     return result < 0 ? pcc_py_raise(pcc_py_state_of(type), result, name)
-                      : pcc_py_object_new(type, "Volume", volume, volume_close);
+                      : pcc_py_object_new(type, "Volume", 0, volume, volume_close);
 }
 
 /* -- what it says ------------------------------------------------------------------------------ */
@@ -230,7 +230,7 @@ static bool within_payload(const struct pcc_load *load, uint64_t offset_bytes,
                            uint64_t length_bytes)
 {
     uint64_t payload_bytes = pcc_load_entry(load)->payload_bytes;
-    if (offset_bytes <= payload_bytes && length_bytes <= payload_bytes - offset_bytes)
+    if (pcc_is_within(offset_bytes, length_bytes, payload_bytes))
         return true;
     PyErr_Format(PyExc_ValueError, "bytes %llu..+%llu lie outside of the payload of %llu bytes",
                  (unsigned long long)offset_bytes, (unsigned long long)length_bytes,

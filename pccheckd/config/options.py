@@ -31,7 +31,7 @@ _YES = {"1": True, "yes": True, "true": True, "on": True,
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class OptionOrigin:
     """Where a value comes from: `kind` is "flag", "environment", "file" or "default"."""
 
     kind: str
@@ -108,7 +108,7 @@ METRICS = Kind("[ADDRESS:]PORT or a path ending in .prom", "", _metrics)
 YES_NO = Kind("yes or no", "", _yes, lambda value: "yes" if value else "no")
 
 
-class Group(enum.StrEnum):
+class Topic(enum.StrEnum):
     """Headings of the help and of the documents."""
 
     PLACES = "Places"
@@ -122,7 +122,7 @@ class Group(enum.StrEnum):
 class Option:
     flag: str
     kind: Kind
-    group: Group
+    group: Topic
     help: str  # one sentence, no full stop
     metavar: str = ""
     choices: tuple[str, ...] = ()
@@ -171,7 +171,7 @@ _NONE = cast(Path, dataclasses.MISSING)  # the default of an option that must be
 
 
 def _option(
-    default: _T, flag: str, kind: Kind, group: Group, text: str, metavar: str = "", **more: object
+    default: _T, flag: str, kind: Kind, group: Topic, text: str, metavar: str = "", **more: object
 ) -> _T:
     made = Option(flag, kind, group, text, metavar, **more)  # type: ignore[arg-type]
     return field(default=default, metadata={"option": made})
@@ -184,48 +184,48 @@ class Config:
 
     # fmt: off
     storage: Path = _option(
-        _NONE, "--storage", PATH, Group.PLACES,
+        _NONE, "--storage", PATH, Topic.PLACES,
         "directory for the volumes, on a local disk with ext4 or xfs", "DIR",
         required=True, example="/var/lib/pccheck",
     )
     socket: Path = _option(
-        _NONE, "--socket", PATH, Group.ACCESS,
+        _NONE, "--socket", PATH, Topic.ACCESS,
         "where trainers and pccheckctl connect", "PATH",
         rule=f"a directory of at most {SOCKET_DIRECTORY_BYTES_MAX} bytes",
         default_text=f"{DEFAULT_SOCKET}; for an ordinary user "
         "$XDG_RUNTIME_DIR/pccheck/attach.sock", example=DEFAULT_SOCKET,
     )
     max_storage_bytes: int = _option(
-        0, "--max-storage", SIZE, Group.PLACES,
+        0, "--max-storage", SIZE, Topic.PLACES,
         "limit for all volumes together; a job that needs more is refused", "SIZE",
         zero="no limit", live=True, when="for new volumes",
     )
     max_storage_per_user_bytes: int = _option(
-        0, "--max-storage-per-user", SIZE, Group.PLACES,
+        0, "--max-storage-per-user", SIZE, Topic.PLACES,
         "limit for the volumes of one user; a job that needs more is refused", "SIZE",
         zero="no limit", live=True, when="for new volumes",
     )
     expire_finished_s: float = _option(
-        0.0, "--expire-finished", DURATION, Group.PLACES,
+        0.0, "--expire-finished", DURATION, Topic.PLACES,
         "delete the volumes of a finished job (one that called close(done=True)) after it was not "
         "used for this long while pccheckd ran", "AGE", rule="at least 1h", zero="never", live=True,
     )
     allow_any_filesystem: bool = _option(
-        False, "--allow-any-filesystem", YES_NO, Group.PLACES,
+        False, "--allow-any-filesystem", YES_NO, Topic.PLACES,
         "accept file systems that promise less than a local disk, such as tmpfs (for tests)",
     )
     slots: int = _option(
-        4, "--slots", COUNT, Group.ROOM,
+        4, "--slots", COUNT, Topic.ROOM,
         "checkpoints for which a volume has space: in flight and kept; existing volumes keep their "
         "number of slots", "N", low=2, high=SLOTS_MAX,
     )
     keep: int = _option(
-        2, "--keep", COUNT, Group.ROOM,
+        2, "--keep", COUNT, Topic.ROOM,
         "newest durable checkpoints that stay; slots - keep checkpoints may be in flight", "N",
         low=1, rule="less than slots",
     )
     dram_bytes: int = _option(
-        1 * GIB, "--dram", SIZE, Group.ROOM,
+        1 * GIB, "--dram", SIZE, Topic.ROOM,
         "memory for copied checkpoints that are not written yet; with twice the size of a rank's "
         "checkpoint, for each rank of the node, copying never waits for the disk", "SIZE",
         rule="at least two chunks, at most the RAM",
@@ -233,87 +233,87 @@ class Config:
         example="64GiB",
     )
     max_dram_per_user_bytes: int = _option(
-        0, "--max-dram-per-user", SIZE, Group.ROOM,
+        0, "--max-dram-per-user", SIZE, Topic.ROOM,
         "limit of this memory for the jobs of one user; at least two chunks for each of the user's "
         "ranks", "SIZE", zero="no limit", live=True, when="memory above the limit is taken back",
     )
     chunk_bytes: int = _option(
-        16 * MIB, "--chunk", SIZE, Group.ROOM,
+        16 * MIB, "--chunk", SIZE, Topic.ROOM,
         "unit in which a checkpoint is copied and written", "SIZE",
         low=IO_ALIGN, high=256 * MIB, rule="a multiple of the block (1MiB)",
     )
     writers: int = _option(
-        2, "--writers", COUNT, Group.ROOM,
+        2, "--writers", COUNT, Topic.ROOM,
         "threads that write each checkpoint", "P", low=1, high=64,
     )
     engine: str = _option(
-        ENGINES[0][0], "--engine", TEXT, Group.ROOM,
+        ENGINES[0][0], "--engine", TEXT, Topic.ROOM,
         f"how volumes are written: {', '.join(f'{name} {how}' for name, how, _ in ENGINES)}; the "
         f"daemon uses {ENGINES[0][0]} where another engine is not possible",
         choices=tuple(name for name, _, _ in ENGINES),
     )
     max_bandwidth_bytes: int = _option(
-        0, "--max-bandwidth", SIZE, Group.ROOM,
+        0, "--max-bandwidth", SIZE, Topic.ROOM,
         "bytes per second that each volume may read and write, for disks shared with others",
         "SIZE", zero="no limit", live=True,
     )
     group: str = _option(
-        "", "--group", TEXT, Group.ACCESS,
+        "", "--group", TEXT, Topic.ACCESS,
         "group whose members may connect, besides the daemon's own user", "NAME",
         zero="the group of the daemon",
     )
     drain_limit_s: float = _option(
-        60.0, "--drain-limit", DURATION, Group.RUNNING,
+        60.0, "--drain-limit", DURATION, Topic.RUNNING,
         "time that a stop may take to make copied checkpoints durable", "TIME", low=0, live=True,
     )
     stall_limit_s: float = _option(
-        30.0, "--stall-limit", DURATION, Group.RUNNING,
+        30.0, "--stall-limit", DURATION, Topic.RUNNING,
         "a disk that finishes nothing for this long is reported as degraded", "TIME",
         low=0.1, live=True,
     )
     gpu_release_s: float = _option(
-        60.0, "--gpu-release", DURATION, Group.RUNNING,
+        60.0, "--gpu-release", DURATION, Topic.RUNNING,
         "after no trainer has shared memory of a GPU for this long, the daemon releases the GPU: "
         "its context, which takes GPU memory and keeps the clocks up", "TIME", low=0, live=True,
     )
     log_format: str = _option(
-        "auto", "--log-format", TEXT, Group.RUNNING,
+        "auto", "--log-format", TEXT, Topic.RUNNING,
         "format of log lines; auto is journal under systemd, else plain",
         choices=("auto", "plain", "journal", "json"), live=True,
     )
     log_level: str = _option(
-        "info", "--log-level", TEXT, Group.RUNNING, "lowest level of the lines that are logged",
+        "info", "--log-level", TEXT, Topic.RUNNING, "lowest level of the lines that are logged",
         choices=("debug", "info", "warning", "error"), live=True,
     )
     metrics: str = _option(
-        "", "--metrics", METRICS, Group.SEEING,
+        "", "--metrics", METRICS, Topic.SEEING,
         "address where Prometheus finds metrics, /healthz and /readyz (127.0.0.1 if only a port is "
         "given), or the file that node_exporter reads", "PLACE", zero="none",
     )
     scrub_rate_bytes: int = _option(
-        32 * MIB, "--scrub-rate", SIZE, Group.SEEING,
+        32 * MIB, "--scrub-rate", SIZE, Topic.SEEING,
         "bytes per second at which kept checkpoints are read and checked in the background", "SIZE",
         zero="off", live=True,
     )
     scrub_interval_s: float = _option(
-        604800.0, "--scrub-interval", DURATION, Group.SEEING,
+        604800.0, "--scrub-interval", DURATION, Topic.SEEING,
         "time from the start of one background check to the start of the next", "TIME",
         zero="off", live=True,
     )
     chronicle: bool = _option(
-        True, "--chronicle", YES_NO, Group.SEEING,
+        True, "--chronicle", YES_NO, Topic.SEEING,
         "metrics, trace and a log line for every checkpoint; benchmarks turn it off",
         hidden=True, live=True,
     )
     block_bytes: int = _option(
-        1 * MIB, "--block-bytes", SIZE, Group.ROOM,
+        1 * MIB, "--block-bytes", SIZE, Topic.ROOM,
         "unit of the checksums in new volumes; tests use small ones", "SIZE",
         low=512, high=GIB, rule="a power of two", hidden=True,
     )
     # fmt: on
     #: Where each value came from, by field; the file that was read; values that the file has by now
     #: and that need a restart, by field.
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, OptionOrigin] = field(default_factory=dict)
     file: Path | None = None
     pending: Mapping[str, object] = field(default_factory=dict)
 

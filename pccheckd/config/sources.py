@@ -28,9 +28,9 @@ from .options import (
     SOCKET_DIRECTORY_BYTES_MAX,
     YES_NO,
     Config,
-    Group,
     Option,
-    Origin,
+    OptionOrigin,
+    Topic,
     show_size,
 )
 
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "or 5min.",
         allow_abbrev=False,
     )
-    for group in Group:
+    for group in Topic:
         titled = made.add_argument_group(group.value)
         for option in OPTIONS:
             if option.group is group:
@@ -114,15 +114,15 @@ class Sources:
         file = Path(named).absolute() if named else self.default_file
         lines = _lines(file) if named or _exists(file) else None
         given: dict[str, object] = {}
-        origins: dict[str, Origin] = {}
+        origins: dict[str, OptionOrigin] = {}
         for option in OPTIONS:
             places = (
-                (self.flags.get(option.field), Origin("flag", option.flag)),
-                (self.environ.get(option.variable), Origin("environment", option.variable)),
-                ((lines or {}).get(option.key), Origin("file", str(file))),
+                (self.flags.get(option.field), OptionOrigin("flag", option.flag)),
+                (self.environ.get(option.variable), OptionOrigin("environment", option.variable)),
+                ((lines or {}).get(option.key), OptionOrigin("file", str(file))),
             )
             text, origin = next(
-                (found for found in places if found[0] is not None), (None, Origin("default"))
+                (found for found in places if found[0] is not None), (None, OptionOrigin("default"))
             )
             origins[option.field] = origin
             if text is not None:
@@ -226,7 +226,7 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def _parse(option: Option, text: str, origin: Origin) -> object:
+def _parse(option: Option, text: str, origin: OptionOrigin) -> object:
     where = _where(option, origin)
     try:
         value = option.kind.parse(text)
@@ -237,7 +237,7 @@ def _parse(option: Option, text: str, origin: Origin) -> object:
     return value
 
 
-def _where(option: Option, origin: Origin | None) -> str:
+def _where(option: Option, origin: OptionOrigin | None) -> str:
     """How an error names the option: as it was given."""
     if origin is None or origin.kind == "default":
         return option.flag

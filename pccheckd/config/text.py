@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pccheckd import VERSION
 
-from .options import OPTIONS, Config, Group, Option
+from .options import OPTIONS, Config, Option, Topic
 from .sources import unknown_variables
 
 SCHEMA = 1
@@ -57,8 +57,8 @@ def effective(config: Config) -> str:
     return "\n".join(f"  {name:{names}}  {value:{values}}  {why}" for name, value, why in shown)
 
 
-def groups() -> Iterator[tuple[Group, list[Option]]]:
-    for group in Group:
+def groups() -> Iterator[tuple[Topic, list[Option]]]:
+    for group in Topic:
         shown = [option for option in OPTIONS if option.group is group and not option.hidden]
         if shown:
             yield group, shown

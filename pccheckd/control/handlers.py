@@ -30,7 +30,7 @@ from pccheckd.core import exposing
 from pccheckd.jobs import pinning, recovery
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.ledger import Ledger
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import PAYLOAD_BYTES_MAX, Key
@@ -182,10 +182,11 @@ class Handlers:
     ) -> messages.Registered:
         job = session.job
         assert job is not None
-        volume = await tenant.register(body.payload_bytes)
-        wanted = tenant.wanted_bytes(body.payload_bytes)
-        granted = await self._registry.memory.claim(session, wanted)
-        expected = max(granted, min(wanted, self._registry.memory.share_bytes(session.number)))
+        volume = await tenant.readiness.register(body.payload_bytes)
+        memory = self._registry.memory
+        wanted = memory.wanted_for(tenant, body.payload_bytes)
+        granted = await memory.claim(session, wanted)
+        expected = max(granted, min(wanted, memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
         return messages.Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
@@ -205,7 +206,7 @@ class Handlers:
         _require_pull(offered(case))
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
         if whole is not None:
-            _require_pull(await tenant.expose(session.number, body.map, whole, case))
+            _require_pull(await tenant.pulling.expose(session.number, body.map, whole, case))
 
     async def _describe(self, session: Session, body: messages.Describe) -> messages.Described:
         """Waits until the records have what the page shows already: the core writes the page."""
@@ -230,7 +231,7 @@ class Handlers:
         if not await tenant.ledger.settled(GOODBYE_LIMIT_S, asked):
             raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")
         if body.done:
-            await tenant.finish()
+            await tenant.binding.finish()
 
     async def _status(self, session: Session) -> report.Document:
         async with self._turn(session.uid, "document"):
@@ -300,7 +301,7 @@ def _count_failed(tenant: Tenant, count: int) -> None:
     if not 0 <= count <= FAILED_MAX:
         raise UsageError(f"$.body.failed must be 0 to {FAILED_MAX} (got {count})")
     if count:
-        tenant.failed_before_request(count)
+        tenant.saves.failed_before_request(count)
 
 
 def _require_pull(offer: Decision) -> None:
@@ -308,7 +309,7 @@ def _require_pull(offer: Decision) -> None:
         raise RefusedError(offer.reason, hint=offer.hint, retryable=offer.may_pass)
 
 
-def _described(found: Checkpoint, ledger: Ledger) -> messages.Described:
+def _described(found: RankCheckpoint, ledger: Ledger) -> messages.Described:
     reason, hint, _ = found.sentence
     newer = ledger.newer_than(found) if found.state is messages.CheckpointState.SUPERSEDED else None
     return messages.Described(

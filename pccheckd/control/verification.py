@@ -29,7 +29,9 @@ def verify(
     return {"schema": SCHEMA, "checkpoints": results}
 
 
-def _verified(volume: _core.Volume, item: catalog.Checkpoint, part: Subset | None) -> Document:
+def _verified(
+    volume: _core.Volume, item: catalog.StoredCheckpoint, part: Subset | None
+) -> Document:
     problem, read = "", 0
     try:
         if part is None:

@@ -199,22 +199,20 @@ class Engine:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._growers, function, wanted_bytes)
 
-    async def open_native(
-        self, uid: int, listener: Callable[[_core.Event], None], shape: PortShape
-    ) -> tuple[int, _core.Tenant]:
-        """A tenant whose events go to `listener`, on the loop."""
+    async def open_native(self, uid: int, shape: PortShape) -> tuple[int, _core.Tenant]:
+        """A tenant, and the number with which its events come: see `listen`."""
         number = self._next_number
         self._next_number += 1
-        self._listeners[number] = listener
-        try:  # in a thread: it starts lanes x writers threads
-            return number, await self.call(
-                uid, _core.Tenant, self.pool, self._events, id=number, **shape._asdict()
-            )
-        except BaseException:
-            self.forget_native(number)
-            raise
+        # In a thread: it starts lanes x writers threads.
+        return number, await self.call(
+            uid, _core.Tenant, self.pool, self._events, id=number, **shape._asdict()
+        )
 
-    def forget_native(self, number: int) -> None:
+    def listen(self, number: int, listener: Callable[[_core.Event], None]) -> None:
+        """The events of that tenant go to `listener`, on the loop, until `forget`."""
+        self._listeners[number] = listener
+
+    def forget(self, number: int) -> None:
         self._listeners.pop(number, None)
 
     def deliver(self) -> None:

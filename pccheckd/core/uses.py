@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from enum import Enum
 
-from pccheck_wire.errors import PccheckError
+from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
@@ -43,6 +43,28 @@ class Seat:
         self.refused: PccheckError | None = None
         self._refused_session = 0
         self._refused_ns = 0
+        self.last_used_ns = time.monotonic_ns()  # when its last trainer ended, or it was loaded
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.state is TrainerState.LEAVING
+
+    @property
+    def is_closed(self) -> bool:
+        return self.state is TrainerState.CLOSED
+
+    def require_free(self, owner: Owner) -> None:
+        """Raises RefusedError, for `owner`, while there is another trainer."""
+        if self.owner is not None:
+            raise RefusedError(
+                f"{self._who} is already served for pid {self.owner.pid}; this is pid {owner.pid}",
+                hint="if that process is left over from an earlier start, end it; if both are "
+                "ranks of one training, pass rank= and world_size=, or make the client after "
+                "init_process_group(); if they are two trainings, give this one its own name "
+                "(PCCHECK_JOB, or job=)"
+                if self.owner.pid != owner.pid
+                else "this process has an earlier client: close() it",
+            )
 
     def take(self, owner: Owner) -> None:
         self._move(TrainerState.ATTACHED)
@@ -50,17 +72,17 @@ class Seat:
 
     def leave(self) -> None:
         """Its trainer has ended."""
-        if self.state is not TrainerState.CLOSED:
+        if not self.is_closed:
             self._move(TrainerState.LEAVING)
 
     def free(self) -> None:
         """What its trainer handed over is drained."""
-        self.owner = None
-        if self.state is not TrainerState.CLOSED:
+        self.owner, self.last_used_ns = None, time.monotonic_ns()
+        if not self.is_closed:
             self._move(TrainerState.NONE)
 
     def close(self) -> None:
-        if self.state is not TrainerState.CLOSED:
+        if not self.is_closed:
             self._move(TrainerState.CLOSED)
 
     def _move(self, to: TrainerState) -> None:

@@ -56,7 +56,7 @@ _MEANINGS = {
 Handle = Callable[[int, bytes], Awaitable[bytes | None]]
 
 
-class Front:
+class FrontProcess:
     """One child process, from its start to its end."""
 
     def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -85,7 +85,9 @@ class Front:
         return reader
 
     async def serve(
-        self, reader: asyncio.StreamReader, take: Callable[[Front, bytes, bytes], Awaitable[None]]
+        self,
+        reader: asyncio.StreamReader,
+        take: Callable[[FrontProcess, bytes, bytes], Awaitable[None]],
     ) -> None:
         """Passes every request to `take`, which may make it wait, until the process ends or
         violates the protocol."""
@@ -163,7 +165,7 @@ class Keeper(Background):
         self._handle = handle
         self._trouble = ""  # why there has been no front yet
         self._decided = asyncio.Event()  # set once a front has served, or could not start
-        self._front: Front | None = None
+        self._front: FrontProcess | None = None
         self._room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
         self._work = Tasks(f"requests of uid {uid}")
 
@@ -237,22 +239,22 @@ class Keeper(Background):
             self._decided.set()
         return trouble
 
-    async def _start(self) -> Front:
+    async def _start(self) -> FrontProcess:
         started = self._threads.submit(_spawn, self._uid, self._gid, self._listener)
         try:
-            return Front(*await asyncio.wrap_future(started))
+            return FrontProcess(*await asyncio.wrap_future(started))
         except asyncio.CancelledError:
             started.add_done_callback(_discard)
             raise
 
-    async def _take(self, front: Front, identity: bytes, request: bytes) -> None:
+    async def _take(self, front: FrontProcess, identity: bytes, request: bytes) -> None:
         """Waits for a free place; meanwhile the front is not read, and reads nothing from its
         peers. Takes one request in a pass of the loop, which other users wait for."""
         await self._room.acquire()
         self._work.spawn(self._answer(front, identity, request))
         await asyncio.sleep(0)
 
-    async def _answer(self, front: Front, identity: bytes, request: bytes) -> None:
+    async def _answer(self, front: FrontProcess, identity: bytes, request: bytes) -> None:
         try:
             answer = await self._handle(self._uid, request)
             if answer is not None:

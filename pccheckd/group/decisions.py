@@ -73,7 +73,7 @@ class Decisions:
 
         for tenant in tenants:
             tenant.obey(self.agreement)
-            tenant.gave_up(why_never)
+            tenant.saves.gave_up(why_never)
 
     def known(self) -> dict[int, Rank]:
         """What is known of each rank now, for `group.py`."""
@@ -101,12 +101,12 @@ class Decisions:
         tenants = self._members.tenants.values()
         for tenant in tenants:
             if is_new or tenant.ledger.is_late(newest):
-                tenant.became_global(newest, common)
+                tenant.saves.became_global(newest, common)
         # Not only the newest: a checkpoint of the run before may end after one of this run.
         oldest_run = min((held.incarnation for held in set(shared) - set(before)), default=None)
         for tenant in tenants:
-            if oldest_run is not None and oldest_run < tenant.incarnation:
-                tenant.spawn(tenant.protect_late())
+            if oldest_run is not None and oldest_run < tenant.readiness.incarnation:
+                tenant.tasks.spawn(tenant.retention.protect_late())
 
     def _lost(self) -> set[int]:
         """Checkpoints that some rank has durable, and that another rank has lost. A rank gets no
@@ -142,7 +142,7 @@ class Decisions:
         busy = [
             rank
             for rank, tenant in sorted(self._members.tenants.items())
-            if rank < world_size and tenant.owner is not None and not tenant.has_room()
+            if rank < world_size and tenant.seat.owner is not None and not tenant.slots.has_room()
         ]
         if busy:
             self._skips[sequence] = Why(Cause.RANK_BUSY, busy[0])
@@ -161,7 +161,7 @@ class Decisions:
         """Why a rank cannot save its part of a checkpoint that others have requested before; None:
         some rank has it, durable or in flight, and it is not given up."""
         is_there = not self.gives_up(sequence) and any(
-            sequence in tenant.pending() or tenant.volumes.checkpoint(sequence) is not None
+            sequence in tenant.ledger.pending() or tenant.volumes.checkpoint(sequence) is not None
             for tenant in self._members.tenants.values()
         )
         return None if is_there else self.why_passed(sequence)

@@ -8,13 +8,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from pccheck_native._core import SaveRequest
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Joined, Restored
 from pccheckd.config.options import Config
 from pccheckd.core.port import Owner
 from pccheckd.tenancy.checkpoint import End, failed
-from pccheckd.tenancy.group import Numbered, Requested
+from pccheckd.tenancy.group import Numbered
 from pccheckd.tenancy.tenant import Tenant
 
 from . import explain
@@ -52,12 +53,12 @@ class Job:
     @property
     def last_used_ns(self) -> int:
         """When it was loaded, or the last trainer of a rank ended."""
-        return max((tenant.last_used_ns for tenant in self.tenants.values()), default=0)
+        return max((tenant.seat.last_used_ns for tenant in self.tenants.values()), default=0)
 
     @property
     def leaving(self) -> bool:
         """A rank's trainer has ended and is being drained."""
-        return any(tenant.leaving for tenant in self.tenants.values())
+        return any(tenant.seat.is_leaving for tenant in self.tenants.values())
 
     def loaded(self, tenant: Tenant) -> None:
         """Adds a rank whose volumes have been opened."""
@@ -68,11 +69,11 @@ class Job:
 
     async def look(self) -> None:
         """Checks the files of all its ranks, and opens new ones."""
-        await asyncio.gather(*(tenant.look() for tenant in list(self.tenants.values())))
+        await asyncio.gather(*(tenant.readiness.look() for tenant in list(self.tenants.values())))
 
     async def close(self) -> None:
         for tenant in self.tenants.values():
-            tenant.stop_attaches()  # all first: no trainer attaches to the last ones meanwhile
+            tenant.seat.close()  # all first: no trainer attaches to the last ones meanwhile
         for tenant in self.tenants.values():
             await tenant.close()
 
@@ -166,11 +167,11 @@ class Job:
         used = self.tenants[rank].volumes.last_sequence()
         return self.members.numbering.took(rank, sequence, used)
 
-    def number(self, rank: int, requested: Requested) -> Numbered:
+    def number(self, rank: int, asked: SaveRequest) -> Numbered:
         """Gives a request of one of several ranks its sequence, or says how it ends. Waits for
         nothing."""
         tenant, numbering = self.tenants[rank], self.members.numbering
-        owner = tenant.owner
+        owner = tenant.seat.owner
         assert owner is not None
         start = self.members.may_ask(rank, owner.process)
         if start is None:
@@ -178,23 +179,23 @@ class Job:
         if start.world_size == 1:
             return Numbered(start.incarnation, 0)  # `took` follows
         used = tenant.volumes.last_sequence()
-        given = numbering.number(start, rank, owner.process, requested, used)
+        given = numbering.number(start, rank, owner.process, asked, used)
         sequence = 0 if given.is_passed else given.sequence
-        return Numbered(start.incarnation, sequence, self._end(rank, given, requested))
+        return Numbered(start.incarnation, sequence, self._end(rank, given, asked))
 
-    def _end(self, rank: int, given: Given, requested: Requested) -> End | None:
+    def _end(self, rank: int, given: Given, asked: SaveRequest) -> End | None:
         """How a request of a group ends at once; None when the rank may save."""
         sequence, why = given.sequence, None
         if given.is_passed:
             return End(State.SKIPPED, self.decisions.why_passed(sequence))
-        self.lateness.requested(sequence, requested.at_ns)
+        self.lateness.requested(sequence, asked.taken_ns)
         if given.apart:
             self.lateness.note_apart(given.apart)
         if not given.is_first:
             why = self.decisions.why_too_late(sequence)
-        elif requested.skip_when_busy:
+        elif asked.skip:
             self.decisions.skip_if_busy(sequence)
-        other = self.members.numbering.divided_otherwise(rank, sequence, requested.division)
+        other = self.members.numbering.divided_otherwise(rank, sequence, asked.division)
         if other is not None:
             return failed(Cause.UNLIKE, other << 32 | rank)
         return End(State.SKIPPED, why) if why is not None else None

@@ -108,16 +108,20 @@ class Membership:
     def _instruct(self) -> None:
         """Which rank saves alone may have changed."""
         for tenant in self.tenants.values():
-            tenant.queue.instruct()
+            tenant.readiness.instruct()
 
     def processes(self) -> dict[int, bytes]:
         """By rank: the process that is connected."""
-        return {rank: t.owner.process for rank, t in self.tenants.items() if t.owner is not None}
+        return {
+            rank: t.seat.owner.process
+            for rank, t in self.tenants.items()
+            if t.seat.owner is not None
+        }
 
     def require_no_other(self, rank: int, *, solo: bool) -> None:
         """Raises RefusedError when another rank saves beside one with solo=True."""
         for other, tenant in sorted(self.tenants.items()):
-            owner = tenant.owner
+            owner = tenant.seat.owner
             if other == rank or owner is None or not (solo or owner.solo):
                 continue
             alone, its = (rank, "this process") if solo else (other, f"pid {owner.pid}")
@@ -137,16 +141,17 @@ class Membership:
 
     def _known(self, rank: int, is_gone: bool) -> Rank:
         tenant = self.tenants[rank]
-        owner = tenant.owner
+        owner = tenant.seat.owner
         start = self.starts.of(rank, owner.process) if owner is not None else None
         passed = NEVER if is_gone else None
-        if start is not None and start is self.starts.current and not tenant.leaving:
+        if start is not None and start is self.starts.current and not tenant.seat.is_leaving:
             passed = self.numbering.asked(rank)
         return Rank(
             held=frozenset(
-                found.held(usable=tenant.is_usable(found)) for found in tenant.volumes.checkpoints()
+                found.held(usable=tenant.retention.is_usable(found))
+                for found in tenant.volumes.checkpoints()
             ),
-            pending=tenant.pending(),
+            pending=tenant.ledger.pending(),
             asked=passed,
             pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )

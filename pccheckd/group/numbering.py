@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pccheck_native import names
+from pccheck_native._core import SaveRequest
 from pccheck_native.names import Name, Numbers
-from pccheckd.tenancy.group import Requested
 
 from .starts import Start, Starts
 
@@ -69,14 +69,14 @@ class Numbering:
                 self._asked[rank] = max(self.asked(rank), above), current.incarnation
 
     def number(
-        self, start: Start, rank: int, process: bytes, requested: Requested, used: int
+        self, start: Start, rank: int, process: bytes, asked: SaveRequest, used: int
     ) -> Given:
         """The sequence of a request, equal on all ranks that request the same name. `used`: the
         newest sequence in the volumes of the rank."""
         above = max(self.asked(rank), used)
         who = rank, process
-        base = start.bases.of(who, requested.base, requested.turn)
-        name = Name(start.incarnation, base, requested.descents, requested.step, requested.row)
+        base = start.bases.of(who, asked.base, asked.turn)
+        name = Name(start.incarnation, base, asked.descents, asked.step, asked.row)
         if (sequence := self._numbers.find(name)) is not None:
             self._newest[rank] = max(name, self._newest.get(rank, name))
             given = Given(sequence, is_first=False)

@@ -21,7 +21,7 @@ SETTLE_LIMIT_S = 5.0
 
 #: The checkpoint, and the newer ones that are damaged with the volumes that could not be read.
 #: None: the volumes were read, and hold nothing.
-Choice = tuple[catalog.Checkpoint | None, list[Skipped]]
+Choice = tuple[catalog.StoredCheckpoint | None, list[Skipped]]
 
 
 def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
@@ -34,7 +34,9 @@ def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
         return _newest(own, wanted, found)
     if session.world_size == 1:
         alone = [one for one in found if one.world_size == 1]
-        best = (one.sequence for one in alone if _fits(one, wanted) and own.is_usable(one))
+        best = (
+            one.sequence for one in alone if _fits(one, wanted) and own.retention.is_usable(one)
+        )
         common = job.members.common()
         shared = (held.sequence for held in common if held.world_size > 1 and _fits(held, wanted))
         if alone and max(shared, default=0) <= max(best, default=0):
@@ -48,7 +50,7 @@ def restorable(session: Session, job: Job, own: Tenant) -> dict[int, int]:
     mine = {
         one.sequence: one.step
         for one in own.volumes.checkpoints()
-        if is_alone and own.is_usable(one) and (session.solo or one.world_size == 1)
+        if is_alone and own.retention.is_usable(one) and (session.solo or one.world_size == 1)
     }
     shared = {
         held.sequence: held.step
@@ -74,7 +76,7 @@ async def settled(job: Job) -> Writing | None:
 def _writing(tenants: list[Tenant], last: int) -> Writing:
     """What is on its way, up to the sequence `last`."""
     live = [one for t in tenants for one in t.ledger.live() if one.sequence <= last]
-    ports = [t.port for t in tenants if t.port is not None and t.ledger.live()]
+    ports = [t.binding.port for t in tenants if t.binding.port is not None and t.ledger.live()]
     left = sum(u.full_chunks * port.chunk_bytes for port in ports if (u := port.usage()))
     total = sum(one.payload_bytes for one in live)
     newest = max(live, key=lambda one: one.sequence, default=None)
@@ -84,7 +86,9 @@ def _writing(tenants: list[Tenant], last: int) -> Writing:
 # -- of a group --------------------------------------------------------------------------------
 
 
-def _of_group(session: Session, job: Job, own: Tenant, wanted: Open) -> catalog.Checkpoint | None:
+def _of_group(
+    session: Session, job: Job, own: Tenant, wanted: Open
+) -> catalog.StoredCheckpoint | None:
     """This rank's copy of the common checkpoint. Never mixes steps: fails when it is damaged or
     could not be read."""
     again = "restart all ranks; they will restore the previous step"
@@ -107,7 +111,7 @@ def _of_group(session: Session, job: Job, own: Tenant, wanted: Open) -> catalog.
     # A rank that did not exist then takes the copy of rank 0, or of the only saver.
     for holder in (own, *(other for _, other in sorted(job.tenants.items()))):
         item = holder.volumes.checkpoint(common.sequence)
-        if item is not None and holder.is_usable(item):
+        if item is not None and holder.retention.is_usable(item):
             return item
         if session.rank < common.world_size and not wanted.any_world_size:
             break
@@ -163,7 +167,7 @@ def _require_no_newer(session: Session, job: Job, found: Held) -> None:
 # -- of a rank alone ---------------------------------------------------------------------------
 
 
-def _newest(own: Tenant, wanted: Open, found: list[catalog.Checkpoint]) -> Choice:
+def _newest(own: Tenant, wanted: Open, found: list[catalog.StoredCheckpoint]) -> Choice:
     """Of the checkpoints of one rank, newest first, the first that is not damaged."""
     skipped = _in_doubt(own)
     for item in found:
@@ -191,6 +195,6 @@ def _in_doubt(tenant: Tenant) -> list[Skipped]:
     return [Skipped(0, 0, error.message) for error in tenant.volumes.doubts]
 
 
-def _fits(one: catalog.Checkpoint | Held, wanted: Open) -> bool:
+def _fits(one: catalog.StoredCheckpoint | Held, wanted: Open) -> bool:
     older = wanted.before is None or one.sequence < wanted.before
     return older and wanted.step in (None, one.step)

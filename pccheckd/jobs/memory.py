@@ -67,24 +67,25 @@ class Claim:
         """Of one user's sessions those with a lower turn get their two chunks first."""
         if self.ends:
             return 3  # a session ends only once
-        if not self.port.granted_bytes:
+        if not self.port.grant.nbytes:
             return 2  # a new session ends no other session of its user
         return 0 if self.by.is_busy() else 1
 
     @property
     def lacks_bytes(self) -> int:
-        return max(0, self.share_bytes - self.port.aim_bytes)
+        return max(0, self.share_bytes - self.port.grant.aim_bytes)
 
     @property
     def excess_bytes(self) -> int:
-        return max(0, self.port.aim_bytes - max(self.share_bytes, self.port.floor_bytes))
+        grant = self.port.grant
+        return max(0, grant.aim_bytes - max(self.share_bytes, grant.floor_bytes))
 
     @property
     def lacks_least(self) -> bool:
-        return self.port.granted_bytes < self.port.least_bytes
+        return self.port.grant.nbytes < self.port.grant.least_bytes
 
 
-class Memory(Background):
+class Dram(Background):
     """Owns the claims. On the loop only; memory itself moves in the ports' threads."""
 
     def __init__(self, engine: Engine, tenants: Callable[[], Iterable[Tenant]]) -> None:
@@ -106,11 +107,11 @@ class Memory(Background):
         claim = self.enter(by, wanted_bytes)
         port = claim.port
         claim.had_share &= wanted_bytes <= claim.wanted_bytes
-        claim.wanted_bytes = max(wanted_bytes, port.least_bytes)
+        claim.wanted_bytes = max(wanted_bytes, port.grant.least_bytes)
         self._stale = True
         deadline = time.monotonic() + CLAIM_LIMIT_S
-        if port.granted_bytes:
-            await port.send_segments()
+        if port.grant.nbytes:
+            await port.grant.send_segments()
         while True:
             self._changed.clear()
             if self._claims.get(by.number) is not claim:
@@ -119,7 +120,7 @@ class Memory(Background):
             if self._stale or time.monotonic() - self._balanced_s >= _RETRY_S:
                 self.balance()
             if not claim.lacks_least:
-                return port.granted_bytes
+                return port.grant.nbytes
             self._require_room(claim)
             if time.monotonic() > deadline:  # the claim stays, so that the next try finds room
                 raise self._too_late(claim)
@@ -131,9 +132,20 @@ class Memory(Background):
             raise RefusedError("the session has ended")
         claim = self._claims.get(by.number)
         if claim is None:
-            wanted = max(by.port.least_bytes, wanted_bytes)
+            wanted = max(by.port.grant.least_bytes, wanted_bytes)
             claim = self._claims[by.number] = Claim(by, by.port, by.tenant.key, wanted)
         return claim
+
+    def wanted_for(self, tenant: Tenant, payload_bytes: int) -> int:
+        """DRAM for two checkpoints of this size, within the rank's share of the budget."""
+        owner, port = tenant.seat.owner, tenant.binding.port
+        if owner is None or port is None:
+            raise RefusedError("the session has ended")
+        chunk, budget = port.chunk_bytes, self._config.dram_bytes
+        share = min(self._config.max_dram_per_user_bytes or budget, budget)
+        wanted = -(-payload_bytes // chunk) * chunk * 2
+        most = share // owner.local_world_size // chunk * chunk
+        return max(2 * chunk, min(wanted, most))
 
     def gone(self, session: int) -> None:
         """The session has ended: its memory is a cache now, or was given back."""
@@ -151,7 +163,7 @@ class Memory(Background):
         """DRAM by user: of sessions, and of tenants without one."""
         used: Counter[int] = Counter()
         for uid, port in self._ports():
-            used[uid] += port.granted_bytes
+            used[uid] += port.grant.nbytes
         return dict(used)
 
     # -- who gets what -------------------------------------------------------------------------
@@ -178,7 +190,7 @@ class Memory(Background):
         claims = list(self._claims.values())
         shares = fair(
             max(0, self._engine.pool.usage()[0] - self._bound_bytes()),
-            [Demand(c.by.uid, c.port.least_bytes, c.wanted_bytes, c.port.chunk_bytes, c.turn)
+            [Demand(c.by.uid, c.port.grant.least_bytes, c.wanted_bytes, c.port.chunk_bytes, c.turn)
              for c in claims],
             self._config.max_dram_per_user_bytes,
         )  # fmt: skip
@@ -187,7 +199,7 @@ class Memory(Background):
 
     def _end(self) -> None:
         for claim in self._claims.values():
-            if claim.ends or claim.share_bytes or not claim.port.granted_bytes:
+            if claim.ends or claim.share_bytes or not claim.port.grant.nbytes:
                 continue
             LOG.warning(
                 "%s: session ended: the DRAM is too small for two chunks for each of %d sessions. "
@@ -209,22 +221,23 @@ class Memory(Background):
             short = will + sum(c.lacks_bytes for c in mine) - limit
             self._take_excess(mine, self._take_caches(short, uid, young=True))
         budget, used = self._engine.pool.usage()
-        will = used + sum(self._will_bytes(p) - p.granted_bytes for _, p in self._ports())
+        will = used + sum(self._will_bytes(p) - p.grant.nbytes for _, p in self._ports())
         short = will + sum(claim.lacks_bytes for claim in claims) - budget
         young = any(claim.lacks_bytes and not claim.had_share for claim in claims)
         self._take_excess(claims, self._take_caches(short, None, young=young))
 
     def _take_caches(self, short: int, uid: int | None, *, young: bool) -> int:
         """From tenants of one user, or of all. Returns how much is still missing."""
-        now_ns = time.monotonic_ns()
+        before_ns = time.monotonic_ns() - int(LEFT_ALONE_S * 1e9)
         for tenant, port in self._caches(uid):
             if short <= 0:
                 break
             if not tenant.quiet:  # as its checkpoints are written
-                short -= port.aim_bytes - _least(tenant, port)
-                port.resize(_least(tenant, port), self._moved, stuck=lambda: None)  # no trainer
-            elif young or tenant.finished or now_ns - tenant.last_used_ns > LEFT_ALONE_S * 1e9:
-                short -= port.granted_bytes
+                least = _least(tenant, port)
+                short -= port.grant.aim_bytes - least
+                port.grant.resize(least, self._moved, stuck=lambda: None)  # no trainer
+            elif young or tenant.volumes.is_done or tenant.seat.last_used_ns < before_ns:
+                short -= port.grant.nbytes
                 self._releasing[port] = asyncio.create_task(self._release(tenant, port))
         return short
 
@@ -234,7 +247,8 @@ class Memory(Background):
             if back <= 0:
                 return
             LOG.info("%s: returns %s of DRAM for others", claim.who, size_text(back))
-            claim.port.resize(claim.port.aim_bytes - back, self._moved, claim.by.keeps_memory)
+            aim_bytes = claim.port.grant.aim_bytes - back
+            claim.port.grant.resize(aim_bytes, self._moved, claim.by.keeps_memory)
             short -= back
 
     def _grow(self) -> None:
@@ -243,52 +257,54 @@ class Memory(Background):
         limit = self._config.max_dram_per_user_bytes or budget
         user: Counter[int] = Counter()  # what each user has, and is promised
         for uid, port in self._ports():
-            user[uid] += max(port.aim_bytes, port.granted_bytes)
+            user[uid] += max(port.grant.aim_bytes, port.grant.nbytes)
         free = budget - used - (user.total() - sum(self.used_bytes().values()))
         for claim in sorted(self._claims.values(), key=lambda claim: not claim.lacks_least):
             more = max(0, min(claim.lacks_bytes, free, limit - user[claim.by.uid]))
             more -= more % claim.port.chunk_bytes
             # A process of an earlier session may still write to what is left: that is replaced.
-            if more or (claim.port.left and not claim.ends):
-                aim_bytes = claim.port.aim_bytes + more
-                claim.port.resize(aim_bytes, self._moved, claim.by.keeps_memory)
+            if more or (claim.port.grant.left and not claim.ends):
+                aim_bytes = claim.port.grant.aim_bytes + more
+                claim.port.grant.resize(aim_bytes, self._moved, claim.by.keeps_memory)
                 free -= more
                 user[claim.by.uid] += more
-            claim.had_share |= 0 < claim.share_bytes <= claim.port.granted_bytes
+            claim.had_share |= 0 < claim.share_bytes <= claim.port.grant.nbytes
 
     def _will_bytes(self, port: Port) -> int:
         """What a port has when the present resizes have ended."""
         ends = any(claim.ends and claim.port is port for claim in self._claims.values())
-        return 0 if ends or port in self._releasing else port.aim_bytes
+        return 0 if ends or port in self._releasing else port.grant.aim_bytes
 
     def _unclaimed(self) -> Iterator[tuple[Tenant, Port]]:
         claimed = {claim.port for claim in self._claims.values()}
         for tenant in self._tenants():
-            if tenant.port is not None and tenant.port not in claimed:
-                yield tenant, tenant.port
+            if tenant.binding.port is not None and tenant.binding.port not in claimed:
+                yield tenant, tenant.binding.port
 
     def _caches(self, uid: int | None) -> list[tuple[Tenant, Port]]:
         """What tenants without a trainer, of one user or of all, can return, in this order."""
         found = [
             (tenant, port) for tenant, port in self._unclaimed()
-            if tenant.owner is None and uid in (None, tenant.key.uid)
-            if port not in self._releasing and not tenant.lock.locked()
-            if port.aim_bytes > _least(tenant, port)
+            if tenant.seat.owner is None and uid in (None, tenant.key.uid)
+            if port not in self._releasing and not tenant.binding.lock.locked()
+            if port.grant.aim_bytes > _least(tenant, port)
         ]  # fmt: skip
-        return sorted(found, key=lambda item: item[0].last_used_ns)
+        return sorted(found, key=lambda item: item[0].seat.last_used_ns)
 
     def _bound_bytes(self) -> int:
         """Memory that is in use until a disk has ended its writes."""
         return sum(
-            max(port.least_bytes, port.floor_bytes)
+            max(port.grant.least_bytes, port.grant.floor_bytes)
             for tenant, port in self._unclaimed() if tenant.ledger.live()
         )  # fmt: skip
 
     async def _release(self, tenant: Tenant, port: Port) -> None:
         """Makes a tenant without a trainer give back all its memory."""
         try:
-            async with tenant.lock:
-                ours = tenant.owner is None and tenant.port is port  # no trainer came meanwhile
+            async with tenant.binding.lock:
+                ours = (
+                    tenant.seat.owner is None and tenant.binding.port is port
+                )  # no trainer came meanwhile
                 if ours and await port.release_memory():
                     LOG.info("%s: its cache was released for others", tenant.key)
         finally:
@@ -307,14 +323,14 @@ class Memory(Background):
 
     def _require_room(self, claim: Claim) -> None:
         """Raises RefusedError when there are no two chunks for it: waiting does not help."""
-        uid, least = claim.by.uid, claim.port.least_bytes
+        uid, least = claim.by.uid, claim.port.grant.least_bytes
         # Without a claim, memory under way could not be taken back.
-        if claim.share_bytes >= least or claim.port.resizes:
+        if claim.share_bytes >= least or claim.port.grant.resizes:
             return
         limit, budget = self._config.max_dram_per_user_bytes, self._engine.pool.usage()[0]
         mine = [one for one in self._claims.values() if one.by.uid == uid]
-        if limit and sum(one.port.least_bytes for one in mine) > limit:
-            used = [f"{one.who} has {size_text(one.port.granted_bytes)}"
+        if limit and sum(one.port.grant.least_bytes for one in mine) > limit:
+            used = [f"{one.who} has {size_text(one.port.grant.nbytes)}"
                     for one in mine if one is not claim]  # fmt: skip
             why = (
                 f"the limit of uid {uid} is {size_text(limit)} (--max-dram-per-user): "
@@ -324,7 +340,7 @@ class Memory(Background):
                 "end one of these jobs (pccheckctl drop frees the cache of an ended one), or raise "
                 "--max-dram-per-user"
             )
-        elif sum(one.port.least_bytes for one in self._claims.values()) > budget:
+        elif sum(one.port.grant.least_bytes for one in self._claims.values()) > budget:
             why = (
                 f"{size_text(budget)} (--dram) are less than two chunks for each of "
                 f"{len(self._claims)} sessions, {len(mine)} of them of uid {uid}"
@@ -337,9 +353,9 @@ class Memory(Background):
 
     def _too_late(self, claim: Claim) -> RefusedError:
         budget, used = self._engine.pool.usage()
-        back = sum(max(0, p.granted_bytes - self._will_bytes(p)) for _, p in self._ports())
+        back = sum(max(0, p.grant.nbytes - self._will_bytes(p)) for _, p in self._ports())
         why = f"{size_text(used)} of {size_text(budget)} (--dram) are used"
-        if used + claim.port.least_bytes <= budget:
+        if used + claim.port.grant.least_bytes <= budget:
             why += ", but the system refuses the rest: memory limit reached"
             hint = f"lower --dram of pccheckd, or {SHORTAGE_HINT}"
         else:
@@ -355,10 +371,10 @@ class Memory(Background):
 
 
 def _needs(claim: Claim) -> str:
-    least = size_text(claim.port.least_bytes)
+    least = size_text(claim.port.grant.least_bytes)
     return f"{claim.who} needs at least two chunks ({least}) of DRAM"
 
 
 def _least(tenant: Tenant, port: Port) -> int:
     """What a tenant without a trainer keeps: nothing once its checkpoints are written."""
-    return 0 if tenant.quiet else max(port.least_bytes, port.floor_bytes)
+    return 0 if tenant.quiet else max(port.grant.least_bytes, port.grant.floor_bytes)

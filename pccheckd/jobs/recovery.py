@@ -15,7 +15,7 @@ from pccheckd.tenancy.retention import recycled
 from pccheckd.tenancy.tenant import Tenant
 
 from . import choosing
-from .memory import Memory
+from .memory import Dram
 from .sessions import Session
 
 
@@ -52,7 +52,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     )  # fmt: skip
 
 
-def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
+def _parts(job: Job, chosen: catalog.StoredCheckpoint) -> list[Part]:
     """The other ranks' payloads of the same checkpoint."""
     if chosen.world_size < 2:
         return []
@@ -63,7 +63,7 @@ def _parts(job: Job, chosen: catalog.Checkpoint) -> list[Part]:
     ]
 
 
-def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) -> None:
+def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.StoredCheckpoint) -> None:
     """A reader's checkpoint stays on every rank that has a part of it until the session ends.
     Raises NoCheckpointError when it was recycled meanwhile."""
     own.leases.take(chosen.sequence, session.number)
@@ -73,7 +73,7 @@ def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.Checkpoint) 
             tenant.leases.take(one.sequence, session.number)
 
 
-async def read(session: Session, memory: Memory, body: Read) -> None:
+async def read(session: Session, memory: Dram, body: Read) -> None:
     """Starts to send payload through the page; its END carries the result."""
     job, own = _place(session)
     tenant = own if body.rank is None else job.tenants.get(body.rank)  # of the same user
@@ -87,9 +87,9 @@ async def read(session: Session, memory: Memory, body: Read) -> None:
         volume = tenant.volumes.find(body.sequence)
         if volume is None:
             raise recycled(tenant.key, body.sequence)
-        if not port.granted_bytes:  # a rank that recovers before it registers
+        if not port.grant.nbytes:  # a rank that recovers before it registers
             payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
-            await memory.claim(session, own.wanted_bytes(payload.payload_bytes))
+            await memory.claim(session, memory.wanted_for(own, payload.payload_bytes))
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own
         )

@@ -13,12 +13,12 @@ from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
 from pccheckd.group.job import Job
-from pccheckd.tenancy.inherited import Summary
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
-from .memory import Memory
+from .inherited import Summary
+from .memory import Dram
 from .survey import Fault, Survey
 
 #: Tenants without a trainer that stay loaded, for recovery from DRAM.
@@ -34,7 +34,7 @@ class Registry:
         self.inherited = Summary()  # from the daemon before
         self.survey = Survey()  # of the start
         self.jobs: dict[tuple[int, str], Job] = {}
-        self.memory = Memory(engine, self.tenants)
+        self.memory = Dram(engine, self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class Registry:
         job, tenant = await self.tenant(key)
         if tenant.volumes.unreadable or not tenant.volumes.open:  # it may be readable now
             with tenant.uses.come():
-                await tenant.look()
+                await tenant.readiness.look()
         tenant.volumes.require_readable(fresh=False)
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no readable volume", hint="see: pccheckctl list")
@@ -155,7 +155,7 @@ class Registry:
             for job in self.jobs.values()
             if job.name == name and uid in (None, job.uid)
             and any(
-                tenant.refused or tenant.ledger.checkpoints
+                tenant.seat.refused or tenant.ledger.checkpoints
                 for number, tenant in job.tenants.items() if rank in (None, number)
             )
         }  # fmt: skip
@@ -196,9 +196,9 @@ class Registry:
 def _users(job: Job) -> str:
     found = []
     for rank, tenant in sorted(job.tenants.items()):
-        if tenant.owner is not None:
-            found.append(f"rank {rank} is pid {tenant.owner.pid}")
-        if tenant.uses.readers or tenant.is_read:
+        if tenant.seat.owner is not None:
+            found.append(f"rank {rank} is pid {tenant.seat.owner.pid}")
+        if tenant.uses.readers or tenant.uses.reads:
             found.append(f"rank {rank} is being read")
         if tenant.ledger.live():
             found.append(f"checkpoints of rank {rank} are in flight")

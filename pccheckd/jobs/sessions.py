@@ -24,7 +24,8 @@ from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import PortShape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
-from pccheckd.core.port import BACK_LIMIT_S, DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
+from pccheckd.core.grant import BACK_LIMIT_S
+from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Arrival
@@ -164,7 +165,7 @@ class Sessions:
         """The daemon stops: what is copied becomes durable."""
         self.draining = True
         for tenant in self.registry.tenants():
-            tenant.queue.stop()
+            tenant.readiness.stop()
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
@@ -234,7 +235,7 @@ class Sessions:
             self._work.spawn(self.registry.trim())
 
     async def _detach(self, session: Session, tenant: Tenant) -> None:
-        owner = tenant.owner
+        owner = tenant.seat.owner
         try:
             await tenant.detach(session.number, give_way=session.gives_way)
         finally:
@@ -243,7 +244,8 @@ class Sessions:
                 session.job.left(tenant.key.rank, session.process)
 
     def _welcome(self, session: Session) -> Welcome:
-        newest = session.tenant.ledger.newest if session.tenant else None
+        tenant = session.tenant
+        newest = tenant.ledger.newest if tenant else None
         trains = session.role is Role.TRAINER
         offer = (
             offered(self.case(session))
@@ -257,14 +259,14 @@ class Sessions:
             chunk_bytes=session.port.chunk_bytes if session.port else 0,
             transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.may_pass,
             newest_step=newest[1] if newest else None,
-            protected_step=session.tenant.protected_step() if session.tenant else None,
+            protected_step=_protected_step(tenant) if tenant else None,
         )  # fmt: skip
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:
         job, tenant = await self.registry.tenant(Key(session.uid, hello.job, hello.rank))
         place = self.config.storage
         with tenant.uses.come():
-            await tenant.look()
+            await tenant.readiness.look()
             session.storage = await self.engine.call(session.uid, layout.identity, place)
             deadline = time.monotonic() + DETACH_LIMIT_S
             while session.tenant is None:
@@ -276,10 +278,10 @@ class Sessions:
                     # One that ends may have been noticed only while this one waited here.
                     if late or not self._predecessor_ends(tenant):
                         descriptors = await self._join(session, hello, job, tenant)
-            session.port = tenant.port
+            session.port = port = tenant.binding.port
             session.chose(PUSH, "CPU tensors")
-            if tenant.port is not None and tenant.port.granted_bytes:  # no longer a cache
-                self.registry.memory.enter(session, tenant.port.granted_bytes)
+            if port is not None and port.grant.nbytes:  # no longer a cache
+                self.registry.memory.enter(session, port.grant.nbytes)
         LOG.info(
             "%s: pid %d connected (session %d, run %d)",
             tenant.key, session.pid, session.number, session.incarnation,
@@ -297,7 +299,7 @@ class Sessions:
             on_event=lambda event: self._on_event(session, event),
             kernel_pid=session.kernel_pid,
         )  # fmt: skip
-        joins = tenant.owner is None  # else attach() refuses
+        joins = tenant.seat.owner is None  # else attach() refuses
         if joins:
             job.members.require_no_other(hello.rank, solo=hello.solo)
             session.incarnation = job.join(Arrival(
@@ -320,8 +322,8 @@ class Sessions:
         """Waits until a trainer that has ended is drained; or for a moment, while its disconnect
         may not be noticed yet."""
         began = time.monotonic()
-        while tenant.owner is not None:
-            known = tenant.owner.session in self._sessions
+        while tenant.seat.owner is not None:
+            known = tenant.seat.owner.session in self._sessions
             limit_s = GRACE_S if known and not self._predecessor_ends(tenant) else DETACH_LIMIT_S
             if time.monotonic() - began > limit_s:
                 return
@@ -330,7 +332,9 @@ class Sessions:
 
     def _predecessor_ends(self, tenant: Tenant) -> bool:
         """Also when it disconnected before its answer, which is noticed only then."""
-        before = self._sessions.get(tenant.owner.session) if tenant.owner is not None else None
+        before = (
+            self._sessions.get(tenant.seat.owner.session) if tenant.seat.owner is not None else None
+        )
         return before is not None and (before.ending or before.gone())
 
     async def _attach_reader(self, session: Session, hello: Hello, _: Peer) -> list[int]:
@@ -340,7 +344,7 @@ class Sessions:
         session.job, tenant = await self.registry.existing(key)
         session.tenant = tenant
         tenant.uses.add_reader()  # before any await: the job stays loaded
-        await tenant.look()
+        await tenant.readiness.look()
         if not tenant.volumes.open:
             raise NoCheckpointError(f"{key} has no volume any more", hint="see: pccheckctl list")
         block = tenant.volumes.open[-1].info.block_bytes
@@ -383,6 +387,12 @@ class Sessions:
             await tenant.retention.damaged(sequence)
         elif problem == "UNREADABLE":
             tenant.retention.not_read(sequence)
+
+
+def _protected_step(tenant: Tenant) -> int | None:
+    incarnation = tenant.readiness.incarnation
+    copied = (one for one in tenant.ledger.copied() if one.incarnation < incarnation)
+    return tenant.retention.protected_step(copied)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,13 @@ from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.port import Port
-from pccheckd.tenancy import inherited
-from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.inherited import Descriptor, Left, StoredState, Summary
-from pccheckd.tenancy.tenant import INHERITED, Tenant
+from pccheckd.tenancy.checkpoint import RankCheckpoint
+from pccheckd.tenancy.saves import INHERITED
+from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
+from . import inherited
+from .inherited import Descriptor, Left, StoredState, Summary
 from .registry import Registry
 
 
@@ -52,14 +53,14 @@ async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
 async def _take_over(tenant: Tenant, left: Left, summary: Summary) -> None:
     """Removes from `left` what it takes over."""
     left.states.sort(key=lambda state: max((s for s, _ in state.says.copied), default=0))
-    async with tenant.lock:
+    async with tenant.binding.lock:
         like = left.states[-1].says  # chunks as they are, with the lanes that they were in
         port = await tenant.binding.make_port(like.chunk_bytes, like.block_bytes, like.lanes)
         try:
             for number in left.segments_by_need():
                 summary.segments += await _adopt(port, number, left, tenant)
             usage = port.native.usage()
-            port.adopted(usage.bytes)
+            port.grant.adopted(usage.bytes)
             for state in list(left.states):
                 await _bind(state, left, tenant, summary)
             summary.nbytes += usage.bytes
@@ -96,7 +97,7 @@ async def _bind(state: StoredState, left: Left, tenant: Tenant, summary: Summary
 async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, str]]:
     """Begins the copied checkpoints that a state memfd lists: (sequence, step, why not). Raises
     when their volume is gone or was replaced."""
-    port, ledger = tenant.port, tenant.ledger
+    port, ledger = tenant.binding.port, tenant.ledger
     volumes = (item for item in tenant.volumes.open if item.info.uuid == state.says.uuid)
     item = next(volumes, None)
     if item is None or port is None:
@@ -111,7 +112,7 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
         tenant.group.passed(sequence)
         if why:
             continue
-        ledger.inherit(Checkpoint(
+        ledger.inherit(RankCheckpoint(
             session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
             skip_when_busy=False,
             incarnation=incarnation, world_size=world_size, sequence=sequence,
@@ -125,7 +126,7 @@ async def _settle(tenant: Tenant, port: Port) -> None:
     if not tenant.ledger.live():
         await tenant.binding.abandon_port()
         return
-    tenant.spawn(tenant.engine.drive(tenant.key.uid, port.native.settle))
+    tenant.tasks.spawn(tenant.engine.drive(tenant.key.uid, port.native.settle))
     if tenant.volumes.current is not None:
         await tenant.binding.bind(tenant.volumes.current)
 

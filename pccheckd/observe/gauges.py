@@ -39,7 +39,7 @@ class Family(NamedTuple):
 def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]:
     registry, engine = sessions.registry, sessions.engine
     ranks = list(registry.tenants())
-    warnings = len(troubles(engine, ranks, registry.jobs.values(), registry.faults()))
+    warnings = len(troubles(registry))
     connected = Counter((one.role.value, one.transfer) for one in sessions.all())
     return [
         *_daemon(registry, sessions.control, health, warnings),
@@ -124,7 +124,9 @@ def _groups(jobs: Iterable[Job]) -> Iterator[Family]:
 
 def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     """Loaded ranks: those with a trainer, and those whose trainers ended last."""
-    rows = [(tuple(map(str, t.key)), t) for t in ranks if t.owner is not None or t.volumes.open]
+    rows = [
+        (tuple(map(str, t.key)), t) for t in ranks if t.seat.owner is not None or t.volumes.open
+    ]
     newest = [(key, found[0]) for key, t in rows if (found := t.volumes.checkpoints())]
 
     def family(name: str, text: str, samples: Iterable[Sample], *more: str) -> Family:
@@ -133,11 +135,11 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     def each(name: str, text: str, value: Callable[[Tenant], float]) -> Family:
         return family(name, text, ((k, value(t)) for k, t in rows))
 
-    yield each("connected", "1 with a trainer", lambda t: t.owner is not None)
+    yield each("connected", "1 with a trainer", lambda t: t.seat.owner is not None)
     text = "1 while its trainer gets no space to save (quota, full disk, no DRAM)"
-    yield each("refused", text, lambda t: t.owner is not None and t.refused is not None)
+    yield each("refused", text, lambda t: t.seat.owner is not None and t.seat.refused is not None)
     text = "Checkpoints in a row that failed since one became durable"
-    yield each("failing", text, lambda t: t.ledger.failing if t.owner else 0)
+    yield each("failing", text, lambda t: t.ledger.failing if t.seat.owner else 0)
     yield each("in_flight", "Checkpoints in flight", lambda t: len(t.ledger.live()))
     yield each("waiting", "Waiting for a lane or slot", lambda t: len(t.queue))
     yield family(
@@ -149,13 +151,13 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     )  # fmt: skip
     yield family(
         "request_interval_seconds", "Between the last requests of a trainer, on average",
-        ((k, s) for k, t in rows if t.owner and (s := t.ledger.interval_s())),
+        ((k, s) for k, t in rows if t.seat.owner and (s := t.ledger.interval_s())),
     )  # fmt: skip
     now_s, now_ns = time.time(), time.monotonic_ns()
     yield family(
         "last_request_timestamp_seconds", "Last request of its trainer, by the wall clock",
         ((k, now_s - (now_ns - last_ns) / 1e9) for k, t in rows
-         if t.owner and (last_ns := t.ledger.last_request_ns)),
+         if t.seat.owner and (last_ns := t.ledger.last_request_ns)),
     )  # fmt: skip
     yield each(
         "volume_bytes", "Size of its volumes",

@@ -47,13 +47,15 @@ class Health(Background):
     def stalled(self) -> list[str]:
         """Disks without progress, as `DiskProgress` found: the daemon is degraded and continues."""
         found = [self._engine.stalled] if self._engine.stalled else []
-        return found + [f"{t.key}: {t.stalled}" for t in self._registry.tenants() if t.stalled]
+        return found + [
+            f"{t.key}: {t.binding.stalled}" for t in self._registry.tenants() if t.binding.stalled
+        ]
 
     def ask(self) -> None:
         """Asks the native core again, or notes that its answer is late."""
         self._engine.room.look()
         if self._asked is None or self._asked.done():
-            ports = [t.port for t in self._registry.tenants() if t.port is not None]
+            ports = [t.binding.port for t in self._registry.tenants() if t.binding.port is not None]
             self._asked_at = self._clock()
             self._asked = self._thread.submit(_native, self._engine, ports)
         waited_s = self._clock() - self._asked_at

@@ -31,14 +31,14 @@ STOP_LIMIT_S = 5.0
 TEXT = "text/plain; charset=utf-8"
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     status: int
     body: bytes
     kind: str = TEXT
 
 
 #: Runs in a thread of its connection. Raises TimeoutError when the daemon's loop does not answer.
-Page = Callable[[], Answer]
+Page = Callable[[], HttpAnswer]
 
 
 class Listener(ThreadingMixIn, TCPServer):

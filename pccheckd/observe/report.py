@@ -23,15 +23,14 @@ from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
 from pccheckd.group.explain import Standing
 from pccheckd.group.job import Job
-from pccheckd.jobs.memory import Memory
+from pccheckd.jobs.inherited import Summary
+from pccheckd.jobs.memory import Dram
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
-from pccheckd.jobs.survey import Fault
 from pccheckd.storage.space import Disk
-from pccheckd.tenancy import trace as traces
+from pccheckd.tenancy import outcomes
 from pccheckd.tenancy.binding import BindingState
-from pccheckd.tenancy.checkpoint import Checkpoint
-from pccheckd.tenancy.inherited import Summary
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
@@ -60,11 +59,13 @@ async def status(
     ranks = [
         await _aside(rank, tenant)
         for tenant in tenants
-        if tenant.owner or tenant.refused or tenant.volumes.open or tenant.ledger.checkpoints
+        if tenant.seat.owner
+        or tenant.seat.refused
+        or tenant.volumes.open
+        or tenant.ledger.checkpoints
     ]
     jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
-    faults = [one for one in registry.faults() if has_access(asker_uid, one.key.uid)]
-    warnings = troubles(engine, tenants, jobs, faults)
+    warnings = troubles(registry, asker_uid)
     left = registry.inherited
     dropped = [f"{key}: {why}" for key, why in left.dropped if has_access(asker_uid, key.uid)]
     budget, used = engine.pool.usage()
@@ -133,7 +134,7 @@ def _losses(engine: Engine, dropped: list[str]) -> Iterator[str]:
 
 
 def pinned_bytes(registry: Registry) -> int:
-    return sum(usage.pinned_bytes for one in registry.tenants() if (usage := one.usage()))
+    return sum(usage.pinned_bytes for one in registry.tenants() if (usage := one.binding.usage()))
 
 
 def _storage(config: Config, disk: Disk) -> Document:
@@ -165,7 +166,7 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
         for item in tenant.ledger.live()
     ]
     return functools.partial(
-        traces.document, records, since_ns=since_ns, now_ns=now_ns, wall_ns=time.time_ns()
+        outcomes.document, records, since_ns=since_ns, now_ns=now_ns, wall_ns=time.time_ns()
     )
 
 
@@ -186,7 +187,7 @@ def gpu_uuid(raw: bytes) -> str:
 def _session(session: Session) -> Document:
     usage = session.port.usage() if session.port is not None else None
     tenant = session.tenant
-    is_owner = tenant and tenant.owner and tenant.owner.session == session.number
+    is_owner = tenant and tenant.seat.owner and tenant.seat.owner.session == session.number
     names = ("uid", "pid", "rank", "world_size", "transfer", "transfer_reason")
     recent = tenant.ledger.recent(RECENT, session.number) if tenant else []
     return {
@@ -194,7 +195,7 @@ def _session(session: Session) -> Document:
         "role": session.role.value,
         "job": session.job_name,
         **{name: getattr(session, name) for name in names},
-        "incarnation": tenant.incarnation if tenant and is_owner else session.incarnation,
+        "incarnation": tenant.readiness.incarnation if tenant and is_owner else session.incarnation,
         "start": hexadecimal(session.start),
         "exposed_bytes": usage.exposed_bytes if usage else 0,
         "mappings": usage.mappings if usage else 0,
@@ -203,14 +204,14 @@ def _session(session: Session) -> Document:
     }
 
 
-def _rank(tenant: Tenant, memory: Memory) -> Document:
-    owner, current, why = tenant.owner, tenant.volumes.current, tenant.refused
+def _rank(tenant: Tenant, memory: Dram) -> Document:
+    owner, current, why = tenant.seat.owner, tenant.volumes.current, tenant.seat.refused
     return {
         **tenant.key._asdict(),
         "connected": owner is not None,
         "pid": owner.pid if owner else None,
         "session": owner.session if owner else None,
-        "incarnation": tenant.incarnation,
+        "incarnation": tenant.readiness.incarnation,
         "newest": _newest(tenant),
         "counters": {
             name: tenant.ledger.counters[name]
@@ -220,12 +221,12 @@ def _rank(tenant: Tenant, memory: Memory) -> Document:
         "failing": tenant.ledger.failing,
         "last_failure": tenant.ledger.last_failure,
         "in_flight": len(tenant.ledger.live()),
-        "interval_steps": tenant.interval_steps or None,
+        "interval_steps": tenant.saves.interval_steps or None,
         "waiting": len(tenant.queue),
         "chunks": chunks(tenant),
         "dram": {
-            "bytes": tenant.port.granted_bytes if tenant.port else 0,
-            "wanted_bytes": memory.wanted_bytes(tenant.port) if tenant.port else 0,
+            "bytes": tenant.binding.port.grant.nbytes if tenant.binding.port else 0,
+            "wanted_bytes": memory.wanted_bytes(tenant.binding.port) if tenant.binding.port else 0,
         },
         "volume": current
         and catalog.volume_document(current.path, current.info)
@@ -254,14 +255,14 @@ def _newest(tenant: Tenant) -> Document | None:
 
 def chunks(tenant: Tenant) -> dict[str, int] | None:
     """Its DRAM in bytes, and how many chunks of it are in which state."""
-    usage = tenant.usage()
+    usage = tenant.binding.usage()
     if usage is None:
         return None
     states = ("free", "granted", "full", "cached", "lent", "left")
     return {"bytes": usage.bytes} | {one: getattr(usage, f"{one}_chunks") for one in states}
 
 
-def _state(item: Checkpoint, tenant: Tenant) -> Document:
+def _state(item: RankCheckpoint, tenant: Tenant) -> Document:
     """One recent checkpoint: its state, and how long each part took (None: not reached)."""
     record = item.record(tenant.key)
     names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes",
@@ -295,16 +296,20 @@ def _group(job: Job, found: Standing) -> Document:
     )  # fmt: skip
 
 
-def troubles(
-    engine: Engine, tenants: Iterable[Tenant], jobs: Iterable[Job], faults: Iterable[Fault]
-) -> list[str]:
-    """What makes this daemon `degraded`, as far as these tenants, jobs and faults of the start are
-    concerned."""
-    found = [f"{tenant.key}: {text}" for tenant in tenants for text in _warnings(tenant)]
+def troubles(registry: Registry, asker_uid: int = 0) -> list[str]:
+    """What makes this daemon `degraded`, as far as the asker may know."""
+    engine = registry.engine
+    found = [
+        f"{tenant.key}: {text}"
+        for tenant in registry.tenants() if has_access(asker_uid, tenant.key.uid)
+        for text in _warnings(tenant)
+    ]  # fmt: skip
     found += [
-        f"job {job.name!r} of uid {job.uid}: {job.lateness.why}" for job in jobs if job.lateness.why
+        f"job {job.name!r} of uid {job.uid}: {job.lateness.why}"
+        for job in registry.jobs.values()
+        if job.lateness.why and has_access(asker_uid, job.uid)
     ]
-    found += [fault.text for fault in faults]
+    found += [one.text for one in registry.faults() if has_access(asker_uid, one.key.uid)]
     found += [
         f"{gpu.name} {gpu_uuid(gpu.uuid)} is lost to this daemon: its tensors are pushed until "
         "pccheckd is restarted"
@@ -318,10 +323,10 @@ def _warnings(tenant: Tenant) -> list[str]:
     found = [str(error) for error in tenant.volumes.unreadable.values()]
     if unsaved := _unsaved(tenant):
         found.insert(0, unsaved)
-    if tenant.owner is not None and tenant.volumes.loss:
+    if tenant.seat.owner is not None and tenant.volumes.loss:
         found.append(tenant.volumes.loss)  # of an ended job they were removed on purpose
-    if tenant.stalled:
-        found.append(tenant.stalled)
+    if tenant.binding.stalled:
+        found.append(tenant.binding.stalled)
     if tenant.binding.state is BindingState.STOPPED:
         found.append(
             "a commit record could not be written, so its checkpoint failed; the next checkpoint "
@@ -355,11 +360,11 @@ def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
 def _unsaved(tenant: Tenant) -> str:
     """Why its trainer gets no checkpoints, or the last one got none; "" when it does. After the end
     of a trainer that stays until a later one saves, or the job is dropped."""
-    ledger, has_ended = tenant.ledger, tenant.owner is None
+    ledger, has_ended = tenant.ledger, tenant.seat.owner is None
     if has_ended and not tenant.quiet:
         return ""  # what it has copied is still being written
-    if tenant.refused is not None:
-        return f"checkpoints {'were' if has_ended else 'are'} NOT saved: {tenant.refused}"
+    if tenant.seat.refused is not None:
+        return f"checkpoints {'were' if has_ended else 'are'} NOT saved: {tenant.seat.refused}"
     failed = ""
     if count := ledger.failing:
         last = "last checkpoint" if count == 1 else f"last {count} checkpoints"
@@ -376,10 +381,10 @@ def _unsaved(tenant: Tenant) -> str:
 
 def _notices(tenant: Tenant) -> list[str]:
     """Information; nothing is wrong."""
-    if tenant.owner is None:
+    if tenant.seat.owner is None:
         return [tenant.volumes.loss] if tenant.volumes.loss else []
     found = []
-    if steps := tenant.interval_steps:
+    if steps := tenant.saves.interval_steps:
         found.append(f"should_checkpoint() saves every {plural(steps, 'step')}")
     if protected := sorted(tenant.retention.protected):
         found.append(

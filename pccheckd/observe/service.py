@@ -19,7 +19,7 @@ from . import gauges
 from .health import Health
 
 if TYPE_CHECKING:  # imported when metrics are wanted
-    from .listener import Answer, Listener
+    from .listener import HttpAnswer, Listener
     from .metrics import Metrics
 
 #: How long a scrape or probe waits for the daemon's loop.
@@ -82,14 +82,14 @@ class Observing:
 
     # -- pages, in the listener's threads ------------------------------------------------------
 
-    def _page(self) -> Answer:
-        from .listener import Answer
+    def _page(self) -> HttpAnswer:
+        from .listener import HttpAnswer
         from .metrics import CONTENT_TYPE
 
         assert self._metrics is not None
-        return Answer(200, self._metrics.render(self._ask(self._families)), CONTENT_TYPE)
+        return HttpAnswer(200, self._metrics.render(self._ask(self._families)), CONTENT_TYPE)
 
-    def _healthz(self) -> Answer:
+    def _healthz(self) -> HttpAnswer:
         """Alive: the loop and the native core answer. A disk that hangs is reported but is no
         failure: a restart would lose the checkpoints in memory, and not help the disk."""
         faults, stalled = self._ask(lambda: (list(self.health.faults), len(self.health.stalled())))
@@ -97,7 +97,7 @@ class Observing:
             return _lines(503, *faults)
         return _lines(200, "ok", *(["degraded: a disk hangs"] if stalled else []))
 
-    def _readyz(self) -> Answer:
+    def _readyz(self) -> HttpAnswer:
         draining = self._ask(lambda: self._sessions.draining)
         return _lines(503, "stopping") if draining else _lines(200, "ready")
 
@@ -144,7 +144,7 @@ class _File(Background):
                     await asyncio.to_thread(path.unlink, missing_ok=True)
 
 
-def _lines(status: int, *lines: str) -> Answer:
-    from .listener import Answer
+def _lines(status: int, *lines: str) -> HttpAnswer:
+    from .listener import HttpAnswer
 
-    return Answer(status, "".join(f"{line}\n" for line in lines).encode())
+    return HttpAnswer(status, "".join(f"{line}\n" for line in lines).encode())

@@ -52,13 +52,7 @@ class Supervisor(Background):
 
     def line(self) -> str:
         """For `systemctl status`: warnings first."""
-        warnings = [
-            *self._faults(),
-            *report.troubles(
-                self._registry.engine, self._registry.tenants(), self._registry.jobs.values(),
-                self._registry.faults(),
-            ),
-        ]  # fmt: skip
+        warnings = [*self._faults(), *report.troubles(self._registry)]
         if not self._registry.survey.complete:
             warnings.append(f"at the start: {self._registry.survey}")
         trainers, moving = self._sessions.trainers(), self._registry.in_flight()

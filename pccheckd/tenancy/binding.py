@@ -10,13 +10,13 @@ from enum import Enum
 from pccheck_native import _core
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.errors import translated
+from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 from pccheckd.core.engine import Engine, PortShape
 from pccheckd.core.port import Port
-from pccheckd.core.uses import Uses
+from pccheckd.core.uses import Seat, Uses
 
-from . import inherited
-from .volumes import Key, OpenVolume, VolumeSet
+from .volumes import OpenVolume, VolumeSet
 
 CHUNK_CAPACITY_MAX = 65536
 UNBIND_LIMIT_S = 30.0
@@ -45,18 +45,36 @@ class Binding:
     """Owned by its tenant. Its own methods take `lock`, except those that say otherwise."""
 
     def __init__(
-        self, key: Key, engine: Engine, uses: Uses, listener: Callable[[_core.Event], None]
-    ) -> None:
+        self, engine: Engine, volumes: VolumeSet, seat: Seat, uses: Uses,
+        listener: Callable[[_core.Event], None],
+    ) -> None:  # fmt: skip
         # Locks, taken in this order.
         self._looking = asyncio.Lock()  # while the files are compared with their paths
         self.lock = asyncio.Lock()  # while volumes, port and trainers come and go
-        self._key = key
+        self._key = volumes.key
         self._engine = engine
+        self._seat = seat
         self._uses = uses
         self._listener = listener  # of the port's events
-        self.volumes = VolumeSet(key, engine)
+        self.volumes = volumes
         self.port: Port | None = None
         self.state = BindingState.UNBOUND
+        self.stalled = ""  # why the disk seems to hang
+
+    def note_stall(self, why: str) -> None:
+        """Why the disk seems to hang, or "": logged when that changes."""
+        if bool(why) != bool(self.stalled):
+            LOG.warning("%s: %s", self._key, why or "the disk makes progress again")
+        self.stalled = why
+
+    def port_of(self, session: int) -> Port | None:
+        """The port while the trainer of that session is attached to it; else None."""
+        owner = self._seat.owner
+        return self.port if owner is not None and owner.session == session else None
+
+    def usage(self) -> _core.TenantUsage | None:
+        """What its memory is used for; None without a port. Waits for no disk."""
+        return self.port.usage() if self.port is not None else None
 
     @property
     def is_usable(self) -> bool:
@@ -104,8 +122,10 @@ class Binding:
         """Opens a port; also for chunks that the previous daemon has left."""
         config = self._engine.config
         capacity = max(2, min(config.dram_bytes // chunk_bytes, CHUNK_CAPACITY_MAX))
-        gpus, label = await self._engine.driver.ready(), inherited.label_of(self._key)
-        shape = PortShape(chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, label)
+        gpus = await self._engine.driver.ready()
+        shape = PortShape(
+            chunk_bytes, block_bytes, capacity, lanes, config.writers, gpus, self._key.label
+        )
         self.port = await Port.opened(self._engine, self._key.uid, self._listener, shape)
         return self.port
 
@@ -267,12 +287,13 @@ class Binding:
                     await self.volumes.drop(item)
 
     async def finish(self) -> None:
-        """Keeps only the newest checkpoint. The caller holds the lock."""
-        current = self.volumes.current
-        if current is None:
-            return
-        try:
-            await self._engine.call(self._key.uid, current.volume.finish, 1)
-        except (OSError, _core.NativeError) as error:
-            raise translated(error, f"the volume {current.path}") from error
-        await self.volumes.refresh()
+        """The job is done: keeps only the newest checkpoint."""
+        async with self.lock:
+            current = self.volumes.current
+            if current is None:
+                return
+            try:
+                await self._engine.call(self._key.uid, current.volume.finish, 1)
+            except (OSError, _core.NativeError) as error:
+                raise translated(error, f"the volume {current.path}") from error
+            await self.volumes.refresh()

@@ -50,6 +50,9 @@ def failed(cause: Cause, argument: float = 0) -> End:
     return End(State.FAILED, Why(cause, argument))
 
 
+BROKEN = failed(Cause.INTERNAL)
+
+
 class Record(NamedTuple):
     """All that is known of one checkpoint at one moment. Times are CLOCK_MONOTONIC ns; 0 = not
     reached."""
@@ -94,7 +97,7 @@ _TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class RankCheckpoint:
     """One snapshot of one session, from its request to its end. Owned by its tenant."""
 
     session: int

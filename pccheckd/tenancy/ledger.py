@@ -14,7 +14,7 @@ from pccheck_wire.ends import Cause, Why, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import happened
 
-from .checkpoint import Checkpoint, End
+from .checkpoint import End, RankCheckpoint
 
 HISTORY = 256
 COUNT_MAX = 1 << 53  # what JSON keeps exactly
@@ -27,12 +27,12 @@ class Ledger:
     """Owned by its tenant; only the loop touches it."""
 
     def __init__(self) -> None:
-        self.checkpoints: OrderedDict[tuple[int, int], Checkpoint] = OrderedDict()
+        self.checkpoints: OrderedDict[tuple[int, int], RankCheckpoint] = OrderedDict()
         #: The one requested last with each sequence, of those that are remembered.
-        self.by_sequence: dict[int, Checkpoint] = {}
+        self.by_sequence: dict[int, RankCheckpoint] = {}
         self.counters: Counter[str] = Counter()
-        self._moving: list[Checkpoint] = []  # not ended when last checked, oldest first
-        self._alone: list[Checkpoint] = []  # durable here, and not global
+        self._moving: list[RankCheckpoint] = []  # not ended when last checked, oldest first
+        self._alone: list[RankCheckpoint] = []  # durable here, and not global
         self.last_sequence = 0  # that this daemon has used
         self.newest: tuple[int, int] | None = None  # (sequence, step) of the newest durable one
         self._newest_global: tuple[int, int] | None = None  # ... and of the newest on all ranks
@@ -42,9 +42,11 @@ class Ledger:
         self._has_saved = False  # ... a checkpoint of it became durable ...
         self._has_ended = False  # ... and it has ended
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
+        #: Durable and not yet read from the volume: sequence and world size.
+        self.appearing: dict[int, int] = {}
         self._waiters: set[asyncio.Event] = set()
 
-    def add(self, checkpoint: Checkpoint) -> None:
+    def add(self, checkpoint: RankCheckpoint) -> None:
         """The core reports each snapshot of a session once."""
         self.checkpoints[checkpoint.session, checkpoint.snapshot] = checkpoint
         self.numbered(checkpoint)
@@ -55,7 +57,7 @@ class Ledger:
             if self.by_sequence.get(forgotten.sequence) is forgotten:
                 del self.by_sequence[forgotten.sequence]
 
-    def numbered(self, checkpoint: Checkpoint) -> None:
+    def numbered(self, checkpoint: RankCheckpoint) -> None:
         """Call it when a checkpoint has got its sequence."""
         if checkpoint.sequence:
             self.by_sequence[checkpoint.sequence] = checkpoint
@@ -81,7 +83,7 @@ class Ledger:
     def _succeeded(self) -> None:
         self.failing, self.last_failure = 0, ""
 
-    def inherit(self, checkpoint: Checkpoint) -> None:
+    def inherit(self, checkpoint: RankCheckpoint) -> None:
         """One that the previous daemon had copied."""
         checkpoint.advance(State.COPIED, time.monotonic_ns())
         self.add(checkpoint)
@@ -100,28 +102,34 @@ class Ledger:
         asked = self._requested_ns
         return (asked[-1] - asked[0]) / (len(asked) - 1) / 1e9 if len(asked) > 1 else 0.0
 
-    def recent(self, count: int, session: int | None = None) -> list[Checkpoint]:
+    def recent(self, count: int, session: int | None = None) -> list[RankCheckpoint]:
         """The last ones, of one session or of all; oldest first."""
         last = reversed(self.checkpoints.values())
         mine = (c for c in last if session is None or c.session == session)
         return list(islice(mine, count))[::-1]
 
-    def find(self, session: int, snapshot: int) -> Checkpoint | None:
+    def find(self, session: int, snapshot: int) -> RankCheckpoint | None:
         return self.checkpoints.get((session, snapshot))
 
-    def of_sequence(self, sequence: int) -> Checkpoint | None:
+    def of_sequence(self, sequence: int) -> RankCheckpoint | None:
         """The one requested last with this sequence, if it is remembered."""
         return self.by_sequence.get(sequence)
 
-    def live(self) -> list[Checkpoint]:
+    def live(self) -> list[RankCheckpoint]:
         """Checkpoints that have not ended. Called often, for many ranks, so those that have ended
         are not visited again."""
         self._moving = [checkpoint for checkpoint in self._moving if checkpoint.live]
         return list(self._moving)
 
-    def copied(self) -> list[Checkpoint]:
+    def copied(self) -> list[RankCheckpoint]:
         """Checkpoints that will become durable, whatever happens to their trainer."""
         return [one for one in self.live() if one.state in (State.COPIED, State.WRITING)]
+
+    def pending(self) -> dict[int, int]:
+        """Requested sequences that have not ended and that the volume does not list as durable,
+        each with the world size of the start that requested it."""
+        live = (found for found in self.live() if found.sequence)
+        return {found.sequence: found.world_size for found in live} | self.appearing
 
     @property
     def in_flight(self) -> bool:
@@ -153,7 +161,7 @@ class Ledger:
         """A sequence is in use."""
         self.last_sequence = max(self.last_sequence, sequence)
 
-    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
+    def refuse(self, checkpoint: RankCheckpoint, end: End) -> None:
         """The end of one that was never admitted."""
         checkpoint.end(end.to, time.monotonic_ns(), end.why)
         if end.to is State.FAILED:
@@ -162,7 +170,9 @@ class Ledger:
             self.counters[end.to.name.lower()] += 1
         self._notify()
 
-    def apply(self, event: _core.Event, why_given_up: Callable[[int], Why]) -> Checkpoint | None:
+    def apply(
+        self, event: _core.Event, why_given_up: Callable[[int], Why]
+    ) -> RankCheckpoint | None:
         """Moves the checkpoint that an event is about; None when it has ended or is not known."""
         checkpoint = self.find(event.session, event.id)
         if checkpoint is None or not checkpoint.live:
@@ -195,7 +205,7 @@ class Ledger:
         self._notify()
         return checkpoint
 
-    def became_global(self, newest: int, common: Collection[int]) -> list[Checkpoint]:
+    def became_global(self, newest: int, common: Collection[int]) -> list[RankCheckpoint]:
         """All ranks have the sequences in `common`, up to `newest`; the checkpoints that moved. One
         that this rank alone has durable is superseded."""
         now_ns = time.monotonic_ns()
@@ -211,13 +221,13 @@ class Ledger:
                 found.end(State.SUPERSEDED, now_ns, Why(Cause.REPLACED_ON_ALL))
         return moved
 
-    def newer_than(self, found: Checkpoint) -> tuple[int, int] | None:
+    def newer_than(self, found: RankCheckpoint) -> tuple[int, int] | None:
         """Sequence and step of what superseded a checkpoint, on all ranks if there are several.
         None until the event of that one, which may come later, has arrived."""
         newest = self._newest_global if found.world_size > 1 else self.newest
         return newest if newest is not None and newest[0] > found.sequence else None
 
-    def knows_newer(self, found: Checkpoint) -> bool:
+    def knows_newer(self, found: RankCheckpoint) -> bool:
         """False while the event of what superseded it has not come."""
         return found.state is not State.SUPERSEDED or self.newer_than(found) is not None
 
@@ -225,7 +235,7 @@ class Ledger:
         """Sequences of checkpoints that are durable here, and may still become global."""
         return [found.sequence for found in self._alone if found.why is None]
 
-    def gave_up(self, why_never: Callable[[int], Why | None]) -> list[Checkpoint]:
+    def gave_up(self, why_never: Callable[[int], Why | None]) -> list[RankCheckpoint]:
         """Notes why checkpoints that are durable here will never be global, where `why_never` has
         a reason. Returns those that were not noted before."""
         open_ones = [found for found in self._alone if found.why is None]

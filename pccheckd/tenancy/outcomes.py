@@ -5,19 +5,30 @@ Nothing in here may end a checkpoint: its own errors are logged and dropped."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Protocol
 
 from pccheck_wire.basics import size_text
+from pccheckd.base.access import has_access
 from pccheckd.base.logs import LOG
 
-from .checkpoint import Checkpoint, Record
-from .trace import Ring
+from .checkpoint import RankCheckpoint, Record
 from .volumes import Key
 
+SCHEMA = 1
+#: Of one user: minutes at ten checkpoints a second, about 2.5 MiB when full.
+RECORDS_PER_UID = 4096
+UIDS_MAX = 64
+#: In one answer, newest ones first: some 5 MiB of the 16 that a reply may have.
+RECORDS_PER_ANSWER = 8192
 #: Fields of a line in the log, for machines; those that are not known are left out.
 _FIELDS = ("uid", "job", "rank", "step", "session", "snapshot", "payload_bytes")
 _IF_ANY = ("sequence", "written_bytes", "rehomed", "stage", "error", "reason", "hint")
+
+
+Document = dict[str, object]
 
 
 class Counting(Protocol):
@@ -26,6 +37,35 @@ class Counting(Protocol):
     def requested(self, item: Record) -> None: ...
     def ended(self, item: Record) -> None: ...
     def unrequested(self, key: Key, count: int, error: str) -> None: ...
+
+
+class Ring:
+    """Ended checkpoints, the newest ones of each user: no user displaces those of another."""
+
+    def __init__(self, *, per_uid: int = RECORDS_PER_UID, uids: int = UIDS_MAX) -> None:
+        self._per_uid = per_uid
+        self._uids = uids
+        self._kept: OrderedDict[int, deque[Record]] = OrderedDict()
+
+    def add(self, item: Record) -> None:
+        kept = self._kept.setdefault(item.uid, deque(maxlen=self._per_uid))
+        kept.append(item)
+        self._kept.move_to_end(item.uid)
+        if len(self._kept) > self._uids:
+            self._kept.popitem(last=False)
+
+    def newest(self, asker_uid: int, since_ns: int) -> list[Record]:
+        """Checkpoints that ended after `since` and that the asker may see, newest first,
+        RECORDS_PER_ANSWER at most."""
+        return list(islice(self._newest(asker_uid, since_ns), RECORDS_PER_ANSWER))
+
+    def _newest(self, asker_uid: int, since_ns: int) -> Iterator[Record]:
+        for uid, kept in self._kept.items():
+            if has_access(asker_uid, uid):
+                for item in reversed(kept):
+                    if item.ended < since_ns:
+                        break
+                    yield item
 
 
 class Chronicle:
@@ -40,12 +80,12 @@ class Chronicle:
         """From now on `metrics` counts, too."""
         self._metrics = metrics
 
-    def requested(self, key: Key, item: Checkpoint) -> None:
+    def requested(self, key: Key, item: RankCheckpoint) -> None:
         metrics = self._metrics
         if metrics is not None and self._enabled():
             self._guard(lambda: metrics.requested(item.record(key)))
 
-    def ended(self, key: Key, item: Checkpoint) -> None:
+    def ended(self, key: Key, item: RankCheckpoint) -> None:
         """It is durable, superseded, skipped, or has failed."""
         if self._enabled():
             self._guard(lambda: self._ended(key, item.record(key)))
@@ -102,3 +142,17 @@ def fields(item: Record) -> dict[str, object]:
         found["slot"] = item.slot
     found["transfer"] = "pull" if item.pulled else "push"
     return found | {f"{word}_s": seconds for word, seconds in item.seconds().items()}
+
+
+def document(records: list[Record], *, since_ns: int, now_ns: int, wall_ns: int) -> Document:
+    """What `pccheckctl trace` makes a trace of; `wall_ns`: the wall clock at `now_ns`. Too long for
+    the loop."""
+    return {
+        "schema": SCHEMA,
+        "since_ns": since_ns,
+        "now_ns": now_ns,
+        "wall_ns": wall_ns,
+        "checkpoints": [
+            item._asdict() for item in sorted(records, key=lambda item: item.requested)
+        ],
+    }

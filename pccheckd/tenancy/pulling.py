@@ -1,25 +1,32 @@
-"""How the latest pulled copies of a rank ended."""
+"""The GPU memory that a rank's trainer shares, and how the latest copies from it ended."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import replace
 
 from pccheck_native import _core
+from pccheck_native.transfer import PULL, Case, Decision, offered
+from pccheck_wire.basics import size_text
+from pccheck_wire.errors import RefusedError
+from pccheckd.base.logs import LOG
 
-from .checkpoint import Checkpoint
+from .binding import Binding
+from .checkpoint import RankCheckpoint
 
 _AT_THE_DRIVER = frozenset({"DEVICE", "DEVICE_LOST", "BAD_HANDLE"})
 
 
-@dataclass(slots=True)
 class Pulling:
     """Counts copies that failed at the driver. A disk that fails under a copy, or a trainer that
     abandons it, says nothing about the next one."""
 
-    _session: int = 0
-    _failures: int = 0
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._session = 0
+        self._failures = 0
 
-    def note(self, checkpoint: Checkpoint, event: _core.Event) -> None:
+    def note(self, checkpoint: RankCheckpoint, event: _core.Event) -> None:
         """An event of any checkpoint; only copies of pulled ones count."""
         if not checkpoint.map:
             return
@@ -38,3 +45,25 @@ class Pulling:
     def refused(self) -> None:
         """An exposure was refused for this: the one after it is tried again."""
         self._failures = 0
+
+    async def expose(self, session: int, number: int, exposure: bytes, case: Case) -> Decision:
+        """Maps the GPU memory that this session's trainer shares, if it is to be pulled. Under the
+        lock: the memory must never become the next trainer's."""
+        async with self._binding.lock:
+            port = self._binding.port_of(session)
+            if port is None:
+                raise RefusedError("the session has ended")
+            decision = offered(replace(case, failed_copies=self.failed(session)))
+            if decision.transfer != PULL:
+                self.refused()
+                await port.expose(number, b"")  # replaces the previous exposure
+                return decision
+            began_s = time.monotonic()
+            decision = offered(replace(case, obstacle=await port.expose(number, exposure)))
+            if decision.transfer == PULL and (usage := port.usage()) is not None:
+                LOG.info(  # opening handles may be slow
+                    "%s: %d allocations of GPU memory (%s) are mapped, after %.3f s",
+                    self._binding.volumes.key, usage.mappings, size_text(usage.exposed_bytes),
+                    time.monotonic() - began_s,
+                )  # fmt: skip
+            return decision

@@ -8,23 +8,29 @@ unless a new checkpoint would have no slot."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from pccheck_native import _core, catalog
 from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
+from pccheckd.core.port import Owner
+from pccheckd.core.uses import Seat
 
+from .checkpoint import RankCheckpoint
+from .group import Group
 from .volumes import DAMAGED, PROTECTED, Key, VolumeSet
 
 
 class Retention:
     """Owned by its tenant."""
 
-    def __init__(self, volumes: VolumeSet, engine: Engine) -> None:
+    def __init__(self, volumes: VolumeSet, engine: Engine, seat: Seat, group: Group) -> None:
         self._volumes = volumes
         self._engine = engine
+        self._seat = seat
+        self._group = group
         self.protected: set[int] = set()  # sequences pinned until Restored or fresh (P7)
         self.unrestored = False  # the trainer has neither restored nor used fresh=True
         #: Unreadable at the last try. Not flagged on the disk, since it may become readable.
@@ -86,6 +92,10 @@ class Retention:
         LOG.error("%s: checkpoint %d could not be read", self._volumes.key, sequence)
         self.unreadable = (self.unreadable | {sequence}) & self._volumes.sequences()
 
+    def is_usable(self, found: catalog.StoredCheckpoint) -> bool:
+        """Neither flagged nor, when it was last tried, unreadable."""
+        return not found.is_damaged and found.sequence not in self.unreadable
+
     async def found_whole(self, sequence: int, *, reports: int) -> bool:
         """A reader read all of it from the disk, and every checksum was right: removes a damage
         flag, with a record of its own; whether it did. `reports` is the count before the reading:
@@ -103,19 +113,37 @@ class Retention:
         )  # fmt: skip
         return True
 
-    async def protect(self, wanted: set[int], *, unrestored: bool) -> None:
-        """P7: keeps `wanted` until the job's ranks have restored, or start with fresh=True."""
+    async def protect(self, owner: Owner) -> None:
+        """P7: a trainer that neither restored nor said fresh overwrites no earlier checkpoint."""
+        wanted = set() if owner.fresh else self._group.pins(self._volumes.key.rank, owner)
+        unread = owner.restored is None and not owner.fresh
         async with self._protecting:
             await self._protect(wanted)
-            self.unrestored = unrestored
+            self.unrestored = unread or bool(wanted)
 
-    async def protect_instead(self, pins: Callable[[], set[int] | None]) -> None:
+    async def protect_late(self) -> None:
         """More of the previous run has become durable. Does nothing when the trainer has restored
-        meanwhile, or (None) has ended."""
+        meanwhile, or has ended."""
         async with self._protecting:
-            wanted = pins() if self.unrestored else None
-            if wanted is not None and wanted != self.protected:
-                await self._protect(wanted)
+            owner = self._seat.owner
+            if owner is not None and self.unrestored:
+                wanted = self._group.pins(self._volumes.key.rank, owner)
+                if wanted != self.protected:
+                    await self._protect(wanted)
+
+    async def became_durable(self, inherited: set[int]) -> None:
+        """Checkpoints that the previous daemon had copied are durable, and pinned by their records.
+        Of several the newest keeps its pin until the trainer restores."""
+        restored = self._seat.owner is not None and not self.unrestored
+        for sequence in sorted(inherited)[: None if restored else -1]:
+            await self.unprotect(sequence)
+        await self.protect_late()
+
+    async def volumes_changed(self) -> None:
+        """Other volumes are open now than before."""
+        self.protected &= self._volumes.sequences()
+        if self._seat.owner is not None and self.unrestored:
+            await self.protect(self._seat.owner)
 
     async def _protect(self, wanted: set[int]) -> None:
         for sequence in self.flagged - wanted:
@@ -130,6 +158,15 @@ class Retention:
         its disk was missing, does not count as having restored what is there now."""
         if not self.protected or max(self.protected) <= sequence:
             self.unrestored = False
+
+    def protected_step(self, copied: Iterable[RankCheckpoint]) -> int | None:
+        """The newest step that is kept for a trainer that has not restored. `copied`: checkpoints
+        of earlier starts that will be kept, too, when they are durable."""
+        if not self.unrestored:
+            return None
+        durable = self._volumes.checkpoints()
+        kept = [(c.sequence, c.step) for c in durable if c.sequence in self.protected]
+        return max(kept + [(c.sequence, c.step) for c in copied], default=(0, None))[1]
 
     async def release(self) -> None:
         """The job's ranks have restored: the previous run's checkpoints may be recycled."""
@@ -190,7 +227,7 @@ class Leases:
         )  # fmt: skip
         return True
 
-    def oldest_for_room(self) -> catalog.Checkpoint | None:
+    def oldest_for_room(self) -> catalog.StoredCheckpoint | None:
         """The oldest leased checkpoint whose slot a new one can have."""
         current = self._volumes.current
         if current is None:

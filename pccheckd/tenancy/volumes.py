@@ -7,6 +7,7 @@ await."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         return f"job {self.job!r} rank {self.rank} of uid {self.uid}"
 
+    @property
+    def label(self) -> str:
+        """The name of its memory in the descriptor store, where names are short and public."""
+        text = f"{self.uid}/{self.job}/{self.rank}".encode()
+        return "pccheck-" + hashlib.blake2b(text, digest_size=8).hexdigest()
+
 
 @dataclass(slots=True)
 class OpenVolume:
@@ -56,7 +63,7 @@ class OpenVolume:
     info: _core.VolumeInfo
     engine: str = ""  # reads and writes it
     #: As last read, newest first.
-    checkpoints: list[catalog.Checkpoint] = field(default_factory=list)
+    checkpoints: list[catalog.StoredCheckpoint] = field(default_factory=list)
     quarantined: int = 0
     begun: int = -1  # the incarnation whose beginning this daemon has written to it
 
@@ -111,7 +118,7 @@ class VolumeSet:
         self.gone: list[OpenVolume] = []
         self.loss = ""  # what happened to a file while it was open, until one is durable elsewhere
         #: What was held, as long: it may come back, so other ranks keep their parts of it.
-        self.lost: list[catalog.Checkpoint] = []
+        self.lost: list[catalog.StoredCheckpoint] = []
         self._known: set[Path] = set()  # were open here, so their sequences are known ...
         self._passed = 0  # ... of those that are gone
 
@@ -119,11 +126,16 @@ class VolumeSet:
     def current(self) -> OpenVolume | None:
         return self.open[-1] if self.open else None
 
-    def checkpoints(self) -> list[catalog.Checkpoint]:
+    @property
+    def is_done(self) -> bool:
+        """The trainer that saved last reported its job as done."""
+        return self.current is not None and self.current.info.done
+
+    def checkpoints(self) -> list[catalog.StoredCheckpoint]:
         """Durable checkpoints of all files as last read, newest first."""
         return catalog.newest_first(found for item in self.open for found in item.checkpoints)
 
-    def checkpoint(self, sequence: int) -> catalog.Checkpoint | None:
+    def checkpoint(self, sequence: int) -> catalog.StoredCheckpoint | None:
         return next((one for one in self.checkpoints() if one.sequence == sequence), None)
 
     def sequences(self) -> set[int]:

@@ -27,12 +27,12 @@ class FileWatch(Background):
             if self._registry.survey.faults:
                 await self._registry.engine.call(os.getuid(), self._registry.survey.look)
             for tenant in list(self._registry.tenants()):
-                if tenant not in self._going and not tenant.closed:
+                if tenant not in self._going and not tenant.seat.is_closed:
                     self._going.add(tenant)
-                    tenant.spawn(self._look(tenant))
+                    tenant.tasks.spawn(self._look(tenant))
 
     async def _look(self, tenant: Tenant) -> None:
         try:
-            await tenant.look(listing=False)
+            await tenant.readiness.look(listing=False)
         finally:
             self._going.discard(tenant)

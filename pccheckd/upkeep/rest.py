@@ -28,7 +28,7 @@ class Rest(Background):
         """The writers first: a job that is closed has none."""
         before_ns = time.monotonic_ns() - int(REST_S * 1e9)
         for tenant in list(self._registry.tenants()):
-            if tenant.quiet and tenant.last_used_ns < before_ns:
+            if tenant.quiet and tenant.seat.last_used_ns < before_ns:
                 try:
                     await tenant.rest()
                 except Exception:  # the others rest anyway
@@ -54,10 +54,10 @@ class GpuRelease(Background):
             return
         after_s = self._registry.config.gpu_release_s
         for tenant in list(self._registry.tenants()):
-            if tenant.port is None:
+            if tenant.binding.port is None:
                 continue
             try:
-                await tenant.port.rest(after_s)
+                await tenant.binding.port.rest(after_s)
             except Exception:  # the others' memory is released anyway
                 LOG.exception("%s: DRAM could not be unpinned", tenant.key)
         await self._registry.engine.drive(os.getuid(), gpus.rest, after_s)

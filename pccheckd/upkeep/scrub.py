@@ -259,7 +259,9 @@ class Scrubber(Background):
             if item is None:
                 await self._read(volume.close)
 
-    async def _checkpoint(self, key: Key, found: catalog.Checkpoint, volume: _core.Volume) -> None:
+    async def _checkpoint(
+        self, key: Key, found: catalog.StoredCheckpoint, volume: _core.Volume
+    ) -> None:
         """Reads one to its end. Damage counts only when a second reading, of the loaded volume,
         confirms it: a trainer may have written to the volume meanwhile, or the disk was away."""
         if found.is_damaged:
@@ -280,7 +282,9 @@ class Scrubber(Background):
         elif result == "ok" and loaded is not None:
             loaded.retention.unreadable.discard(found.sequence)
 
-    async def _bad(self, key: Key, found: catalog.Checkpoint, result: Result, at: int) -> None:
+    async def _bad(
+        self, key: Key, found: catalog.StoredCheckpoint, result: Result, at: int
+    ) -> None:
         """Confirmed. Only damage is flagged on the disk: an unreadable one may become readable."""
         LOG.error(
             "background check: %s: checkpoint %d of step %d %s near byte %d of %s",
@@ -295,7 +299,7 @@ class Scrubber(Background):
         else:
             tenant.retention.not_read(found.sequence)
 
-    async def _flagged(self, key: Key, found: catalog.Checkpoint) -> None:
+    async def _flagged(self, key: Key, found: catalog.StoredCheckpoint) -> None:
         """Known to be damaged, and reported before. If all of it can be read, it loses the flag."""
         _, tenant = await self._registry.existing(key)
         item, reports = _item(tenant, found.volume_path), tenant.retention.reports
@@ -308,7 +312,7 @@ class Scrubber(Background):
             self._count("ok")
 
     async def _first_problem(
-        self, key: Key, found: catalog.Checkpoint, volume: _core.Volume, offset: int
+        self, key: Key, found: catalog.StoredCheckpoint, volume: _core.Volume, offset: int
     ) -> tuple[Result, int]:
         """The result of reading from `offset` to the end, and where the first bad piece is."""
         while offset < found.payload_bytes:
@@ -336,7 +340,7 @@ class Scrubber(Background):
     async def _give_way(self) -> None:
         """Waits until nothing is saved or restored, up to PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
-        while any(t.is_read or t.ledger.live() for t in self._registry.tenants()):
+        while any(t.uses.reads or t.ledger.live() for t in self._registry.tenants()):
             if time.monotonic() >= deadline:
                 break
             self.paused = True

@@ -34,15 +34,15 @@ class DiskProgress:
         for tenant in self._registry.tenants():
             mark = _mark(tenant)
             if mark is None:
-                tenant.note_stall("")
+                tenant.binding.note_stall("")
                 continue
             present.add(tenant.key)
             seen = self._seen.get(tenant.key)
             if seen is None or seen.mark != mark:
                 self._seen[tenant.key] = _LastMark(mark, now_s)
-                tenant.note_stall("")
+                tenant.binding.note_stall("")
             elif now_s - seen.since_s > limit_s + self._allowance_s():
-                tenant.note_stall(
+                tenant.binding.note_stall(
                     f"the disk has finished nothing for {now_s - seen.since_s:.0f} s; copied "
                     "checkpoints stay in memory while pccheckd runs; check the disk (dmesg)"
                 )
@@ -65,7 +65,7 @@ class DiskProgress:
 
 def _mark(tenant: Tenant) -> object:
     """Changes with every write that ends; None when the disk has nothing to do."""
-    usage = tenant.usage()
+    usage = tenant.binding.usage()
     admitted = [one for one in tenant.ledger.live() if one.state is not State.REQUESTED]
     if usage is None or not admitted:
         return None

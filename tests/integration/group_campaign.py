@@ -463,7 +463,7 @@ class Player:
     def _there(self, first: int, step: int, below: int, world: int) -> bool:
         """Whether all ranks hold a common checkpoint of (first, step) or a newer one of a start
         before `below`."""
-        held: dict[int, dict[int, catalog.Checkpoint]] = {}
+        held: dict[int, dict[int, catalog.StoredCheckpoint]] = {}
         for one in catalog.scan(self.daemon.storage, job="job").checkpoints:
             held.setdefault(one.sequence, {})[one.rank] = one
         for ranks in held.values():
@@ -476,7 +476,7 @@ class Player:
                     return True
         return False
 
-    def _is(self, one: catalog.Checkpoint, number: int) -> bool:
+    def _is(self, one: catalog.StoredCheckpoint, number: int) -> bool:
         try:
             with contextlib.closing(FilePayloads([one])) as payloads:
                 data = read(payloads, one.rank, 0, one.payload_bytes)

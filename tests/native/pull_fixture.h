@@ -88,17 +88,17 @@ static inline uint64_t exposure_make(struct pull *p, uint8_t *out)
 
 #define EXPOSURE_ROOM 8192u
 
-static inline int expose_as_is(struct pull *p, char reason[200])
+static inline int expose_as_is(struct pull *p, char reason[PCC_REASON_BYTES])
 {
     uint8_t bytes[EXPOSURE_ROOM];
     const uint64_t length = exposure_make(p, bytes);
 
-    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, reason, 200);
+    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, reason);
 }
 
 static inline void expose(struct pull *p)
 {
-    char reason[200];
+    char reason[PCC_REASON_BYTES];
     const int error = expose_as_is(p, reason);
 
     if (error != 0)

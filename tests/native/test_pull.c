@@ -187,9 +187,8 @@ static void test_many_ranges(void)
     uint64_t length = exposure_make(&p, bytes);
     memcpy(bytes + offsetof(struct pcc_exposure, range_count), &(uint32_t){600}, 4);
     memcpy(bytes + length, ranges, sizeof(ranges));
-    char reason[200];
-    CHECK(pcc_tenant_expose(p.f.tenant, ++p.map, bytes, length + sizeof(ranges), reason,
-                            sizeof(reason)) == 0);
+    char reason[PCC_REASON_BYTES];
+    CHECK(pcc_tenant_expose(p.f.tenant, ++p.map, bytes, length + sizeof(ranges), reason) == 0);
     uint64_t sequence;
     CHECK(admit(&p, 1, &sequence) == 0);
     ready_set(&p, 1, 0);
@@ -207,7 +206,7 @@ static void test_many_ranges(void)
 
 static void refused(struct pull *p, int code, const char *word)
 {
-    char reason[200];
+    char reason[PCC_REASON_BYTES];
     const int error = expose_as_is(p, reason);
 
     printf("  %s\n", reason);
@@ -219,7 +218,7 @@ static void refused(struct pull *p, int code, const char *word)
 static void test_what_cannot_be_exposed(void)
 {
     struct pull p;
-    char reason[200];
+    char reason[PCC_REASON_BYTES];
 
     pull_open(&p, 8 * CHUNK);
     usual_layout(&p);
@@ -281,7 +280,7 @@ static void test_what_cannot_be_exposed(void)
 static void test_no_driver(void)
 {
     struct pull p = {.f.trainer = getpid()};
-    char reason[200];
+    char reason[PCC_REASON_BYTES];
 
     control_open(&p);
     poke(&p.control->init_fail_code, CUDA_ERROR_NO_DEVICE);
@@ -289,7 +288,7 @@ static void test_no_driver(void)
     const struct settings settings = {.payload_capacity = 4u << 20, .memory_bytes = 4 * CHUNK};
     fixture_open(&p.f, &settings);
     page_open(&p.f);
-    CHECK(pcc_tenant_expose(p.f.tenant, 1, "", 0, reason, sizeof(reason)) == -PCC_E_NO_DRIVER);
+    CHECK(pcc_tenant_expose(p.f.tenant, 1, "", 0, reason) == -PCC_E_NO_DRIVER);
     CHECK(strstr(reason, "CUDA_ERROR_NO_DEVICE (100)") != NULL);
     detach(&p.f);
     fixture_close(&p.f);

@@ -161,7 +161,7 @@ static void test_context_lost(void)
 {
     struct pull p;
     uint64_t sequence;
-    char reason[200];
+    char reason[PCC_REASON_BYTES];
     struct pcc_gpu_info info;
 
     pull_open(&p, 16 * CHUNK);

@@ -26,7 +26,7 @@ static void try_checkpoint(struct pull *p, uint64_t snapshot)
 static void live(void)
 {
     struct pull p;
-    char reason[200];
+    char reason[PCC_REASON_BYTES];
     const uint64_t left = scarce.left;
 
     plenty();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +12,11 @@ from typing import Any
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
 from pccheck_native.identity import UNKNOWN, CheckpointId
-from pccheck_wire.ends import Why
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Arrival
-from pccheckd.tenancy.group import Requested
 from pccheckd.tenancy.volumes import Key
 
 CONFIG = Config(Path("/none"), Path("/none/socket"), dram_bytes=1 << 24)
@@ -38,12 +36,16 @@ def arrival(rank: int, its: Owner, *, launch: str = "", was: int = 0) -> Arrival
     return Arrival(rank, its.process, launch, its.world_size, was=was)
 
 
+def save_request(**about: int) -> _core.SaveRequest:
+    return _core.SaveRequest(*[0] * len(_core.SaveRequest._fields))._replace(**about)
+
+
 def kept(
     sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
-) -> catalog.Checkpoint:
+) -> catalog.StoredCheckpoint:
     """A durable checkpoint; the step is ten times the sequence."""
     stored = CheckpointId(7, "j", rank, sequence, 10 * sequence, run, UNKNOWN, world, b"")
-    return catalog.Checkpoint(
+    return catalog.StoredCheckpoint(
         stored, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
         tree_offset=90, tree_bytes=10, slot=0, volume_path=Path("v"),
     )  # fmt: skip
@@ -93,6 +95,7 @@ class Ledger:
         self.checkpoints: dict[int, Any] = {}
         self.last_sequence = 0
         self.ends = True
+        self.on_its_way: dict[int, int] = {}
         self.newest: tuple[int, int] | None = None
 
     def of_sequence(self, sequence: int) -> Any:
@@ -108,6 +111,9 @@ class Ledger:
     def is_late(self, _newest: int) -> bool:
         return False
 
+    def pending(self) -> dict[int, int]:
+        return self.on_its_way
+
     def live(self) -> list[Any]:
         return [one for one in self.checkpoints.values() if one.live]
 
@@ -122,26 +128,36 @@ class Tenant:
     rank: int
     volumes: Volumes = field(default_factory=Volumes)
     ledger: Ledger = field(default_factory=Ledger)
-    owner: Owner | None = None
-    leaving: bool = False
     room: bool = True
     idle: bool = True
-    incarnation: int = 1
-    port: Any = None
-    on_its_way: dict[int, int] = field(default_factory=dict)
     obeyed: list[Agreement] = field(default_factory=list)
     made_global: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    why_never: Any = None
 
     def __post_init__(self) -> None:
         self.key = Key(7, "gpt", self.rank)
         self.leases: Any = SimpleNamespace(take=self._lease)
-        self.queue: Any = SimpleNamespace(instruct=self._instruct, look=lambda: None)
+        self.queue: Any = SimpleNamespace(look=lambda: None)
+        self.seat: Any = SimpleNamespace(
+            owner=None, is_leaving=False, close=lambda: self.calls.append("stop attaches")
+        )
+        self.binding: Any = SimpleNamespace(port=None)
+        self.readiness: Any = SimpleNamespace(
+            incarnation=1, instruct=self._instruct, look=self._look
+        )
+        self.slots: Any = SimpleNamespace(has_room=lambda: self.room)
+        self.saves: Any = SimpleNamespace(
+            became_global=lambda newest, _: self.made_global.append(newest),
+            gave_up=lambda why_never: setattr(self, "why_never", why_never),
+        )
+        self.tasks: Any = SimpleNamespace(spawn=self._spawn)
         self.instructed = 0
         self.uses: Any = SimpleNamespace(begin_read=self._begin_read, end_read=self._end_read)
         self.retention: Any = SimpleNamespace(
             unreadable=set(), inherited=set(), flagged=set(), protected=set(), unrestored=False,
             release=self._release, restored_to=self._restored_to, damaged=self._damaged,
+            is_usable=self._is_usable, protect_late=lambda: asyncio.sleep(0),
         )  # fmt: skip
 
     def _instruct(self) -> None:
@@ -166,38 +182,18 @@ class Tenant:
     def _end_read(self) -> None:
         self.calls.append("read ended")
 
-    def wanted_bytes(self, payload_bytes: int) -> int:
-        return 2 * payload_bytes
-
-    def is_usable(self, one: Any) -> bool:
+    def _is_usable(self, one: Any) -> bool:
         return not one.is_damaged and one.sequence not in self.retention.unreadable
-
-    def pending(self) -> dict[int, int]:
-        return self.on_its_way
-
-    def has_room(self) -> bool:
-        return self.room
 
     def obey(self, agreement: Agreement) -> None:
         self.obeyed.append(agreement)
 
-    def became_global(self, newest: int, _sequences: set[int]) -> None:
-        self.made_global.append(newest)
-
-    def gave_up(self, why_never: Callable[[int], Why | None]) -> None:
-        self.why_never = why_never
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         work.close()
         self.calls.append("protect late")
 
-    async def protect_late(self) -> None: ...
-
-    async def look(self) -> None:
+    async def _look(self) -> None:
         self.calls.append("look")
-
-    def stop_attaches(self) -> None:
-        self.calls.append("stop attaches")
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -221,7 +217,7 @@ class Ranks:
         for rank in ranks or range(self.world):
             made = owner(rank, world=self.world, start=start)
             self.job.join(arrival(rank, made, launch=launch, was=0))
-            self.tenants[rank].owner = made
+            self.tenants[rank].seat.owner = made
 
     def hold(self, *sequences: int, ranks: tuple[int, ...] | None = None, **about: Any) -> None:
         for rank in range(self.world) if ranks is None else ranks:
@@ -233,10 +229,10 @@ class Ranks:
         self, rank: int, step: int, *, on_busy: str = "wait", row: int = 0, **name: int
     ) -> tuple[int, int]:
         """Requests a checkpoint; returns its incarnation and sequence, and sets `ended`."""
-        requested = Requested(step, row=row, skip_when_busy=on_busy == "skip", at_ns=1, **name)
-        incarnation, sequence, self.ended = self.job.number(rank, requested)
+        asked = save_request(step=step, row=row, skip=on_busy == "skip", taken_ns=1, **name)
+        incarnation, sequence, self.ended = self.job.number(rank, asked)
         if self.world == 1 and self.ended is None:  # the core takes the next one
-            alone = self.tenants[rank].owner
+            alone = self.tenants[rank].seat.owner
             free = self.job.alone(rank, alone) if alone is not None else None
             assert free is not None
             sequence = self.job.took(rank, free[1] + 1)

@@ -42,8 +42,7 @@ _REPEATABLE = (
     messages.Restored,
 )  # fmt: skip
 
-#: One per process, by its id, and never destroyed: a context that is collected together with its
-#: socket waits for that socket forever.
+#: By process id, never destroyed: a context that is collected with its socket waits for ever.
 _CONTEXTS: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
 
 

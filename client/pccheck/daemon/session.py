@@ -47,15 +47,6 @@ DISCONNECTED = "daemon"
 _PROCESSES: dict[int, bytes] = {}
 
 
-def _process_of(identity: Identity, *, solo: bool) -> bytes:
-    """What distinguishes a reconnect from a new start. A rank of a group is its process: a second
-    client in that process belongs to the same start. A lone rank is a new start with every
-    client: a notebook runs its cell again."""
-    if identity.world_size == 1 or solo:
-        return secrets.token_bytes(16)
-    return _PROCESSES.setdefault(os.getpid(), secrets.token_bytes(16))
-
-
 class Session:
     """Connects, connects again, registers. Used under the client's lock."""
 
@@ -81,7 +72,11 @@ class Session:
         self._registered_bytes = 0
         self._restored: int | None = 0 if fresh else None  # sequence that counts as restored
         self._has_connected = False
-        self._process = _process_of(identity, solo=solo)
+        # Tells a reconnect from a new start. A rank of a group is its process: further clients are
+        # of the same start. A lone rank starts with every client: a notebook runs its cell again.
+        self._process = secrets.token_bytes(16)
+        if not self.saves_alone(identity.world_size):
+            self._process = _PROCESSES.setdefault(os.getpid(), self._process)
         self._protected_step: int | None = None  # of an earlier run, not restored
         self._in_part: dict[int, set[str]] = {}  # by step, the names of restore(only=...)
 

@@ -211,11 +211,6 @@ class InFlight:
         """Waits for what the daemon has to say. Why it said nothing; "" otherwise."""
         return self.inquiry.ask_now(self.connection) if self.connection is not None else ""
 
-    def let_go(self) -> Why | None:
-        """Why the core gave up the copy by itself, until the client has ended it for that."""
-        now = self._look()
-        return now.why if now.phase is Phase.LET_GO else None
-
     @property
     def native(self) -> Client:
         """Its core. Raises ValueError where there is none, as a closed one does."""

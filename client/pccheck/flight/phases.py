@@ -46,8 +46,7 @@ _COPIED = _WRITTEN | {Phase.WRITING}
 _BEGUN = _COPIED | {Phase.COPIED, Phase.REFUSED, Phase.LET_GO, Phase.ABANDONED}
 
 #: From each phase to those that may follow. Two threads, or a signal handler, may look at the page
-#: at once: what one of them saw earlier is not listed after what the other one has noted, and is
-#: dropped.
+#: at once: what one saw earlier is not listed after what the other has noted, and is dropped.
 MOVES: dict[Phase, frozenset[Phase]] = {
     Phase.REQUESTED: _BEGUN | {Phase.COPYING},
     Phase.COPYING: _BEGUN,

@@ -15,7 +15,7 @@ then comes between two micro-batches, and is skipped.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import accelerate
 from accelerate.data_loader import DataLoaderDispatcher
@@ -252,7 +252,11 @@ class _Counters:
 
     def state_dict(self) -> dict[str, Any]:
         if self.attached and not self._accelerator.sync_gradients:
-            self._skip()
+            what = "checkpoint() was called between the micro-batches of a step, whose gradients "
+            what += "no checkpoint has"
+            then = "call it only while accelerator.sync_gradients is true"
+            self._warner.once("between", f"{what}, and is skipped: {then}. Training continues")
+            raise CheckpointFailedError(what, hint=then)
         return {
             "step": self._accelerator.step,
             "epochs": [loader.iteration + self._is_over(loader) for loader in self._loaders],
@@ -261,16 +265,6 @@ class _Counters:
             "rng": capture_rng(),
             "rank": self._rank,
         }
-
-    def _skip(self) -> NoReturn:
-        """Raises CheckpointFailedError, with one warning: the step is not over."""
-        what = (
-            "checkpoint() was called between the micro-batches of a step, whose gradients no "
-            "checkpoint has"
-        )
-        then = "call it only while accelerator.sync_gradients is true"
-        self._warner.once("between", f"{what}, and is skipped: {then}. Training continues")
-        raise CheckpointFailedError(what, hint=then)
 
     @property
     def _rank(self) -> list[int]:

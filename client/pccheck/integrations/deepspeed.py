@@ -36,7 +36,7 @@ from pccheck.state.attaching import Stateful
 from pccheck.warn import Warner, warn
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
-from .deepspeed_files import NAME, Source, State, settled, tags_of
+from .deepspeed_files import NAME, DeepspeedSource, DeepspeedState, settled, tags_of
 from .objects import Objects
 
 #: What DeepSpeed itself puts into a checkpoint.
@@ -110,8 +110,8 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         self._info: CheckpointCommitInfo | None = None
         self._saving = False
         self._warner = Warner()
-        self._source: Source | None = None
-        self._state = State(engine.module)
+        self._source: DeepspeedSource | None = None
+        self._state = DeepspeedState(engine.module)
         self.client.attach(rng=True, loader=loader, deepspeed=self._state)
         self._state.attached = True
         engine.checkpoint_engine = self
@@ -230,7 +230,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
                 return self._load(load_dir, tag, *given)  # type: ignore[no-any-return]
             tag = str(done.metadata["tag"])
             try:
-                self._source = Source(self.client, done, self._state.files)
+                self._source = DeepspeedSource(self.client, done, self._state.files)
                 self._source.make_names(Path(folder) / tag)
                 loaded, client_state = self._load(folder, tag, *given)
             finally:

@@ -21,7 +21,7 @@ NAME = "deepspeed"
 _UPDATED = ("module", "optimizer", "optimizer_state_dict", "frozen_param_fragments")
 
 
-class State:
+class DeepspeedState:
     """The files of this rank, attached while DeepSpeed saves or loads them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -41,7 +41,7 @@ class State:
         self.files = state["files"]
 
 
-class Source:
+class DeepspeedSource:
     """What is loaded: this rank's files, and those that only other ranks have saved."""
 
     def __init__(self, client: PCcheckClient, done: RestoreResult, mine: dict[str, Any]) -> None:

@@ -178,7 +178,12 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
             self._at("on_epoch_begin")  # samplers may draw the order of the data from them
         elif event == "on_step_begin" and self._generators is not None:
             _into_training(handler.model, handler.optimizer)
-            self._resumed(args, handler)
+            assert self._client is not None and self._resumption is not None
+            ran = args.eval_on_start or _act(handler.callbacks, *_AGAIN)
+            if ran and not self._client.closed:  # callbacks have changed the state once more
+                only = "model", "optimizer", "scheduler"
+                self._client.restore(self._resumption.step, only=only)
+            self._leave_resumed()
         elif event == "on_step_begin" and self._is_due(state):
             _into_training(handler.model, handler.optimizer)
             self._save(state)
@@ -201,14 +206,6 @@ class PCcheckCallback(TrainerCallback):  # type: ignore[misc]
         if self._generators is not None:
             restore_rng(self._generators)
             self._generators = None
-
-    def _resumed(self, args: Any, handler: Any) -> None:
-        """Where the checkpoint was taken. Callbacks had these events twice: restores once more."""
-        assert self._client is not None and self._resumption is not None
-        ran = args.eval_on_start or _act(handler.callbacks, *_AGAIN)
-        if ran and not self._client.closed:
-            self._client.restore(self._resumption.step, only=("model", "optimizer", "scheduler"))
-        self._leave_resumed()
 
     def _is_due(self, state: Any) -> bool:
         step = state.global_step

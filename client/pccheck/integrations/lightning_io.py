@@ -50,7 +50,7 @@ class _Names(PCcheckFileSystem):
 fsspec.register_implementation(SCHEME, _Names, clobber=True)
 
 
-class Place(NamedTuple):
+class CheckpointPath(NamedTuple):
     """What a path names; an empty `name` is the newest checkpoint."""
 
     job: str
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     step: int | None
 
 
-def place_of(path: object) -> Place | None:
+def place_of(path: object) -> CheckpointPath | None:
     """None for a file. Raises UsageError."""
     found = re.fullmatch(rf"{SCHEME}:/{{1,2}}([^/]*)/?(.*)", str(path))
     if found is None:
@@ -71,7 +71,7 @@ def place_of(path: object) -> Place | None:
             hint='use "pccheck://JOB/STEP", and {step} in the filename= of a ModelCheckpoint; '
             'instead of "last", "pccheck://JOB" is the newest',
         )
-    return Place(job, name, int(number[1]) if number else None)
+    return CheckpointPath(job, name, int(number[1]) if number else None)
 
 
 class _Nothing(dict[str, Any]):
@@ -113,7 +113,7 @@ class PCcheckIO(CheckpointIO):
             )
         return self.client_or_none
 
-    def _own(self, path: object) -> Place | None:
+    def _own(self, path: object) -> CheckpointPath | None:
         place, mine = place_of(path), self.client.place[0]
         if place is not None and place.job not in ("", mine):
             raise UsageError(

@@ -15,7 +15,7 @@ from pccheck_wire.errors import UsageError
 _WAIT_S = 30.0
 
 
-class Agreement:
+class RankAgreement:
     """Among the ranks that save together, in the order of their calls. One rank agrees at once."""
 
     def __init__(self, world_size: int, warner: Warner) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from pccheck_wire.errors import UsageError
 
-from .agreement import Agreement
+from .agreement import RankAgreement
 
 _Function: TypeAlias = Callable[[int, FrameType | None], Any]
 _Handler: TypeAlias = _Function | int | None
@@ -23,7 +23,7 @@ _Handler: TypeAlias = _Function | int | None
 class Stop:
     """Whether training should stop, by a signal to this process or to another rank of the job."""
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: RankAgreement) -> None:
         """`agreement`: of the ranks that stop together."""
         self._agreement = agreement
         self._limit_s = 0.0

@@ -112,7 +112,7 @@ class Recovery:
                 described, attached, left, reader.others,
                 strict_optimizer=strict_optimizer, only=only,
             )  # fmt: skip
-            placement.compare(reader.read_into)
+            placement.targets.compare(reader.read_into)
             self._move(Move.ALL if only is None else Move.PART)
             if self._state is not State.CHANGING_PART_OF_MIX:
                 self._why_mixed = (
@@ -121,7 +121,7 @@ class Recovery:
                 )
             chosen = attached if only is None else only
             iterators = Iterators({name: attached[name] for name in chosen})
-            placement.load(reader.read_into)
+            placement.targets.load(reader.read_into)
             self._planner.zero_options.outward()
             for name in left - {RNG}:
                 begin_again(attached[name])

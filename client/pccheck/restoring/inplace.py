@@ -26,7 +26,7 @@ from pccheck_wire.errors import StateMismatchError
 from .loaders import count_once, is_loader, is_torchdata, set_again, undo_draws
 from .optimizers import Optimizers, load_optimizer
 from .pairing import differing, mapping, only_hint
-from .rebuild import Loader, Memory, state_of
+from .rebuild import Memory, state_of
 from .targets import Stage, Targets
 from .values import Dicts, leaves, trained
 
@@ -54,12 +54,12 @@ class Placement:
         `others` reads the trees of other ranks, for tensors that are cut in another way. Raises
         StateMismatchError by path."""
         self._attached = attached
-        self._targets = Targets(described, others)
+        self.targets = Targets(described, others)  #: to be compared, then loaded
         named = _named(described, attached, only)
         self._restored = {name: thing for name, _, thing in named if name not in leave}
         both = {name: thing for name, _, thing in named}
-        self._optimizers = Optimizers(self._targets, both, strict=strict_optimizer)
-        self._dicts = Dicts(self._targets)
+        self._optimizers = Optimizers(self.targets, both, strict=strict_optimizer)
+        self._dicts = Dicts(self.targets)
         for name, node, thing in named:
             if name in self._restored:
                 self._place(name, node, thing, both)
@@ -68,15 +68,7 @@ class Placement:
     @property
     def on_gpu(self) -> bool:
         """Whether any of it goes to a GPU."""
-        return any(devices.device_of(live) != devices.HOST for live in self._targets.lives)
-
-    def compare(self, load: Loader) -> None:
-        """Compares values where needed, before `load()`. Raises StateMismatchError by path."""
-        self._targets.compare(load)
-
-    def load(self, load: Loader) -> None:
-        """Has `load` fill the ranges, then finishes. Raises what `load` raises."""
-        self._targets.load(load)
+        return any(devices.device_of(live) != devices.HOST for live in self.targets.lives)
 
     def _place(self, name: str, node: tree.Node, thing: Any, both: Mapping[str, Any]) -> None:
         if name == RNG and thing is True:
@@ -88,8 +80,8 @@ class Placement:
         elif not (
             isinstance(thing, torch.optim.Optimizer) and self._optimizers.place(name, node, thing)
         ):
-            _same_scheduler(self._targets.tree, name, thing, both)
-            _place_object(name, node, thing, self._targets, self._attached)
+            _same_scheduler(self.targets.tree, name, thing, both)
+            _place_object(name, node, thing, self.targets, self._attached)
 
     def _module(self, name: str, node: tree.Node, module: torch.nn.Module) -> None:
         saved = mapping(node, name)
@@ -100,14 +92,14 @@ class Placement:
                 f"{name}: {what}", hint=_COMPILED if "_orig_mod" in what else same
             )
         for key, value in saved.items():
-            self._targets.tensor(tree.join(name, key), value, live[key])
+            self.targets.tensor(tree.join(name, key), value, live[key])
 
     def _generators(self, node: tree.Node, both: Mapping[str, Any]) -> None:
         """attach(rng=True): set at the end, and again when the next iterator of `loader` has drawn.
         Other loaders (validation) may make theirs much later, when the generators have moved on."""
         rest = only_hint(both.keys() - {RNG})
         require_generators(mapping(node, RNG), f"to leave the generators out: {rest}")
-        self._targets.want(node)
+        self.targets.want(node)
 
         def finish(memory: Memory) -> None:
             state = state_of(memory, node)
@@ -118,7 +110,7 @@ class Placement:
                 elif is_torchdata(type(thing)):
                     undo_draws(thing)
 
-        self._targets.then(Stage.GENERATORS, finish)
+        self.targets.then(Stage.GENERATORS, finish)
 
 
 def _named(

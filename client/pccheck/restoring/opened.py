@@ -28,8 +28,7 @@ class TensorInfo(NamedTuple):
 
     shape: tuple[int, ...]  #: of what this rank has stored
     dtype: torch.dtype | np.dtype[Any]
-    #: Of a DTensor the shape of the whole tensor, and where this block begins in it; otherwise
-    #: `shape` and zeros.
+    #: Of a DTensor the shape of the whole, and where this block begins; else `shape` and zeros.
     whole_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     #: Of a DTensor: sizes and names of its mesh, and its placements as torch writes them, "S(0)".
@@ -63,7 +62,7 @@ class OpenCheckpoint(Closing):
     Every byte is checked. Reads raise DamagedError, UnreadableError, DaemonUnreachableError, and
     RecycledError when newer checkpoints have replaced this one."""
 
-    def __init__(self, one: catalog.Checkpoint, reader: StateReader) -> None:
+    def __init__(self, one: catalog.StoredCheckpoint, reader: StateReader) -> None:
         self.step = one.step
         self.sequence = one.sequence
         self.world_size = one.world_size

@@ -28,7 +28,7 @@ class Loader(Protocol):
     def __call__(self, ranges: bytes, device_ranges: bytes = b"") -> None: ...
 
 
-class Values(Protocol):
+class TreeValues(Protocol):
     """What stands for the tensors and arrays of a tree; `shards` by the identity of the node."""
 
     shards: dict[int, Any]
@@ -110,7 +110,7 @@ def flagged(made: torch.Tensor, flags: int) -> torch.Tensor:
     return made.requires_grad_(wants_grad)
 
 
-def state_of(memory: Values, node: Node, like: torch.Tensor | None = None) -> Any:
+def state_of(memory: TreeValues, node: Node, like: torch.Tensor | None = None) -> Any:
     """The value of a node. With `like` tensors that were on a GPU go to its device."""
     if isinstance(node, tree.Tensor):
         return memory.tensor(node, like)
@@ -138,7 +138,7 @@ def state_of_tree(described: tree.Tree, load: Callable[[bytes], None]) -> Any:
     return state_of(memory, described.root)
 
 
-def _mapping(memory: Values, node: tree.Mapping, like: torch.Tensor | None) -> Any:
+def _mapping(memory: TreeValues, node: tree.Mapping, like: torch.Tensor | None) -> Any:
     made: Any = {}
     if node.tag is Tag.DEFAULT:
         made = collections.defaultdict(tree.FACTORIES[node.factory])

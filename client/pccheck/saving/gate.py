@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pccheck.daemon.connection import Connection
 from pccheck.flight.in_flight import InFlight
+from pccheck.flight.phases import Phase
 from pccheck.state import devices
 from pccheck.state.extents import DevicePart
 from pccheck_native import NativeError
@@ -73,7 +74,7 @@ class _Pending:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldTime:
     """How long the gate held training back since the last `take`."""
 
     at_ns: int = 0  # when it did so first; 0: not at all
@@ -98,7 +99,7 @@ class Gate:
         self._stall_limit_s = stall_limit_s
         self._on_expiry = on_expiry
         self._pending: list[_Pending] = []
-        self.held = Held()
+        self.held = HeldTime()
 
     def add(
         self, checkpoint: InFlight, owners: list[object], *, host: bool, part: DevicePart | None
@@ -115,10 +116,10 @@ class Gate:
         for item in self._pending:
             if item.save.verdict is not None:
                 item.save.verdict.give_if_read()
-            why = item.save.let_go()
-            overdue = why is not None and why.cause == Cause.STREAM_OVERDUE
-            if why is not None and item.save.fail(why, reported=overdue) and overdue:
-                self._on_expiry(item.save)
+            if item.save.phase is Phase.LET_GO:
+                overdue = item.save.why.cause == Cause.STREAM_OVERDUE
+                if item.save.fail(item.save.why, reported=overdue) and overdue:
+                    self._on_expiry(item.save)
         self._pending = [item for item in self._pending if not item.save.is_read()]
 
     def wait(self, *, on_cpu: bool = False) -> None:
@@ -170,8 +171,7 @@ class Gate:
         for item in self._pending:
             used = item.part.staging_bytes.keys() if item.part else set()
             shared = used & part.staging_bytes.keys()
-            # A stream that waits until this part was read or abandoned keeps the order; with
-            # staging aside it waits for less.
+            # A stream that waits for this part keeps the order; with staging aside for less.
             ordered = not part.all_staged and not (item.part and item.part.all_staged)
             if not shared or (ordered and item.here() <= item.held) or item.save.is_read():
                 continue

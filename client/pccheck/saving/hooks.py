@@ -95,7 +95,8 @@ class StepHooks:
         if self.thread in (0, threading.get_ident()):
             return ""
         frame = sys._current_frames().get(self.thread)
-        if frame is None or _waits(frame):
+        file = frame.f_code.co_filename if frame is not None else _STANDARD
+        if file.startswith(_STANDARD) and "-packages" not in file:  # waits for a lock or a queue
             return ""
         names = (one.name for one in threading.enumerate() if one.ident == self.thread)
         return next(names, "unknown")
@@ -189,12 +190,6 @@ class StepHooks:
         self._steps.clear()
         self._streams.clear()
         self.thread = 0
-
-
-def _waits(frame: FrameType) -> bool:
-    """Whether a thread in this frame waits in the standard library, for a lock or a queue, say."""
-    file = frame.f_code.co_filename
-    return file.startswith(_STANDARD) and "-packages" not in file
 
 
 def _call(method: weakref.WeakMethod[Any], *arguments: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -247,7 +247,11 @@ class _FastPlan:
         }
         for watch in self._optimizers.values():
             watch.take_groups(flattener)
-        made, extents, end = replace(self._made), self._extents, self._end
+        was, extents, end = self._made, self._extents, self._end
+        made = Snapshot(
+            was.ranges, was.volatile, b"", 0, was.owners, was.device, was.in_place, was.at_once,
+            frozen=was.frozen, division=was.division,
+        )  # fmt: skip
         if flattener.views:
             if any(view.device != HOST or self._overlaps(view) for view in flattener.views):
                 return None

@@ -74,15 +74,11 @@ class LeftOut:
         if self._changed is None and (found := self._hidden.changed()):
             self._changed = []
             with contextlib.suppress(Exception):  # of the script's state dicts: this only warns
-                saved = [t for one in self._others() for t in _tensors(one.state_dict())]
+                known = (bool, torch.nn.Module, _Optimizer, Values)
+                others = (one for one in self._attached.values() if not isinstance(one, known))
+                saved = [t for one in others for t in _tensors(one.state_dict())]
                 self._changed = [path for path, t in found if not any(_same(t, s) for s in saved)]
         return self._changed or []
-
-    def _others(self) -> Iterator[Any]:
-        """What is attached and is no module, optimizer or dict."""
-        for thing in self._attached.values():
-            if thing is not True and not isinstance(thing, (torch.nn.Module, _Optimizer, Values)):
-                yield thing
 
     def weights(self) -> tuple[str, int, int]:
         """The name of an optimizer, how many of the parameters that it trains are not saved, and

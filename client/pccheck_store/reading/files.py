@@ -19,7 +19,7 @@ CHUNK_BYTES = 4 << 20
 class FilePayloads:
     """See `source.Payloads`. Volumes are opened when they are read, the first one at once."""
 
-    def __init__(self, parts: Sequence[catalog.Checkpoint]) -> None:
+    def __init__(self, parts: Sequence[catalog.StoredCheckpoint]) -> None:
         """Raises RecycledError, DamagedError."""
         self._parts = {part.rank: part for part in reversed(parts)}
         self._step = parts[0].step
@@ -54,7 +54,7 @@ class FilePayloads:
         for volume in self._volumes.values():
             volume.close()
 
-    def _opened(self, rank: int) -> tuple[catalog.Checkpoint, _core.Volume]:
+    def _opened(self, rank: int) -> tuple[catalog.StoredCheckpoint, _core.Volume]:
         """The part of a rank, and its volume. Raises as `Payloads` does."""
         one = self._parts.get(rank)
         if one is None:
@@ -69,12 +69,12 @@ class FilePayloads:
         return one, self._volumes[rank]
 
 
-def _volume(one: catalog.Checkpoint) -> _core.Volume:
+def _volume(one: catalog.StoredCheckpoint) -> _core.Volume:
     return _core.Volume(one.volume_path, writable=False, allow_buffered=True)
 
 
 @contextlib.contextmanager
-def _errors(one: catalog.Checkpoint) -> Iterator[None]:
+def _errors(one: catalog.StoredCheckpoint) -> Iterator[None]:
     """Turns errors of the core into ours: RecycledError if a newer checkpoint took the slot."""
     try:
         yield
@@ -87,7 +87,7 @@ def _errors(one: catalog.Checkpoint) -> Iterator[None]:
         raise damaged(one.step, one.sequence, one.rank, problem) from error
 
 
-def _still_there(one: catalog.Checkpoint) -> bool:
+def _still_there(one: catalog.StoredCheckpoint) -> bool:
     try:
         with contextlib.closing(_volume(one)) as volume:
             return any(entry.sequence == one.sequence for entry in volume.table())

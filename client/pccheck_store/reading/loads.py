@@ -39,7 +39,7 @@ def devices_of(device_ranges: bytes) -> list[int]:
     return sorted({item[3] for item in struct.iter_unpack("<QQQII", device_ranges)})
 
 
-class Session(Protocol):
+class LoadSession(Protocol):
     """A session with a daemon, as far as a load needs it."""
 
     load_broken_off: bool  #: by Ctrl-C, or a GPU failed: the daemon may still be reading
@@ -61,7 +61,7 @@ class DaemonPayloads:
     #: A load that is slower than this ends with WaitTimeoutError.
     slowest_bytes_per_s = 16 << 20
 
-    def __init__(self, session: Session, opened: Opened) -> None:
+    def __init__(self, session: LoadSession, opened: Opened) -> None:
         self.opened = opened
         self.cached_bytes = self.read_bytes = 0  #: from the daemon's memory; from the volume
         self._session = session

@@ -29,12 +29,12 @@ class Source(Protocol):
         """What is there and matches, and what cannot be read; with `sizes` also how much each
         checkpoint has of its own. Reads no payload."""
 
-    def open(self, parts: Sequence[catalog.Checkpoint]) -> Payloads:
+    def open(self, parts: Sequence[catalog.StoredCheckpoint]) -> Payloads:
         """Opens one checkpoint: the part of one rank, then those of other ranks, as `held` has
         them. A source that can keeps all of them until the payloads are closed. Raises
         RecycledError when the first part is not there any more."""
 
-    def verify(self, checkpoint: catalog.Checkpoint, part: Subset | None) -> tuple[int, bool]:
+    def verify(self, checkpoint: catalog.StoredCheckpoint, part: Subset | None) -> tuple[int, bool]:
         """Reads and checks what one rank has stored, or a part of it. Returns how many bytes that
         were, and whether the flag that it is damaged was removed. Raises as `Payloads` does."""
 

@@ -25,7 +25,7 @@ OPEN_ATTEMPTS = 8
 _Opened = TypeVar("_Opened")
 
 
-class Progress(Protocol):
+class ReadProgress(Protocol):
     """A bar that counts bytes."""
 
     def advance(self, by: int) -> None: ...
@@ -38,7 +38,11 @@ class StateReader(Closing):
     that its methods return. Use it as a context manager. Raises as `Payloads` does."""
 
     def __init__(
-        self, payloads: Payloads, rank: int, ranks: Sequence[int], progress: Progress | None = None
+        self,
+        payloads: Payloads,
+        rank: int,
+        ranks: Sequence[int],
+        progress: ReadProgress | None = None,
     ) -> None:
         """`rank`: whose state is read; `ranks`: those that have stored a part of the checkpoint."""
         self.rank = rank
@@ -132,9 +136,9 @@ def cut(ranges: bytes, at_most: int) -> Iterator[tuple[bytes, int]]:
 
 def open_state(
     source: Source,
-    one: catalog.Checkpoint,
-    stored: Iterable[catalog.Checkpoint],
-    progress: Progress | None = None,
+    one: catalog.StoredCheckpoint,
+    stored: Iterable[catalog.StoredCheckpoint],
+    progress: ReadProgress | None = None,
 ) -> StateReader:
     """Opens what the ranks have of a checkpoint. `stored` is what `one` was chosen from: to look
     for a part later would not tell whether it was replaced since, or never there. Raises
@@ -147,8 +151,8 @@ def open_state(
 
 def open_chosen(
     source: Source,
-    choose: Callable[[], Sequence[catalog.Checkpoint]],
-    use: Callable[[catalog.Checkpoint, StateReader], _Opened],
+    choose: Callable[[], Sequence[catalog.StoredCheckpoint]],
+    use: Callable[[catalog.StoredCheckpoint, StateReader], _Opened],
 ) -> _Opened:
     """What `use` makes of a reader of the checkpoint of which `choose` returns the parts, and which
     is read as the first of them. Chooses again when the job has replaced that one meanwhile; raises

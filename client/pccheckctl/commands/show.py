@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
 
 
-def describe(one: catalog.Checkpoint, content: tree.Tree) -> Document:
+def describe(one: catalog.StoredCheckpoint, content: tree.Tree) -> Document:
     """What `show --json` prints."""
     return {
         "schema": 1,

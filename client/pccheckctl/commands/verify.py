@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     no checkpoint."""
     storage = files(arguments)
     step, sequence = arguments.step, arguments.sequence
-    wanted: list[catalog.Checkpoint] = []
+    wanted: list[catalog.StoredCheckpoint] = []
     unreadable: _Unreadable = []
     for job in arguments.job or [""]:
         stored = storage.held(uid=arguments.uid, job=job, rank=arguments.rank)
@@ -71,7 +71,7 @@ def chosen(arguments: argparse.Namespace) -> _Part:
         raise UsageError(f"--read-data-subset: {error}") from error
 
 
-def check(storage: Source, one: catalog.Checkpoint, part: _Part) -> Document:
+def check(storage: Source, one: catalog.StoredCheckpoint, part: _Part) -> Document:
     def result(name: str, reason: str = "", read_bytes: int = 0) -> Document:
         made = {"result": name, "reason": reason, "read_bytes": read_bytes}
         about = catalog.checkpoint_document(one) | made

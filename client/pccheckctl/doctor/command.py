@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from pathlib import Path
 
 from pccheckctl.output import render
@@ -67,12 +68,8 @@ def document(place: Path | None, found: list[Finding]) -> Document:
         "schema": 1,
         "storage": None if place is None else str(place),
         "findings": [one._asdict() for one in found],
-        "counts": {level: _count(found, level) for level in (OK, WARNING, PROBLEM)},
+        "counts": dict.fromkeys((OK, WARNING, PROBLEM), 0) | Counter(one.level for one in found),
     }
-
-
-def _count(found: list[Finding], level: str) -> int:
-    return sum(one.level == level for one in found)
 
 
 def as_text(place: Path | None, found: list[Finding]) -> str:
@@ -85,7 +82,8 @@ def as_text(place: Path | None, found: list[Finding]) -> str:
                 lines.append(f"{'':9}{'':{width}}    {label}: {text}")
     if place is None:
         lines.append("\nno disk was checked: give its directory with --storage DIR")
-    problems, warnings = _count(found, PROBLEM), _count(found, WARNING)
+    levels = Counter(one.level for one in found)
+    problems, warnings = levels[PROBLEM], levels[WARNING]
     ending = f"{render.plural(problems, 'problem')}, {render.plural(warnings, 'warning')}"
     if weakened := sorted({one.promise for one in found if one.promise}):
         ending += f"; weakened promises: {', '.join(weakened)}"

@@ -34,9 +34,9 @@ ATTEMPTS = 8
 NAMED_MAX = 8
 TORCH, SAFETENSORS, HUGGINGFACE = "torch", "safetensors", "huggingface"
 
-Ranks = dict[int, list[catalog.Checkpoint]]
-Chosen = dict[int, catalog.Checkpoint]
-Skipped = list[tuple[catalog.Checkpoint, str]]  # and why
+Ranks = dict[int, list[catalog.StoredCheckpoint]]
+Chosen = dict[int, catalog.StoredCheckpoint]
+Skipped = list[tuple[catalog.StoredCheckpoint, str]]  # and why
 _Reading = Callable[..., StateReader]
 
 
@@ -112,7 +112,7 @@ def check(arguments: argparse.Namespace) -> None:
 # -- choosing ----------------------------------------------------------------------------------
 
 
-def key_of(one: catalog.Checkpoint) -> tuple[int, int]:
+def key_of(one: catalog.StoredCheckpoint) -> tuple[int, int]:
     return one.rank, one.sequence
 
 
@@ -132,15 +132,15 @@ def choose(
     common = None if alone else catalog.common_step(usable, world_size)
     if arguments.all_ranks and world_size == 1:
         return {rank: _newest(usable, rank, arguments) for rank in ranks}
-    if arguments.all_ranks and common is None:
+    if arguments.all_ranks:
+        if common is not None:
+            return common
         newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
         raise NoCheckpointError(
             f"there is no step that all {world_size} ranks of job {arguments.job!r} have a valid "
             f"checkpoint of here; newest steps: {some(newest) or 'none'}",
             hint="copy the volumes of all ranks into one directory, or choose one with --rank",
         )
-    if arguments.all_ranks and common is not None:
-        return common
     if arguments.rank is None and common and len(common) > 1 and _sharded(storage, common[0]):
         return {0: common[0]}  # with the blocks of the others
     if arguments.rank is None and len(ranks) > 1:
@@ -163,7 +163,7 @@ def choose(
     return {rank: _newest(usable, rank, arguments)}
 
 
-def _sharded(storage: Source, one: catalog.Checkpoint) -> bool:
+def _sharded(storage: Source, one: catalog.StoredCheckpoint) -> bool:
     try:
         with contextlib.closing(storage.open([one])) as payloads:
             return payloads.tree(one.rank).sharded()
@@ -171,7 +171,7 @@ def _sharded(storage: Source, one: catalog.Checkpoint) -> bool:
         raise _DamageError(one, error.message) from error
 
 
-def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.Checkpoint:
+def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.StoredCheckpoint:
     for one in usable.get(rank, ()):
         return one
     raise directory.missing(arguments.job, rank, step=arguments.step, sequence=arguments.sequence)
@@ -183,7 +183,7 @@ def _newest(usable: Ranks, rank: int, arguments: argparse.Namespace) -> catalog.
 class _DamageError(Exception):
     """The checkpoint that is damaged, and why it is skipped."""
 
-    args: tuple[catalog.Checkpoint, str]
+    args: tuple[catalog.StoredCheckpoint, str]
 
 
 def write(
@@ -217,7 +217,7 @@ def write(
 
 def _write_one(
     reading: _Reading,
-    one: catalog.Checkpoint,
+    one: catalog.StoredCheckpoint,
     output: Output,
     kind: str,
     bar: Bar,

@@ -28,7 +28,11 @@ SHARD_BYTES = 5 * 10**9
 
 
 def write(
-    reader: StateReader, one: catalog.Checkpoint, content: tree.Tree, output: Output, only: str
+    reader: StateReader,
+    one: catalog.StoredCheckpoint,
+    content: tree.Tree,
+    output: Output,
+    only: str,
 ) -> list[str]:
     """Fills the file `output`; every byte is checked on the way. Returns what the format cannot
     hold. Raises DamagedError."""
@@ -40,7 +44,7 @@ def write(
 
 def write_directory(
     reader: StateReader,
-    one: catalog.Checkpoint,
+    one: catalog.StoredCheckpoint,
     content: tree.Tree,
     output: Output,
     only: str,

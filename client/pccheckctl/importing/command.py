@@ -22,7 +22,7 @@ from pccheckctl.source import choose
 if TYPE_CHECKING:
     from pccheck import PCcheckClient
 
-    from .found import Found
+    from .found import Imported
 
 TORCH, SAFETENSORS, DCP = "torch", "safetensors", "dcp"
 SAVE_LIMIT_S = 24 * 3600.0
@@ -116,7 +116,7 @@ def _kind(path: Path) -> str:
     return SAFETENSORS if path.name.endswith((".safetensors", INDEX)) else TORCH
 
 
-def _reader(kind: str) -> Callable[[Path], Found]:
+def _reader(kind: str) -> Callable[[Path], Imported]:
     """Imports torch. Raises PccheckError when it is not installed."""
     try:
         with signals_held():
@@ -153,7 +153,7 @@ def _wanted(names: list[str]) -> dict[str, str]:
 
 
 def _parts(
-    read: Found, wanted: dict[str, str], path: Path
+    read: Imported, wanted: dict[str, str], path: Path
 ) -> tuple[dict[str, object], dict[str, object]]:
     """What is attached, by name, and the plain values that become metadata. Raises UsageError."""
     state = read.state

@@ -24,7 +24,7 @@ from pccheck_store.selection import contiguous_strides
 from pccheck_wire.errors import PccheckError, UnsupportedStateError
 from pccheckctl.export.torch_file import noted_step, storages
 
-from .found import Found
+from .found import Imported
 from .torch_file import refused
 
 #: What the metadata of a directory consists of.
@@ -40,7 +40,7 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> Imported:
     """Raises UnsupportedStateError for pickles that need code, PccheckError for what is damaged."""
     reader = _Reader(path)
     try:
@@ -50,7 +50,7 @@ def read(path: Path) -> Found:
             load(flat, storage_reader=reader, planner=_Planner(path), no_dist=True)
         names = metadata.planner_data
         nested = unflatten_state_dict(flat, names) if isinstance(names, dict) else flat
-        return Found.of_state(_numbered(nested), noted_step(path))
+        return Imported.of_state(_numbered(nested), noted_step(path))
     except CheckpointException as error:
         failure: BaseException = next(iter(error.failures.values()))[0]
     except Exception as error:  # of a damaged or a foreign file

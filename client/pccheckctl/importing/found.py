@@ -12,7 +12,7 @@ STEP_NAMES = ("step", "global_step", "iter_num")
 
 
 @dataclass(slots=True)
-class Found:
+class Imported:
     """A state whose tensors lie in memory, or in a mapping of the file."""
 
     state: object
@@ -22,7 +22,7 @@ class Found:
     notes: list[str] = field(default_factory=list)  #: what was left out or changed
 
     @classmethod
-    def of_state(cls, state: object, noted: int | None) -> Found:
+    def of_state(cls, state: object, noted: int | None) -> Imported:
         """A state in the structure that was saved; `noted` is the step that its export noted."""
         items = state if isinstance(state, Mapping) else {}
         tensors = any(isinstance(value, torch.Tensor) for value in items.values())

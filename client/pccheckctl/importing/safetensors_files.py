@@ -18,12 +18,12 @@ from pccheck_store.safetensors_layout import DTYPES, HEADER_BYTES_MAX, INDEX, PA
 from pccheck_wire.basics import some
 from pccheck_wire.errors import DamagedError, PccheckError, UnsupportedStateError, UsageError
 
-from .found import STEP_NAMES, Found
+from .found import STEP_NAMES, Imported
 
 _TORCH = {kind: name for name, kind in DTYPES.items()}
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> Imported:
     """Raises DamagedError, UnsupportedStateError, UsageError."""
     path = _chosen(path) if path.is_dir() else path
     if path.name.endswith(INDEX):
@@ -38,7 +38,7 @@ def read(path: Path) -> Found:
     step = next((int(text) for text in steps if text.isdecimal()), None)
     whole_of = "" if "pccheck.only" in metadata else str(metadata.get("pccheck.job", ""))
     notes = [f"{name} is left out: it is not a tensor" for name in _values(metadata)]
-    return Found(tensors, step=step, flat=True, whole_of=whole_of, notes=notes)
+    return Imported(tensors, step=step, flat=True, whole_of=whole_of, notes=notes)
 
 
 def _values(metadata: Mapping[str, object]) -> list[str]:

@@ -12,12 +12,12 @@ import torch
 from pccheck_wire.errors import PccheckError, UnsupportedStateError
 from pccheckctl.export.torch_file import noted_step
 
-from .found import Found
+from .found import Imported
 
 
-def read(path: Path) -> Found:
+def read(path: Path) -> Imported:
     """Raises UnsupportedStateError for a pickle that needs code, PccheckError for another file."""
-    return Found.of_state(_load(path), noted_step(path))
+    return Imported.of_state(_load(path), noted_step(path))
 
 
 def _load(path: Path) -> object:

@@ -57,7 +57,7 @@ class Rates(NamedTuple):
     storage: str = ""  # the directory, when it is known
 
 
-class Given(NamedTuple):
+class Workload(NamedTuple):
     checkpoint_bytes: int  # m
     step_s: float  # t
     slowdown: float  # q
@@ -73,7 +73,7 @@ class Given(NamedTuple):
         return self.slowdown if self.mtbf_s is None else 1.0
 
 
-class Advice(NamedTuple):
+class Tuning(NamedTuple):
     in_flight: int  # N
     effective: float  # min(N, 1 + M/m)
     dram_bytes: int
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             "tune needs --checkpoint SIZE and --step-time TIME",
             hint="or --job NAME, for a job that the daemon saves",
         )
-    given = Given(
+    given = Workload(
         arguments.checkpoint, arguments.step_time, arguments.slowdown, arguments.dram,
         arguments.keep, arguments.slots, arguments.mtbf, arguments.restart,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def take_from_job(arguments: argparse.Namespace) -> None:
     arguments.step_time = arguments.step_time or statistics.median(steps_s)
 
 
-def check(given: Given) -> None:
+def check(given: Workload) -> None:
     """Raises UsageError for impossible values."""
     if given.checkpoint_bytes <= 0 or given.step_s <= 0:
         raise UsageError("--checkpoint and --step-time must be more than 0")
@@ -170,7 +170,7 @@ def best_in_flight(rates: Rates, checkpoint_bytes: int) -> int:
     return N_MAX
 
 
-def advise(rates: Rates, given: Given) -> Advice:
+def advise(rates: Rates, given: Workload) -> Tuning:
     m, t, q = given.checkpoint_bytes, given.step_s, given.slowdown
     count = (given.slots or SLOTS_MAX) - given.keep
     if given.slots is None:
@@ -190,13 +190,13 @@ def advise(rates: Rates, given: Given) -> Advice:
         costs = Costs(t, stall_s, whole_s, given.restart_s, given.mtbf_s)
         interval = best_interval(costs, interval)
         good = goodput(costs, interval)
-    return Advice(
+    return Tuning(
         count, effective, dram, whole_s, copy_s, stall_s, disk_interval, stall, interval,
         1 + stall_s / (interval * t), good,
     )  # fmt: skip
 
 
-def stopping(rates: Rates, given: Given) -> tuple[int, float]:
+def stopping(rates: Rates, given: Workload) -> tuple[int, float]:
     """The best interval, and its goodput, of a save that stops training until it is durable."""
     assert given.mtbf_s is not None
     alone_s = persist_s(rates, given.checkpoint_bytes, 1)
@@ -291,7 +291,7 @@ def copy_rate() -> float:
 # -- output ------------------------------------------------------------------------------------
 
 
-def storage_bytes(given: Given, slots: int) -> int:
+def storage_bytes(given: Workload, slots: int) -> int:
     """What the volume takes on the disk."""
     capacity = layout.capacity_for(given.checkpoint_bytes)
     try:
@@ -302,7 +302,7 @@ def storage_bytes(given: Given, slots: int) -> int:
         ) from error
 
 
-def document(rates: Rates, given: Given, advice: Advice) -> Document:
+def document(rates: Rates, given: Workload, advice: Tuning) -> Document:
     """What `tune --json` prints."""
     slots = advice.in_flight + given.keep
     return {
@@ -325,7 +325,7 @@ def document(rates: Rates, given: Given, advice: Advice) -> Document:
     }
 
 
-def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
+def as_toml(rates: Rates, given: Workload, advice: Tuning) -> str:
     m, t = render.size(given.checkpoint_bytes), render.brief(given.step_s)
     return (
         f"# pccheckctl tune: {m} per checkpoint, steps of {t}; save every "
@@ -335,7 +335,7 @@ def as_toml(rates: Rates, given: Given, advice: Advice) -> str:
     )
 
 
-def as_text(rates: Rates, given: Given, advice: Advice) -> str:
+def as_text(rates: Rates, given: Workload, advice: Tuning) -> str:
     m, t = given.checkpoint_bytes, given.step_s
     size, brief, steps = render.size, render.brief, render.plural(advice.interval, "step")
     slots, place = advice.in_flight + given.keep, shlex.quote(rates.storage or "DIR")
@@ -374,7 +374,7 @@ def as_text(rates: Rates, given: Given, advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def _failures(rates: Rates, given: Given, advice: Advice) -> list[str]:
+def _failures(rates: Rates, given: Workload, advice: Tuning) -> list[str]:
     if given.mtbf_s is None or advice.goodput is None:
         return []
     steps, good = stopping(rates, given)
@@ -385,7 +385,7 @@ def _failures(rates: Rates, given: Given, advice: Advice) -> list[str]:
     ]
 
 
-def _arithmetic(rates: Rates, given: Given, advice: Advice) -> list[str]:
+def _arithmetic(rates: Rates, given: Workload, advice: Tuning) -> list[str]:
     m, n, q, t = given.checkpoint_bytes, advice.effective, given.slowdown, given.step_s
     size, brief, of_disk = render.size, render.brief, given.disk_slowdown
     shared, alone = brief(n * m / rates.write_bytes_per_s), brief(m / rates.one_bytes_per_s)

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
 
+from pccheck_wire.basics import Closing
 from pccheckctl.output import render
 
 PERIOD_S = 0.2
@@ -18,7 +18,7 @@ DELAY_S = 0.5  # shorter work needs no bar
 _BAR_COLUMNS = 24
 
 
-class Bar:
+class Bar(Closing):
     """Call `advance`, or give `read`, which returns how far the work is."""
 
     def __init__(
@@ -66,10 +66,8 @@ class Bar:
         left = f", {render.duration(elapsed_s / share - elapsed_s)} left" if 0 < share < 1 else ""
         return f"{self.label} [{bar}] {share:4.0%} {what}{left}"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
+    def close(self) -> None:
+        """Removes the bar."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

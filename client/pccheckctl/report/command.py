@@ -22,11 +22,7 @@ TRACE_BYTES_MAX = 256 * MIB
 
 def run(arguments: argparse.Namespace) -> int:
     """0, also for a page without a checkpoint; 13 for a job that does not exist."""
-    document = (
-        _from_file(Path(arguments.trace), arguments.job)
-        if arguments.trace
-        else _from_daemon(arguments)
-    )
+    document = (_from_file if arguments.trace else _from_daemon)(arguments)
     saves = saves_of(document, job=arguments.job, uid=arguments.uid)
     write_text(arguments.output, page(saves), force=arguments.force)
     path, count = arguments.output, len(saves.items)
@@ -50,7 +46,8 @@ def _has(document: Document, job: str) -> bool:
     return any(text(one, "job") == job for one in rows(document, "checkpoints"))
 
 
-def _from_file(path: Path, job: str | None) -> Document:
+def _from_file(arguments: argparse.Namespace) -> Document:
+    path, job = Path(arguments.trace), arguments.job
     try:
         with path.open("rb") as file:
             content = file.read(TRACE_BYTES_MAX + 1)

@@ -16,7 +16,7 @@ from pccheck_wire.basics import some
 from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
 
-from .saves import LOST, Key, Save, Saves, disk_rates, lags, lanes, losses
+from .saves import LOST, Key, Save, TracedSaves, disk_rates, lags, lanes, losses
 
 SHOWN = 36  # checkpoints of a rank in the timeline, and columns of a chart
 RANKS_SHOWN = 16
@@ -30,7 +30,7 @@ class Column(NamedTuple):
     title: str
 
 
-def page(saves: Saves) -> str:
+def page(saves: TracedSaves) -> str:
     style = resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
     body = "\n".join(_sections(saves)) if saves.items else "<p>No checkpoint in this time.</p>"
     return (
@@ -41,7 +41,7 @@ def page(saves: Saves) -> str:
     )
 
 
-def _head(saves: Saves) -> str:
+def _head(saves: TracedSaves) -> str:
     since, until = saves.span_ns
     ended = time.localtime((saves.wall_ns - saves.now_ns + until) / 1e9)
     jobs = sorted({one.job for one in saves.items})
@@ -53,7 +53,7 @@ def _head(saves: Saves) -> str:
     )
 
 
-def _sections(saves: Saves) -> Iterable[str]:
+def _sections(saves: TracedSaves) -> Iterable[str]:
     yield _section("Ranks", "", _ranks(saves))
     yield _section(
         "In time",
@@ -107,7 +107,7 @@ def _table(headings: Sequence[str], lines: Iterable[Sequence[str]], kind: str = 
     return f'<div class="wide"><table class="{kind}"><tr>{head}</tr>\n{body}</table></div>'
 
 
-def _ranks(saves: Saves) -> str:
+def _ranks(saves: TracedSaves) -> str:
     headings = ("rank", "durable", "superseded", "skipped", "failed", "in flight",
                 "every", "request to durable", "training held", "disk")  # fmt: skip
     return _table(headings, (_rank(key, items) for key, items in saves.ranks().items()))
@@ -136,7 +136,7 @@ def _rank(key: Key, items: list[Save]) -> list[str]:
 # -- in time -----------------------------------------------------------------------------------
 
 
-def _timelines(saves: Saves) -> str:
+def _timelines(saves: TracedSaves) -> str:
     ranks = saves.ranks()
     shown = [items[-SHOWN:] for items in list(ranks.values())[:RANKS_SHOWN]]
     left = len(ranks) - len(shown)
@@ -234,7 +234,7 @@ def _durations(items: list[Save]) -> str:
     )  # fmt: skip
 
 
-def _disk(saves: Saves) -> str:
+def _disk(saves: TracedSaves) -> str:
     span = saves.span_ns
     width_s = (span[1] - span[0]) / BINS / 1e9
     columns = [

@@ -44,7 +44,7 @@ class Save(NamedTuple):
         return self.ended or now_ns
 
 
-class Saves(NamedTuple):
+class TracedSaves(NamedTuple):
     """All of a report, by time of request."""
 
     items: list[Save]
@@ -66,12 +66,12 @@ class Saves(NamedTuple):
         return first, max(one.end(self.now_ns) for one in self.items)
 
 
-def saves_of(document: Document, *, job: str | None, uid: int | None) -> Saves:
+def saves_of(document: Document, *, job: str | None, uid: int | None) -> TracedSaves:
     """The saves in a daemon's trace document."""
     found = [_save(row) for row in rows(document, "checkpoints")]
     kept = [one for one in found if job in (None, one.job) and uid in (None, one.uid)]
     kept.sort(key=lambda one: one.requested)
-    return Saves(kept, whole(document, "now_ns"), whole(document, "wall_ns"))
+    return TracedSaves(kept, whole(document, "now_ns"), whole(document, "wall_ns"))
 
 
 def _save(row: Document) -> Save:

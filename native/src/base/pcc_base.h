@@ -110,6 +110,12 @@ static inline uint64_t pcc_piece_bytes(uint64_t whole_bytes, uint64_t at, uint64
     return left < piece_bytes ? left : piece_bytes;
 }
 
+/* Whether [offset, offset + length) lies in a whole of so many bytes. */
+static inline bool pcc_is_within(uint64_t offset, uint64_t length, uint64_t whole)
+{
+    return offset <= whole && length <= whole - offset;
+}
+
 uint64_t pcc_now_ns(void);  /* CLOCK_MONOTONIC */
 uint64_t pcc_wall_ns(void); /* CLOCK_REALTIME, for display only */
 

@@ -261,12 +261,10 @@ static void events_destroy(struct pcc_client *client, uint32_t index)
 
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++) {
         const struct pcc_job_device *part = &client->jobs[i].devices[index];
-        if (part->marked != NULL)
-            (void)cuda->event_destroy(part->marked);
-        if (part->copied != NULL)
-            (void)cuda->event_destroy(part->copied);
-        if (part->waited != NULL)
-            (void)cuda->event_destroy(part->waited);
+        CUevent const events[] = {part->marked, part->copied, part->waited};
+        for (size_t k = 0; k < sizeof(events) / sizeof(*events); k++)
+            if (events[k] != NULL)
+                (void)cuda->event_destroy(events[k]);
     }
     for (uint32_t i = 0; i < client->view.geometry.chunk_capacity; i++) {
         if (client->flights[i].event != NULL && client->flights[i].device == index)

@@ -113,8 +113,7 @@ int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream
     PCC_LOCKED(&client->gpu_lock);
     const uint64_t room = mine->staging != NULL ? mine->staging->length_bytes : 0;
     for (uint64_t i = 0; i < copy_count; i++) {
-        if (copies[i].staging_offset_bytes > room ||
-            copies[i].length_bytes > room - copies[i].staging_offset_bytes)
+        if (!pcc_is_within(copies[i].staging_offset_bytes, copies[i].length_bytes, room))
             return -EINVAL;
     }
     PCC_CLIENT_GPU(gpu, mine);

@@ -28,16 +28,15 @@ int pcc_events_open(uint32_t capacity, struct pcc_events **out)
     struct pcc_events *events = calloc(1, sizeof(*events));
     if (events == NULL)
         return -ENOMEM;
+    (void)pthread_mutex_init(&events->lock, NULL); /* cannot fail with default attributes */
+    (void)pthread_cond_init(&events->taken, NULL);
     events->entries = calloc(capacity, sizeof(*events->entries));
     events->fd = events->entries != NULL ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -1;
     if (events->fd < 0) {
         const int error = events->entries != NULL ? -errno : -ENOMEM;
-        free(events->entries);
-        free(events);
+        pcc_events_close(events);
         return error;
     }
-    (void)pthread_mutex_init(&events->lock, NULL); /* cannot fail with default attributes */
-    (void)pthread_cond_init(&events->taken, NULL);
     events->capacity = capacity;
     *out = events;
     return 0;

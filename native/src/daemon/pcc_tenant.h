@@ -163,8 +163,9 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
  * reads the probe back. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER, -PCC_E_BAD_HANDLE (a
  * handle that does not open, or means something else here), -PCC_E_DEVICE, -PCC_E_DEVICE_LOST,
  * -ENOMEM, -ENOTCONN; after an error the previous map is gone, too. `reason` gets words. */
+#define PCC_REASON_BYTES 192u
 PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
-                                     uint64_t length_bytes, char *reason, size_t reason_bytes);
+                                     uint64_t length_bytes, char reason[PCC_REASON_BYTES]);
 
 /* -- requests: the drain thread takes them, and begins them in order (pcc_tenant_queue.c) -- */
 

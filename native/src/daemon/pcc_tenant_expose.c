@@ -7,19 +7,13 @@
 
 #include "daemon/pcc_tenant_private.h"
 
-struct words { /* where the reason goes */
-    char *text;
-    size_t capacity;
-};
-
-__attribute__((format(printf, 2, 3))) static void say(struct words words, const char *format, ...)
+/* Into the reason, of PCC_REASON_BYTES. */
+__attribute__((format(printf, 2, 3))) static void say(char *reason, const char *format, ...)
 {
     va_list arguments;
 
-    if (words.capacity == 0)
-        return;
     va_start(arguments, format);
-    (void)vsnprintf(words.text, words.capacity, format, arguments);
+    (void)vsnprintf(reason, PCC_REASON_BYTES, format, arguments);
     va_end(arguments);
 }
 
@@ -94,7 +88,7 @@ void pcc_tenant_maps_close(struct pcc_tenant *tenant)
 
 /* -- opening -- */
 
-static int gpus_take(struct pcc_tenant *tenant, struct pcc_tenant_map *map, struct words words)
+static int gpus_take(struct pcc_tenant *tenant, struct pcc_tenant_map *map, char *reason)
 {
     for (uint32_t i = 0; i < map->view.head.allocation_count; i++) {
         const struct pcc_exposed_allocation *allocation = &map->view.allocations[i];
@@ -103,17 +97,17 @@ static int gpus_take(struct pcc_tenant *tenant, struct pcc_tenant_map *map, stru
         const int error =
             pcc_gpus_use(tenant->gpus, allocation->uuid, &map->gpus[allocation->device]);
         if (error == -ENODEV)
-            say(words, "the daemon does not see the trainer's GPU %u", allocation->device);
+            say(reason, "the daemon does not see the trainer's GPU %u", allocation->device);
         else if (error == -PCC_E_DEVICE_LOST)
-            say(words, "the daemon has lost GPU %u and cannot use it before it is restarted",
+            say(reason, "the daemon has lost GPU %u and cannot use it before it is restarted",
                 allocation->device);
         else if (error == -EBUSY)
-            say(words, "GPU %u takes one process only (its compute mode; nvidia-smi -c DEFAULT)",
+            say(reason, "GPU %u takes one process only (its compute mode; nvidia-smi -c DEFAULT)",
                 allocation->device);
         else if (error == -ENOMEM)
-            say(words, "GPU %u has no memory left for the daemon (ENOMEM)", allocation->device);
+            say(reason, "GPU %u has no memory left for the daemon (ENOMEM)", allocation->device);
         else if (error != 0)
-            say(words, "the daemon cannot use GPU %u: %s", allocation->device,
+            say(reason, "the daemon cannot use GPU %u: %s", allocation->device,
                 pcc_error_name(error));
         if (error != 0)
             return error == -ENODEV ? -PCC_E_BAD_HANDLE : error;
@@ -121,7 +115,7 @@ static int gpus_take(struct pcc_tenant *tenant, struct pcc_tenant_map *map, stru
     return 0;
 }
 
-static void import_failed(struct words words, int error, const struct pcc_gpu_answers *answers)
+static void import_failed(char *reason, int error, const struct pcc_gpu_answers *answers)
 {
     const CUresult result = answers->first;
     char name[PCC_CUDA_WORDS_BYTES], second[PCC_CUDA_WORDS_BYTES];
@@ -129,17 +123,17 @@ static void import_failed(struct words words, int error, const struct pcc_gpu_an
     pcc_cuda_describe(result, name, sizeof(name));
     pcc_cuda_describe(answers->second, second, sizeof(second));
     if (answers->second != CUDA_SUCCESS)
-        say(words, "how long the trainer's GPU memory is cannot be found out: %s, %s", name,
+        say(reason, "how long the trainer's GPU memory is cannot be found out: %s, %s", name,
             second);
     else if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_MAP_FAILED)
-        say(words,
+        say(reason,
             "the trainer's GPU memory cannot be opened by the daemon: %s; is it another user's, or "
             "in another container (PID or IPC namespace)?",
             name);
     else if (result == CUDA_SUCCESS)
-        say(words, "the trainer's GPU memory cannot be opened: %s", pcc_error_name(error));
+        say(reason, "the trainer's GPU memory cannot be opened: %s", pcc_error_name(error));
     else
-        say(words, "the trainer's GPU memory cannot be opened: %s", name);
+        say(reason, "the trainer's GPU memory cannot be opened: %s", name);
 }
 
 /* The import with this handle in the previous map. The handles of both maps ascend, so `at` only
@@ -168,7 +162,7 @@ static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
 }
 
 static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_allocation *wanted,
-                       struct pcc_gpu *gpu, struct pcc_tenant_import **out, struct words words)
+                       struct pcc_gpu *gpu, struct pcc_tenant_import **out, char *reason)
 {
     struct pcc_gpu_answers answers;
     struct pcc_tenant_import *import = calloc(1, sizeof(*import));
@@ -178,7 +172,7 @@ static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_alloc
     const int error =
         pcc_gpu_import(gpu, wanted->handle, &import->address, &import->length_bytes, &answers);
     if (error != 0) {
-        import_failed(words, error, &answers);
+        import_failed(reason, error, &answers);
         free(import);
         return answers.first == CUDA_ERROR_ALREADY_MAPPED ? -EEXIST : error;
     }
@@ -195,7 +189,7 @@ static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_alloc
 }
 
 static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
-                        const struct pcc_tenant_map *before, struct words words)
+                        const struct pcc_tenant_map *before, char *reason)
 {
     const uint32_t count = map->view.head.allocation_count;
     uint32_t at = 0;
@@ -210,15 +204,14 @@ static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
         map->imports[number] = import_share(tenant, before, wanted, gpu, &at);
         if (map->imports[number] != NULL)
             continue;
-        const int error = import_open(tenant, wanted, gpu, &map->imports[number], words);
+        const int error = import_open(tenant, wanted, gpu, &map->imports[number], reason);
         if (error != 0)
             return error;
     }
     return 0;
 }
 
-static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *map,
-                      struct words words)
+static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *map, char *reason)
 {
     struct pcc_gpu *gpu = NULL;
 
@@ -226,59 +219,59 @@ static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *ma
         gpu = map->gpus[i];
     const int error = pcc_tenant_pin_for(tenant, gpu);
     if (error != 0)
-        say(words, "the driver does not pin the daemon's memory: %s", pcc_error_name(error));
+        say(reason, "the driver does not pin the daemon's memory: %s", pcc_error_name(error));
     return error;
 }
 
 /* Nothing is read beyond what the driver says is there, whatever the trainer said. */
-static int lengths_check(const struct pcc_tenant_map *map, struct words words)
+static int lengths_check(const struct pcc_tenant_map *map, char *reason)
 {
     for (uint32_t i = 0; i < map->view.head.range_count; i++) {
         const struct pcc_exposed_range *range = &map->view.ranges[i];
         if (range->allocation_offset_bytes + range->length_bytes <=
             map->imports[range->allocation]->length_bytes)
             continue;
-        say(words, "an allocation is shorter here than the trainer says");
+        say(reason, "an allocation is shorter here than the trainer says");
         return -PCC_E_BAD_HANDLE;
     }
     return 0;
 }
 
-static int probe(const struct pcc_tenant_map *map, struct words words)
+static int probe(const struct pcc_tenant_map *map, char *reason)
 {
     const struct pcc_exposure *head = &map->view.head;
     const struct pcc_tenant_import *import = map->imports[head->probe_allocation];
     uint8_t got[sizeof(head->probe)];
 
     if (head->probe_offset_bytes + sizeof(got) > import->length_bytes) {
-        say(words, "an allocation is shorter here than the trainer says");
+        say(reason, "an allocation is shorter here than the trainer says");
         return -PCC_E_BAD_HANDLE;
     }
     const int error =
         pcc_gpu_read(import->gpu, import->address + head->probe_offset_bytes, got, sizeof(got));
     if (error != 0) {
-        say(words, "the trainer's GPU memory cannot be read: %s", pcc_error_name(error));
+        say(reason, "the trainer's GPU memory cannot be read: %s", pcc_error_name(error));
         return error;
     }
     if (memcmp(got, head->probe, sizeof(got)) == 0)
         return 0;
-    say(words, "the trainer's handles mean other memory to the daemon");
+    say(reason, "the trainer's handles mean other memory to the daemon");
     return -PCC_E_BAD_HANDLE;
 }
 
 static int map_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
-                    const struct pcc_tenant_map *before, struct words words)
+                    const struct pcc_tenant_map *before, char *reason)
 {
-    int error = gpus_take(tenant, map, words);
+    int error = gpus_take(tenant, map, reason);
 
     if (error == 0)
-        error = imports_open(tenant, map, before, words);
+        error = imports_open(tenant, map, before, reason);
     if (error == 0)
-        error = lengths_check(map, words);
+        error = lengths_check(map, reason);
     if (error == 0)
-        error = memory_pin(tenant, map, words);
+        error = memory_pin(tenant, map, reason);
     if (error == 0)
-        error = probe(map, words);
+        error = probe(map, reason);
     return error;
 }
 
@@ -295,7 +288,7 @@ static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before
 
 /* With control held, so that neither the session nor the previous map goes away meanwhile. */
 static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
-                  uint64_t length_bytes, struct words words)
+                  uint64_t length_bytes, char *reason)
 {
     const char *why;
     struct pcc_tenant_map *map = calloc(1, sizeof(*map));
@@ -306,7 +299,7 @@ static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
     map->holders = 1;
     int error = pcc_exposure_parse(bytes, length_bytes, tenant->spec.chunk_bytes, &map->view, &why);
     if (error != 0)
-        say(words, "%s", why);
+        say(reason, "%s", why);
 
     pcc_tenant_lock(tenant);
     struct pcc_tenant_map *before = tenant->pull.map;
@@ -314,15 +307,15 @@ static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
     tenant->pull.maps++;
     pcc_tenant_unlock(tenant);
     if (error == 0)
-        error = map_open(tenant, map, before, words);
+        error = map_open(tenant, map, before, reason);
     if (error == -EEXIST) { /* drivers refuse an address while what was there is still mapped */
         imports_close(tenant, map);
         map_replace(tenant, before, NULL);
         before = NULL;
-        error = map_open(tenant, map, NULL, words);
+        error = map_open(tenant, map, NULL, reason);
     }
     if (error == 0) {
-        say(words, "%s", "");
+        reason[0] = '\0';
         map_replace(tenant, before, map);
     } else {
         map_replace(tenant, before, NULL);
@@ -332,12 +325,11 @@ static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
 }
 
 int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
-                      uint64_t length_bytes, char *reason, size_t reason_bytes)
+                      uint64_t length_bytes, char reason[PCC_REASON_BYTES])
 {
-    const struct words words = {.text = reason, .capacity = reason_bytes};
     int error = 0;
 
-    say(words, "%s", "");
+    reason[0] = '\0';
     PCC_LOCKED(&tenant->control);
     pcc_tenant_lock(tenant);
     if (!tenant->attached || tenant->broken)
@@ -347,16 +339,16 @@ int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes
     pcc_tenant_unlock(tenant);
     const char *missing = error == 0 ? pcc_cuda_missing() : "";
     if (error == 0 && (tenant->gpus == NULL || missing[0] != '\0')) {
-        say(words, "%s", missing[0] != '\0' ? missing : "the daemon uses no GPU");
+        say(reason, "%s", missing[0] != '\0' ? missing : "the daemon uses no GPU");
         error = -PCC_E_NO_DRIVER;
     } else if (error == 0 && !tenant->pull.trainer.known) {
-        say(words, "the daemon may not look into the trainer's process (another user, or another "
-                   "PID namespace), so that it could not tell whether it lived during a copy");
+        say(reason, "the daemon may not look into the trainer's process (another user, or another "
+                    "PID namespace), so that it could not tell whether it lived during a copy");
         error = -PCC_E_BAD_HANDLE;
     }
     if (error == 0)
-        error = expose(tenant, map, bytes, length_bytes, words);
-    if (error != 0 && reason_bytes > 0 && reason[0] == '\0')
-        say(words, "%s", pcc_error_name(error));
+        error = expose(tenant, map, bytes, length_bytes, reason);
+    if (error != 0 && reason[0] == '\0')
+        say(reason, "%s", pcc_error_name(error));
     return error;
 }

@@ -63,11 +63,10 @@ static struct pcc_reason fault_of(const struct pcc_request *request)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
     if (unknown_flags != 0)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_FLAGS, .argument = unknown_flags};
-    if (payload_bytes == 0 || request->tree_offset_bytes > payload_bytes ||
-        request->tree_bytes > payload_bytes - request->tree_offset_bytes)
+    if (payload_bytes == 0 ||
+        !pcc_is_within(request->tree_offset_bytes, request->tree_bytes, payload_bytes))
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TREE};
-    if (request->types_offset_bytes > payload_bytes ||
-        request->types_bytes > payload_bytes - request->types_offset_bytes ||
+    if (!pcc_is_within(request->types_offset_bytes, request->types_bytes, payload_bytes) ||
         (request->types_bytes == 0 && request->types_offset_bytes != 0))
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TYPES};
     return (struct pcc_reason){.cause = PCC_CAUSE_CODE};

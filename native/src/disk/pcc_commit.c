@@ -255,8 +255,8 @@ struct search {
 /* Reads one position; true when an acceptable record is in the buffer. */
 static bool read_position(struct search *search, uint64_t offset)
 {
-    if (offset % PCC_IO_ALIGN != 0 || offset > search->io->size_bytes ||
-        search->io->size_bytes - offset < PCC_RECORD_BYTES)
+    if (offset % PCC_IO_ALIGN != 0 ||
+        !pcc_is_within(offset, PCC_RECORD_BYTES, search->io->size_bytes))
         return false;
     int result = pcc_io_read_all(search->io, search->buffer, PCC_RECORD_BYTES, offset);
     if (result != 0) {

@@ -211,8 +211,7 @@ static bool entry_is_sound(const struct pcc_record *record, const struct pcc_geo
            pcc_geometry_fits(geometry, entry->payload_bytes, has_base) &&
            entry->manifest_bytes ==
                pcc_manifest_bytes(entry->payload_bytes, record->block_bytes, has_base) &&
-           entry->tree_offset_bytes <= entry->payload_bytes &&
-           entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes;
+           pcc_is_within(entry->tree_offset_bytes, entry->tree_bytes, entry->payload_bytes);
 }
 
 static bool knows_its_flags(const struct pcc_record *record)
@@ -277,10 +276,9 @@ static void manifest_digest(const void *manifest, uint64_t manifest_bytes,
 
 static bool section_is_sound(const struct pcc_section *section, uint64_t payload_bytes)
 {
-    if (section->bytes == 0)
-        return section->offset_bytes == 0;
-    return section->offset_bytes <= payload_bytes &&
-           section->bytes <= payload_bytes - section->offset_bytes;
+    return section->bytes == 0
+               ? section->offset_bytes == 0
+               : pcc_is_within(section->offset_bytes, section->bytes, payload_bytes);
 }
 
 bool pcc_notes_are_sound(const struct pcc_manifest_notes *notes, uint64_t payload_bytes)

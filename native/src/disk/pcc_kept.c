@@ -129,8 +129,7 @@ bool pcc_kept_is_copied(const struct pcc_kept *kept, uint32_t place)
 
     return commit != 0 && commit == entry->sequence && entry->state == PCC_SLOT_DURABLE &&
            entry->payload_bytes > 0 && entry->payload_bytes <= room &&
-           entry->tree_offset_bytes <= entry->payload_bytes &&
-           entry->tree_bytes <= entry->payload_bytes - entry->tree_offset_bytes &&
+           pcc_is_within(entry->tree_offset_bytes, entry->tree_bytes, entry->payload_bytes) &&
            (entry->flags & ~(PCC_SLOT_IMAGE | PCC_SLOT_MARKS)) == 0 &&
            pcc_notes_are_sound(&save->notes, entry->payload_bytes);
 }

@@ -144,7 +144,7 @@ static bool is_whole_blocks(const struct pcc_load *load, uint64_t offset, uint64
     const uint64_t payload = load->held.entry.payload_bytes;
     const uint64_t block = load->geometry.block_bytes;
 
-    return offset % block == 0 && offset <= payload && length <= payload - offset &&
+    return offset % block == 0 && pcc_is_within(offset, length, payload) &&
            (length % block == 0 || offset + length == payload);
 }
 
@@ -277,8 +277,8 @@ int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t lengt
     struct stream stream = {.load = load, .sink = sink, .context = context};
 
     if (chunk_bytes == 0 || chunk_bytes % PCC_IO_ALIGN != 0 ||
-        chunk_bytes % load->geometry.block_bytes != 0 || offset_bytes > payload ||
-        length_bytes > payload - offset_bytes)
+        chunk_bytes % load->geometry.block_bytes != 0 ||
+        !pcc_is_within(offset_bytes, length_bytes, payload))
         return -EINVAL;
     if (length_bytes == 0)
         return 0;

@@ -47,8 +47,8 @@ static struct pcc_slot_entry entry_of(struct pcc_volume *volume,
 
 static bool is_possible(const struct pcc_save_request *request)
 {
-    return request->payload_bytes > 0 && request->tree_offset_bytes <= request->payload_bytes &&
-           request->tree_bytes <= request->payload_bytes - request->tree_offset_bytes &&
+    return request->payload_bytes > 0 &&
+           pcc_is_within(request->tree_offset_bytes, request->tree_bytes, request->payload_bytes) &&
            (request->flags & ~(PCC_SLOT_IMAGE | PCC_SLOT_MARKS)) == 0 &&
            pcc_notes_are_sound(&request->notes, request->payload_bytes);
 }

@@ -59,7 +59,7 @@ static int64_t mapped_write(struct pcc_io *io, const void *bytes, uint64_t lengt
 {
     const struct mapped_io *self = self_of(io);
 
-    if (offset > io->size_bytes || length > io->size_bytes - offset)
+    if (!pcc_is_within(offset, length, io->size_bytes))
         return -EFBIG;
     const struct pcc_guarded what = {
         .copy = store, .context = io, .to = self->bytes + offset, .from = bytes, .length = length};

@@ -47,17 +47,15 @@ int pcc_store_open(const char *address, uint32_t limit, uint32_t stored, struct 
     struct pcc_store *store = calloc(1, sizeof(*store));
     if (store == NULL)
         return -ENOMEM;
+    (void)pthread_mutex_init(&store->lock, NULL);
     store->socket_fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (store->socket_fd < 0 ||
         connect(store->socket_fd, (const struct sockaddr *)&peer, length) != 0 ||
         setsockopt(store->socket_fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience)) != 0) {
         error = -errno;
-        if (store->socket_fd >= 0)
-            (void)close(store->socket_fd);
-        free(store);
+        pcc_store_close(store);
         return error;
     }
-    (void)pthread_mutex_init(&store->lock, NULL);
     store->usage = (struct pcc_store_usage){.stored = stored, .limit = limit};
     *out = store;
     return 0;

@@ -8,7 +8,7 @@
 /* A range of `length` at `offset` within something of `limit` bytes; never empty. */
 static bool lies_within(uint64_t offset, uint64_t length, uint64_t limit)
 {
-    return length > 0 && offset < limit && length <= limit - offset;
+    return length > 0 && pcc_is_within(offset, length, limit);
 }
 
 static const char *check_head(const struct pcc_exposure *head, uint64_t length_bytes,

@@ -8,7 +8,7 @@ import pytest
 
 from pccheck_native import SLOT_DAMAGED, SLOT_PROTECTED, Volume, create_volume, layout
 from pccheck_native.catalog import (
-    Checkpoint,
+    StoredCheckpoint,
     by_rank,
     checkpoint_documents,
     checkpoints_of,
@@ -23,8 +23,8 @@ from tests.support.coreloop import Loop
 def made(
     rank: int, sequence: int, step: int, *, incarnation: int = 1, world_size: int = 2,
     flags: int = 0, job: str = "job", uid: int = 7,
-) -> Checkpoint:  # fmt: skip
-    return Checkpoint(
+) -> StoredCheckpoint:  # fmt: skip
+    return StoredCheckpoint(
         CheckpointId(uid, job, rank, sequence, step, incarnation, UNKNOWN, world_size, b""),
         payload_bytes=1, tree_offset=0, tree_bytes=1, wall_ns=0, flags=flags, slot=0,
         volume_path=Path("v"),
@@ -115,7 +115,7 @@ def test_the_newest_step_that_every_rank_has() -> None:
     "other", [made(1, 2, 10), made(1, 1, 20), made(1, 1, 10, incarnation=2)],
     ids=["sequence", "step", "incarnation"],
 )  # fmt: skip
-def test_what_differs_in_anything_is_not_common(other: Checkpoint) -> None:
+def test_what_differs_in_anything_is_not_common(other: StoredCheckpoint) -> None:
     assert common_step({0: [made(0, 1, 10)], 1: [made(1, 1, 10)]}, 2) is not None
     assert common_step({0: [made(0, 1, 10)], 1: [other]}, 2) is None
 

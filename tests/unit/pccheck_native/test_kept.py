@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import _core
-from pccheckd.tenancy import inherited
-from pccheckd.tenancy.inherited import Descriptor, Left, StoredState
+from pccheckd.jobs import inherited
+from pccheckd.jobs.inherited import Descriptor, Left, StoredState
 from pccheckd.tenancy.volumes import Key
 
 KEY = Key(1000, "job.1", 3)
 
 
 def test_a_label_is_short_and_names_nobody() -> None:
-    label = inherited.label_of(KEY)
-    assert label == inherited.label_of(Key(1000, "job.1", 3)) and "job" not in label
-    assert len({inherited.label_of(Key(1000, "job.1", rank)) for rank in range(100)}) == 100
+    label = KEY.label
+    assert label == Key(1000, "job.1", 3).label and "job" not in label
+    assert len({Key(1000, "job.1", rank).label for rank in range(100)}) == 100
     item = Descriptor(5, f"{label}-segment-00000000000000ff")
     assert item.parts == (label, "segment", 255)
 
@@ -58,7 +58,7 @@ def test_the_newest_checkpoint_comes_first() -> None:
 
 
 def test_what_is_of_no_use_is_sorted_out() -> None:
-    label = inherited.label_of(KEY)
+    label = KEY.label
     noise = os.memfd_create("noise", os.MFD_ALLOW_SEALING)
     os.write(noise, b"PCCKEPT1" + bytes(100_000))
     fcntl.fcntl(noise, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK |
@@ -98,7 +98,7 @@ def test_a_pool_speaks_to_the_manager(ears: socket.socket) -> None:
     thread.start()
     pool = _core.Pool(1 << 20, store=ears.getsockname(), store_limit=1)
     events = _core.Events()
-    label = inherited.label_of(KEY)
+    label = KEY.label
     channel = _core.Tenant(pool, events, id=1, chunk_bytes=1 << 16, block_bytes=4096,
                             chunk_capacity=16, lanes=1, writers=1, label=label)  # fmt: skip
     assert channel.grow(1 << 16) == 1 << 16

@@ -20,8 +20,7 @@ from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Starts
-from pccheckd.tenancy.group import Requested
-from tests.support.jobs import CONFIG, Tenant, arrival, owner
+from tests.support.jobs import CONFIG, Tenant, arrival, owner, save_request
 
 # -- numbers ------------------------------------------------------------------------------------
 
@@ -195,18 +194,19 @@ class Player:
         self.saved: list[int] = []  # by each save of the programme: its sequence; 0: none
         self.owner = owner(rank, world=world)
         job.join(arrival(rank, self.owner, launch="", was=0))
-        job.tenants[rank].owner = self.owner
+        job.tenants[rank].seat.owner = self.owner
 
     def save(self) -> None:
         """checkpoint() of the present step."""
         self.steps.called(self.state.step)
         steps = self.steps
-        requested = Requested(
-            self.state.step, steps.base, steps.base_turn, steps.descents, steps.row
-        )
-        _, sequence, end = self.job.number(self.rank, requested)
+        asked = save_request(
+            step=self.state.step, base=steps.base, turn=steps.base_turn, descents=steps.descents,
+            row=steps.row,
+        )  # fmt: skip
+        _, sequence, end = self.job.number(self.rank, asked)
         if end is None:
-            self.job.tenants[self.rank].on_its_way[sequence] = self.world
+            self.job.tenants[self.rank].ledger.on_its_way[sequence] = self.world
             self.got[sequence] = self.state
             self.saved.append(sequence)
         else:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from pccheckctl.report.page import page
-from pccheckctl.report.saves import Saves, disk_rates, lags, lanes, losses, saves_of
+from pccheckctl.report.saves import TracedSaves, disk_rates, lags, lanes, losses, saves_of
 from pccheckd.tenancy.checkpoint import Record
 from tests.unit.pccheckd.observe.test_trace import MS, made, record
 
@@ -48,7 +48,7 @@ def parsed(text: str) -> Checked:
     return checked
 
 
-def saves(*records: Record, live: tuple[Record, ...] = ()) -> Saves:
+def saves(*records: Record, live: tuple[Record, ...] = ()) -> TracedSaves:
     return saves_of(made(records, live), job=None, uid=None)
 
 

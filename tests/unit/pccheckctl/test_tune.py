@@ -13,15 +13,15 @@ from pccheck_wire.units import GIB
 from pccheckctl import arguments, cli
 from pccheckctl.measure import tune
 from pccheckctl.measure.goodput import Costs, best_interval, goodput
-from pccheckctl.measure.tune import Given, Rates
+from pccheckctl.measure.tune import Rates, Workload
 from pccheckd.config import options
 
 #: 2 GiB/s, one checkpoint alone as fast, flushes for nothing, copies at 10 GiB/s.
 PLAIN = Rates(2 * GIB, 2 * GIB, 0.0, 2, 10 * GIB, "a test")
 
 
-def given(**changes: object) -> Given:
-    return Given(10 * GIB, 2.0, 1.0, None)._replace(**changes)  # type: ignore[arg-type]
+def given(**changes: object) -> Workload:
+    return Workload(10 * GIB, 2.0, 1.0, None)._replace(**changes)  # type: ignore[arg-type]
 
 
 def test_the_interval_is_the_papers() -> None:
@@ -129,7 +129,7 @@ def test_without_figures_it_says_where_they_come_from(
 def test_with_failures_the_disk_keeps_up(mtbf_s: float | None, interval: int) -> None:
     """The disk writes a checkpoint in 46.3 steps; 3 percent of slowdown are allowed."""
     rates = Rates(25e6, 25e6, 0.0, 1, 1e9, "made up")
-    given = Given(int(46.3 * 25e6 * 0.01), 0.01, 1.03, None, mtbf_s=mtbf_s)
+    given = Workload(int(46.3 * 25e6 * 0.01), 0.01, 1.03, None, mtbf_s=mtbf_s)
     assert tune.advise(rates, given).interval == interval
 
 

@@ -4,6 +4,8 @@ of includes in C."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -12,6 +14,21 @@ ROOMS = {
     for top in ("client", "pccheckd", "native/pccheck_native")
     for path in (ROOT / top).rglob("*.py")
 }
+
+#: Class names that are used twice, and why.
+TWICE = {
+    "PCcheckCallback": "the callback of each framework, under the name that its users know",
+    "Session": "the two ends of one session: in the client and in the daemon",
+    "Shard": "the user's block of a tensor, and the tree's node for such a block",
+}
+
+
+def test_class_names_are_used_once() -> None:
+    paths = (path for room in ROOMS for path in room.glob("*.py"))
+    names = Counter(
+        name for path in paths for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.M)
+    )
+    assert {name for name, count in names.items() if count > 1} == TWICE.keys()
 
 
 def test_no_room_has_more_than_a_dozen_modules() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pccheck import CheckpointState
-from pccheck.flight import inquiry
+from pccheck.flight import in_flight
 from pccheck.flight.in_flight import InFlight
 from pccheck.flight.phases import Phase
 from pccheck.flight.waiting import saved, wait_durable, wait_global
@@ -113,7 +113,7 @@ def test_words_that_nobody_waits_for_arrive_later() -> None:
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiry, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(in_flight, "_ASK_AGAIN_S", 0.0)
     daemon = Daemon(WHY)
     found = handle(daemon)
     _ = found.state

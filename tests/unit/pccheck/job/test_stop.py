@@ -10,7 +10,7 @@ import torch
 
 from pccheck import PccheckWarning, UsageError
 from pccheck.job import agreement
-from pccheck.job.agreement import Agreement
+from pccheck.job.agreement import RankAgreement
 from pccheck.job.stop import Stop
 from pccheck.warn import Warner
 from tests.support.waiting import until
@@ -25,7 +25,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(total: Callable[[torch.Tensor], object]) -> Stop:
         group: Any = object()
         monkeypatch.setattr("torch.distributed.all_reduce", lambda word, _op, _group: total(word))
-        ranks = Agreement(2, Warner())
+        ranks = RankAgreement(2, Warner())
         ranks._group = group
         return Stop(ranks)
 
@@ -38,7 +38,7 @@ def test_a_rank_that_waits_for_the_first_call_of_the_others_says_so(
     """As when only rank 0 calls it. The words come while the call waits."""
     monkeypatch.setattr(agreement, "_WAIT_S", 0.01)
     monkeypatch.setattr(agreement, "_group", lambda *_: until(lambda: caplog.records))
-    Agreement(2, Warner()).begin("should_checkpoint()")
+    RankAgreement(2, Warner()).begin("should_checkpoint()")
     assert "should_checkpoint() waits for the other ranks: every rank must" in caplog.text
 
 
@@ -67,7 +67,7 @@ def test_a_rank_that_ended_leaves_the_flag_of_this_one(make: Make) -> None:
 
 def test_all_ranks_of_the_job_take_part() -> None:
     with pytest.raises(UsageError, match=r"the 2 ranks .* torch.distributed is not set up"):
-        Stop(Agreement(2, Warner())).on((15,), 1)
+        Stop(RankAgreement(2, Warner())).on((15,), 1)
 
 
 def test_a_handler_in_a_reduction_makes_none_of_its_own(make: Make) -> None:

@@ -154,7 +154,7 @@ def put(made: Snapshot, attached: dict[str, Any]) -> tuple[bytes, bytes]:
         loaded.append((ranges, device_ranges))
         payload.load(data, ranges, device_ranges)
 
-    Placement(tree_of(made), attached).load(load)
+    Placement(tree_of(made), attached).targets.load(load)
     assert len(loaded) == 1
     return loaded[0]
 
@@ -243,7 +243,7 @@ def test_a_new_tensor_in_a_dict_goes_to_the_gpu_of_the_one_in_its_place(
     made = AttachedPlan(saved, mode="sync", shape=Shape(CHUNK, False)).snapshot(1, None)
     data = payload.build(made)
     monkeypatch.setattr(Memory, "tensor", seen)
-    Placement(tree_of(made), resumed).load(
+    Placement(tree_of(made), resumed).targets.load(
         lambda ranges, device_ranges=b"": payload.load(data, ranges, device_ranges)
     )
     assert resumed["best"].values["weight"].tolist() == [[1, 1], [1, 1]]

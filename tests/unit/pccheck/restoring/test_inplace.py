@@ -69,8 +69,8 @@ def put(
         payload.load(data, ranges)
 
     placement = Placement(payload.tree_of(made), attached, only=only)
-    placement.compare(load)
-    placement.load(load)
+    placement.targets.compare(load)
+    placement.targets.load(load)
     return loaded
 
 
@@ -424,7 +424,7 @@ def test_what_was_saved_tied_is_not_read_twice() -> None:
     for kit, memory in zip((before, after), whole, strict=True):
         kit["views"] = Buffers(all=memory, left=memory[:4], right=memory[2:])
     placement = Placement(payload.tree_of(save(before)), after)
-    placement.compare(lambda *_: pytest.fail("read"))
+    placement.targets.compare(lambda *_: pytest.fail("read"))
     put(save(before), after)
     assert torch.equal(whole[1], whole[0])
 

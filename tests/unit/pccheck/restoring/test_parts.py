@@ -114,7 +114,7 @@ def test_ranks_whose_tensors_lie_differently_in_memory_restore_the_same_values(r
         for at, (host, _gpus) in parts.split(ranges).items():
             load(payloads[rank if at < 0 else at], host)
 
-    Placement(merged, {"model": mine}).load(fill)
+    Placement(merged, {"model": mine}).targets.load(fill)
     assert all(map(torch.equal, mine.state_dict().values(), whole))
 
 

@@ -195,7 +195,7 @@ def test_any_cut_is_restored_in_any_other(one: Cut, other: Cut) -> None:
         others = {number: found for number, found in trees.items() if number != own}
         with rank_of(other.world, rank):
             attached = trained(other, 9, steps=rank % 2)  # moments may not be there yet
-            Placement(trees[own], attached, (), lambda others=others: others).load(
+            Placement(trees[own], attached, (), lambda others=others: others).targets.load(
                 lambda ranges, _=b"", own=own: load(payloads, own, ranges)
             )
             found = tensors(attached)
@@ -243,7 +243,7 @@ def test_replicas_that_lie_differently_in_memory_are_stored_whole(cut: Cut, othe
         others = {number: found for number, found in trees.items() if number != rank}
         with rank_of(other.world, rank):
             attached = trained(other, 9, steps=1)
-            Placement(trees[rank], attached, (), lambda others=others: others).load(
+            Placement(trees[rank], attached, (), lambda others=others: others).targets.load(
                 lambda ranges, _=b"", own=rank: load(payloads, own, ranges)
             )
             for now, then in zip(tensors(attached), whole, strict=True):
@@ -256,7 +256,7 @@ def test_a_checkpoint_without_one_rank_leaves_the_model_as_it_was() -> None:
     before = [one.detach().clone() for one in tensors(attached)]
     others = {number: trees[number] for number in (1, 3)}
     with pytest.raises(StateMismatchError, match="the ranks saved"):
-        Placement(trees[0], attached, (), lambda: others).load(
+        Placement(trees[0], attached, (), lambda: others).targets.load(
             lambda ranges, _=b"": load(payloads, 0, ranges)
         )
     assert all(map(torch.equal, before, tensors(attached)))
@@ -314,8 +314,8 @@ def test_dict_with_the_models_dtensors_is_filled_or_refused(
             def read(ranges: bytes, _: bytes = b"", own: int = rank) -> None:
                 load(payloads, own, ranges)
 
-            placement.compare(read)
-            placement.load(read)
+            placement.targets.compare(read)
+            placement.targets.load(read)
             for now, then in zip(weights(attached), expected, strict=True):
                 for name, tensor in now.items():
                     assert torch.equal(shards.local(tensor), then[name][pieces(tensor)])
@@ -363,7 +363,7 @@ def test_an_object_with_its_own_state_dict_gets_dtensors(other: Cut) -> None:
         with rank_of(other.world, rank):
             thing = Wrapper(other, 9)
             others = {number: found for number, found in trees.items() if number != rank}
-            Placement(trees[rank], {"thing": thing}, (), lambda others=others: others).load(
+            Placement(trees[rank], {"thing": thing}, (), lambda others=others: others).targets.load(
                 lambda ranges, _=b"", own=rank: load(payloads, own, ranges)
             )
             for name, now in thing.model.state_dict().items():
@@ -386,7 +386,7 @@ def test_blocks_for_a_gpu_go_through_host_memory(monkeypatch: pytest.MonkeyPatch
         assert not {item[0] for item in struct.iter_unpack("<QQQ", ranges)} & on_gpu
         load(payloads, 0, ranges, device_ranges)
 
-    placement.load(fill)
+    placement.targets.load(fill)
     for now, then in zip(tensors(attached), tensors(trained(Cut((1,)), 7, steps=1)), strict=True):
         assert torch.equal(now, then)
 
@@ -426,7 +426,7 @@ def test_a_block_is_saved_and_restored_as_it_was() -> None:
     described = payload.tree_of(made)
     assert described.sharded()
     thing = Holder()
-    Placement(described, {"thing": thing}).load(
+    Placement(described, {"thing": thing}).targets.load(
         lambda ranges, _=b"": load([payload.build(made)], 0, ranges)
     )
     for name, then in (("w", block), ("none", nothing)):

@@ -19,7 +19,7 @@ from pccheckd.base import journal, logs
 from pccheckd.base.log_queue import LINES_MAX, Queued
 from pccheckd.base.logs import LOG
 from pccheckd.base.repeats import BURST, WINDOW_S, Repeats
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.volumes import Key
 
@@ -31,8 +31,8 @@ TIMES = {
 }  # fmt: skip
 
 
-def checkpoint(state: State = State.DURABLE, **changes: object) -> Checkpoint:
-    made = Checkpoint(
+def checkpoint(state: State = State.DURABLE, **changes: object) -> RankCheckpoint:
+    made = RankCheckpoint(
         session=1, snapshot=4, step=100, payload_bytes=3 << 20,
         skip_when_busy=False, incarnation=2, world_size=1, requested_ns=10 * S,
     )  # fmt: skip

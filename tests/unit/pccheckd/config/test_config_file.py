@@ -12,7 +12,7 @@ import pytest
 from pccheck_wire.errors import UsageError
 from pccheckd import cli
 from pccheckd.config import text as config_text
-from pccheckd.config.options import OPTIONS, Config, Origin
+from pccheckd.config.options import OPTIONS, Config, OptionOrigin
 from pccheckd.config.sources import Sources
 
 ROOT = Path(__file__).parents[4]
@@ -29,16 +29,16 @@ def load(file: Path, text: str, *, flags: dict[str, str] | None = None, **enviro
 
 
 def test_flag_over_variable_over_file_over_default(file: Path) -> None:
-    def chosen(**given: str) -> tuple[int, Origin]:
+    def chosen(**given: str) -> tuple[int, OptionOrigin]:
         flags = {"slots": "8"} if "flag" in given else {}
         environ = {"PCCHECK_SLOTS": "7"} if "variable" in given else {}
         config = load(file, "slots = 6" if "file" in given else "", flags=flags, **environ)
         return config.slots, config.origins["slots"]
 
-    assert chosen(flag="", variable="", file="") == (8, Origin("flag", "--slots"))
-    assert chosen(variable="", file="") == (7, Origin("environment", "PCCHECK_SLOTS"))
-    assert chosen(file="") == (6, Origin("file", str(file)))
-    assert chosen() == (4, Origin("default"))
+    assert chosen(flag="", variable="", file="") == (8, OptionOrigin("flag", "--slots"))
+    assert chosen(variable="", file="") == (7, OptionOrigin("environment", "PCCHECK_SLOTS"))
+    assert chosen(file="") == (6, OptionOrigin("file", str(file)))
+    assert chosen() == (4, OptionOrigin("default"))
 
 
 def test_values_are_written_as_toml_has_them(file: Path) -> None:

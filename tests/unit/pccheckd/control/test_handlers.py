@@ -85,8 +85,8 @@ class Place:
     async def open(self) -> None:
         self.job, self.tenant = await self.registry.tenant(KEY)
         await self.tenant.prepare()
-        assert self.tenant.port is not None
-        self.tenant.port.native = cast(Tenant, self.native)
+        assert self.tenant.binding.port is not None
+        self.tenant.binding.port.native = cast(Tenant, self.native)
         self.engine.driver.state = DriverState("driver 12.8")
         self.session = self.join(1)
 
@@ -94,11 +94,11 @@ class Place:
         made = Session(
             number=number, token=bytes([number]) * 16, role=role, uid=KEY.uid, pid=1,
             kernel_pid=1, connected_ns=0, job=self.job, tenant=self.tenant,
-            port=self.tenant.port, transfer="push", transfer_reason="CPU tensors",
+            port=self.tenant.binding.port, transfer="push", transfer_reason="CPU tensors",
         )  # fmt: skip
         if role is Role.TRAINER:
             process = bytes([number]) * 16
-            if self.tenant.owner is not None:
+            if self.tenant.seat.owner is not None:
                 self.leave()
             owner = Owner(
                 session=number, pid=1, world_size=1, local_world_size=1, fresh=False,
@@ -183,7 +183,7 @@ async def test_another_users_trainer_pushes(place: Place) -> None:
 
 async def test_an_old_session_cannot_expose_for_the_next(place: Place) -> None:
     old = place.session
-    async with place.tenant.lock:  # its last piece waits while the next one comes
+    async with place.tenant.binding.lock:  # its last piece waits while the next one comes
         late = asyncio.create_task(place.ask(Expose(1, [b"old"]), old))
         await asyncio.sleep(0)
         place.join(2)

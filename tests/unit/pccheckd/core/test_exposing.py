@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
 from pccheckd.core import gpus
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.pulling import Pulling
 
 ROOM = UNFINISHED_BYTES_MAX
@@ -87,11 +88,16 @@ def test_a_choice() -> None:
 # -- how pulled copies end ---------------------------------------------------------------------
 
 
+def counting() -> Pulling:
+    no_port: Any = None
+    return Pulling(no_port)
+
+
 def ended(
     pulling: Pulling, kind: str, error: str = "", *, stage: str = "copy", session: int = 1,
     number: int = 1,
 ) -> None:  # fmt: skip
-    checkpoint = Checkpoint(
+    checkpoint = RankCheckpoint(
         session=session, snapshot=1, step=1, payload_bytes=1,
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
     )  # fmt: skip
@@ -101,7 +107,7 @@ def ended(
 
 
 def test_failed_copies_of_a_session_are_counted() -> None:
-    pulling = Pulling()
+    pulling = counting()
     for count, error in enumerate(("DEVICE", "BAD_HANDLE", "DEVICE_LOST")):
         assert pulling.failed(1) == count
         ended(pulling, "failed", error)
@@ -115,13 +121,13 @@ def test_failed_copies_of_a_session_are_counted() -> None:
     [("write", "EIO", 1), ("copy", "ABORTED", 1), ("copy", "DAMAGED", 1), ("copy", "DEVICE", 0)],
 )
 def test_what_is_no_fault_of_the_driver_does_not_count(stage: str, error: str, number: int) -> None:
-    pulling = Pulling()
+    pulling = counting()
     ended(pulling, "failed", error, stage=stage, number=number)
     assert pulling.failed(1) == 0
 
 
 def test_a_copy_that_succeeds_and_another_session_begin_anew() -> None:
-    pulling = Pulling()
+    pulling = counting()
     for _ in range(2):
         ended(pulling, "failed", "DEVICE")
     ended(pulling, "copied")

@@ -71,7 +71,7 @@ def test_a_process_of_an_older_start_is_fenced_once_it_has_saved() -> None:
     ranks.ask(0, 5)
     ranks.connect(2)
     old, new = owner(0, start=1), owner(0, start=2)
-    ranks.tenants[0].owner = old
+    ranks.tenants[0].seat.owner = old
     assert ranks.ask(0, 6)[1] == 0 and ranks.ended.to is State.FAILED
     assert ranks.ended == End(State.FAILED, Why(Cause.FENCED))
     ranks.left(0, new.process)  # its place in the newest start is free again
@@ -81,7 +81,7 @@ def test_a_process_of_an_older_start_is_fenced_once_it_has_saved() -> None:
 @pytest.mark.parametrize("solo", [True, False])
 def test_a_rank_that_saves_alone_is_the_only_one(solo: bool) -> None:
     ranks = Ranks()
-    ranks.tenants[0].owner = owner(0, solo=not solo)
+    ranks.tenants[0].seat.owner = owner(0, solo=not solo)
     with pytest.raises(RefusedError, match="was started with solo=True"):
         ranks.job.members.require_no_other(1, solo=solo)
     ranks.job.members.require_no_other(0, solo=True)  # its own rank does not count
@@ -152,12 +152,12 @@ def test_a_checkpoint_is_never_global_once_a_rank_that_asked_for_it_has_lost_it(
     ranks.settle()
     assert said(ranks.tenants[0].why_never(number)) == ""  # rank 1 may still ask for it
     ranks.ask(1, 5)
-    ranks.tenants[1].on_its_way = {number: 2}
+    ranks.tenants[1].ledger.on_its_way = {number: 2}
     ranks.settle()
     assert said(ranks.tenants[0].why_never(number)) == ""
-    gone, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    gone, ranks.tenants[1].seat.owner = ranks.tenants[1].seat.owner, None
     assert gone is not None
-    ranks.tenants[1].on_its_way = {}
+    ranks.tenants[1].ledger.on_its_way = {}
     ranks.tenants[1].ledger.checkpoints[number] = ended(Why(Cause.ENDED_BEFORE))
     ranks.left(1, gone.process)
     assert "rank 1 did not save this" in said(ranks.tenants[0].why_never(number))
@@ -185,7 +185,7 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
     ranks.hold(number, ranks=(0,))
     assert ranks.request_slot(0) == [1]  # it lives, and may still ask
     assert not ranks.job.gives_up(number)
-    dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    dead, ranks.tenants[1].seat.owner = ranks.tenants[1].seat.owner, None
     assert dead is not None
     ranks.left(1, dead.process)
     assert not ranks.job.gives_up(number)  # rank 0 still has slots
@@ -198,7 +198,7 @@ def test_what_was_given_up_and_recycled_before_its_event_came_ends() -> None:
     ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
-    dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    dead, ranks.tenants[1].seat.owner = ranks.tenants[1].seat.owner, None
     assert dead is not None
     ranks.left(1, dead.process)
     ranks.request_slot(0)
@@ -259,7 +259,7 @@ def test_what_a_rank_that_ended_lacks_is_not_waited_for() -> None:
     ranks = connected()
     number = ranks.ask(0, 5)[1]
     ranks.hold(number, ranks=(0,))
-    dead, ranks.tenants[1].owner = ranks.tenants[1].owner, None
+    dead, ranks.tenants[1].seat.owner = ranks.tenants[1].seat.owner, None
     assert dead is not None
     ranks.left(1, dead.process)
     ranks.job.note_absent(100.0)
@@ -343,15 +343,15 @@ def test_all_ranks_keep_what_becomes_common_of_the_run_before() -> None:
     ranks = connected()
     ranks.hold(1)
     ranks.hold(2, ranks=(0,))
-    ranks.tenants[1].on_its_way = {2: 2}
+    ranks.tenants[1].ledger.on_its_way = {2: 2}
     ranks.settle()
     ranks.connect(2)
     for tenant in ranks.tenants:
-        tenant.incarnation, tenant.calls = 2, []
+        tenant.readiness.incarnation, tenant.calls = 2, []
     ranks.hold(3, run=2)
     ranks.settle()
     assert [tenant.calls for tenant in ranks.tenants] == [[], []]  # it is of this run
-    ranks.tenants[1].on_its_way = {}
+    ranks.tenants[1].ledger.on_its_way = {}
     ranks.hold(2, ranks=(1,))
     ranks.settle()
     assert [tenant.calls for tenant in ranks.tenants] == [["protect late"]] * 2

@@ -25,10 +25,10 @@ def connected(world: int = 2) -> Ranks:
 
 def choose(ranks: Ranks, rank: int, *, step: int | None = None) -> int | None:
     own = ranks.tenants[rank]
-    assert own.owner is not None
+    assert own.seat.owner is not None
     session = Session(
         number=1, token=b"t", role=Role.TRAINER, uid=7, pid=1, kernel_pid=1, connected_ns=0,
-        rank=rank, world_size=ranks.world, process=own.owner.process,
+        rank=rank, world_size=ranks.world, process=own.seat.owner.process,
     )  # fmt: skip
     found, _ = choosing.choose(session, ranks.job, own, Open(step=step))  # type: ignore[arg-type]
     return found.sequence if found is not None else None
@@ -83,7 +83,7 @@ def test_a_new_start_tries_again_what_could_not_be_read() -> None:
     assert ranks.tenants[0].retention.unreadable == {2}  # 1 is left
     for tenant in ranks.tenants:
         tenant.retention.unreadable.add(1)
-        tenant.owner = None
+        tenant.seat.owner = None
     ranks.connect(2, launch="other")
     assert ranks.tenants[0].retention.unreadable == set()
 
@@ -97,7 +97,7 @@ def test_what_is_still_being_written_is_reported_with_its_size() -> None:
     ranks.tenants[0].ledger.checkpoints[number] = item
     ranks.tenants[0].ledger.ends = False
     usage = SimpleNamespace(full_chunks=3)
-    ranks.tenants[0].port = SimpleNamespace(usage=lambda: usage, chunk_bytes=16)
+    ranks.tenants[0].binding.port = SimpleNamespace(usage=lambda: usage, chunk_bytes=16)
     writing = asyncio.run(choosing.settled(ranks.job))
     assert writing is not None
     assert (writing.step, writing.checkpoints) == (5, 1)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from pccheck_wire.errors import RefusedError
-from pccheckd.core import port as port_module
-from pccheckd.core.port import Port, load_chunks
+from pccheckd.core import grant as grant_module
+from pccheckd.core.grant import load_chunks
+from pccheckd.core.port import Port
 from pccheckd.jobs import memory as memory_module
-from pccheckd.jobs.memory import Memory
+from pccheckd.jobs.memory import Dram
 
 CHUNK = 10
 WRITERS = 6
@@ -96,24 +97,26 @@ class Node:
         )
         self.engine.config = self.config
         self.tenants: list[Any] = []
-        self.memory = Memory(self.engine, lambda: self.tenants)
+        self.memory = Dram(self.engine, lambda: self.tenants)
         self.stuck: list[int] = []
         self.ended: list[int] = []
         self.busy: set[int] = set()
 
     def tenant(self, uid: int = UID) -> Any:
-        port = Port(self.engine, uid, lambda _event: None, CHUNK)
-        port.number, port.native = 1, Tenant(self.engine.pool)
+        native: Any = Tenant(self.engine.pool)
+        port = Port(self.engine, uid, lambda _event: None, CHUNK, 1, native)
         tenant = SimpleNamespace(
-            port=port, owner=object(), quiet=False, finished=False, last_used_ns=0,
-            lock=asyncio.Lock(), key=SimpleNamespace(uid=uid), ledger=SimpleNamespace(live=list),
+            binding=SimpleNamespace(port=port, lock=asyncio.Lock()), quiet=False,
+            seat=SimpleNamespace(owner=object(), last_used_ns=0),
+            volumes=SimpleNamespace(is_done=False), key=SimpleNamespace(uid=uid),
+            ledger=SimpleNamespace(live=list),
         )  # fmt: skip
         self.tenants.append(tenant)
         return tenant
 
     async def claim(self, session: int, tenant: Any, chunks: int) -> int:
         by: Any = SimpleNamespace(
-            number=session, uid=tenant.key.uid, port=tenant.port, ending=False,
+            number=session, uid=tenant.key.uid, port=tenant.binding.port, ending=False,
             tenant=SimpleNamespace(key=f"s{session}"),
             keeps_memory=lambda: self.stuck.append(session),
             is_busy=lambda: session in self.busy, give_way=lambda: self.ended.append(session),
@@ -122,8 +125,8 @@ class Node:
 
     def leaves(self, session: int, tenant: Any, *, ago_s: float = 0.0) -> None:
         self.memory.gone(session)
-        tenant.owner, tenant.quiet = None, True
-        tenant.last_used_ns = memory_module.time.monotonic_ns() - int(ago_s * 1e9)
+        tenant.seat.owner, tenant.quiet = None, True
+        tenant.seat.last_used_ns = memory_module.time.monotonic_ns() - int(ago_s * 1e9)
 
     async def settled(self, *chunks: int) -> None:
         """Until the tenants have so many."""
@@ -135,7 +138,7 @@ class Node:
         raise AssertionError(self.has())
 
     def has(self) -> list[int]:
-        return [tenant.port.granted_bytes // CHUNK for tenant in self.tenants]
+        return [tenant.binding.port.grant.nbytes // CHUNK for tenant in self.tenants]
 
 
 async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
@@ -143,9 +146,9 @@ async def test_memory_that_somebody_may_still_write_to_is_replaced() -> None:
     tenant = node.tenant()
     await node.claim(1, tenant, 16)
     await node.settled(16)
-    channel = tenant.port.native
+    channel = tenant.binding.port.native
     channel.left, channel.busy, channel.keeps = 3, True, True
-    tenant.port.adopted(16 * CHUNK)
+    tenant.binding.port.grant.adopted(16 * CHUNK)
     for _ in range(50):  # not while that would hold up what is in flight
         node.memory.balance()
         await asyncio.sleep(0.001)
@@ -173,7 +176,7 @@ async def test_a_newcomer_gets_its_share_and_it_goes_back() -> None:
         node.memory.balance()
         await asyncio.sleep(0)
     assert node.has() == [10, 6]
-    second.last_used_ns -= int(memory_module.LEFT_ALONE_S * 1e9)
+    second.seat.last_used_ns -= int(memory_module.LEFT_ALONE_S * 1e9)
     await node.settled(16, 0)
 
 
@@ -197,14 +200,15 @@ async def test_nothing_moves_while_the_same_sessions_are_there() -> None:
     for _ in range(50):
         node.memory.balance()
         await asyncio.sleep(0)
-        assert all(tenant.port.aim_bytes == tenant.port.granted_bytes for tenant in tenants)
+        grants = [tenant.binding.port.grant for tenant in tenants]
+        assert all(grant.aim_bytes == grant.nbytes for grant in grants)
         assert node.has() == [6, 6, 5]
 
 
 async def test_memory_does_not_grow_beside_a_load_that_has_enough() -> None:
     node = Node(2 * LOAD_CHUNKS)
     tenant, other = node.tenant(), node.tenant()
-    port = tenant.port
+    port = tenant.binding.port
     volume: Any = None
     await port.load(volume, 1, 0, 1, 1)
     await node.claim(1, tenant, 2 * LOAD_CHUNKS)
@@ -218,7 +222,7 @@ async def test_memory_does_not_grow_beside_a_load_that_has_enough() -> None:
     await node.settled(2 * LOAD_CHUNKS - 4, 4)
     await port.load(volume, 1, 0, 1, 2)
     node.memory.gone(2)
-    await other.port.release_memory()
+    await other.binding.port.release_memory()
     await node.claim(1, tenant, 2 * LOAD_CHUNKS)
     await port.release_memory()  # waits for no load
 
@@ -228,24 +232,24 @@ async def test_a_load_that_does_not_begin_holds_nothing_up() -> None:
     tenant = node.tenant()
     volume: Any = "removed"
     with pytest.raises(RefusedError):
-        await tenant.port.load(volume, 1, 0, 1, 1)
+        await tenant.binding.port.load(volume, 1, 0, 1, 1)
     await node.claim(1, tenant, 2 * LOAD_CHUNKS)
     await node.settled(2 * LOAD_CHUNKS)
 
 
 async def test_who_keeps_what_he_was_asked_for_is_told_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_module, "BACK_LIMIT_S", 0.05)
+    monkeypatch.setattr(grant_module, "BACK_LIMIT_S", 0.05)
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
     node = Node(8)
     first, second = node.tenant(), node.tenant()
     await node.claim(1, first, 8)
     await node.settled(8, 0)
-    first.port.native.keeps = True
+    first.binding.port.native.keeps = True
     with pytest.raises(RefusedError, match="being returned") as refused:
         await node.claim(2, second, 8)
     assert refused.value.retryable and "80 B of 80 B (--dram) are used" in refused.value.message
     assert node.stuck and set(node.stuck) == {1}
-    first.port.native.keeps = False  # its session was ended
+    first.binding.port.native.keeps = False  # its session was ended
     await node.settled(4, 4)
 
 
@@ -255,19 +259,19 @@ async def test_who_was_stopped_together_with_the_daemon_keeps_his_session(
     """A machine that was paused for minutes: no client could return memory meanwhile."""
     paused_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s)
-    monkeypatch.setattr(port_module, "time", clock)
+    monkeypatch.setattr(grant_module, "time", clock)
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.5)
     node = Node(8)
     first, second = node.tenant(), node.tenant()
     await node.claim(1, first, 8)
     await node.settled(8, 0)
-    first.port.native.keeps = True
+    first.binding.port.native.keeps = True
     with pytest.raises(RefusedError, match="being returned"):
         await node.claim(2, second, 8)
     paused_s = 1000.0
-    await asyncio.sleep(10 * port_module._RETRY_S)
+    await asyncio.sleep(10 * grant_module.RETRY_S)
     assert not node.stuck
-    first.port.native.keeps = False
+    first.binding.port.native.keeps = False
     await node.settled(4, 4)
 
 
@@ -280,20 +284,20 @@ async def test_memory_that_grows_for_a_session_without_room_is_not_lost() -> Non
 
     async def told_late(uid: int, function: Any, *arguments: Any) -> Any:
         grown = await call(uid, function, *arguments)
-        if function == second.port.native.grow:
+        if function == second.binding.port.native.grow:
             await told.wait()
         return grown
 
     node.engine.call = told_late
     newcomer = asyncio.create_task(node.claim(2, second, 2))
-    while not second.port.aim_bytes:
+    while not second.binding.port.grant.aim_bytes:
         await asyncio.sleep(0)
     other = asyncio.create_task(node.claim(3, third, 2))
     await asyncio.sleep(3 * memory_module._RETRY_S)  # both claims are looked at again
     told.set()
     await asyncio.gather(newcomer, return_exceptions=True)
     while not other.done():
-        if 2 in node.ended and second.owner is not None:
+        if 2 in node.ended and second.seat.owner is not None:
             node.leaves(2, second)
         await asyncio.sleep(0.001)
     assert await other == 2
@@ -305,7 +309,7 @@ async def test_memory_that_the_system_refuses_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory_module, "CLAIM_LIMIT_S", 0.1)
     node = Node(8)
     tenant = node.tenant()
-    tenant.port.native.grow = lambda _nbytes: 0
+    tenant.binding.port.native.grow = lambda _nbytes: 0
     with pytest.raises(RefusedError, match=r"0 B of .* but the system refuses the rest: memory li"):
         await node.claim(1, tenant, 4)
 
@@ -318,7 +322,7 @@ async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch)
     tenants = [node.tenant() for _ in range(sessions)]
     await node.claim(0, tenants[0], 8 * sessions)
     await node.settled(8 * sessions, *([0] * (sessions - 1)))
-    tenants[0].port.native.keeps = True
+    tenants[0].binding.port.native.keeps = True
     divided, balance = 0, node.memory.balance
 
     def counted() -> None:
@@ -333,7 +337,7 @@ async def test_many_who_wait_cost_what_one_does(monkeypatch: pytest.MonkeyPatch)
     assert all(isinstance(result, RefusedError) for result in results)
     looks = (time.monotonic() - began) / memory_module._RETRY_S
     assert divided <= 2 * sessions + 2 * looks
-    tenants[0].port.native.keeps = False
+    tenants[0].binding.port.native.keeps = False
     await node.settled(*([8] * sessions))
 
 

@@ -43,7 +43,9 @@ class Tenant:
     def __init__(self, why: PccheckError | None) -> None:
         self.volumes = Volumes()
         self.why = why
-        self.retention = SimpleNamespace(flag=self.flag, flag_or_raise=self.flag_or_raise)
+        self.retention = SimpleNamespace(
+            flag=self.flag, flag_or_raise=self.flag_or_raise, is_usable=lambda _: True
+        )
         self.cleared: list[int] = []
 
     async def flag(self, sequence: int, *, clear: int, now: bool) -> bool:
@@ -54,9 +56,6 @@ class Tenant:
         if self.why is not None:
             raise self.why
         return False
-
-    def is_usable(self, _: object) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ ENGINE: Any = SimpleNamespace(directory=None)  # of no private daemon
 
 
 def session(ranks: Ranks, rank: int = 0, *, role: Role = Role.TRAINER) -> Session:
-    owner = ranks.tenants[rank].owner
+    owner = ranks.tenants[rank].seat.owner
     made = Session(
         number=1, token=b"t", role=role, uid=7, pid=1, kernel_pid=1, connected_ns=0, rank=rank,
         world_size=ranks.world, process=owner.process if owner else b"",
@@ -88,7 +88,7 @@ def test_what_is_being_written_is_waited_for() -> None:
     on_its_way = SimpleNamespace(live=True, sequence=0, step=4, payload_bytes=10)
     ranks.tenants[0].ledger.checkpoints[0] = on_its_way
     ranks.tenants[0].ledger.ends = False
-    ranks.tenants[0].port = SimpleNamespace(
+    ranks.tenants[0].binding.port = SimpleNamespace(
         usage=lambda: SimpleNamespace(full_chunks=1), chunk_bytes=5
     )
     assert opened(who) == Writing(4, 1, 10, 5)
@@ -131,18 +131,21 @@ def test_a_rank_of_a_group_never_takes_an_older_one_by_itself() -> None:
 
 
 def read(who: Session, load: int = 1, *, sequence: int = 3, rank: int | None = None) -> None:
-    asyncio.run(recovery.read(who, Sessions(), Read(load, sequence, 0, 10, rank)))  # type: ignore[arg-type]
+    asyncio.run(recovery.read(who, Memory(), Read(load, sequence, 0, 10, rank)))  # type: ignore[arg-type]
 
 
-class Sessions:
+class Memory:
+    def wanted_for(self, _: object, payload_bytes: int) -> int:
+        return 2 * payload_bytes
+
     async def claim(self, who: Session, wanted_bytes: int) -> int:
-        who.port.granted_bytes = wanted_bytes  # type: ignore[union-attr]
+        who.port.grant.nbytes = wanted_bytes  # type: ignore[union-attr]
         return wanted_bytes
 
 
 class Port:
     def __init__(self, error: Exception | None = None) -> None:
-        self.granted_bytes = 0
+        self.grant = SimpleNamespace(nbytes=0)
         self.error = error
         self.loads: list[tuple[int, bool]] = []
 
@@ -156,7 +159,7 @@ def test_a_read_has_memory_and_holds_its_volume_until_it_ends() -> None:
     ranks, who = alone()
     port = who.port = Port()  # type: ignore[assignment]
     read(who)
-    assert port.loads == [(3, True)] and port.granted_bytes == 200  # it had not registered
+    assert port.loads == [(3, True)] and port.grant.nbytes == 200  # it had not registered
     assert ranks.tenants[0].calls == ["read"]
     with pytest.raises(UsageError, match="in progress"):
         read(who)

@@ -44,10 +44,10 @@ async def test_a_job_stays_loaded_while_a_reader_is_connected(registry: Registry
     _, tenant = await registry.existing(KEY)
     tenant.uses.add_reader()
     await registry.trim()
-    assert not tenant.closed and tenant.volumes.checkpoints()
+    assert not tenant.seat.is_closed and tenant.volumes.checkpoints()
     tenant.uses.add_reader(-1)
     await registry.trim()
-    assert tenant.closed
+    assert tenant.seat.is_closed
 
 
 async def test_a_job_without_a_trainer_for_a_day_is_closed(
@@ -77,7 +77,7 @@ async def test_no_trainer_attaches_to_a_job_that_is_dropped(registry: Registry) 
 
     first.close = close  # type: ignore[method-assign]
     async with registry.unloaded(KEY.uid, KEY.job):
-        assert second.owner is None
+        assert second.seat.owner is None
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -106,13 +106,13 @@ async def test_a_dry_run_closes_nothing(registry: Registry) -> None:
     ask = functools.partial(expiry.drop, registry, KEY.uid)
     document = await ask(Drop(KEY.job, dry_run=True))
     assert document["dropped"] is False
-    assert registry.loaded(KEY) is tenant and not tenant.closed
+    assert registry.loaded(KEY) is tenant and not tenant.seat.is_closed
     tenant.uses.add_reader()
     with pytest.raises(RefusedError, match="in use"):
         await ask(Drop(KEY.job, dry_run=True))
     tenant.uses.add_reader(-1)
     assert (await ask(Drop(KEY.job)))["dropped"] is True
-    assert tenant.closed and not layout.list_volumes(registry.config.storage)
+    assert tenant.seat.is_closed and not layout.list_volumes(registry.config.storage)
 
 
 async def test_a_job_closed_during_a_lookup_is_loaded_again(
@@ -126,7 +126,7 @@ async def test_a_job_closed_during_a_lookup_is_loaded_again(
         await asyncio.sleep(0)
     await asyncio.gather(found, trimmed)
     _, tenant = await registry.tenant(KEY)
-    assert not tenant.closed and tenant.volumes.open
+    assert not tenant.seat.is_closed and tenant.volumes.open
 
 
 async def test_a_reader_finds_a_volume_that_was_locked_before(
@@ -244,23 +244,23 @@ async def test_a_job_is_in_use_while_a_thread_still_reads_it(
 @pytest.mark.parametrize("role", [Role.READER, Role.TRAINER])
 async def test_a_job_stays_loaded_while_a_process_attaches(registry: Registry, role: Role) -> None:
     _, tenant = await registry.tenant(KEY)
-    look = tenant.look
+    look = tenant.readiness.look
 
     async def slow_look() -> None:
         await registry.trim()
         await look()
 
-    tenant.look = slow_look  # type: ignore[method-assign, assignment]
+    tenant.readiness.look = slow_look  # type: ignore[method-assign, assignment]
     front = SimpleNamespace(join=lambda *_: asyncio.sleep(0, ""), leave=print)
     sessions = Sessions(registry, cast(ControlServer, front))
     hello = Hello(PROTOCOL_VERSION, role, "test", os.getpid(), job=KEY.job)
     session, _, descriptors = await sessions.open(hello, Peer(KEY.uid, 0, os.getpid()))
     for descriptor in descriptors:
         os.close(descriptor)
-    assert session.tenant is tenant and not tenant.closed
+    assert session.tenant is tenant and not tenant.seat.is_closed
     await sessions.end(session)
     await registry.trim()
-    assert tenant.closed
+    assert tenant.seat.is_closed
 
 
 async def test_a_trainer_waits_for_one_that_ended_unanswered(
@@ -304,6 +304,6 @@ async def test_a_trainer_waits_for_one_that_ended_unanswered(
     ended.set()
     await sessions.end(await first)
     session = await second
-    assert tenant.owner is not None and tenant.owner.session == session.number
+    assert tenant.seat.owner is not None and tenant.seat.owner.session == session.number
     assert job.members.starts.of(KEY.rank, session.process) is not None
     await sessions.end(session)

@@ -76,7 +76,9 @@ async def test_a_lock_that_is_never_given_back_is_a_fault_until_it_is(place: Pla
 
 async def test_a_disk_that_hangs_is_no_fault(place: Place) -> None:
     place.engine.stalled = "a call to the storage has not returned"
-    place.tenants = [SimpleNamespace(key="job", stalled="no progress", port=None)]
+    place.tenants = [
+        SimpleNamespace(key="job", binding=SimpleNamespace(stalled="no progress", port=None))
+    ]
     place.health.ask()
     await place.answered()
     assert place.health.faults == []

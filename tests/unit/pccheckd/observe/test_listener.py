@@ -12,24 +12,24 @@ import pytest
 from pccheck_wire.errors import UsageError
 from pccheckd.config.metrics_place import Place, parse
 from pccheckd.observe import listener as module
-from pccheckd.observe.listener import Answer, Listener
+from pccheckd.observe.listener import HttpAnswer, Listener
 
 LARGE = b"x" * (16 << 20)
 
 
-def hello() -> Answer:
-    return Answer(200, b"hello\n")
+def hello() -> HttpAnswer:
+    return HttpAnswer(200, b"hello\n")
 
 
-def large() -> Answer:
-    return Answer(200, LARGE)
+def large() -> HttpAnswer:
+    return HttpAnswer(200, LARGE)
 
 
-def late() -> Answer:
+def late() -> HttpAnswer:
     raise TimeoutError
 
 
-def broken() -> Answer:
+def broken() -> HttpAnswer:
     raise RuntimeError("no")
 
 

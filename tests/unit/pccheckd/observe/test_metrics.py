@@ -15,7 +15,7 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheckd.observe import metrics as module
 from pccheckd.observe.gauges import Family
 from pccheckd.observe.metrics import Metrics
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.volumes import Key
 
 KEY = Key(7, "gpt", 3)
@@ -23,8 +23,8 @@ RANK = {"uid": "7", "job_name": "gpt", "rank": "3"}
 DEPLOY = Path(__file__).parents[4] / "deploy"
 
 
-def checkpoint(state: State = State.DURABLE, **changes: object) -> Checkpoint:
-    made = Checkpoint(
+def checkpoint(state: State = State.DURABLE, **changes: object) -> RankCheckpoint:
+    made = RankCheckpoint(
         session=1, snapshot=4, step=100, payload_bytes=4096,
         skip_when_busy=False, incarnation=2, world_size=1, requested_ns=1_000_000_000,
     )  # fmt: skip

@@ -27,10 +27,10 @@ from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session, Sessions
 from pccheckd.observe import report
-from pccheckd.tenancy import trace
-from pccheckd.tenancy.checkpoint import Checkpoint, End, Record
+from pccheckd.tenancy import outcomes
+from pccheckd.tenancy.checkpoint import End, RankCheckpoint, Record
 from pccheckd.tenancy.ledger import HISTORY, Ledger
-from pccheckd.tenancy.trace import Document
+from pccheckd.tenancy.outcomes import Document
 from pccheckd.tenancy.volumes import Key
 from tests.unit.pccheckd.observe.test_trace import record
 
@@ -68,7 +68,7 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
 
 def full(place: Place, *uids: int) -> None:
     for uid in uids:
-        for step in range(trace.RECORDS_PER_UID):
+        for step in range(outcomes.RECORDS_PER_UID):
             place.registry.chronicle.ring.add(record(step, step + 10, step + 20, uid=uid))
 
 
@@ -85,11 +85,11 @@ async def test_a_trace_is_made_and_encoded_off_the_loop(
 
         return call
 
-    monkeypatch.setattr(trace, "document", noted("made", trace.document))
+    monkeypatch.setattr(outcomes, "document", noted("made", outcomes.document))
     monkeypatch.setattr(codec, "encode", noted("encoded", codec.encode))
     full(place, 7)
     document = await place.ask(Trace(1e8))
-    assert len(rows(document, "checkpoints")) == trace.RECORDS_PER_UID
+    assert len(rows(document, "checkpoints")) == outcomes.RECORDS_PER_UID
     assert set(threads) == {"made", "encoded"}
     assert threading.current_thread() not in threads.values()
 
@@ -98,7 +98,7 @@ async def test_a_users_traces_are_made_one_after_another(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is in the second is what was there when its turn came."""
-    made, begun, let_go = trace.document, threading.Semaphore(0), threading.Event()
+    made, begun, let_go = outcomes.document, threading.Semaphore(0), threading.Event()
 
     def held(records: list[Record], **times: int) -> Document:
         begun.release()
@@ -106,7 +106,7 @@ async def test_a_users_traces_are_made_one_after_another(
             let_go.wait(LIMIT_S)
         return made(records, **times)
 
-    monkeypatch.setattr(trace, "document", held)
+    monkeypatch.setattr(outcomes, "document", held)
     ring = place.registry.chronicle.ring
     ring.add(record(1, 10, 20))
     ring.add(record(1, 10, 20, uid=8))
@@ -170,8 +170,8 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
 # -- what they are made of ---------------------------------------------------------------------
 
 
-def checkpoint(snapshot: int, *, session: int = 1) -> Checkpoint:
-    return Checkpoint(
+def checkpoint(snapshot: int, *, session: int = 1) -> RankCheckpoint:
+    return RankCheckpoint(
         session=session, snapshot=snapshot, step=snapshot, payload_bytes=1,
         skip_when_busy=False, incarnation=session, world_size=1, requested_ns=1,
     )  # fmt: skip

@@ -36,6 +36,10 @@ def volume(
     return SimpleNamespace(path=path, info=info, checkpoints=[newest], quarantined=quarantined)
 
 
+class Name(str):
+    uid = 7
+
+
 def tenant(**changed: Any) -> Any:
     """A connected rank without trouble."""
     volumes = SimpleNamespace(
@@ -45,8 +49,13 @@ def tenant(**changed: Any) -> Any:
         failing=changed.pop("failing", 0), last_failure="write: EIO",
         newest=changed.pop("newest", (9, 90)),
     )  # fmt: skip
-    binding = SimpleNamespace(state=changed.pop("state", BindingState.BOUND))
-    values = {"refused": None, "stalled": "", "owner": object(), "key": "gpt", "quiet": True}
+    binding = SimpleNamespace(
+        state=changed.pop("state", BindingState.BOUND), stalled=changed.pop("stalled", "")
+    )
+    seat = SimpleNamespace(
+        refused=changed.pop("refused", None), owner=changed.pop("owner", object())
+    )
+    values = {"seat": seat, "key": Name("gpt"), "quiet": True}
     retention = SimpleNamespace(unreadable=changed.pop("unreadable", set()))
     return SimpleNamespace(
         volumes=volumes, ledger=ledger, retention=retention, binding=binding, **(values | changed)
@@ -57,7 +66,10 @@ def troubles(*tenants: Any, job: Any = None, gpus: Iterable[Any] = (), **of_engi
     driver = SimpleNamespace(info=lambda: list(gpus))
     values = {"missing_storage": "", "stalled": ""} | of_engine
     engine: Any = SimpleNamespace(driver=driver, **values)
-    return "\n".join(report.troubles(engine, tenants, [job] if job else [], []))
+    registry = SimpleNamespace(
+        engine=engine, tenants=lambda: tenants, jobs={0: job} if job else {}, faults=list
+    )
+    return "\n".join(report.troubles(registry))  # type: ignore[arg-type]
 
 
 def late_job() -> Any:

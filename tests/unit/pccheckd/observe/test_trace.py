@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pccheckctl.commands import trace as viewer
 from pccheckctl.output.documents import Document, rows, whole
 from pccheckd.tenancy.checkpoint import Record
-from pccheckd.tenancy.trace import Ring, document
+from pccheckd.tenancy.outcomes import Ring, document
 
 MS = 1_000_000
 

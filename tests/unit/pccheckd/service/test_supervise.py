@@ -114,6 +114,10 @@ class Usage(SimpleNamespace):
 
 
 class Rank(SimpleNamespace):
+    @property
+    def binding(self) -> Rank:
+        return self
+
     def note_stall(self, why: str) -> None:
         self.stalled = why
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,10 +13,16 @@ from pccheck_native.group import Agreement
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import StorageFullError
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.admission import Admission
-from pccheckd.tenancy.checkpoint import Checkpoint, End
+from pccheckd.base.background import Tasks
+from pccheckd.core.uses import Uses
+from pccheckd.tenancy.admission import Admission, Slots
+from pccheckd.tenancy.checkpoint import End, RankCheckpoint
 from pccheckd.tenancy.group import Numbered
 from pccheckd.tenancy.ledger import Ledger
+from pccheckd.tenancy.outcomes import Chronicle
+from pccheckd.tenancy.pulling import Pulling
+from pccheckd.tenancy.readiness import Readiness
+from pccheckd.tenancy.saves import Saves
 from pccheckd.tenancy.volumes import Key
 
 SESSION = 3
@@ -49,7 +55,7 @@ class Core:
     def retry(self) -> None:
         self.calls.append(("retry",))
 
-    def refuse(self, snapshot: int, _outcome: int, _sequence: int = 0) -> bool:
+    def refuse(self, snapshot: int, _outcome: int, _sequence: int = 0, **_why: int) -> bool:
         return snapshot not in self.copied
 
     def policy(self, **policy: Any) -> None:
@@ -59,11 +65,15 @@ class Core:
 class Ranks:
     """The group, as one rank sees it; `given` is its next answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool) -> None:
+        self.is_shared = shared
         self.given = Numbered(5, 0)
         self.given_up: set[int] = set()
         self.asked_slot = 0
         self.newest_common = 0
+
+    def incarnation(self, _rank: int, _owner: object) -> int:
+        return 5
 
     def alone(self, _rank: int, _owner: object) -> tuple[int, int] | None:
         return 5, 40
@@ -88,22 +98,19 @@ class Ranks:
 
 
 class Desk:
-    """The tenant: a volume whose slots are all in use until `recycles` says otherwise."""
+    """Parts of a tenant: a volume whose slots are all in use until `recycles` says otherwise."""
 
     def __init__(self, *, grouped: bool = False) -> None:
         self.key = Key(7, "job", 0)
         self.ledger = Ledger()
-        self.group: Any = Ranks()
+        self.group: Any = Ranks(shared=grouped)
         self.core = Core()
         self.undelivered: list[_core.Event] = []
-        self.engine: Any = SimpleNamespace(deliver=self._deliver)
-        self.owner: Any = SimpleNamespace(session=SESSION, world_size=2 if grouped else 1)
+        engine: Any = SimpleNamespace(deliver=self._deliver)
+        owner = SimpleNamespace(session=SESSION, world_size=2 if grouped else 1)
+        self.seat: Any = SimpleNamespace(owner=owner)
         self.port: Any = SimpleNamespace(native=self.core)
-        self.chronicle: Any = SimpleNamespace(requested=lambda *_: None)
-        self.interval_steps, self.room_bytes, self.incarnation = 0, 100, 5
-        self.is_read, self.stops = False, 0
-        self.binding: Any = SimpleNamespace(is_usable=True, stop=self._stop)
-        self.is_grouped = grouped
+        self.stops = self.readied = 0
         self.recycles: list[bool] = []
         full = SimpleNamespace(
             info=SimpleNamespace(free_slots=0, stopped=False), quarantined=2, path="v",
@@ -111,22 +118,29 @@ class Desk:
             volume=SimpleNamespace(has_expendable=lambda: False),
         )  # fmt: skip
         self.volumes: Any = SimpleNamespace(
-            recycle=self._recycle, refresh=self._refresh, current=full
-        )
+            key=self.key, recycle=self._recycle, refresh=self._refresh, current=full,
+            checkpoints=list, newest_incarnation=lambda: 5,
+        )  # fmt: skip
+        binding: Any = SimpleNamespace(
+            is_usable=True, stop=self._stop, port=self.port, port_of=self._port_of,
+            volumes=self.volumes,
+        )  # fmt: skip
         self.retention: Any = SimpleNamespace(protected=set())
+        leases: Any = SimpleNamespace(end_for_room=lambda: False)
         self.unready: Exception | None = None  # what reopen() raises
-        self.readied = 0
-        self.queue = Admission(cast(Any, self))
+        about: Any = self.group, self.seat
+        self.readiness = Readiness(*about, self.ledger, binding, self.retention, leases)
+        self.readiness.room_bytes = 100
+        self.readiness.reopen = self._reopen  # type: ignore[method-assign]
+        self.saves = Saves(
+            *about, self.ledger, binding, self.retention, self.readiness, Pulling(binding),
+            Chronicle(), Tasks(self.key),
+        )  # fmt: skip
+        slots = Slots(*about, Uses(), self.ledger, binding, self.retention, leases)
+        self.queue = Admission(engine, self.ledger, binding, self.readiness, slots, self.saves)
 
-    def port_of(self, session: int) -> Any:
-        return self.port if session == SESSION else None
-
-    def refuse(self, checkpoint: Checkpoint, end: End) -> None:
-        if self.core.refuse(checkpoint.snapshot, int(end.to)):
-            self.ended(checkpoint, end)
-
-    def ended(self, checkpoint: Checkpoint, end: End) -> None:
-        self.ledger.refuse(checkpoint, end)
+    def _port_of(self, session: int) -> Any:
+        return self.port if self.seat.owner and session == SESSION else None
 
     def _deliver(self) -> None:
         while self.undelivered:
@@ -135,10 +149,7 @@ class Desk:
     def _stop(self) -> None:
         self.stops += 1
 
-    def end_lease(self, *, waits: bool) -> bool:
-        return False
-
-    async def reopen(self) -> None:
+    async def _reopen(self) -> None:
         self.readied += 1
         if self.unready is not None:
             raise self.unready
@@ -148,7 +159,7 @@ class Desk:
 
     async def _refresh(self) -> None: ...
 
-    def request(self, snapshot: int = 1, **about: Any) -> Checkpoint:
+    def request(self, snapshot: int = 1, **about: Any) -> RankCheckpoint:
         asked = event("requested", snapshot)
         self.queue.on_event(asked._replace(request=_ASKED._replace(**about)))
         found = self.ledger.find(SESSION, snapshot)
@@ -171,10 +182,10 @@ async def passes() -> None:
 
 def test_a_rank_alone_is_numbered_by_the_core() -> None:
     desk = Desk()
-    desk.queue.instruct()
+    desk.readiness.instruct()
     assert desk.core.policies == [{"held": False, "numbers": True, "incarnation": 5, "above": 40}]
     found = desk.request(step=7, interval=50)
-    assert (found.step, found.sequence, desk.interval_steps, len(desk.queue)) == (7, 0, 50, 1)
+    assert (found.step, found.sequence, desk.saves.interval_steps, len(desk.queue)) == (7, 0, 50, 1)
     desk.begin(sequence=44)
     assert (found.sequence, found.state, len(desk.queue)) == (44, State.COPYING, 0)
     assert desk.ledger.of_sequence(44) is found and desk.ledger.last_sequence == 44
@@ -210,7 +221,7 @@ def test_a_fenced_one_is_refused_while_it_is_copied() -> None:
 def test_what_the_core_has_copied_is_not_refused() -> None:
     desk = Desk()
     desk.core.copied = {1}
-    desk.queue.stop()
+    desk.readiness.stop()
     assert desk.core.policies[-1]["held"]
     assert desk.request().state is State.REQUESTED  # its events follow
     assert desk.request(2).sentence.reason == "the daemon is stopping"
@@ -218,7 +229,7 @@ def test_what_the_core_has_copied_is_not_refused() -> None:
 
 def test_a_checkpoint_without_registered_room_fails() -> None:
     desk = Desk()
-    desk.volumes.current, desk.room_bytes = None, 0
+    desk.volumes.current, desk.readiness.room_bytes = None, 0
     assert "no space was registered" in desk.request().sentence.reason
 
 
@@ -364,7 +375,7 @@ def test_a_fault_ends_one_checkpoint_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_ended_session_says_nothing_more() -> None:
     desk = Desk()
-    desk.owner = None
+    desk.seat.owner = None
     desk.queue.on_event(event("requested")._replace(request=_ASKED))
     assert not desk.ledger.checkpoints and not desk.core.calls
 

@@ -9,14 +9,14 @@ import pytest
 from pccheck_native import Event, SaveTimes
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.checkpoint import LIVE, MOVES, Checkpoint, UnlistedMoveError
+from pccheckd.tenancy.checkpoint import LIVE, MOVES, RankCheckpoint, UnlistedMoveError
 from pccheckd.tenancy.ledger import Ledger
 
 ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
 
 
-def checkpoint(state: State = State.REQUESTED) -> Checkpoint:
-    made = Checkpoint(
+def checkpoint(state: State = State.REQUESTED) -> RankCheckpoint:
+    made = RankCheckpoint(
         session=1, snapshot=1, step=5, payload_bytes=10,
         skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 from pccheck_native import _core
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.ledger import COUNT_MAX, Ledger
 
 
@@ -35,9 +35,9 @@ def test_a_client_that_lies_counts_no_further_than_a_document_holds() -> None:
     assert ledger.counters["failed"] == ledger.failing == COUNT_MAX
 
 
-def durable(ledger: Ledger, sequence: int) -> Checkpoint:
+def durable(ledger: Ledger, sequence: int) -> RankCheckpoint:
     """One of two ranks' checkpoints that has become durable here."""
-    made = Checkpoint(
+    made = RankCheckpoint(
         session=1, snapshot=sequence, step=sequence, payload_bytes=1,
         skip_when_busy=False, incarnation=1, world_size=2, requested_ns=1, sequence=sequence,
     )  # fmt: skip

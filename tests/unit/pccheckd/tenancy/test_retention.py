@@ -20,6 +20,12 @@ class Inline:
         return function(*given, **named)
 
 
+def made(volumes: Any) -> Retention:
+    nobody: Any = None
+    engine: Any = Inline()
+    return Retention(volumes, engine, nobody, nobody)
+
+
 @pytest.mark.parametrize(("error", "warned"), [(FileNotFoundError(2, "gone"), False),
                                                (OSError(5, "bad"), True)])  # fmt: skip
 def test_only_a_flag_that_fails_at_the_disk_is_a_warning(
@@ -30,8 +36,7 @@ def test_only_a_flag_that_fails_at_the_disk_is_a_warning(
 
     item = SimpleNamespace(volume=SimpleNamespace(flag=flag), read=lambda: None)
     volumes: Any = SimpleNamespace(key=Key(7, "gpt", 0), find=lambda _: item)
-    engine: Any = Inline()
-    assert not asyncio.run(Retention(volumes, engine).flag(3, set_=1))
+    assert not asyncio.run(made(volumes).flag(3, set_=1))
     assert bool(caplog.records) is warned
 
 
@@ -44,8 +49,7 @@ def test_what_was_not_read_stays_protected(
 ) -> None:
     """A trainer that found nothing, because its disk was away, sends Restored(0)."""
     volumes: Any = SimpleNamespace(key=Key(7, "gpt", 0))
-    engine: Any = Inline()
-    retention = Retention(volumes, engine)
+    retention = made(volumes)
     retention.protected, retention.unrestored = protected, True
     retention.restored_to(sequence)
     assert retention.unrestored is not restored
@@ -58,8 +62,7 @@ def test_released_checkpoints_are_forgotten_with_their_slots() -> None:
     volumes: Any = SimpleNamespace(
         key=Key(7, "gpt", 0), find=lambda _: item, sequences=lambda: there
     )
-    engine: Any = Inline()
-    retention = Retention(volumes, engine)
+    retention = made(volumes)
     for sequence in range(1, 10):
         there = {sequence - 1, sequence}
         asyncio.run(retention.unprotect(sequence))

@@ -15,7 +15,7 @@ from pccheck_native import Volume, layout
 from pccheck_wire.errors import RefusedError
 from pccheckd.core.port import Port
 from pccheckd.jobs.registry import Registry
-from pccheckd.tenancy.checkpoint import Checkpoint
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED
 from tests.support.jobs import arrival
@@ -35,27 +35,28 @@ def durable(
     tenant: Tenant, patch: pytest.MonkeyPatch, sequence: int, *, requested_ns: int = 1
 ) -> None:
     """A checkpoint of a session that has ended is durable, and not yet read from the volume."""
-    saved = Checkpoint(9, 1, 1, 10, False, 1, 1, requested_ns, sequence=sequence)
+    saved = RankCheckpoint(9, 1, 1, 10, False, 1, 1, requested_ns, sequence=sequence)
     patch.setattr(tenant.ledger, "apply", lambda *_: saved)
-    tenant.on_event(SimpleNamespace(kind="durable", session=9))  # type: ignore[arg-type]
+    tenant.saves.on_event(SimpleNamespace(kind="durable", session=9))  # type: ignore[arg-type]
 
 
 async def test_an_old_protection_ends_with_the_next_one(registry: Registry, tmp_path: Path) -> None:
-    _, tenant = await registry.tenant(KEY)
+    job, tenant = await registry.tenant(KEY)
+    job.join(arrival(KEY.rank, owner()))
     newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
     keeper = tenant.retention
     for sequence in (newest, before):
         assert await keeper.flag(sequence, set_=PROTECTED, now=True)
     assert keeper.flagged == {newest, before}
-    await keeper.protect({newest}, unrestored=True)
+    await keeper.protect(owner(restored=before))
     assert await keeper.flag(newest, set_=DAMAGED, now=True)
     assert flags(tmp_path) == {newest: PROTECTED | DAMAGED, before: 0}
     assert (keeper.protected, keeper.flagged, keeper.unrestored) == ({newest}, {newest}, True)
-    assert tenant.protected_step() == 3
+    assert keeper.protected_step([]) == 3
     keeper.restored_to(before)
     assert keeper.unrestored  # that was not what is kept for it
     keeper.restored_to(newest)
-    assert not keeper.unrestored and tenant.protected_step() is None
+    assert not keeper.unrestored and keeper.protected_step([]) is None
     await keeper.release()
     assert await keeper.flag(newest, clear=DAMAGED, now=True)
     assert flags(tmp_path) == {newest: 0, before: 0} and not keeper.protected
@@ -77,11 +78,11 @@ async def test_an_unrestored_trainer_keeps_what_was_there(
         (dataclasses.replace(owner(), restored=newest), set()),
         (same, set()),  # its own run made them
     ):
-        await tenant.protect(trainer)
+        await tenant.retention.protect(trainer)
         assert tenant.retention.protected == tenant.retention.flagged == wanted
         unread = trainer.restored is None and not trainer.fresh
         assert tenant.retention.unrestored is (unread or bool(wanted))
-        assert tenant.needs(tenant.volumes.open[0]) is bool(wanted)
+        assert tenant.saves.needs(tenant.volumes.open[0]) is bool(wanted)
     await tenant.close()
 
 
@@ -97,7 +98,7 @@ async def test_what_becomes_durable_during_an_attach_is_kept(
 
     async def ends_meanwhile(port: Port, *about: int) -> int:
         durable(tenant, monkeypatch, newest.sequence)
-        while tenant.pending():
+        while tenant.ledger.pending():
             await asyncio.sleep(0)
         return await attach(port, *about)
 
@@ -117,7 +118,7 @@ async def test_trainer_that_attaches_as_the_rank_closes_is_refused(
 
     async def closes_meanwhile(port: Port, *about: int) -> int:
         pages.append(await attach(port, *about))
-        tenant.stop_attaches()
+        tenant.seat.close()
         return pages[0]
 
     monkeypatch.setattr(Port, "attach", closes_meanwhile)
@@ -139,11 +140,11 @@ async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     assert (job.members.world_size, job.newest_common) == (2, newest)
     assert [job.needs(one) for one in (newest + 1, *sequences)] == [True, True, True]
     assert not job.needs(sequences[-1] - 1)
-    assert tenant.needs(tenant.volumes.open[0])
+    assert tenant.saves.needs(tenant.volumes.open[0])
     job.left(KEY.rank, owner(world_size=2).process)
     job.join(arrival(KEY.rank, owner(), launch="b", was=0))
     assert job.members.world_size == 1 and not any(map(job.needs, sequences))
-    assert not tenant.needs(tenant.volumes.open[0])
+    assert not tenant.saves.needs(tenant.volumes.open[0])
     await tenant.close()
 
 
@@ -156,12 +157,12 @@ async def test_a_checkpoint_not_yet_listed_takes_a_slot(
     free = item.info.slots - len(item.checkpoints)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(item, "volume", full)
-        assert free > 0 and tenant.has_room()
+        assert free > 0 and tenant.slots.has_room()
         listed = [one.sequence for one in item.checkpoints]
         for sequence in (*listed, *range(100, 100 + free)):
-            assert tenant.has_room()
+            assert tenant.slots.has_room()
             durable(tenant, meanwhile, sequence)
-        assert not tenant.has_room()
+        assert not tenant.slots.has_room()
     await tenant.close()
 
 
@@ -173,5 +174,5 @@ async def test_a_refusal_ends_with_a_later_request(
     tenant.seat.refuse_room(RefusedError("no room"), session=1)
     for asked_ns, ends in ((before, False), (time.monotonic_ns() + 1, True)):
         durable(tenant, monkeypatch, 1, requested_ns=asked_ns)
-        assert (tenant.refused is None) == ends
+        assert (tenant.seat.refused is None) == ends
     await tenant.close()

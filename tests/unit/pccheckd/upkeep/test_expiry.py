@@ -46,7 +46,7 @@ class Place:
                 await tenant.volumes.make(
                     100, incarnation=1, start=bytes(16), world_size=1, next_sequence=1
                 )
-            await tenant.finish()
+            await tenant.binding.finish()
 
     async def look(self, *, after_s: float = 0.0) -> list[str]:
         self.now_s += after_s

@@ -4,7 +4,6 @@ killed daemon had copied and not written (systemd: FileDescriptorStoreMax=)."""
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 from collections.abc import MutableMapping
@@ -13,8 +12,7 @@ from dataclasses import dataclass, field
 from pccheck_native import _core
 from pccheck_wire.messages import JOB_PATTERN
 from pccheckd.base.logs import LOG
-
-from .volumes import Key
+from pccheckd.tenancy.volumes import Key
 
 FDS_MAX = 1 << 16
 _NAME = re.compile(r"(pccheck-[0-9a-f]{16})-(segment|state)-([0-9a-f]{16})")
@@ -67,12 +65,6 @@ class Summary:
     nbytes: int = 0
     checkpoints: int = 0
     dropped: list[tuple[Key, str]] = field(default_factory=list)
-
-
-def label_of(key: Key) -> str:
-    """The name of a tenant's memory in the store, where names are short and public."""
-    text = f"{key.uid}/{key.job}/{key.rank}".encode()
-    return "pccheck-" + hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def take(given: list[tuple[str, int]]) -> list[Descriptor]:
@@ -140,4 +132,4 @@ def _read(item: Descriptor) -> _core.KeptState | None:
 
 def _key(says: _core.KeptState, label: str) -> Key | None:
     key = Key(says.uid, says.job, says.rank)
-    return key if re.fullmatch(JOB_PATTERN, says.job) and label_of(key) == label else None
+    return key if re.fullmatch(JOB_PATTERN, says.job) and key.label == label else None
