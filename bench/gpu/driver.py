@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.standin.behaviours import Access, Driver, NotHereError, Properties
+
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 16 * MIB  # what the daemon copies at once
 NOT_READY = 600
@@ -32,10 +34,6 @@ FDS_MAX = 250  # of a message
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class NotHereError(Exception):
-    """This machine lacks what the part asks about."""
-
-
 class RefusedError(Exception):
     def __init__(self, call: str, name: str) -> None:
         super().__init__(call, name)  # as pickle hands them back
@@ -44,42 +42,14 @@ class RefusedError(Exception):
         return ": ".join(self.args)
 
 
-class Handle(ctypes.Structure):
-    """CUipcMemHandle"""
-
-    _fields_ = (("bytes", ctypes.c_char * 64),)
-
-
-class Location(ctypes.Structure):
-    """CUmemLocation; 1 is a device."""
-
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class Properties(ctypes.Structure):
-    """CUmemAllocationProp"""
-
-    _fields_ = (
-        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", Location),
-        ("windows", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
-    )  # fmt: skip
-
-
-class Access(ctypes.Structure):
-    """CUmemAccessDesc"""
-
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
-
-
-class Cuda:
-    """The driver with the primary context of one GPU current. Integers go as 64 bits, which every
-    parameter of the driver's calls that is a number or a handle takes in a register."""
+class Cuda(Driver):
+    """The driver with the primary context of one GPU current."""
 
     access = 0  # of the last range that was mapped
 
     def __init__(self, ordinal: int = 0) -> None:
         try:
-            self.library = ctypes.CDLL("libcuda.so.1")
+            super().__init__()
         except OSError as error:
             raise NotHereError(str(error)) from error
         code = self.code("cuInit", 0)
@@ -93,22 +63,10 @@ class Cuda:
         """For a thread: the context becomes its own."""
         self("cuCtxPushCurrent_v2", self.context)
 
-    def code(self, call: str, *arguments: Any) -> int:
-        function = getattr(self.library, call, None)
-        if function is None:
-            raise NotHereError(f"this driver has no {call}")
-        return int(function(*(ctypes.c_uint64(a) if isinstance(a, int) else a for a in arguments)))
-
     def __call__(self, call: str, *arguments: Any) -> None:
         code = self.code(call, *arguments)
         if code:
             raise RefusedError(call, self.name(code))
-
-    def out(self, call: str, *arguments: Any) -> int:
-        """The value of a first parameter that is an out-pointer."""
-        value = ctypes.c_uint64()
-        self(call, ctypes.byref(value), *arguments)
-        return value.value
 
     def name(self, code: int) -> str:
         text = ctypes.c_char_p()
@@ -166,7 +124,7 @@ class Cuda:
     # -- memory with a descriptor: what torch's expandable segments are ---------------------------
 
     def properties(self) -> Properties:
-        return Properties(1, POSIX_FD, Location(1, self.device))
+        return Properties(1, POSIX_FD, 1, self.device)
 
     def create(self, length: int) -> int:
         """A handle of `length` bytes, a multiple of the granularity."""
@@ -178,7 +136,7 @@ class Cuda:
         base = self.out("cuMemAddressReserve", length * len(handles), 0, 0, 0)
         for number, handle in enumerate(handles):
             self("cuMemMap", base + number * length, length, 0, handle, 0)
-        wanted = Access(Location(1, self.device), access)
+        wanted = Access(1, self.device, access)
         self.access = access
         if self.code("cuMemSetAccess", base, length * len(handles), ctypes.byref(wanted), 1):
             self.access = wanted.flags = READ_WRITE

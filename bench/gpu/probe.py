@@ -38,7 +38,8 @@ if __name__ == "__main__":  # a script, so that it runs where PCcheck is not ins
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.gpu import probe_memory, probe_streams
-from bench.gpu.driver import NotHereError, RefusedError
+from bench.gpu.driver import RefusedError
+from tests.standin.behaviours import NotHereError
 
 Document = dict[str, Any]
 #: Seconds at most, in the order of what they decide.

@@ -23,13 +23,12 @@ from bench.gpu.driver import (
     Copies,
     Cuda,
     Fds,
-    Handle,
     Host,
-    NotHereError,
     Peer,
     RefusedError,
     more_descriptors,
 )
+from tests.standin.behaviours import IpcHandle, NotHereError
 
 Say = Callable[[str, object], None]
 USER_A, USER_B = 64001, 64002
@@ -66,9 +65,9 @@ def make_plain(count: int, length: int) -> list[bytes]:
     HERE.length, HERE.addresses = length, [cuda.memory(length) for _ in range(count)]
     for number, address in enumerate(HERE.addresses):
         cuda.fill(address, number, length)
-        handle = Handle()
+        handle = IpcHandle()
         cuda("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        sent.append(ctypes.string_at(ctypes.byref(handle), 64))
+        sent.append(bytes(handle))
     cuda.wait()
     return sent
 
@@ -109,7 +108,7 @@ def send(first: int, count: int) -> Fds:
 
 def open_plain(sent: list[bytes], length: int) -> None:
     for raw in sent:
-        handle = Handle.from_buffer_copy(raw)
+        handle = IpcHandle.from_buffer_copy(raw)
         HERE.addresses.append(HERE.cuda.out("cuIpcOpenMemHandle_v2", handle, 1))
     HERE.length = length
 
@@ -446,7 +445,8 @@ def facts(say: Say, small: bool) -> None:
     }
     for kind, make in made.items():
         with step(say, f"{kind}_handle"):
-            say(f"{kind}_handle", cuda.result("cuIpcGetMemHandle", ctypes.byref(Handle()), make()))
+            handle = ctypes.byref(IpcHandle())
+            say(f"{kind}_handle", cuda.result("cuIpcGetMemHandle", handle, make()))
     before = cuda.free_bytes()
     say("second_context_ms", ms(second, begin))
     say("second_context_mib", (before - cuda.free_bytes()) / MIB)

@@ -16,9 +16,7 @@ from bench.gpu.driver import (
     GIB,
     MIB,
     Cuda,
-    Handle,
     Host,
-    NotHereError,
     Peer,
     RefusedError,
 )
@@ -32,6 +30,7 @@ from bench.gpu.probe_memory import (
     open_plain,
     step,
 )
+from tests.standin.behaviours import IpcHandle, NotHereError
 
 #: burn: `rounds` times eight multiply-adds a thread. sweep: adds 1 to every 32-bit word.
 KERNELS = b"""\
@@ -380,7 +379,7 @@ def locks(say: Say, small: bool) -> None:
         "copy": copy,
         "stream_create": cuda.stream,
         "alloc": lambda: cuda.memory(32 * MIB),
-        "ipc_get": lambda: cuda("cuIpcGetMemHandle", ctypes.byref(Handle()), memory),
+        "ipc_get": lambda: cuda("cuIpcGetMemHandle", ctypes.byref(IpcHandle()), memory),
         "register": lambda: cuda("cuMemHostRegister_v2", plain.address, CHUNK_BYTES, 1),
         "unregister": lambda: cuda("cuMemHostUnregister", plain.address),
         "free": lambda: cuda("cuMemFree_v2", memory),

@@ -31,8 +31,7 @@ def command_of(part: check.Part) -> list[str]:
 @pytest.mark.timeout(300)
 def test_parts_of_the_probe_on_the_stand_in_end_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = standin.new_directory()
-    gpus_are = fakegpu.environment(gpus, dead="keep") | {"PCCHECK_STANDIN_UIDS": "any"}
-    for name, value in gpus_are.items():
+    for name, value in fakegpu.environment(gpus, dead="keep").items():
         monkeypatch.setenv(name, value)
     ran = subprocess.run(
         [sys.executable, "bench/gpu/probe.py", "--small"], cwd=check.ROOT, check=False,
@@ -44,6 +43,7 @@ def test_parts_of_the_probe_on_the_stand_in_end_ok(monkeypatch: pytest.MonkeyPat
     assert lacking <= {"mps", "power"}, lacking
     right = {key: fact for key, fact in steps["death"].items() if isinstance(fact, dict)}
     assert all(fact.get("right") is not False for fact in right.values()), right
+    assert steps["vmm"]["mapped_right"] == steps["vmm"]["plain_right"] == [3, 3]
 
 
 def test_a_probe_without_a_driver_reports_not_here() -> None:
