@@ -13,14 +13,14 @@ READY := $(VENV)/.ready
 DEMO := $(or $(wildcard $(READY)),.venv-demo/.ready)
 NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh setup.py)
 C_SOURCES := $(wildcard native/src/*/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
-	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] bench/gpu/*.[ch] examples/*.c)
+	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] examples/*.c)
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs setup.py
 PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
 	handler-campaign resume-campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe \
-	gpu-check gpu-bench clean
+	gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -162,18 +162,23 @@ figures: $(READY) ## as root: the paper's figures with its rivals, in 90 minutes
 	-$(BIN)/python -m pip install -q -c constraints.txt torchsnapshot
 	$(BIN)/python -m bench.figures $(if $(QUICK),--quick) $(if $(TRACE),--trace $(TRACE))
 
-# Neither needs network nor .venv: PYTHON is the GPU machine's own, with its torch.
+# On a machine with a GPU neither needs network or .venv: PYTHON is that machine's own, with torch.
+GPU = $(PYTHON) bench/gpu/check.py
+GPU_FLAGS = $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(OUTPUT),--output $(OUTPUT)) $(if $(DRY),--dry)
+gpu-pack: $(READY) ## with network: the wheels that a machine with a GPU needs, in wheels/
+	$(BIN)/python bench/gpu/check.py pack
+
+gpu-check: ## on a GPU: what its driver does, tests, kinds of scripts, in LIMIT_S (440) seconds
+	$(GPU) check $(GPU_FLAGS)
+
+gpu-bench: ## on a GPU: what checkpoints cost, in LIMIT_S (330) seconds
+	$(GPU) bench $(GPU_FLAGS)
+
 gpu-probe: ## what this machine's GPU and driver do; one JSON document
 	@$(PYTHON) bench/gpu/probe.py
 
-gpu-check: ## on a GPU: probe and tests, in 8 minutes; see bench/gpu/check.py
-	$(PYTHON) bench/gpu/check.py
-
-gpu-bench: ## on a GPU: what it costs, in 8 minutes
-	$(PYTHON) bench/gpu/check.py --half benches
-
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .venv-demo .guest .arm64 build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .venv-demo .guest .arm64 wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

@@ -20,6 +20,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -90,7 +91,8 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def text(self, digits: int = 3) -> str:
-        return f"{self.median:.{digits}f} [{self.low:.{digits}f}-{self.high:.{digits}f}]"
+        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
+        return f"{self.median:.{digits}f} [{low}-{high}] n={self.runs}"
 
 
 # -- the state ---------------------------------------------------------------------------------
@@ -182,6 +184,30 @@ def require_room(directory: Path, wanted_bytes: int) -> None:
             f"{directory} has {free / GIB:.0f} GiB free, {wanted_bytes / GIB:.0f} GiB are needed; "
             "name another directory with --directory"
         )
+
+
+def raw_disk(directory: Path, length: int) -> tuple[float, float]:
+    """GB/s of direct writes, with a flush, and of direct reads: four threads, blocks of 4 MiB."""
+    path, block = directory / "raw", 4 * MIB
+    count = max(4, min(length, GIB) // block)
+    with mmap.mmap(-1, block) as buffer:
+        buffer[:] = os.urandom(block)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, count * block)
+            rates = []
+            for number in range(3):  # the first write also takes the file's blocks
+                move = os.preadv if number == 2 else os.pwritev
+                start_s = time.monotonic()
+                with ThreadPoolExecutor(4) as threads:
+                    offsets = range(0, count * block, block)
+                    list(threads.map(lambda at, move=move: move(descriptor, [buffer], at), offsets))
+                os.fsync(descriptor)
+                rates.append(count * block / (time.monotonic() - start_s) / 1e9)
+        finally:
+            os.close(descriptor)
+            path.unlink()
+    return rates[1], rates[2]
 
 
 def cpu_seconds(pid: int) -> float:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from bench.common import sync_path, tensors_of
 
@@ -70,11 +70,11 @@ class KeptStager(DefaultStager):
         self._close_part()
 
 
-def stager_kept(*, of_gpu: bool) -> DefaultStager:
-    """Of a GPU it copies into pinned memory, beside the caller."""
+def stager_kept(*, of_gpu: bool, shared: bool = False) -> DefaultStager:
+    """Of a GPU it copies into pinned memory, beside the caller; `shared` with another process."""
     return KeptStager(
         StagingOptions(
-            use_pinned_memory=of_gpu, use_shared_memory=False, use_async_staging=of_gpu,
+            use_pinned_memory=of_gpu, use_shared_memory=shared, use_async_staging=of_gpu,
             use_non_blocking_copy=of_gpu,
         )
     )  # fmt: skip
@@ -181,10 +181,16 @@ class Rivals(AbstractContextManager["Rivals"]):
         # async_save takes a copy first, so the caller may change its tensors when it returns.
         return self._rest(directory, self._begin(directory, stager))
 
-    def _begin(self, directory: Path, stager: DefaultStager | None) -> Any:
+    def _begin(
+        self,
+        directory: Path,
+        stager: DefaultStager | None,
+        by: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    ) -> Any:
         return async_save(
-            self.state.nested(), storage_writer=self._dcp_writer(directory), async_stager=stager
-        )
+            self.state.nested(), storage_writer=self._dcp_writer(directory), async_stager=stager,
+            async_checkpointer_type=by,
+        )  # fmt: skip
 
     def _rest(self, directory: Path, response: Any) -> Finish:
         def finish() -> None:

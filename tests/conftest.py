@@ -9,11 +9,13 @@ import subprocess
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pccheckctl import cli
+from tests.support import workers
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon
 from tests.support.volumes import make
@@ -34,6 +36,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell without job control starts background jobs with SIGINT ignored, and children inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of this machine are forked; see tests/support/workers.py."""
+    places = config.getoption("tx", None) or []
+    if places == ["popen"] * len(places) and places and not hasattr(config, "workerinput"):
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        place = stack.enter_context(TemporaryDirectory(prefix="pcc-"))
+        python = stack.enter_context(workers.begun(Path(place)))
+        config.option.tx = [f"popen//python={python}"] * len(places)
 
 
 @pytest.hookimpl(wrapper=True)

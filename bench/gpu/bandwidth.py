@@ -1,15 +1,16 @@
 """How fast do a checkpoint's bytes leave the GPU, become durable, and come back?
 
-    python -m bench.gpu.bandwidth [--rounds 5] [--dtype bf16] [--device cpu --tiny]
+    python -m bench.gpu.bandwidth [--rounds 3] [--model gpt2-medium] [--device cpu --tiny]
                                   [--budget-s 120] [--directory DIR] [--json FILE]
 
-No training runs meanwhile. The state is GPT-2 medium with AdamW. In every round a pinned copy
-of the same size (its rate is the peak) and one checkpoint alternate. A checkpoint's rate is its
-bytes over the time from checkpoint() until it is copied, and from its admission, as the daemon saw
-it. Also: time to durable against torch.save and DCP, restore from the daemon's memory and from the
-volume against torch.load, and the GPU memory that is taken beside torch's: by the first mode for
-the daemon's context, by "device" for staging. On the CPU PCcheck pushes, and the peak is a plain
-copy.
+No training runs meanwhile. In every round each mode connects anew, saves once ("first": it
+registers and pins), and once more, in turn with the other modes; beside each of these a pinned copy
+of the same size (its rate is the peak). A checkpoint's rate is its bytes over the time from
+checkpoint() until it is copied, and from its admission, as the daemon saw it. Beside the times to
+durable: what the disk itself writes and reads. Then the parts of a restore, by a client that is new
+in its process and by a client that has restored before, from the daemon's memory and from the
+volume, against torch.load; and the GPU memory taken beside torch's: by the first mode for the
+daemon's context, by "device" for staging. On the CPU PCcheck pushes, and the peak is a plain copy.
 """
 
 from __future__ import annotations
@@ -21,14 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench import common
 from bench.common import BenchError, Spread
 from bench.gpu import contender
-from bench.gpu.contender import DCP, LIMIT_S, GpuRivals, Report, recorded
+from bench.gpu.contender import DCP, LIMIT_S, OURS, GpuRivals, Report, recorded
 
 RIVALS = ("torch.save", DCP)
 RIVAL_ROUNDS = 2
@@ -44,7 +44,7 @@ class Peak:
     def __init__(self, device: torch.device, length_bytes: int) -> None:
         self.length_bytes = length_bytes
         piece = min(PIECE_BYTES, length_bytes)
-        is_cuda = device.type == "cuda"
+        self.is_cuda = is_cuda = device.type == "cuda"
         self.there = torch.ones(piece, dtype=torch.uint8, device=device)
         self.here = torch.zeros(piece, dtype=torch.uint8, pin_memory=is_cuda)
         self.wait: Callable[[], None] = torch.cuda.synchronize if is_cuda else lambda: None
@@ -72,13 +72,14 @@ class Bench:
         self.directory, self.report = directory, report
         self.payload_bytes = self.training.payload_bytes()
         self.peak = Peak(self.training.device, self.payload_bytes)
-        self.node = contender.node_of(self.training, directory, options)
+        self.node = contender.node_of(self.training, directory)
         self.rivals = GpuRivals(self.training.state, self.training.device)
         self.saves: Rows = {}
         self.loads: Rows = {}
         self.chosen: dict[str, str] = {}
         self.failures: list[str] = []
         self.memory_mib: dict[str, float] = {}
+        self.disk: list[tuple[float, float]] = []
 
     # -- GPU memory ------------------------------------------------------------------------------
 
@@ -116,19 +117,16 @@ class Bench:
             "durable_s": durable_s - start_s,
         }
 
-    def measure_mode(self, name: str, mode: dict[str, Any]) -> None:
+    def measure_mode(self, name: str) -> None:
+        """One round of a mode: the first save of a connection, and the next one."""
         before_mib = self.taken_mib()
-        self.node.connect(mode)
+        self.node.connect(OURS[name] if self.peak.is_cuda else {})
         self.training.step(0)  # from the first step on, checkpoint() need not wait for the copy
-        self.node.save()  # registers, and makes the volume
+        self.saves.setdefault(f"{name}, first", []).append(self.save())
         self.chosen[name] = self.node.chosen()
-        self.memory_mib[name] = round(self.taken_mib() - before_mib, 1)
-        rows = self.saves.setdefault(name, [])
-        for _ in range(self.rounds):
-            if not self.report.has_time():
-                break
-            rows.append(self.save())
-            self.keep()
+        self.memory_mib.setdefault(name, round(self.taken_mib() - before_mib, 1))
+        self.saves.setdefault(name, []).append(self.save())
+        self.keep()
 
     def measure_rival(self, name: str) -> None:
         rows = self.saves.setdefault(name, [])
@@ -151,7 +149,7 @@ class Bench:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def load(self, name: str, load: Callable[[], object]) -> None:
+    def load(self, name: str, load: Callable[[], object], **before_s: float) -> None:
         peak = self.peak.rate(to_host=False)
         self.training.synchronize()
         start_s = time.monotonic()
@@ -160,7 +158,7 @@ class Bench:
         took_s = time.monotonic() - start_s
         rate = self.payload_bytes / took_s / 1e9
         self.loads.setdefault(name, []).append(
-            {"peak_gb_s": peak, "load_s": took_s, "load_gb_s": rate}
+            {"peak_gb_s": peak, "load_s": took_s, "load_gb_s": rate} | before_s
         )
         self.keep()
 
@@ -169,14 +167,20 @@ class Bench:
             raise BenchError("nothing was restored")
 
     def measure_restore(self) -> None:
+        """A restarted trainer connects, attaches, and restores; then restores again, with memory
+        that is pinned and tensors that are known."""
         self.node.connect({})
         self.node.save()
-        for _ in range(RESTORES):
-            self.node.reconnect()
-            self.load("restore from memory", self.restore)
-        for _ in range(RESTORES):
-            self.node.reconnect(restart_daemon=True)
-            self.load("restore from the volume", self.restore)
+        for source in ("memory", "the volume"):
+            for _ in range(RESTORES):
+                start_s = time.monotonic()
+                self.node.reconnect(restart_daemon=source != "memory")
+                connect_s = time.monotonic() - start_s
+                if source == "memory":
+                    self.load("restore from memory", self.restore, connect_s=connect_s)
+                    self.load("restore again", self.restore)
+                else:  # its connect starts the daemon
+                    self.load("restore from the volume", self.restore)
 
     def measure_torch_load(self, path: Path) -> None:
         model, optimizer = self.training.state.model, self.training.state.optimizer
@@ -194,14 +198,19 @@ class Bench:
         self.report.keep(
             payload_bytes=self.payload_bytes, chosen=self.chosen, saves=self.saves,
             loads=self.loads, gpu_memory_of_the_daemon_mib=self.memory_mib,
-            failures=self.failures,
+            disk_gb_s=self.disk, failures=self.failures,
         )  # fmt: skip
 
     def run(self) -> None:
         with self.node, self.rivals:
-            for name, mode in contender.modes(self.training.device).items():
-                with recorded(self.failures, name):
-                    self.measure_mode(name, mode)
+            names = contender.modes(self.training.device)
+            for number in range(self.rounds):
+                with recorded(self.failures, "the disk itself"):
+                    self.disk.append(common.raw_disk(self.directory, self.payload_bytes))
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    if self.report.has_time():
+                        with recorded(self.failures, name):
+                            self.measure_mode(name)
             with recorded(self.failures, "restore"):
                 self.measure_restore()
             self.node.leave()
@@ -218,39 +227,44 @@ def spread(rows: list[dict[str, float]], key: str, digits: int) -> str:
 
 
 def table(bench: Bench) -> list[str]:
-    lines = [
-        f"State {bench.payload_bytes / 1e9:.3f} GB. Median [min-max].",
+    lines = [f"State {bench.payload_bytes / 1e9:.3f} GB. Median [min-max] of n."]
+    if bench.disk:
+        written, read = (Spread.of(rates).text(2) for rates in zip(*bench.disk, strict=True))
+        lines.append(f"The disk itself, GB/s: writes {written}, reads {read}.")
+    lines += [
         "",
         "| save | chosen | call ms | copy GB/s | of the peak | from admission | durable s "
-        "| GPU MiB taken |",
-        "|---|---|---|---|---|---|---|---|",
+        "| durable GB/s | GPU MiB taken |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, rows in bench.saves.items():
+        rates = [{"gb_s": bench.payload_bytes / row["durable_s"] / 1e9} for row in rows]
         lines.append(
             f"| {name} | {bench.chosen.get(name, '')} | {spread(rows, 'call_ms', 2)} "
             f"| {spread(rows, 'copy_gb_s', 2)} | {spread(rows, 'of_peak', 3)} "
-            f"| {spread(rows, 'daemon_of_peak', 3)} "
-            f"| {spread(rows, 'durable_s', 3)} | {bench.memory_mib.get(name, '-')} |"
+            f"| {spread(rows, 'daemon_of_peak', 3)} | {spread(rows, 'durable_s', 3)} "
+            f"| {spread(rates, 'gb_s', 2)} | {bench.memory_mib.get(name, '-')} |"
         )
-    lines += ["", "| load | s | GB/s | pinned copy GB/s |", "|---|---|---|---|"]
+    lines += ["", "| load | connect and attach, s | s | GB/s | pinned copy GB/s |",
+              "|---|---|---|---|---|"]  # fmt: skip
     for name, rows in bench.loads.items():
         lines.append(
-            f"| {name} | {spread(rows, 'load_s', 3)} | {spread(rows, 'load_gb_s', 2)} "
-            f"| {spread(rows, 'peak_gb_s', 2)} |"
+            f"| {name} | {spread(rows, 'connect_s', 3)} | {spread(rows, 'load_s', 3)} "
+            f"| {spread(rows, 'load_gb_s', 2)} | {spread(rows, 'peak_gb_s', 2)} |"
         )
     return [*lines, "", *(f"- failed: {text}" for text in bench.failures)]
 
 
 def main() -> int:
     parser = contender.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     options = contender.begin(parser)
     report = Report("bandwidth", options)
     with common.scratch(options.directory) as scratch:
         bench = Bench(options, scratch, report)
         bench.run()
     report.finish(table(bench))
-    return 0
+    return int(bool(report.document.get("failures")))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,17 @@
-"""Everything that only a GPU can test, by two commands of 8 minutes, on a machine without network.
+"""Everything that only a GPU can show, by two commands, on a machine without network.
 
-    make gpu-check PYTHON=python3          the checks
-    make gpu-bench PYTHON=python3          the benches; or, with options,
-    python3 bench/gpu/check.py [--half checks|benches] [--wheels wheels] [--limit-s 470]
-                               [--directory DIR] [--output DIR] [--logs DIR]
+    make gpu-pack                  with network, once: what must be carried, in wheels/
+    make gpu-check LIMIT_S=440     on the machine with the GPU: what its driver does, tests, kinds
+    make gpu-bench LIMIT_S=330     what checkpoints cost there
 
-Each builds PCcheck into a directory of its own. The checks are the probe, then the GPU tests with
-the real driver (PCCHECK_TEST_GPU=real pytest tests/integration), those of FIRST first; with
-pytest-xdist half as many at a time as there are CPUs. The benches are those of this directory:
-train on tmpfs, bandwidth, resume, train on --directory. After every part, what there is goes to
-bench/results/gpu-DATE-HALF.json and .md; a part that fails or takes too long is named there and
-stops no other. --logs keeps what each part printed. The exit code is 0 when all parts ended well.
+PYTHON names that machine's Python, which needs pip and torch with CUDA (default python3). PARTS and
+BENCHES are the parts, the most decisive first, with their seconds. A part for which too little is
+left of LIMIT_S is skipped, and named; a part that fails or takes too long stops no other. After
+every part OUTPUT (default gpu-results/) has the document so far, as .json and .md, and one archive,
+.tar.gz, with these and all logs: its files belong into bench/results/. The exit code is 0 when no
+part failed.
 
-The Python that runs this needs torch with CUDA, and pip. What else PCcheck and its tests need, and
-that Python lacks, is installed from --wheels. To fill it on a machine with network, for the GPU
-machine's Python (3.12 on x86-64 here), in the project's root:
-
-    pip download -d wheels --only-binary=:all: --no-deps --implementation cp \\
-        --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\
-        --platform manylinux2014_x86_64 --platform manylinux_2_12_x86_64 \\
-        setuptools msgpack pyzmq psutil uvloop shtab numpy safetensors \\
-        pytest iniconfig pluggy packaging pygments pytest-timeout hypothesis sortedcontainers \\
-        pytest-xdist execnet
-    pip wheel --no-deps --no-build-isolation -w wheels .
-
-The last line is for a GPU machine without a C compiler or Python headers: the extension keeps to
-Python's stable ABI, so that a wheel made by any Python from 3.11 on, on the same architecture and
-with an older glibc, works there. Sources are preferred; they need xxhash.h, from the system or in
-native/build, where `make` puts it. `wheels` and native/build are not part of the repository.
-
-With --dry all of it is tried without a GPU: small, on the CPU, tests left to the stand-in driver.
+DRY=1 tries a command without a GPU: small, on the stand-in driver and on the CPU.
 """
 
 from __future__ import annotations
@@ -37,28 +19,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Distribution and the oldest major version that will do; torch comes with the machine.
-NEEDED = {
-    "setuptools": 77, "msgpack": 1, "pyzmq": 26, "psutil": 5, "uvloop": 0, "numpy": 1,
-    "safetensors": 0, "shtab": 1, "pytest": 8, "pytest-timeout": 2, "hypothesis": 6,
+#: Distribution, and the oldest major version that will do: what a Python with torch may lack. What
+#: is there already is not installed.
+CARRIED = {
+    "setuptools": 77, "msgpack": 1, "pyzmq": 26, "psutil": 5, "uvloop": 0, "shtab": 1, "numpy": 1,
+    "safetensors": 0, "pytest": 8, "iniconfig": 2, "pluggy": 1, "packaging": 23, "pygments": 2,
+    "pytest-timeout": 2, "pytest-xdist": 3, "execnet": 2, "hypothesis": 6, "sortedcontainers": 2,
+    "anyio": 4, "idna": 3, "typing-extensions": 4, "torchsnapshot": 0, "nest-asyncio": 1,
+    "importlib-metadata": 8, "lazy-importer": 0, "zipp": 3, "aiofiles": 24,
 }  # fmt: skip
+GRACE_S = 10.0  # to end after Ctrl-C, daemons included
+TAIL_CHARACTERS = 4000
 #: Tests of what the design depends on: the waiting stream, its release, copies and restores.
 FIRST = (
     "test_gpu_gate.py::test_the_stream_waits_and_the_cpu_does_not",
@@ -70,216 +60,226 @@ FIRST = (
     "test_gpu_pull.py::test_restarts_leave_nothing_behind",
     "test_gpu_pull.py::test_what_changes_between_checkpoints_is_exposed_anew",
 )
-#: Limits in seconds for each part; the sum of a half is LIMIT_S at most.
-BUDGETS_S = {
-    "checks": {"requirements": 40, "build": 90, "probe": 110, "first_tests": 100, "tests": 130},
-    "benches": {
-        "requirements": 40, "build": 60, "train_in_memory": 75, "bandwidth": 90, "resume": 60,
-        "train": 145,
-    },
-}  # fmt: skip
-LIMIT_S = 470.0
-GRACE_S = 15.0  # to end after Ctrl-C, daemons included
-RESERVE_S = 30.0  # of a bench, for what it has begun when its budget is used up
-TEST_LIMIT_S = 60  # of one test, for what a real driver may never answer
-TAIL_CHARACTERS = 4000
 
 Document = dict[str, Any]
 
 
-@dataclass(slots=True)
-class Ended:
-    how: str  # "ok", or what happened
-    seconds: float
-    output: str  # its end
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    seconds: int  # its limit; less is left: skipped
+    command: str  # behind `python`; {out} is its document, {budget} the seconds after which it
+    # begins nothing new
+    dry: str = ""  # added, or instead of the command if it begins with "="
+
+
+def probe(name: str, seconds: int) -> Part:
+    return Part(name, seconds, f"bench/gpu/probe.py {name} --output {{out}}", "--small")
+
+
+def tests(name: str, seconds: int, which: str) -> Part:
+    workers = max(2, (os.cpu_count() or 1) // 2)
+    command = f"-m pytest {which} -n {workers} -p no:cacheprovider --timeout=60 --junitxml={{out}}"
+    return Part(name, seconds, command, f"=-m pytest {which} --collect-only -q")
+
+
+def bench(name: str, seconds: int, words: str, dry: str) -> Part:
+    command = f"-m bench.gpu.{words} --json {{out}} --budget-s {{budget}} --directory {{directory}}"
+    return Part(name, seconds, command, dry)
+
+
+def train(name: str, seconds: int, words: str, contenders: str) -> Part:
+    dry = "--device cpu --tiny --layers 1 --rounds 1 --intervals 2 --steps 2"
+    return bench(name, seconds, f"train --contenders {contenders} {words}", dry)
+
+
+_FIRST = " ".join(f"tests/integration/{name}" for name in FIRST)
+_OTHERS = "tests/integration -k gpu " + " ".join(f"--deselect=tests/integration/{n}" for n in FIRST)
+PARTS = (
+    # Sentences about the driver that PCcheck relies on, each with a check.
+    Part("behaviours", 30, "tests/standin/behaviours.py --json {out} --limit-s {budget}"),
+    probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
+    tests("first tests", 45, _FIRST),
+    probe("handles", 30), probe("mps", 40), probe("locks", 12), probe("power", 10),
+    bench("kinds", 110, "kinds", "--device cpu --lanes 1"),
+    bench("bandwidth", 70, "bandwidth --rounds 3", "--device cpu --tiny --layers 1 --rounds 1"),
+    tests("tests", 70, _OTHERS),
+    probe("facts", 10), probe("page", 10), probe("overlap", 15), probe("host", 20),
+)  # fmt: skip
+_TABLES = ";".join(f"pull:{one}" for one in ("N=1", "N=2", "N=3", "M=1", "M=1.5", "p=1", "p=4"))
+BENCHES = (
+    train("gpt2", 85, "--intervals 10 --steps 20 --rounds 3", "pull;push;auto:uid=64001"),
+    # The copy takes longer than forward and backward: the only place where the modes differ.
+    train("gate", 30, "--batch 2 --intervals 10 --rounds 2", "pull;push;device"),
+    train(
+        "opt", 90, "--model opt-1.3b --intervals 10 --steps 20 --rounds 1",
+        "pull;DCP+thread;DCP+process",
+    ),
+    train("expandable", 25, "--allocator expandable --intervals 10 --steps 20 --rounds 2", "auto"),
+    train(
+        "rivals", 70, "--intervals 10 --steps 20 --rounds 1",
+        "CheckFreq;torchsnapshot+async;DCP+thread;DCP+process;torch.save",
+    ),
+    train("figures 12 to 14", 70, "--intervals 4 --steps 12 --rounds 1", _TABLES),
+    train("vgg16", 30, "--model vgg16 --intervals 10,25 --rounds 1", "pull;torch.save"),
+    train("bert", 35, "--model bert-large --intervals 10,25 --rounds 1", "pull;torch.save"),
+)  # fmt: skip
+HALVES = {"check": (PARTS, 440), "bench": (BENCHES, 330)}
 
 
 class Check:
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
-        self.options = options
-        self.work = work
-        self.logs: Path = options.logs or work
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self.site = work / "site"
+        self.options, self.work = options, work
         self.start_s = time.monotonic()
-        self.document: Document = self.facts() | {"steps": {}}
         self.output: Path = options.output
         self.output.mkdir(parents=True, exist_ok=True)
-        self.budgets_s = BUDGETS_S[options.half]
-        self.stem = self.output / f"gpu-{datetime.date.today().isoformat()}-{options.half}"
+        self.logs = work / "logs"
+        self.logs.mkdir()
+        self.document: Document = self.facts() | {"ended": {}, "parts": {}}
+        card = re.sub(r"\W+", "-", self.document["gpu"].lower().removeprefix("nvidia ")) or "none"
+        date = datetime.date.today().isoformat()
+        self.stem = f"gpu-{date}-{card}-{self.document['commit']}-{options.half}"
 
     def facts(self) -> Document:
         cpus = Path("/proc/cpuinfo").read_text().splitlines()
-        names = ("torch", "numpy", "safetensors", "pyzmq", "msgpack", "uvloop")
+        names = ("torch", "numpy", "pyzmq", "msgpack", "transformers", "lightning", "accelerate")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {
+            "gpu": "" if self.options.dry else asked_gpu(),
+            "commit": commit(self.options.wheels),
             "cpu": next((line.split(":")[1].strip() for line in cpus if "model name" in line), "?"),
             "cpus": os.cpu_count(),
-            "architecture": platform.machine(),
-            "memory_gib": round(
-                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
-            ),
+            "memory_gib": round(memory / 2**30, 1),
             "kernel": platform.release(),
             "python": platform.python_version(),
             "versions": {name: version_of(name) or "missing" for name in names},
-            "load_before": os.getloadavg(),
-            "gpu": "not asked yet",
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python", *sys.argv]),
+            "limit_s": self.options.limit_s,
             "dry": self.options.dry,
         }
-
-    # -- running parts ---------------------------------------------------------------------------
 
     def left_s(self) -> float:
         return float(self.options.limit_s) - (time.monotonic() - self.start_s)
 
     def environment(self) -> dict[str, str]:
-        before = os.environ.get("PYTHONPATH", "")
-        path = [str(self.site), str(ROOT), *([before] if before else [])]
-        made = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+        path = [str(self.work / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
         if not self.options.dry:
-            made["PCCHECK_TEST_GPU"] = "real"
-        return made
+            return found | {"PCCHECK_TEST_GPU": "real"}
+        sys.path.insert(0, str(ROOT))
+        from tests.support import standin
 
-    def run(self, name: str, command: list[str], limit_s: float) -> Ended:
-        """One part. After its limit it gets Ctrl-C, so that it ends its daemons; then all
-        processes that it has started are killed."""
-        limit_s = min(limit_s, self.left_s())
+        (self.work / "device").mkdir(mode=0o777, exist_ok=True)
+        (self.work / "device").chmod(0o777)
+        gpus = standin.environment(self.work / "device", dead="keep")  # as cards do
+        return found | gpus | {"OMP_NUM_THREADS": "1"}
+
+    def install(self) -> None:
+        """From wheels/, what this Python lacks; PCcheck itself from there, or else built here."""
+        wheels = {distribution(path): path for path in self.options.wheels.glob("*.whl")}
+        wanted = [wheels[name] for name in missing() if name in wheels]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+        pip += ["--no-index", "--no-deps", "--no-compile", "--target", str(self.work / "site")]
+        ours = [wheels["pccheck"]] if "pccheck" in wheels else ["--no-build-isolation", ROOT]
+        self.run("install", [*pip, *map(str, [*wanted, *ours])], 90)
+
+    def part(self, part: Part) -> None:
+        if self.left_s() < part.seconds:
+            self.ended(part.name, f"skipped: {self.left_s():.0f} s were left", 0)
+            return
+        out = self.work / f"{part.name.replace(' ', '-')}.out"
+        dry: str = part.dry if self.options.dry else ""
+        words = dry[1:] if dry.startswith("=") else f"{part.command} {dry}"
+        budget_s = 999 if self.options.dry else part.seconds * 7 // 10
+        places = {"out": out, "budget": budget_s, "directory": self.options.directory}
+        # On CPUs that others use, too, small parts may take longer than large ones on a GPU.
+        limit_s = self.left_s() if self.options.dry else part.seconds
+        command = [word.format(**places) for word in words.split()]
+        self.run(part.name, [sys.executable, *command], limit_s)
+        if out.exists():
+            self.document["parts"][part.name] = adopted(out)
+            self.write()
+
+    def run(self, name: str, command: list[str], limit_s: float) -> None:
+        """After its limit a part gets Ctrl-C, so that it ends its daemons; then all processes that
+        it has started are killed."""
         start_s = time.monotonic()
-        log = self.logs / f"{name}.log"
-        if limit_s <= 1:
-            return self.record(name, Ended("no time left", 0.0, ""))
-        print(f"== {name} (at most {limit_s:.0f} s): {' '.join(command)}", flush=True)
+        log = self.logs / f"{name.replace(' ', '-')}.log"
+        print(f"== {name}, at most {limit_s:.0f} s, of {self.left_s():.0f}", flush=True)
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=self.environment(), stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            how = self.wait(process, limit_s)
-        text = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
-        print(text, flush=True)
-        return self.record(name, Ended(how, round(time.monotonic() - start_s, 1), text))
+            try:
+                code = process.wait(limit_s)
+                how = "ok" if code == 0 else f"failed: exit code {code}"
+            except subprocess.TimeoutExpired:
+                how = f"failed: it took more than {limit_s:.0f} s"
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if how != "ok":
+            print(log.read_text(errors="replace")[-TAIL_CHARACTERS:], flush=True)
+        self.ended(name, how, time.monotonic() - start_s)
 
-    def wait(self, process: subprocess.Popen[bytes], limit_s: float) -> str:
-        try:
-            code = process.wait(limit_s)
-            return "ok" if code == 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_S)
-            return f"timed out after {limit_s:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a session of its own, see Popen
-            process.wait()
-
-    def record(self, name: str, ended: Ended) -> Ended:
-        self.document["steps"][name] = {"ended": ended.how, "seconds": ended.seconds}
-        if ended.how != "ok":
-            self.document["steps"][name]["output"] = ended.output
+    def ended(self, name: str, how: str, seconds: float) -> None:
+        print(f"   {name}: {how}, {seconds:.1f} s", flush=True)
+        self.document["ended"][name] = {"how": how, "seconds": round(seconds, 1)}
         self.write()
-        return ended
 
     def write(self) -> None:
-        self.stem.with_suffix(".json").write_text(json.dumps(self.document, indent=1) + "\n")
-        self.stem.with_suffix(".md").write_text("\n".join(table(self.document)) + "\n")
-
-    def adopt(self, name: str, path: Path) -> None:
-        """Takes what a part has written, whole or not, into the document."""
-        try:
-            self.document[name] = json.loads(path.read_text())
-            self.document["gpu"] = self.document[name].get("gpu", self.document["gpu"])
-        except (OSError, json.JSONDecodeError) as error:
-            self.document[name] = {"missing": str(error)}
-        self.write()
-
-    # -- the parts -------------------------------------------------------------------------------
-
-    def build(self) -> None:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        pip += ["--no-index", "--no-deps", "--no-compile", "--target", str(self.site)]
-        wheels: Path = self.options.wheels
-        missing = [name for name, oldest in NEEDED.items() if major_of(name) < oldest]
-        if missing:
-            find = ["--find-links", str(wheels)]
-            self.run("requirements", [*pip, *find, *missing], self.budgets_s["requirements"])
-        with_source = [*pip, "--no-build-isolation", str(ROOT)]
-        if self.run("build", with_source, self.budgets_s["build"]).how == "ok":
-            return
-        for wheel in sorted(wheels.glob("pccheck-*.whl")):
-            self.run("carried wheel", [*pip, str(wheel)], 30)
-
-    def probe(self) -> None:
-        result = self.work / "probe.json"
-        command = [sys.executable, "bench/gpu/probe.py", "--output", str(result)]
-        self.run("probe", [*command, *(["--small"] if self.options.dry else [])],
-                 self.budgets_s["probe"])  # fmt: skip
-        self.adopt("probe", result)
-        self.document["gpu"] = (
-            self.document["probe"].get("steps", {}).get("facts", {}).get("name", "none")
-        )
-
-    def first_tests(self) -> None:
-        self.pytest("first_tests", [f"tests/integration/{name}" for name in FIRST])
-
-    def tests(self) -> None:
-        others = [f"--deselect=tests/integration/{name}" for name in FIRST]
-        self.pytest("tests", ["tests/integration", "-k", "gpu", *others])
-
-    def pytest(self, name: str, which: list[str]) -> None:
-        result = self.work / f"{name}.xml"
-        at_once = max(2, (os.cpu_count() or 1) // 2)
-        side_by_side = ["-n", str(at_once)] if version_of("pytest-xdist") else []
-        self.run(
-            name,
-            [sys.executable, "-m", "pytest", *which, *side_by_side, "-p", "no:cacheprovider",
-             f"--timeout={TEST_LIMIT_S}", f"--junitxml={result}"],
-            self.budgets_s[name],
-        )  # fmt: skip
-        self.document[name] = counts(result)
-        self.write()
-
-    def bench(
-        self, name: str, *flags: str, module: str = "", directory: Path | None = None
-    ) -> None:
-        """The bench's budget is below its limit, so the bench ends in time."""
-        limit_s = self.budgets_s[name]
-        result = self.work / f"{name}.json"
-        budget_s = max(5.0, min(limit_s, self.left_s()) - RESERVE_S)
-        command = [sys.executable, "-m", f"bench.gpu.{module or name}", "--json", str(result)]
-        command += ["--directory", str(directory or self.options.directory), *flags]
-        command += ["--budget-s", f"{budget_s:.0f}"]
-        self.run(name, [*command, *(["--device", "cpu", "--tiny"] if self.options.dry else [])],
-                 limit_s)  # fmt: skip
-        self.adopt(name, result)
-
-    def parts(self) -> list[tuple[str, Callable[[], None]]]:
-        if self.options.half == "checks":
-            return [
-                ("build", self.build), ("probe", self.probe), ("first_tests", self.first_tests),
-                ("tests", self.tests),
-            ]  # fmt: skip
-        return [
-            ("build", self.build),
-            ("train_in_memory", self.train_in_memory),
-            ("bandwidth", lambda: self.bench("bandwidth")),
-            ("resume", lambda: self.bench("resume", "--layers", "6", "--batch", "4")),
-            ("train", lambda: self.bench("train", "--rounds", "1")),
-        ]
-
-    def train_in_memory(self) -> None:
-        """On tmpfs: what pulling and pushing cost the steps of a script that reads its loss at
-        every step, where no disk holds them up."""
-        flags = ["--intervals", "10", "--no-rivals", "--look-every", "1"]
-        flags.append("--daemon-flags=--allow-any-filesystem")
-        self.bench("train_in_memory", *flags, module="train", directory=Path("/dev/shm"))
+        """All there is, at once: the machine may be taken away at any time."""
+        path = self.output / f"{self.stem}.json"
+        path.write_text(json.dumps(self.document, indent=1) + "\n")
+        path.with_suffix(".md").write_text("\n".join(table(self.document)) + "\n")
+        fresh = self.output / f".{self.stem}.new"
+        with tarfile.open(fresh, "w:gz", compresslevel=1) as archive:
+            for file in (path, path.with_suffix(".md"), *sorted(self.logs.iterdir())):
+                archive.add(file, f"{self.stem}/{file.name}")
+        fresh.replace(self.output / f"{self.stem}.tar.gz")
 
 
-def unavailable(wheels: Path) -> list[str]:
-    """Requirements that are neither installed nor among the wheels."""
-    there = {path.name.split("-")[0].replace("_", "-").lower() for path in wheels.glob("*.whl")}
-    return [n for n, oldest in NEEDED.items() if major_of(n) < oldest and n not in there]
+# -- what is here ----------------------------------------------------------------------------------
+
+
+def asked_gpu() -> str:
+    """The GPU's name; empty without one. In a process of its own: CUDA must not start in this one,
+    and a driver may never answer."""
+    command = [sys.executable, "bench/gpu/probe.py", "facts"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30,
+                             check=False)  # fmt: skip
+        return str(json.loads(ran.stdout)["steps"]["facts"].get("name", ""))
+    return ""
+
+
+def commit(wheels: Path) -> str:
+    """Of this checkout, or as `make gpu-pack` noted it for a copy without git."""
+    ran = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True,
+                         text=True, check=False)  # fmt: skip
+    noted = wheels / "COMMIT"
+    return ran.stdout.strip() or (noted.read_text().strip() if noted.exists() else "unknown")
+
+
+def sources() -> str:
+    """A digest of what the wheel of PCcheck is made of."""
+    found = hashlib.sha256()
+    for folder in ("client", "native/pccheck_native", "native/python", "native/src", "pccheckd"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".c", ".h"):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def is_stale(wheels: Path) -> bool:
+    """Whether the wheel of PCcheck there is of other sources than these."""
+    noted = wheels / "SOURCES"
+    return noted.exists() and noted.read_text().strip() != sources()
 
 
 def version_of(name: str) -> str:
@@ -289,48 +289,61 @@ def version_of(name: str) -> str:
         return ""
 
 
-def major_of(name: str) -> int:
-    """-1: not installed."""
-    first = version_of(name).split(".")[0]
-    return int(first) if first.isdigit() else -1
+def missing() -> list[str]:
+    """Of CARRIED, what this Python lacks or has too old."""
+    majors = {name: version_of(name).split(".")[0] for name in CARRIED}
+    return [
+        name for name, oldest in CARRIED.items()
+        if not majors[name].isdigit() or int(majors[name]) < oldest
+    ]  # fmt: skip
 
 
-def counts(path: Path) -> Document:
-    """The counts in pytest's XML, and the failed tests."""
-    try:
-        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-    except (OSError, ElementTree.ParseError) as error:
-        return {"missing": str(error)}
-    found: Document = {
+def distribution(wheel: Path) -> str:
+    return wheel.name.split("-")[0].replace("_", "-").lower()
+
+
+def pack(wheels: Path, python: str) -> int:
+    """Fills `wheels` for a Python of that version on x86-64, and notes the commit."""
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    platforms = [f"--platform=manylinux_2_{n}_x86_64" for n in (17, 26, 27, 28)]
+    platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux_2_12_x86_64"]
+    subprocess.run(
+        [*pip, "download", "-q", "-d", str(wheels), "--only-binary=:all:", "--no-deps",
+         "--implementation=cp", f"--python-version={python}", *platforms,
+         "-c", str(ROOT / "constraints.txt"), *CARRIED], check=True,
+    )  # fmt: skip
+    subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(ROOT)],
+        check=True,
+    )  # fmt: skip
+    (wheels / "COMMIT").write_text(commit(wheels) + "\n")
+    (wheels / "SOURCES").write_text(sources() + "\n")
+    size = sum(path.stat().st_size for path in wheels.iterdir())
+    print(f"{wheels}: {len(list(wheels.iterdir()))} files, {size / 2**20:.0f} MiB")
+    return 0
+
+
+# -- what the parts have found ---------------------------------------------------------------------
+
+
+def adopted(out: Path) -> Document:
+    text = out.read_text()
+    if not text.startswith("<"):
+        found: Document = json.loads(text)
+        return found
+    suites = list(ElementTree.fromstring(text).iter("testsuite"))
+    counted: Document = {
         key: sum(int(suite.get(key, 0)) for suite in suites)
         for key in ("tests", "failures", "errors", "skipped")
     }
-    found["wrong"] = [
+    counted["wrong"] = [
         f"{case.get('classname')}.{case.get('name')}"
         for suite in suites
         for case in suite.iter("testcase")
         if case.find("failure") is not None or case.find("error") is not None
     ]
-    return found
-
-
-# -- for reading ---------------------------------------------------------------------------------
-
-#: Step and key of the facts that the design depends on.
-TELLING = (
-    ("facts", ("name", "driver_version", "memory_ops_64", "plain_handle", "vmm_handle",
-               "second_context_mib")),
-    ("page", ("stream_write_to_other_cpu_us", "other_cpu_store_to_stream_us",
-              "went_on_before_the_store", "pull_gb_s", "pull_while_stream_waits_gb_s")),
-    ("overlap", ("imported_address_range", "imported_range_size_bytes", "open_twice",
-                 "pull_alone_gb_s", "compute_with_pull_ratio", "compute_with_push_ratio",
-                 "short_with_pull_ratio", "short_with_push_ratio", "memory_with_pull_ratio",
-                 "memory_with_push_ratio")),
-    ("death", ("idle_first_wrong_s", "copying_first_wrong_s", "idle_back_mib", "copying_back_mib")),
-    ("uids", ("a_to_a_open", "a_to_b_open", "root_to_a_open", "a_to_root_open")),
-    ("registration", ("small_pages_4gib_register_ms", "huge_pages_4gib_register_ms")),
-    ("bandwidth", ("pinned_to_host_chunked_1_streams_gb_s", "pinned_to_host_256mib_gb_s")),
-)  # fmt: skip
+    return counted
 
 
 def table(document: Document) -> list[str]:
@@ -338,105 +351,78 @@ def table(document: Document) -> list[str]:
     lines = [
         "# GPU check" + (" (dry: no GPU)" if document["dry"] else ""),
         "",
-        f"{document['date'][:10]}, GPU {document['gpu']}; {document['cpu']}, "
-        f"{document['cpus']} CPUs, {document['memory_gib']} GiB, kernel {document['kernel']}; "
-        f"Python {document['python']}, {versions}.",
-        "",
-        f"    {document['command']}",
+        f"{document['date'][:10]}, GPU {document['gpu'] or 'none'}, commit {document['commit']}; "
+        f"{document['cpu']}, {document['cpus']} CPUs, {document['memory_gib']} GiB, kernel "
+        f"{document['kernel']}; Python {document['python']}, {versions}.",
         "",
         "| part | ended | s |",
         "|---|---|---|",
     ]
-    for name, step in document["steps"].items():
-        lines.append(f"| {name} | {step['ended']} | {step['seconds']} |")
-    return [*lines, "", *probe_lines(document), *tests_lines(document), *bench_lines(document)]
+    lines += [f"| {n} | {end['how']} | {end['seconds']} |" for n, end in document["ended"].items()]
+    for name, found in document["parts"].items():
+        lines += ["", f"## {name}", "", *shown(name, found)]
+    return lines
 
 
-def probe_lines(document: Document) -> list[str]:
-    steps = document.get("probe", {}).get("steps", {})
-    lines = ["## Probe", "", "| step | what | |", "|---|---|---|"]
-    for step, keys in TELLING:
-        for key in keys:
-            if key in steps.get(step, {}):
-                value = steps[step][key]
-                shown = value["median"] if isinstance(value, dict) else value
-                lines.append(f"| {step} | {key} | {shown} |")
-    for step, found in steps.items():
-        if found.get("ended") != "ok":
-            lines.append(f"| {step} | {found.get('ended')} | {found.get('failures', '')} |")
-    return [*lines, ""]
-
-
-def tests_lines(document: Document) -> list[str]:
-    lines: list[str] = []
-    for name, title in (("first_tests", "First tests"), ("tests", "Tests")):
-        found = document.get(name, {})
-        if "tests" not in found:
-            continue
+def shown(name: str, found: Document) -> list[str]:
+    if "tests" in found:
         wrong = found["failures"] + found["errors"]
         passed = found["tests"] - wrong - found["skipped"]
-        text = f"{passed} passed, {wrong} failed, {found['skipped']} skipped."
-        lines += [f"## {title}", "", text, "", *(f"- {name}" for name in found["wrong"]), ""]
+        return [f"{passed} passed, {wrong} failed, {found['skipped']} skipped.",
+                *(f"- failed: {one}" for one in found["wrong"])]  # fmt: skip
+    if "steps" in found:
+        facts = found["steps"].get(name, {})
+        return ["| | |", "|---|---|", *(f"| {key} | {text(fact)} |" for key, fact in facts.items())]
+    if "beliefs" in found:
+        beliefs = found["beliefs"].values()
+        other = [one for one in beliefs if one["found"] != "holds"]
+        return [f"{len(beliefs) - len(other)} of {len(beliefs)} hold.",
+                *(f"- {one['found']}: {one['belief']} {one['why']}" for one in other)]  # fmt: skip
+    lines: list[str] = found.get("table", ["It did not end; the JSON file has the rest."])
     return lines
 
 
-def bench_lines(document: Document) -> list[str]:
-    lines: list[str] = []
-    for name in ("train_in_memory", "bandwidth", "resume", "train"):
-        if name in document:
-            cut = ["The bench did not end; see the JSON file for what it had measured."]
-            lines += [
-                f"## {name.capitalize().replace('_', ' ')}",
-                "",
-                *document[name].get("table", cut),
-                "",
-            ]
-    return lines
-
-
-def has_no_gpu() -> bool:
-    """Whether the probe reports it; a probe without a report fails as a part later."""
-    command = [sys.executable, "bench/gpu/probe.py", "--only", "facts", "--limit-s", "20"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    return bool(said) and json.loads(said)["driver"] == "none"
+def text(fact: object) -> str:
+    if isinstance(fact, dict):
+        return ", ".join(f"{key} {value}" for key, value in fact.items())
+    return str(fact).replace("|", "/")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--half", choices=tuple(BUDGETS_S), default="checks")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("half", choices=[*HALVES, "pack"])
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
+    parser.add_argument("--for-python", default="3.12", help="of `pack`: the GPU machine's version")
+    parser.add_argument("--limit-s", type=float, help="default 440 for check, 330 for bench")
     parser.add_argument("--directory", type=Path, default=ROOT, help="for checkpoints")
-    parser.add_argument("--output", type=Path, help="default bench/results")
-    parser.add_argument("--logs", type=Path, help="keeps what the parts print; default: removed")
-    parser.add_argument("--only", action="append", default=[], help="parts; build is always run")
-    parser.add_argument("--no-build", action="store_true", help="use the PCcheck that is installed")
+    parser.add_argument("--output", type=Path, default=ROOT / "gpu-results")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--no-install", action="store_true", help="use the PCcheck that is here")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    if options.output is None:
-        options.output = Path(tempfile.gettempdir()) if options.dry else ROOT / "bench" / "results"
-    if not options.dry and has_no_gpu():
-        parser.error("there is no GPU here; --dry tries this command without one")
-    if lacking := unavailable(options.wheels):
-        parser.error(
-            f"{', '.join(lacking)}: neither installed nor in {options.wheels}; the head of "
-            "bench/gpu/check.py has the command that fetches them"
-        )
+    if options.half == "pack":
+        return pack(options.wheels, options.for_python)
+    if not options.no_install and is_stale(options.wheels):
+        parser.error(f"{options.wheels} has another PCcheck than this folder: make gpu-pack again")
+    parts, limit_s = HALVES[options.half]
+    options.limit_s = options.limit_s or limit_s
     work = Path(tempfile.mkdtemp(prefix="pcc-gpu-"))
+    work.chmod(0o711)  # parts also run under other user ids
     # Started in the background, this would ignore Ctrl-C, and so would the parts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         check = Check(options, work)
-        for name, part in check.parts():
-            if (name == "build" and options.no_build) or (
-                options.only and name not in ("build", *options.only)
-            ):
-                continue
-            part()
-        check.write()
+        if not options.dry and not check.document["gpu"]:
+            parser.error("there is no GPU here; --dry (make: DRY=1) tries this command without one")
+        if not options.no_install:
+            check.install()
+        for part in parts:
+            if not options.only or part.name in options.only:
+                check.part(part)
         print("\n".join(table(check.document)))
-        print(f"written: {check.stem}.json and .md")
-        return int(any(step["ended"] != "ok" for step in check.document["steps"].values()))
+        print(f"written: {check.output / check.stem}.tar.gz")
+        ends = [end["how"] for end in check.document["ended"].values()]
+        return int(any(how.startswith("failed") for how in ends))
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -7,51 +7,83 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bench import common
-from bench.common import GIB, MIB, BenchError
-from bench.gpu.model import DTYPES, MEDIUM, TINY, Shape, Training
+from bench.common import GIB, MIB, BenchError, sync_path, tensors_of
+from bench.gpu.model import DTYPES, MODELS, TINY, Training
 from bench.ours import Ours
-from bench.rivals import KEPT, Finish, Rivals, State, stager_kept
+from bench.rivals import Finish, Rivals, State, stager_kept
 from pccheck import Checkpoint, PCcheckClient
 
 #: How PCcheck takes the bytes, by the name in the tables: arguments of PCcheckClient.
-ON_GPU: dict[str, dict[str, Any]] = {
+OURS: dict[str, dict[str, Any]] = {
     "pull": {"transfer": "pull"},
     "push": {"transfer": "push"},
     "device": {"snapshot": "device"},
+    "auto": {},
 }
-ON_CPU: dict[str, dict[str, Any]] = {"push": {"transfer": "push"}}
-DCP = "DCP async_save"
+ON_GPU = ("pull", "push", "device")
+ON_CPU = ("push",)
+DCP, DCP_PROCESS, CHECKFREQ = "DCP thread", "DCP process", "CheckFreq"
 LIMIT_S = 120.0
 
 Document = dict[str, Any]
 
 
-def modes(device: torch.device) -> dict[str, dict[str, Any]]:
+def modes(device: torch.device) -> tuple[str, ...]:
     return ON_GPU if device.type == "cuda" else ON_CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4", or "auto:uid=64001"."""
+
+    mode: dict[str, Any]
+    in_flight: int = 0  # N; 0: the daemon's default
+    dram: float = 2.0  # M, in checkpoints
+    writers: int = 0  # p
+    uid: int = 0  # of the trainer; 0: the daemon's
+
+    @classmethod
+    def of(cls, name: str, device: torch.device) -> Setting:
+        way, _, rest = name.partition(":")
+        found = dict(pair.split("=") for pair in rest.split(",") if pair)
+        mode = OURS[way] if device.type == "cuda" else {}
+        return cls(mode, int(found.get("N", 0)), float(found.get("M", 2)), int(found.get("p", 0)),
+                   int(found.get("uid", 0)))  # fmt: skip
+
+    def flags(self, payload_bytes: int) -> list[str]:
+        spare_mib = 256 if self.dram >= 2 else 0
+        dram_mib = max(32, int(self.dram * payload_bytes) // MIB + spare_mib)
+        found = ["--dram", f"{dram_mib}MiB"]
+        if self.in_flight:
+            found += ["--slots", str(self.in_flight + 1), "--keep", "1"]
+        return found + (["--writers", str(self.writers)] if self.writers else [])
 
 
 class Node(Ours):
     """One daemon for a whole bench; `connect` starts a client of one mode, `leave` ends it."""
 
     def __init__(self, state: State, storage: Path, payload_bytes: int, *flags: str) -> None:
-        dram = f"{2 * payload_bytes // MIB + 256}MiB"  # M >= 2m: two are under way at once
-        super().__init__(state, storage, payload_bytes, "--dram", dram, *flags)
+        super().__init__(state, storage, payload_bytes, *flags)
         self.mode: dict[str, Any] = {}
         self.handles: list[Checkpoint] = []
 
     def __enter__(self) -> Node:
         self.daemon.start()
+        self.daemon.open_to_everybody()
         return self
 
     def _connect(self) -> None:
@@ -115,39 +147,74 @@ class Node(Ours):
 
 
 class GpuRivals(Rivals):
-    """DCP for GPUs: a kept stager with pinned memory that copies on a stream of its own; the next
-    update waits for it."""
+    """Rivals whose copies run beside training, on a stream of their own, with pinned memory that is
+    kept; the next update waits for them. DCP writes in a thread or in a process. CheckFreq, as its
+    paper describes it, has one checkpoint at a time in the background."""
 
     def __init__(self, state: State, device: torch.device) -> None:
         super().__init__(state)
+        self.on_gpu = device.type == "cuda"
         self.staged: Callable[[], object] = lambda: None
-        self.hook: Any = None
-        if device.type == "cuda":
-            self.save[DCP] = self._dcp_pinned
-        else:
-            self.save[DCP] = self.save[KEPT]
+        self.hook = state.optimizer.register_step_pre_hook(lambda *_: self.wait())
+        self.stagers: dict[str, DefaultStager] = {}
+        self.copy: dict[str, torch.Tensor] = {}
+        self.side: Any = torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
+        self.save[DCP] = lambda directory: self._dcp(DCP, directory)
+        self.save[DCP_PROCESS] = lambda directory: self._dcp(DCP_PROCESS, directory)
+        self.save[CHECKFREQ] = self._checkfreq
+        os.environ.setdefault("MASTER_ADDR", "localhost")  # for the process of DCP
 
-    def _dcp_pinned(self, directory: Path) -> Finish:
-        if self.stager is None:
-            self.stager = stager_kept(of_gpu=True)
-            self.hook = self.state.optimizer.register_step_pre_hook(lambda *_: self.wait())
+    def _dcp(self, name: str, directory: Path) -> Finish:
+        if name not in self.stagers:
+            self.stagers[name] = stager_kept(of_gpu=self.on_gpu, shared=name == DCP_PROCESS)
+        stager = self.stagers[name]
         # It copies on this stream, which does not wait for the last update otherwise.
-        side: torch.cuda.Stream | None = getattr(self.stager, "_staging_stream", None)
-        if side is None:
-            torch.cuda.current_stream().synchronize()
-        else:
+        side: torch.cuda.Stream | None = getattr(stager, "_staging_stream", None)
+        if side is not None:
             side.wait_stream(torch.cuda.current_stream())
-        response = self._begin(directory, self.stager)
-        self.staged = response.staging_completion.result
+        elif self.on_gpu:
+            torch.cuda.current_stream().synchronize()
+        by = AsyncCheckpointerType.PROCESS if name == DCP_PROCESS else AsyncCheckpointerType.THREAD
+        response = self._begin(directory, stager, by)
+        if self.on_gpu:
+            self.staged = response.staging_completion.result
         return self._rest(directory, response)
+
+    def _checkfreq(self, directory: Path) -> Finish:
+        tensors = tensors_of(self.state.model, self.state.optimizer)
+        if self.copy.keys() != tensors.keys():
+            self.copy = {
+                name: torch.empty_like(t, device="cpu", pin_memory=self.on_gpu)
+                for name, t in tensors.items()
+            }
+        copied: Callable[[], object] = lambda: None  # noqa: E731
+        if self.on_gpu:
+            self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            for name, tensor in tensors.items():
+                self.copy[name].copy_(tensor, non_blocking=True)
+        if self.on_gpu:
+            event = self.side.record_event()
+            copied = event.synchronize
+            self.staged = lambda: torch.cuda.current_stream().wait_event(event)
+
+        def finish() -> None:
+            copied()
+            path = directory / "state.pt"
+            torch.save(self.copy, path)
+            sync_path(path)
+            sync_path(directory)
+
+        return finish
 
     def wait(self) -> None:
         self.staged()
         self.staged = lambda: None
 
     def __exit__(self, *exception: object) -> None:
-        if self.hook is not None:
-            self.hook.remove()
+        self.hook.remove()
+        for stager in self.stagers.values():
+            stager.close()
         super().__exit__(*exception)
 
 
@@ -157,13 +224,13 @@ class GpuRivals(Rivals):
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = common.arguments(description)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    made.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    made.add_argument("--model", choices=MODELS, default="gpt2-medium")
+    made.add_argument("--dtype", choices=sorted(DTYPES), help="default: as the model is trained")
     made.add_argument("--tiny", action="store_true", help="a small model, to try the bench")
-    made.add_argument("--layers", type=int, default=0, help="default 24, with --tiny 2")
-    made.add_argument("--batch", type=int, default=0, help="default 16, with --tiny 2")
+    made.add_argument("--layers", type=int, default=0, help="fewer than the model has")
+    made.add_argument("--batch", type=int, default=0, help="default: the model's")
     made.add_argument("--budget-s", type=float, default=120, help="nothing is begun after that")
     made.add_argument("--json", type=Path, help="write there, not into bench/results")
-    made.add_argument("--daemon-flags", default="", help="in one word: '--writers 4'")
     return made
 
 
@@ -175,12 +242,13 @@ class Report:
         self.name = name
         self.path: Path | None = options.json
         self.document: Document = common.facts_of(options.directory)
-        if options.device == "cuda":
-            self.document["gpu"] = torch.cuda.get_device_name()
         self.start_s = time.monotonic()
         self.budget_s: float = options.budget_s
 
     def keep(self, **parts: object) -> None:
+        # To ask would start CUDA, and forbid forks.
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self.document["gpu"] = torch.cuda.get_device_name()
         self.document.update(parts)
         if self.path is not None:
             fresh = self.path.with_suffix(".new")
@@ -200,21 +268,23 @@ class Report:
 
 
 def training_of(options: argparse.Namespace, dtype: str = "", seed: int = 1) -> Training:
-    shape: Shape = TINY if options.tiny else MEDIUM
-    if options.layers:
+    shape = TINY if options.tiny else MODELS[options.model]
+    if options.layers and shape.layers:
         shape = replace(shape, layers=options.layers)
-    batch = options.batch or (2 if options.tiny else 16)
     return Training(
-        shape, torch.device(options.device), DTYPES[dtype or options.dtype], batch, seed
-    )
-
-
-def node_of(training: Training, directory: Path, options: argparse.Namespace) -> Node:
-    common.require_room(directory, 6 * training.payload_bytes() + GIB // 4)
-    return Node(
-        training.state, directory / "storage", training.payload_bytes(),
-        *options.daemon_flags.split(),
+        shape, torch.device(options.device), DTYPES[dtype or options.dtype or shape.dtype],
+        options.batch or shape.batch, seed,
     )  # fmt: skip
+
+
+def node_of(training: Training, directory: Path, setting: Setting | None = None) -> Node:
+    payload = training.payload_bytes()
+    common.require_room(directory, 6 * payload + GIB // 4)
+    storage = Path(tempfile.mkdtemp(prefix="node-", dir=directory)) / "storage"
+    flags = (setting or Setting({})).flags(payload)
+    if common.file_system(directory) == "tmpfs":
+        flags.append("--allow-any-filesystem")
+    return Node(training.state, storage, payload, *flags)
 
 
 @contextmanager

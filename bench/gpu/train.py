@@ -1,14 +1,20 @@
 """What do checkpoints cost a training step on a GPU?
 
-    python -m bench.gpu.train [--intervals 10,50,5,1] [--rounds 3] [--dtype bf16] [--batch 16]
-                              [--no-rivals] [--device cpu --tiny] [--budget-s 180]
+    python -m bench.gpu.train [--model gpt2-medium|opt-1.3b|bert-large|vgg16] [--intervals 10,50]
+                              [--contenders pull,push,...] [--rounds 3] [--batch 16]
+                              [--allocator expandable] [--device cpu --tiny] [--budget-s 180]
                               [--look-every 10] [--directory DIR] [--json FILE]
 
-GPT-2 medium is trained without checkpoints and with each contender, with one every f steps: PCcheck
-by pull, by push and with snapshot="device", torch.save + fsync, DCP's async_save at its settings
-for GPUs. Each run begins with a checkpoint, and every checkpoint is followed by f steps. Slowdowns
-are taken against the run without checkpoints of the same round. The first interval gets most
-rounds. What does not fit into the budget is left out and named. On the CPU PCcheck pushes.
+The model is trained without checkpoints and with each contender, with one every f steps. These are:
+PCcheck by "pull", by "push", with snapshot="device" ("device"), or as it decides ("auto");
+torch.save + fsync; DCP's async_save at its settings for GPUs ("DCP thread", "DCP process");
+"torchsnapshot async"; "CheckFreq". PCcheck's can have settings, "pull:N=2,M=1.5,p=4": N checkpoints
+in flight, memory for M of them, p writers; "auto:uid=64001" trains under another user id than the
+daemon's.
+
+Each run begins with a checkpoint, and every checkpoint is followed by f steps. In every round all
+contenders run once, in turn, and slowdowns are taken against the run without checkpoints of the
+same round. What does not fit into the budget is left out and named. On the CPU PCcheck pushes.
 
 The loss is read every --look-every steps, as by a script that logs it: the CPU waits for the GPU
 then, and a copy of four bytes for those that are under way. With 1 a gradient scaler or a check for
@@ -18,24 +24,26 @@ NaN is imitated.
 from __future__ import annotations
 
 import argparse
-import itertools
+import os
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench import common
 from bench.common import Spread
 from bench.gpu import contender
-from bench.gpu.contender import DCP, GpuRivals, Report, recorded
+from bench.gpu.contender import GpuRivals, Node, Report, Setting, recorded
 from bench.gpu.model import Training
 from bench.rivals import RivalSaver
 
 NONE = "none"
-RIVALS = ("torch.save", DCP)
 WARM_UP_STEPS = 5
+EXPANDABLE = "expandable_segments:True"
 
 Save = Callable[[int], object]
 Row = dict[str, Any]
@@ -61,7 +69,20 @@ def train(training: Training, steps: int, every: int, save: Save | None, look_ev
 
 def steps_of(every: int) -> int:
     """Enough checkpoints to see them wait for each other, and few enough to be done in time."""
-    return {1: 4, 5: 10, 10: 20}.get(every, every)
+    return {1: 4, 4: 16, 5: 20, 10: 40, 25: 50}.get(every, every)
+
+
+@contextmanager
+def trainer_of(uid: int) -> Iterator[None]:
+    """This process under another effective uid, as the daemon sees it."""
+    if uid:
+        os.setegid(uid)
+        os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(os.getuid())
+        os.setegid(os.getgid())
 
 
 class Bench:
@@ -74,31 +95,58 @@ class Bench:
         self.left_out: list[str] = []
         self.warm: set[str] = set()
         self.look_every: int = options.look_every
+        self.steps: int = options.steps
         train(self.training, WARM_UP_STEPS, 1, None, self.look_every)
-        self.modes = contender.modes(self.training.device)
-        self.node = contender.node_of(self.training, directory, options)
         self.rivals = GpuRivals(self.training.state, self.training.device)
+        self.node: Node | None = None
+        self.flags: list[str] = []
+
+    def __enter__(self) -> Bench:
+        self.rivals.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.end_node()
+        self.rivals.__exit__(*exception)
+
+    def end_node(self) -> None:
+        node, self.node = self.node, None
+        if node is not None:
+            node.__exit__(None, None, None)
+            shutil.rmtree(node.daemon.storage.parent)
+
+    def node_for(self, setting: Setting) -> Node:
+        """The daemon that runs already, if it has these flags."""
+        flags = setting.flags(self.training.payload_bytes())
+        if self.node is None or flags != self.flags:
+            self.end_node()
+            self.flags = flags
+            self.node = contender.node_of(self.training, self.directory, setting).__enter__()
+        return self.node
 
     def run(self, name: str, every: int) -> Row:
-        steps = steps_of(every)
+        steps = self.steps or steps_of(every)
         row: Row = {"contender": name, "every": every, "steps": steps}
         common.settle()
         if name == NONE:
-            row |= train(self.training, steps, every, None, self.look_every)
-        elif name in RIVALS:
-            row |= self.run_rival(name, steps, every)
-        else:
-            self.node.connect(self.modes[name])
+            return row | train(self.training, steps, every, None, self.look_every)
+        if name.partition(":")[0] in contender.OURS:
+            return row | self.run_ours(Setting.of(name, self.training.device), steps, every)
+        return row | self.run_rival(name, steps, every)
+
+    def run_ours(self, setting: Setting, steps: int, every: int) -> Row:
+        node, row = self.node_for(setting), Row()
+        with trainer_of(setting.uid):
+            node.connect(setting.mode)
             self.training.step(0)  # from the first step on, checkpoint() need not wait for the copy
-            row["durable_s"] = self.node.save().durable_s  # registers, and makes the volume
-            self.node.handles.clear()
-            row["chosen"] = self.node.chosen()
+            row["durable_s"] = node.save().durable_s  # registers, and makes the volume
+            node.handles.clear()
+            row["chosen"] = node.chosen()
             row |= train(
-                self.training, steps, every, lambda step: self.node.start_save(), self.look_every
+                self.training, steps, every, lambda step: node.start_save(), self.look_every
             )
-            self.node.leave()
-            row["endings"] = self.node.endings()
-        return row
+            node.leave()
+        return row | {"endings": node.endings()}
 
     def run_rival(self, name: str, steps: int, every: int) -> Row:
         saver = RivalSaver(self.rivals.save[name], self.directory)
@@ -134,25 +182,15 @@ class Bench:
         )  # fmt: skip
 
 
-def plan(intervals: list[int], rounds: int) -> Iterator[tuple[int, int, bool]]:
-    """(round, interval, with rivals): what matters most first."""
-    first, *others = intervals
-    numbers = itertools.count()
-    yield next(numbers), first, True
-    for _ in range(rounds - 1):
-        yield next(numbers), first, False
-    for every in others:
-        yield next(numbers), every, True
-
-
 def ratios(rows: list[Row]) -> dict[int, dict[str, list[float]]]:
     """Slowdowns by interval and contender."""
-    alone = {row["round"]: row["seconds"] for row in rows if row["contender"] == NONE}
+    alone = {(r["every"], r["round"]): r["seconds"] for r in rows if r["contender"] == NONE}
     found: dict[int, dict[str, list[float]]] = {}
     for row in rows:
-        if row["contender"] != NONE and row["round"] in alone:
+        place = (row["every"], row["round"])
+        if row["contender"] != NONE and place in alone:
             by_name = found.setdefault(row["every"], {})
-            by_name.setdefault(row["contender"], []).append(row["seconds"] / alone[row["round"]])
+            by_name.setdefault(row["contender"], []).append(row["seconds"] / alone[place])
     return found
 
 
@@ -165,23 +203,26 @@ def calls(rows: list[Row]) -> dict[str, list[float]]:
     return found
 
 
-def table(rows: list[Row], failures: list[str], left_out: list[str]) -> list[str]:
+def table(payload_bytes: int, rows: list[Row]) -> list[str]:
     found = ratios(rows)
     steps_ms = [row["seconds"] / row["steps"] * 1e3 for row in rows if row["contender"] == NONE]
     if not steps_ms:
-        return ["Nothing was measured.", *failures]
+        return ["Nothing was measured."]
     step_ms = statistics.median(steps_ms)
     alone = [row["durable_s"] for row in rows if "durable_s" in row]
-    lines = [f"Step {step_ms:.1f} ms without checkpoints."]
+    lines = [
+        f"State {payload_bytes / 1e9:.3f} GB. Step without checkpoints, ms: "
+        f"{Spread.of(steps_ms).text(1)}."
+    ]
     if alone:
         durable_s = min(alone)
         lines.append(
-            f"A checkpoint alone is durable after {durable_s:.3f} s, which is "
-            f"{durable_s * 1e3 / step_ms:.1f} steps: at shorter intervals training may have to "
+            f"A checkpoint alone is durable after {durable_s:.3f} s at best, n={len(alone)}, which "
+            f"is {durable_s * 1e3 / step_ms:.1f} steps: at shorter intervals training may have to "
             "wait for the storage."
         )
     lines += [
-        "Slowdown with one every f steps, median [min-max].",
+        "Slowdown with one every f steps, median [min-max] of n rounds.",
         "",
         "| | " + " | ".join(f"every {every}" for every in sorted(found)) + " |",
         "|---|" + "---|" * len(found),
@@ -196,42 +237,50 @@ def table(rows: list[Row], failures: list[str], left_out: list[str]) -> list[str
         "",
         *sorted({f"- {row['contender']}: {row['chosen']}" for row in rows if "chosen" in row}),
         *(
-            f"- the call of {name} takes {Spread.of(calls_ms).text(1)} ms"
+            f"- the call of {name}, ms: {Spread.of(calls_ms).text(1)}"
             for name, calls_ms in calls(rows).items()
         ),
     ]
-    lines += [
+    return lines + [
         f"- {row['contender']} at {row['every']}: {row['endings']}"
         for row in rows
         if not {"durable", "superseded"} >= row.get("endings", {}).keys()
     ]
-    lines += ["", *(f"- failed: {text}" for text in failures)]
-    return [*lines, *(f"- no time for {text}" for text in left_out)]
 
 
 def measure(options: argparse.Namespace, report: Report, directory: Path) -> list[str]:
-    bench = Bench(options, directory, report)
-    with bench.node, bench.rivals:
-        for number, every, with_rivals in plan(options.intervals, options.rounds):
-            names = [*bench.modes, *(RIVALS if with_rivals and not options.no_rivals else ())]
-            bench.round(number, every, names)
-    return table(bench.rows, bench.failures, bench.left_out)
+    with Bench(options, directory, report) as bench:
+        for every in options.intervals:
+            for number in range(options.rounds):
+                bench.round(number, every, options.contenders)
+    lines = table(bench.training.payload_bytes(), bench.rows)
+    lines += ["", *(f"- failed: {text}" for text in bench.failures)]
+    return [*lines, *(f"- no time for {text}" for text in bench.left_out)]
 
 
 def main() -> int:
     parser = contender.parser(__doc__)
     parser.add_argument(
-        "--intervals", type=lambda t: [int(n) for n in t.split(",")], default=[10, 50, 5, 1]
+        "--intervals", type=lambda t: [int(n) for n in t.split(",")], default=[10, 50, 5]
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of the first interval")
+    parser.add_argument(
+        "--contenders", type=lambda t: t.replace("+", " ").split(";"),
+        default=["pull", "push", "device", "torch.save", contender.DCP],
+        help="separated by ; with + for a space",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="of a run; default: by the interval")
     parser.add_argument("--look-every", type=int, default=10, help="steps between losses read")
-    parser.add_argument("--no-rivals", action="store_true")
+    parser.add_argument("--allocator", choices=("plain", "expandable"), default="plain")
     options = contender.begin(parser)
+    if options.allocator == "expandable" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE  # torch reads it when it is loaded
+        os.execv(sys.executable, [sys.executable, "-m", "bench.gpu.train", *sys.argv[1:]])
     report = Report("train", options)
     with common.scratch(options.directory) as scratch:
         lines = measure(options, report, scratch)
     report.finish(lines)
-    return 0
+    return int(bool(report.document.get("failures")))
 
 
 if __name__ == "__main__":

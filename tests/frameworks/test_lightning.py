@@ -4,13 +4,14 @@ trainings."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -70,23 +71,35 @@ def reader(folder: Path) -> Read:
     return read
 
 
-def run_alone(daemon: Daemon, folder: Path, scenarios: list[tuple[str, dict[str, object]]]) -> Read:
-    """Runs the trainings one after another, in one process each."""
+def run_alone(
+    factory: pytest.TempPathFactory, name: str, scenarios: list[tuple[str, dict[str, object]]]
+) -> Read:
+    """Runs the trainings one after another, in one process each: one worker for all workers."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    made = [(each, options | {"folder": str(folder / "files")}) for each, options in scenarios]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            with Daemon(*SMALL) as daemon:  # with the default --slots, which allow one pin
+                _run_all(daemon.start(), folder, made)
+            (folder / "done").touch()
+    return reader(folder)
+
+
+def _run_all(daemon: Daemon, folder: Path, scenarios: list[tuple[str, dict[str, object]]]) -> None:
     more = {"PCCHECK_SOCKET": str(daemon.socket), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
         env=os.environ | more, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    return reader(folder)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
-    folder = tmp_path_factory.mktemp("lightning")
-    scenarios = [(name, {**options, "folder": str(folder / "files")}) for name, options in ALONE]
-    with Daemon(*SMALL) as daemon:  # with the default --slots, which allow one pin
-        yield run_alone(daemon.start(), folder, scenarios)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return run_alone(tmp_path_factory, "lightning", ALONE)
 
 
 def require_resumed(whole: list[str], killed: list[str], resumed: list[str], first: int) -> None:

@@ -4,17 +4,14 @@ and never while an optimizer adds up gradients. Killed trainings continue bit fo
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import SMALL
 from tests.frameworks.test_lightning import STEPS, Read, require_resumed, run_alone
-from tests.support.daemon import Daemon
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("lightning"), reason="lightning is not installed"
@@ -59,7 +56,7 @@ AGAIN = ("sized", "sized-worker")
 LONGER = {"clips": {}, "swap": {}, "swap-saver-last": {"last": True}, "swap-at-end": {}}
 
 
-def scenarios(folder: str) -> list[tuple[str, dict[str, object]]]:
+def scenarios() -> list[tuple[str, dict[str, object]]]:
     shapes = {shape for shape, _, _ in KILLED.values()} | {"swap-at-end"} | {*AGAIN}
     epochs = {shape: options.get("epochs", 3) for shape, options, _ in KILLED.values()}
     made: list[tuple[str, dict[str, object]]] = [
@@ -94,14 +91,12 @@ def scenarios(folder: str) -> list[tuple[str, dict[str, object]]]:
         options = {"shape": shape, "job": f"longer-{name}", "every": 5, "epochs": 2, **more}
         made += [(f"shorter-{name}", options), (f"again-{name}", options)]
         made.append((f"longer-{name}", options | {"epochs": 3}))
-    return [(name, {"kind": "shaped", "folder": folder, **options}) for name, options in made]
+    return [(name, {"kind": "shaped", **options}) for name, options in made]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
-    folder: Path = tmp_path_factory.mktemp("moments")
-    with Daemon(*SMALL) as daemon:
-        yield run_alone(daemon.start(), folder, scenarios(str(folder / "files")))
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Read:
+    return run_alone(tmp_path_factory, "moments", scenarios())
 
 
 @pytest.mark.parametrize("name", KILLED)

@@ -17,6 +17,7 @@ from pccheck_wire import attach
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState, Status
 from pccheckd.front import framing, program
+from tests.support import forked
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon
 from tests.support.rank import Rank, payload_of
@@ -29,6 +30,12 @@ TRIES = 200
 MIB = 1 << 20
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs another uid")
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fronts are the processes that users have."""
+    monkeypatch.setattr(forked, "fronts", False)
 
 
 def front_of(daemon: Daemon, uid: int | None = None) -> psutil.Process:

@@ -79,6 +79,9 @@ static inline void standin_close(void)
 
     for (uint32_t i = 0; i < 4; i++)
         pcc_gpu_device_close(&gpus[i]);
+    char page[128]; /* of a process that has lost a context, or has one still */
+    (void)snprintf(page, sizeof(page), "%s/process-0-%d-%016d", directory, getpid(), 0);
+    (void)unlink(page);
     CHECK(unlink(getenv("PCCHECK_STANDIN_FAULTS")) == 0);
     CHECK(rmdir(directory) == 0); /* no device memory is left in it */
 }

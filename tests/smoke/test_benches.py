@@ -29,14 +29,10 @@ BENCHES = {
 }
 #: They leave no document in results/.
 OTHERS = {"timeline": ("-o", "timeline.png")}
-GPU = {
-    "bandwidth": (),
-    "resume": ("--steps", "2", "--dtypes", "bf16"),
-    "train": ("--intervals", "1", "--no-rivals", *SMALL),
-}
+#: Parts of each half of gpu-check; other tests run the probe's.
+GPU = {"check": ("facts", "bandwidth"), "bench": ("gate",)}
 #: What others are made of.
 PARTS = {"__init__", "common", "fio", "ours", "rivals"}
-GPU_PARTS = {"__init__", "contender", "model", "probe", "check"}
 
 
 @pytest.mark.long
@@ -51,28 +47,28 @@ def test_it_ends_well(name: str, run: Run) -> None:
     assert run(f"bench.{name}", *OTHERS[name]).out
 
 
-@pytest.mark.parametrize("name", GPU)
-def test_a_bench_for_gpus_ends_well_on_the_cpu(name: str, run: Run, tmp_path: Path) -> None:
-    kept = tmp_path / "kept.json"
-    run(f"bench.gpu.{name}", "--device", "cpu", "--tiny", "--layers", 1, "--json", kept, *GPU[name])
-    assert json.loads(kept.read_text())["table"]
-
-
-def test_a_check_without_a_gpu_ends_well(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", GPU)
+def test_gpu_check_without_a_gpu_ends_well(half: str, run: Run, tmp_path: Path) -> None:
     run(
-        str(ROOT / "bench/gpu/check.py"), "--dry", "--no-build", "--only", "probe",
-        "--output", tmp_path / "results", "--directory", tmp_path,
+        str(ROOT / "bench/gpu/check.py"), half, "--dry", "--no-install", "--only", *GPU[half],
+        "--output", tmp_path, "--directory", tmp_path,
     )  # fmt: skip
-    (found,) = (tmp_path / "results").glob("gpu-*.json")
-    assert json.loads(found.read_text())["steps"]["probe"]["ended"] == "ok"
+    (found,) = tmp_path.glob(f"gpu-*-{half}.json")
+    document = json.loads(found.read_text())
+    assert document["parts"].keys() == document["ended"].keys() == set(GPU[half])
+
+
+def test_kinds_of_scripts_that_are_killed_have_the_same_losses(run: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    run("bench.gpu.kinds", "--device", "cpu", "--lanes", 1, "--only", "push", "--json", kept)
+    (row,) = json.loads(kept.read_text())["rows"]
+    assert row["equal"] and row["first_steps"][0] == 1 < row["first_steps"][1]
 
 
 def test_no_bench_is_left_out() -> None:
     made = {path.stem for path in (ROOT / "bench").glob("*.py")}
     made |= {path.parent.name for path in (ROOT / "bench").glob("*/__main__.py")}
     assert made - PARTS == BENCHES.keys() | OTHERS.keys()
-    made = {path.stem for path in (ROOT / "bench/gpu").glob("*.py")}
-    assert made - GPU_PARTS == GPU.keys()
 
 
 def test_benches_start_the_daemon_that_users_start(tmp_path: Path) -> None:

@@ -16,6 +16,14 @@ static uint8_t *bytes_of(const struct memory *memory, CUdeviceptr address)
     return memory->bytes + (address - memory->address);
 }
 
+static struct memory *memory_to_write(CUdeviceptr device, size_t length)
+{
+    struct memory *memory = memory_find(device, length);
+    const bool is_closed = memory && memory->kind == MEMORY_RESERVED &&
+                           !vmm_covers(memory, device, length, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+    return is_closed ? NULL : memory;
+}
+
 /* Host memory: `memory` is NULL when it is pageable. Not any that is on a device, nor any that is
  * registered only in part: the driver refuses both. */
 static CUresult host_side(const void *host, size_t length, const struct CUstream_st *stream,
@@ -74,7 +82,7 @@ static CUresult to_device(CUdeviceptr device, const void *host, size_t length, C
     CUresult result = enter_stream(handle, wait ? UNSAFE_IN_CAPTURE : 0, &stream);
     if (result != CUDA_SUCCESS || !length)
         return result == CUDA_SUCCESS ? standin_leave(result) : result;
-    operation.to = memory_find(device, length);
+    operation.to = memory_to_write(device, length);
     result =
         operation.to ? host_side(host, length, stream, &operation.from) : CUDA_ERROR_INVALID_VALUE;
     if (result == CUDA_SUCCESS) {
@@ -112,7 +120,7 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t length, C
     if (result != CUDA_SUCCESS || !length)
         return result == CUDA_SUCCESS ? standin_leave(result) : result;
     operation.from = memory_find(from, length);
-    operation.to = memory_find(to, length);
+    operation.to = memory_to_write(to, length);
     if (!operation.from || !operation.to)
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
     operation.source = bytes_of(operation.from, from);
@@ -128,7 +136,7 @@ static CUresult fill(CUdeviceptr device, uint64_t value, size_t length, unsigned
     CUresult result = enter_stream(handle, 0, &stream);
     if (result != CUDA_SUCCESS || !length)
         return result == CUDA_SUCCESS ? standin_leave(result) : result;
-    memory = memory_find(device, length);
+    memory = memory_to_write(device, length);
     if (!memory || device % width)
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
     result = stream_enqueue(stream,

@@ -138,7 +138,9 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
         return standin_leave(result);
     if (atomic_load(&primary->lost))
         return standin_leave(atomic_load(&primary->lost));
-    if (primary->retained++ == 0)
+    if (primary->retained++ == 0 && standin.contexts_held++ == 0)
+        checkpoint_begin();
+    if (primary->retained == 1)
         count(&standin.control->contexts, 1);
     *context = primary;
     return standin_leave(CUDA_SUCCESS);
@@ -157,6 +159,8 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
         count(&standin.control->contexts, -1);
         stream_drop_context(primary);
         memory_drop_context(primary);
+        if (--standin.contexts_held == 0)
+            checkpoint_end();
         whole_forget("context", (uint32_t)standin.physical[device], (uint64_t)getpid());
     }
     return standin_leave(CUDA_SUCCESS);

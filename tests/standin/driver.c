@@ -89,15 +89,18 @@ static CUresult start(void)
         result = init_fault(standin.control);
     }
     if (result == CUDA_SUCCESS)
+        result = lie_read();
+    if (result == CUDA_SUCCESS)
         result = read_devices();
     if (result != CUDA_SUCCESS)
         return result;
     if (!directory || !(standin.directory = strdup(directory)))
         return CUDA_ERROR_UNKNOWN;
-    standin.dead = dead && !strcmp(dead, "error")  ? DEAD_ERROR
-                   : dead && !strcmp(dead, "keep") ? DEAD_KEEP
-                                                   : DEAD_SCRAMBLE;
-    standin.any_uid = uids && !strcmp(uids, "any");
+    standin.dead = lies(LIE_DEAD)                   ? DEAD_SCRAMBLE
+                   : dead && !strcmp(dead, "error") ? DEAD_ERROR
+                   : dead && !strcmp(dead, "keep")  ? DEAD_KEEP
+                                                    : DEAD_SCRAMBLE;
+    standin.same_uid = uids && !strcmp(uids, "same");
     standin.free_waits = number_of("PCCHECK_STANDIN_SYNC", 1) != 0;
     standin.device_bytes = number_of("PCCHECK_STANDIN_MEMORY", 64ull << 30);
     standin.context_bytes = number_of("PCCHECK_STANDIN_CONTEXT", 0);
@@ -144,6 +147,7 @@ CUresult standin_enter(unsigned needs)
     (void)pthread_mutex_lock(&standin.lock);
     if (!standin.initialised)
         return standin_leave(CUDA_ERROR_NOT_INITIALIZED);
+    checkpoint_await();
     lose_contexts();
     if (needs & NEED_CONTEXT) {
         const struct CUctx_st *context = standin_current();

@@ -88,7 +88,7 @@ CUresult cuEventQuery(CUevent event)
     CUresult result = enter_event(event);
     if (result != CUDA_SUCCESS)
         return result;
-    if (event->record)
+    if (event->record && !lies(LIE_EVENT))
         result = event->record->done ? event->record->error : CUDA_ERROR_NOT_READY;
     return standin_leave(result);
 }
@@ -100,7 +100,7 @@ EXPORTED CUresult cuEventSynchronize(CUevent event)
     if (result != CUDA_SUCCESS)
         return result;
     record = event->record;
-    if (!record)
+    if (!record || lies(LIE_EVENT))
         return standin_leave(CUDA_SUCCESS);
     record->references++;
     while (!record->done)
@@ -121,7 +121,8 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags)
     result = stream_find(handle, &stream);
     if (result == CUDA_SUCCESS && !is_event(event))
         result = CUDA_ERROR_INVALID_HANDLE;
-    if (result == CUDA_SUCCESS && event->record) /* never recorded: nothing to wait for */
+    if (result == CUDA_SUCCESS && event->record && /* never recorded: nothing to wait for */
+        !lies(LIE_EVENT_WAIT))
         result = stream_enqueue(
             stream, (struct operation){.kind = DO_WAIT_EVENT, .record = event->record}, false);
     return standin_leave(result);
@@ -147,14 +148,15 @@ static CUresult enqueue_word(enum operation_kind kind, CUstream handle, CUdevice
          !(memory->flags & CU_MEMHOSTREGISTER_PORTABLE)) ||
         (memory->kind == MEMORY_HOST && !(memory->flags & CU_MEMHOSTREGISTER_DEVICEMAP)))
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
-    result =
-        stream_enqueue(stream,
-                       (struct operation){.kind = kind,
-                                          .to = memory,
-                                          .target = memory->bytes + (address - memory->address),
-                                          .value = value},
-                       false);
-    return standin_leave(result);
+    const struct operation operation = {.kind = kind,
+                                        .to = memory,
+                                        .target = memory->bytes + (address - memory->address),
+                                        .value = value};
+    if (kind == DO_WAIT_VALUE && lies(LIE_WORD_WAIT))
+        return standin_leave(CUDA_SUCCESS);
+    if (kind == DO_WRITE && lies(LIE_WORD_EARLY))
+        __atomic_store_n((uint64_t *)(void *)operation.target, value, __ATOMIC_SEQ_CST);
+    return standin_leave(stream_enqueue(stream, operation, false));
 }
 
 CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, uint64_t value,

@@ -1,10 +1,13 @@
 /* Handles of device memory that another process can open, and what becomes of a dead exporter. */
+#include <dirent.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "memory.h"
@@ -79,6 +82,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr base)
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
     if (control_take(&standin.control->export_fail_count))
         return standin_leave((CUresult)peek(&standin.control->export_fail_code));
+    checkpoint_note(0, memory->shared ? 0 : 1);
     memory->shared = true;
     handle.nonce = memory->file->nonce;
     handle.length = memory->length;
@@ -90,9 +94,48 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr base)
     return standin_leave(CUDA_SUCCESS);
 }
 
-/* Maps the exporter's file; as NVIDIA's kernel module, it compares users, root's too. */
+/* The nonce of another allocation of the owner that is as long, if there is one. */
+static uint64_t other_nonce(const struct handle *handle)
+{
+    char start[64];
+    uint64_t nonce, found = handle->nonce;
+    struct stat about;
+    DIR *directory = opendir(standin.directory);
+    const struct dirent *entry;
+    (void)snprintf(start, sizeof(start), "memory-%" PRIu32 "-%" PRIu32 "-", handle->device,
+                   handle->pid);
+    while (directory && (entry = readdir(directory)))
+        if (!strncmp(entry->d_name, start, strlen(start)) &&
+            sscanf(entry->d_name + strlen(start), "%" SCNx64, &nonce) == 1 &&
+            nonce != handle->nonce && !fstatat(dirfd(directory), entry->d_name, &about, 0) &&
+            (uint64_t)about.st_size == HEADER_BYTES + memory_in_blocks(handle->length))
+            found = nonce;
+    if (directory)
+        (void)closedir(directory);
+    return found;
+}
+
+void open_takes_time(void)
+{
+    const uint64_t us = peek(&standin.control->open_us);
+    struct CUctx_st *context = standin_current();
+    if (!us)
+        return;
+    if (context)
+        context_lock(context);
+    (void)pthread_mutex_unlock(&standin.lock);
+    (void)nanosleep(&(struct timespec){(time_t)(us / 1000000), (long)(us % 1000000) * 1000}, NULL);
+    (void)pthread_mutex_lock(&standin.lock);
+    if (context)
+        context_unlock(context);
+}
+
+/* Maps the exporter's file. Any user may: driver 580.159 let users and root open each other's. */
 static CUresult map_exported(const struct handle *handle, struct file_header **out)
 {
+    static unsigned opened;
+    const uint64_t nonce = lies(LIE_OTHER) && opened++ % 2 ? other_nonce(handle) : handle->nonce;
+    const size_t length = HEADER_BYTES + memory_in_blocks(handle->length);
     char path[PATH_BYTES];
     struct file_header *file;
     struct stat about;
@@ -100,21 +143,21 @@ static CUresult map_exported(const struct handle *handle, struct file_header **o
     int fd;
     if (process_start_time((int)handle->pid, &alive) != handle->start_time || !alive)
         return CUDA_ERROR_INVALID_HANDLE;
-    whole_path(path, "memory", handle->device, handle->pid, handle->nonce);
+    whole_path(path, "memory", handle->device, handle->pid, nonce);
     fd = open(path, O_RDWR | O_CLOEXEC);
     if (fd < 0)
         return CUDA_ERROR_INVALID_HANDLE;
-    if (fstat(fd, &about) || (!standin.any_uid && about.st_uid != geteuid()) ||
-        (uint64_t)about.st_size != HEADER_BYTES + handle->length) {
+    if (fstat(fd, &about) || (standin.same_uid && about.st_uid != geteuid()) ||
+        (uint64_t)about.st_size != length) {
         (void)close(fd);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    file = mmap(NULL, (size_t)about.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    file = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     (void)close(fd);
     if (file == MAP_FAILED)
         return CUDA_ERROR_MAP_FAILED;
-    if (file->magic != FILE_MAGIC || file->nonce != handle->nonce || atomic_load(&file->freed)) {
-        (void)munmap(file, (size_t)about.st_size);
+    if (file->magic != FILE_MAGIC || file->nonce != nonce || atomic_load(&file->freed)) {
+        (void)munmap(file, length);
         return CUDA_ERROR_INVALID_HANDLE;
     }
     *out = file;
@@ -124,7 +167,7 @@ static CUresult map_exported(const struct handle *handle, struct file_header **o
 static struct memory *already_open(const struct handle *handle)
 {
     for (struct memory *at = standin.memories; at; at = at->next)
-        if (at->kind == MEMORY_IMPORTED && !at->going && at->file->nonce == handle->nonce &&
+        if (at->kind == MEMORY_IMPORTED && !at->going && at->nonce == handle->nonce &&
             at->context == standin_current())
             return at;
     return NULL;
@@ -139,13 +182,16 @@ static CUresult open_handle(const struct handle *handle, struct memory **out)
         result = map_exported(handle, &file);
         if (result != CUDA_SUCCESS)
             return result;
-        memory = memory_add(MEMORY_IMPORTED, (uint8_t *)file + HEADER_BYTES, handle->length);
+        const size_t length = memory_in_blocks(handle->length);
+        memory = memory_add(MEMORY_IMPORTED, (uint8_t *)file + HEADER_BYTES, length);
         if (!memory) {
-            (void)munmap(file, HEADER_BYTES + handle->length);
+            (void)munmap(file, HEADER_BYTES + length);
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
         memory->file = file;
-        whole_note("import", file->device, file->nonce, handle->length);
+        memory->nonce = handle->nonce;
+        checkpoint_note(0, 1);
+        whole_note("import", file->device, file->nonce, length);
         count(&standin.control->open_mappings, 1);
     }
     memory->opens++;
@@ -171,6 +217,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *base, CUipcMemHandle sent, unsigned 
         return standin_leave(CUDA_ERROR_INVALID_CONTEXT);
     if (handle.device != (uint32_t)standin.physical[standin_current()->device])
         return standin_leave(CODE_PEER_ACCESS_UNSUPPORTED);
+    open_takes_time();
     result = open_handle(&handle, &memory);
     if (result == CUDA_SUCCESS)
         *base = memory->address;

@@ -16,7 +16,11 @@ struct memory *memory_find(CUdeviceptr address, size_t length)
 {
     for (struct memory *at = standin.memories; at; at = at->next)
         if (!at->going && address >= at->address && address - at->address < at->length)
-            return length <= at->length - (address - at->address) ? at : NULL;
+            return length <= at->length - (address - at->address) &&
+                           (at->kind != MEMORY_RESERVED ||
+                            vmm_covers(at, address, length, CU_MEM_ACCESS_FLAGS_PROT_READ))
+                       ? at
+                       : NULL;
     return NULL;
 }
 
@@ -45,7 +49,7 @@ struct memory *memory_add(enum memory_kind kind, uint8_t *bytes, size_t length)
     memory->address = (CUdeviceptr)(uintptr_t)bytes;
     memory->length = length;
     memory->context = standin_current();
-    memory->buffer_id = ++standin.next_buffer;
+    memory->buffer_id = lies(LIE_BUFFER) ? (uintptr_t)bytes >> 12 : ++standin.next_buffer;
     memory->next = standin.memories;
     standin.memories = memory;
     return memory;
@@ -57,7 +61,7 @@ void memory_remove(struct memory *memory)
 {
     struct memory **at = &standin.memories;
     memory->going = true;
-    if (standin.free_waits)
+    if (standin.free_waits && memory->kind != MEMORY_RESERVED)
         stream_drain(memory->context);
     while (memory->busy)
         (void)pthread_cond_wait(&standin.moved, &standin.lock);
@@ -68,7 +72,9 @@ void memory_remove(struct memory *memory)
         count(&standin.control->registered_bytes, -(int64_t)memory->length);
     } else if (memory->kind == MEMORY_IMPORTED) {
         count(&standin.control->open_mappings, -1);
-    } else {
+        checkpoint_note(0, -1);
+    } else if (memory->kind != MEMORY_RESERVED) {
+        checkpoint_note(0, memory->shared ? -1 : 0);
         count(&standin.control->allocations, -1);
         count(&standin.control->allocated_bytes, -(int64_t)memory->length);
     }
@@ -89,44 +95,61 @@ static uint64_t hidden_nonce(const uint8_t *bytes)
 /* What importers read from now on is undefined, and looks like it. */
 void memory_unmap(struct memory *memory)
 {
-    char path[PATH_BYTES];
-    if (memory->kind == MEMORY_HOST)
-        return;
-    if (memory->kind == MEMORY_OWN) {
+    switch (memory->kind) {
+    case MEMORY_HOST:
+        break;
+    case MEMORY_OWN:
         atomic_store(&memory->file->freed, 1);
         if (memory->shared)
             (void)memset(memory->bytes, SCRAMBLED, memory->length);
-        whole_path(path, "memory", memory->file->device, memory->file->pid, memory->file->nonce);
-        (void)unlink(path);
-    }
-    if (memory->kind == MEMORY_IMPORTED)
+        memory_file_drop(memory->file);
+        break;
+    case MEMORY_IMPORTED:
         whole_forget("import", memory->file->device, memory->file->nonce);
-    if (memory->kind == MEMORY_UNSHAREABLE)
-        whole_forget("hidden", physical(memory->context), hidden_nonce(memory->bytes));
-    if (memory->kind == MEMORY_UNSHAREABLE)
-        (void)munmap(memory->bytes, memory->length);
-    else
+        free(memory->first_read);
         (void)munmap(memory->file, HEADER_BYTES + memory->length);
+        break;
+    case MEMORY_UNSHAREABLE:
+        whole_forget("hidden", physical(memory->context), hidden_nonce(memory->bytes));
+        (void)munmap(memory->bytes, memory->length);
+        break;
+    case MEMORY_RESERVED:
+        (void)munmap(memory->bytes, memory->length);
+        break;
+    }
 }
 
 void memory_drop_context(struct CUctx_st *context)
 {
     for (struct memory *at = standin.memories, *next; at; at = next) {
         next = at->next;
-        if (at->context == context && !at->going)
+        if (at->context == context && !at->going && at->kind != MEMORY_RESERVED)
             memory_remove(at); /* nothing is enqueued any more: this does not wait */
     }
 }
 
-/* A mapped file of this much device memory, or NULL. */
-static struct file_header *create_file(size_t length)
+size_t memory_in_blocks(size_t length)
 {
+    return length < SHARED_BLOCK ? length : (length + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
+}
+
+void memory_file_drop(struct file_header *file)
+{
+    char path[PATH_BYTES];
+    whole_path(path, "memory", file->device, file->pid, file->nonce);
+    (void)unlink(path);
+    (void)munmap(file, HEADER_BYTES + file->length);
+}
+
+struct file_header *memory_file_make(size_t wanted, uint32_t device)
+{
+    const size_t length = memory_in_blocks(wanted);
     struct file_header *file;
     uint64_t nonce = 0;
     char path[PATH_BYTES];
     int fd;
     (void)!getrandom(&nonce, sizeof(nonce), 0);
-    whole_path(path, "memory", physical(standin_current()), (uint32_t)getpid(), nonce);
+    whole_path(path, "memory", device, (uint32_t)getpid(), nonce);
     fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
         return NULL;
@@ -143,7 +166,7 @@ static struct file_header *create_file(size_t length)
     file->length = length;
     file->start_time = standin.start_time;
     file->pid = (uint32_t)getpid();
-    file->device = physical(standin_current());
+    file->device = device;
     file->magic = FILE_MAGIC;
     return file;
 }
@@ -153,10 +176,10 @@ static CUresult take(CUdeviceptr *address, size_t length, enum memory_kind kind)
     struct file_header *file = NULL;
     struct memory *memory;
     uint8_t *bytes;
-    if (length > whole_free(physical(standin_current())))
+    if (memory_in_blocks(length) > whole_free(physical(standin_current())))
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (kind == MEMORY_OWN) {
-        file = create_file(length);
+        file = memory_file_make(length, physical(standin_current()));
         bytes = file ? (uint8_t *)file + HEADER_BYTES : NULL;
     } else {
         bytes = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -217,7 +240,8 @@ CUresult cuMemFree_v2(CUdeviceptr address)
     if (!memory || memory->address != address ||
         (memory->kind != MEMORY_OWN && memory->kind != MEMORY_UNSHAREABLE))
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
-    memory_remove(memory);
+    if (!lies(LIE_FREED))
+        memory_remove(memory);
     return standin_leave(CUDA_SUCCESS);
 }
 
@@ -231,6 +255,21 @@ CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
     return standin_leave(CUDA_SUCCESS);
 }
 
+struct extent {
+    CUdeviceptr base;
+    size_t length;
+    uint64_t buffer_id;
+};
+
+/* The allocation, or the piece of virtual memory, that the address is in. */
+static struct extent extent_of(const struct memory *memory, CUdeviceptr address)
+{
+    struct extent found = {memory->address, memory->length, memory->buffer_id};
+    if (memory->kind == MEMORY_RESERVED)
+        vmm_describe(memory, address, &found.base, &found.length, &found.buffer_id);
+    return found;
+}
+
 CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *length, CUdeviceptr address)
 {
     CUresult result = standin_enter(NEED_CONTEXT);
@@ -242,10 +281,11 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *length, CUdeviceptr 
         return standin_leave(CUDA_ERROR_NOT_FOUND);
     if (memory->kind == MEMORY_IMPORTED && peek(&standin.control->range_fail) & 1)
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    const struct extent extent = extent_of(memory, address);
     if (base)
-        *base = memory->address;
+        *base = extent.base;
     if (length)
-        *length = memory->length;
+        *length = extent.length;
     return standin_leave(CUDA_SUCCESS);
 }
 
@@ -267,14 +307,15 @@ CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
             memory->kind == MEMORY_HOST ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
         break;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
-        *(uint64_t *)value = memory->buffer_id;
+        *(uint64_t *)value = extent_of(memory, address).buffer_id;
         break;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
         if (memory->kind == MEMORY_IMPORTED && peek(&standin.control->range_fail) & 2)
             return standin_leave(CUDA_ERROR_NOT_SUPPORTED);
-        *(uint64_t *)value =
-            attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE ? memory->length : memory->address;
+        *(uint64_t *)value = attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE
+                                 ? extent_of(memory, address).length
+                                 : extent_of(memory, address).base;
         break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         *(int *)value = memory->context->device;

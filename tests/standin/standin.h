@@ -24,7 +24,13 @@ enum {
     FRESH = 0xCD,     /* device memory nobody has written to */
 };
 
-enum memory_kind { MEMORY_OWN, MEMORY_UNSHAREABLE, MEMORY_IMPORTED, MEMORY_HOST };
+enum memory_kind {
+    MEMORY_OWN,
+    MEMORY_UNSHAREABLE,
+    MEMORY_IMPORTED,
+    MEMORY_HOST,
+    MEMORY_RESERVED, /* addresses; memory is mapped there in pieces */
+};
 
 struct file_header { /* first page of a device memory file */
     uint64_t magic;
@@ -45,11 +51,14 @@ struct memory {
     size_t length;
     struct CUctx_st *context;
     struct file_header *file; /* OWN and IMPORTED */
+    struct piece *pieces;     /* RESERVED */
     uint64_t buffer_id;
-    unsigned opens;     /* IMPORTED */
-    unsigned flags;     /* HOST */
-    unsigned busy;      /* enqueued operations that use it */
-    bool going, shared; /* being freed; somebody may have a handle */
+    unsigned opens;      /* IMPORTED */
+    uint64_t nonce;      /* IMPORTED: of the handle */
+    uint8_t *first_read; /* IMPORTED: the bytes of the first copy, for LIE_STALE */
+    unsigned flags;      /* HOST */
+    unsigned busy;       /* enqueued operations that use it */
+    bool going, shared;  /* being freed; somebody may have a handle */
 };
 
 struct record { /* one cuEventRecord, or the end of one operation that somebody waits for */
@@ -116,15 +125,36 @@ struct CUctx_st {
 
 enum dead_mode { DEAD_SCRAMBLE, DEAD_ERROR, DEAD_KEEP };
 
+enum lie { /* lie.c says what is false */
+           LIE_NONE,
+           LIE_BUFFER,
+           LIE_DEAD,
+           LIE_DESCRIPTOR,
+           LIE_EVENT,
+           LIE_EVENT_WAIT,
+           LIE_FREED,
+           LIE_LATE,
+           LIE_OTHER,
+           LIE_RESTORED,
+           LIE_SHIFTED,
+           LIE_SHORT,
+           LIE_STALE,
+           LIE_SYNC,
+           LIE_UNLOCKED,
+           LIE_WORD_EARLY,
+           LIE_WORD_WAIT,
+};
+
 struct standin {
     pthread_mutex_t lock;
     pthread_cond_t moved; /* broadcast after every change that somebody may wait for */
     bool initialised;
-    int device_count;
+    int device_count, contexts_held;
     int physical[DEVICES_MAX];
     const char *directory;
     enum dead_mode dead;
-    bool any_uid, free_waits;
+    enum lie lie;
+    bool same_uid, free_waits;
     uint64_t device_bytes, context_bytes, next_order, next_buffer, start_time;
     struct CUctx_st contexts[DEVICES_MAX];
     struct memory *memories;
@@ -170,6 +200,23 @@ void stream_drop_context(struct CUctx_st *context);
 CUresult stream_null(struct CUctx_st *context);
 void *worker_main(void *stream);
 void record_release(struct record *record);
+
+/* lie.c */
+CUresult lie_read(void); /* CUDA_ERROR_UNKNOWN: there is no lie of that name */
+bool lies(enum lie lie);
+void lie_late(const struct operation *operation, size_t from); /* what is behind `from`: later */
+
+/* vmm.c */
+bool vmm_covers(const struct memory *memory, CUdeviceptr address, size_t length, int access);
+void vmm_describe(const struct memory *memory, CUdeviceptr address, CUdeviceptr *base,
+                  size_t *length, uint64_t *buffer_id);
+
+/* checkpoint.c */
+void checkpoint_begin(void); /* with the process's first context */
+void checkpoint_end(void);
+void checkpoint_note(int queued, int shares);
+void checkpoint_await(void); /* until this process is not locked */
+bool checkpoint_has_released(int pid);
 
 /* capture.c */
 bool capture_forbids(void); /* the calling thread, by any capture; it is spoilt then */

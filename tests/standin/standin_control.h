@@ -26,10 +26,11 @@ struct standin_control {
     uint64_t copy_us_per_mib; /* so much longer */
     uint64_t copy_hold_kinds; /* copies of these kinds wait until this is 0 again, */
     uint64_t copy_hold_skip;  /* but for so many that may still run */
-    uint64_t open_fail_count; /* cuIpcOpenMemHandle */
+    uint64_t open_fail_count; /* cuIpcOpenMemHandle, cuMemImportFromShareableHandle */
     uint64_t open_fail_code;
+    uint64_t open_us;    /* opening takes so long, also for other threads in its context */
     uint64_t range_fail; /* of imported memory: 1 cuMemGetAddressRange, 2 the attributes, 3 both */
-    uint64_t export_fail_count; /* cuIpcGetMemHandle */
+    uint64_t export_fail_count; /* cuIpcGetMemHandle, cuMemExportToShareableHandle */
     uint64_t export_fail_code;
     uint64_t alloc_fail_count;    /* cuMemAlloc: out of memory */
     uint64_t register_fail_count; /* cuMemHostRegister */
@@ -43,9 +44,9 @@ struct standin_control {
     uint64_t one_queue;       /* 1: all streams share one hardware queue: work runs in the order in
                                  which it was enqueued, whatever its stream, as the scheduler may
                                  have it (CUDA_DEVICE_MAX_CONNECTIONS=1) */
-    uint64_t launch_queue; /* 0, or so many operations a stream takes: who enqueues one more waits
-                              in the driver, and with him who needs the context */
-    uint64_t lose_context; /* a code: from the next call on, every context is lost with it */
+    uint64_t launch_queue;    /* so many operations a stream takes (0: 1024); who enqueues one more
+                                 waits in the driver, and with him who needs the context */
+    uint64_t lose_context;    /* a code: from the next call on, every context is lost with it */
 
     /* Written by the process. Gauges start at 0 with cuInit, counters go on. */
     uint64_t pid;
@@ -75,7 +76,47 @@ struct standin_control {
     uint64_t broken_captures;       /* graphs that a forbidden call has spoilt */
 };
 
-/* The driver API has these, pcc_cuda.h has not, since only trainers use them. */
+/* The driver API has these, pcc_cuda.h has not. tests/unit/pccheck_native/test_cuda_header.py
+ * compares both with NVIDIA's. */
+enum {
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+    CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_PROCESS_STATE_RUNNING = 0,
+    CU_PROCESS_STATE_LOCKED = 1,
+    CU_PROCESS_STATE_CHECKPOINTED = 2,
+};
+
+typedef unsigned long long CUmemGenericAllocationHandle;
+
+typedef struct {
+    int type, id;
+} CUmemLocation;
+
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    unsigned char allocFlags[8];
+} CUmemAllocationProp;
+
+typedef struct {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
+
+typedef struct {
+    unsigned timeoutMs; /* 0: no limit */
+    unsigned reserved0;
+    uint64_t reserved1[7];
+} CUcheckpointLockArgs;
+
+typedef struct {
+    uint64_t reserved[8];
+} CUcheckpointCheckpointArgs, CUcheckpointRestoreArgs, CUcheckpointUnlockArgs;
+
 CUresult cuCtxGetCurrent(CUcontext *context);
 CUresult cuCtxSetCurrent(CUcontext context);
 CUresult cuCtxGetDevice(CUdevice *device);
@@ -88,6 +129,34 @@ CUresult cuMemcpyDtoH_v2(void *host, CUdeviceptr device, size_t length);
 CUresult cuMemcpyHtoD_v2(CUdeviceptr device, const void *host, size_t length);
 CUresult cuMemsetD8Async(CUdeviceptr device, unsigned char value, size_t count, CUstream stream);
 CUresult cuMemsetD32Async(CUdeviceptr device, unsigned value, size_t count, CUstream stream);
+
+CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *properties,
+                                       int option);
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t length,
+                     const CUmemAllocationProp *properties, unsigned long long flags);
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address);
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *properties,
+                                                CUmemGenericAllocationHandle handle);
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t length, size_t alignment,
+                             CUdeviceptr wanted, unsigned long long flags);
+CUresult cuMemAddressFree(CUdeviceptr address, size_t length);
+CUresult cuMemMap(CUdeviceptr address, size_t length, size_t offset,
+                  CUmemGenericAllocationHandle handle, unsigned long long flags);
+CUresult cuMemUnmap(CUdeviceptr address, size_t length);
+CUresult cuMemSetAccess(CUdeviceptr address, size_t length, const CUmemAccessDesc *access,
+                        size_t count_of);
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type,
+                                      unsigned long long flags);
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *descriptor,
+                                        int type);
+
+/* Checkpoints of another process by the driver (R570 and later). */
+CUresult cuCheckpointProcessGetState(int pid, int *state);
+CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *arguments);
+CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *arguments);
+CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *arguments);
+CUresult cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *arguments);
 
 /* Memory without a legacy IPC handle: what expandable segments and cudaMallocAsync give. Freed by
  * cuMemFree. */

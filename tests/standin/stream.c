@@ -4,6 +4,8 @@
 
 #include "standin.h"
 
+enum { QUEUE_MAX = 1024 };
+
 void record_release(struct record *record)
 {
     if (record && --record->references == 0)
@@ -74,8 +76,8 @@ static void count_queued(uint64_t length)
 /* A full queue blocks in the driver. */
 static void await_room(struct CUstream_st *stream)
 {
-    const uint64_t most = peek(&standin.control->launch_queue);
-    if (!most || stream->queued < most)
+    const uint64_t told = peek(&standin.control->launch_queue), most = told ? told : QUEUE_MAX;
+    if (stream->queued < most)
         return;
     context_lock(stream->context);
     while (stream->queued >= most && !atomic_load(&stream->context->lost))
@@ -101,6 +103,7 @@ CUresult stream_enqueue(struct CUstream_st *stream, struct operation operation, 
     *(stream->first ? &stream->last->next : &stream->first) = copy;
     stream->last = copy;
     stream->queued++;
+    checkpoint_note(1, 0);
     if (copy->from)
         copy->from->busy++;
     if (copy->to)
@@ -241,7 +244,7 @@ CUresult cuStreamQuery(CUstream handle)
         return result;
     result = stream_find(handle, &stream);
     if (result == CUDA_SUCCESS)
-        result = stream->first ? CUDA_ERROR_NOT_READY : take_error(stream);
+        result = stream->first && !lies(LIE_SYNC) ? CUDA_ERROR_NOT_READY : take_error(stream);
     return standin_leave(result);
 }
 
@@ -254,6 +257,7 @@ CUresult cuStreamSynchronize(CUstream handle)
     result = stream_find(handle, &stream);
     if (result != CUDA_SUCCESS)
         return standin_leave(result);
-    drain(stream->context, stream->null_stream ? BLOCKING : THIS, stream);
+    if (!lies(LIE_SYNC))
+        drain(stream->context, stream->null_stream ? BLOCKING : THIS, stream);
     return standin_leave(take_error(stream));
 }

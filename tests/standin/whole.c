@@ -21,7 +21,8 @@ void whole_path(char *out, const char *kind, uint32_t device, uint32_t pid, uint
                    kind, device, pid, nonce);
 }
 
-/* Bytes, when the file is of this device and its process lives. */
+/* Bytes, when the file is of this device and its process lives and has not given its memory to the
+ * host for a checkpoint. */
 static uint64_t bytes_of(int directory, const char *name, uint32_t device, uint64_t *nonce)
 {
     char kind[16];
@@ -29,8 +30,8 @@ static uint64_t bytes_of(int directory, const char *name, uint32_t device, uint6
     struct stat about;
     bool alive;
     if (sscanf(name, "%15[a-z]-%" SCNu32 "-%" SCNu32 "-%" SCNx64, kind, &of, &pid, nonce) != 4 ||
-        of != device || fstatat(directory, name, &about, 0) ||
-        !process_start_time((int)pid, &alive) || !alive)
+        of != device || fstatat(directory, name, &about, 0) || !strcmp(kind, PROCESS_KIND) ||
+        !process_start_time((int)pid, &alive) || !alive || checkpoint_has_released((int)pid))
         return 0;
     return (uint64_t)about.st_size - (strcmp(kind, "memory") ? 0 : HEADER_BYTES);
 }
@@ -40,7 +41,7 @@ static uint64_t used_on(uint32_t device)
     static uint64_t seen[SEEN_MAX];
     DIR *directory = opendir(standin.directory);
     const struct dirent *entry;
-    uint64_t sum = 0;
+    uint64_t sum = 0, small = 0;
     size_t count_of = 0;
     while (directory && (entry = readdir(directory))) {
         uint64_t nonce;
@@ -51,11 +52,11 @@ static uint64_t used_on(uint32_t device)
         if (!bytes || at < count_of || count_of == SEEN_MAX)
             continue;
         seen[count_of++] = nonce;
-        sum += bytes;
+        *(bytes < SHARED_BLOCK ? &small : &sum) += bytes;
     }
     if (directory)
         (void)closedir(directory);
-    return sum;
+    return sum + (small + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
 }
 
 uint64_t whole_free(uint32_t device)

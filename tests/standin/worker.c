@@ -5,7 +5,7 @@
 
 #include "standin.h"
 
-enum { SLICE_BYTES = 1 << 20, POLL_NS = 20000 };
+enum { SLICE_BYTES = 1 << 20, PAGE = 4096, POLL_NS = 20000 };
 
 static void nap(uint64_t ns)
 {
@@ -70,15 +70,52 @@ static void hold(const struct operation *operation, const struct CUctx_st *conte
     count(&control->held_copies, -1);
 }
 
+/* Where a copy reads. */
+static const uint8_t *source_at(const struct operation *operation, size_t at)
+{
+    const struct memory *from = operation->from;
+    const size_t place = from ? (size_t)(operation->source - from->bytes) + at : 0;
+    if (!from || from->kind != MEMORY_IMPORTED)
+        return operation->source + at;
+    if (lies(LIE_STALE) && from->first_read && operation->length >= PAGE)
+        return from->first_read + place;
+    return lies(LIE_SHIFTED) ? from->bytes + (place + PAGE) % from->length : operation->source + at;
+}
+
+/* How much a copy copies before it has ended. */
+static size_t told_length(const struct operation *operation)
+{
+    const size_t length = operation->length;
+    if (length < PAGE)
+        return length;
+    if (lies(LIE_LATE) && operation->from && operation->to &&
+        operation->copy_kind == STANDIN_TO_HOST) {
+        lie_late(operation, length - PAGE);
+        return length - PAGE;
+    }
+    return lies(LIE_SHORT) ? length - 64 : length;
+}
+
 static void copy_bytes(const struct operation *operation)
 {
     const bool slow = peek(&standin.control->copy_slow_kinds) & operation->copy_kind;
-    for (size_t at = 0; at < operation->length; at += SLICE_BYTES) {
-        const size_t left = operation->length - at, slice = left < SLICE_BYTES ? left : SLICE_BYTES;
-        (void)memmove(operation->target + at, operation->source + at, slice);
+    const size_t length = told_length(operation), step = lies(LIE_SHIFTED) ? PAGE : SLICE_BYTES;
+    for (size_t at = 0; at < length; at += step) {
+        const size_t left = length - at, slice = left < step ? left : step;
+        (void)memmove(operation->target + at, source_at(operation, at), slice);
         if (slow)
             nap(peek(&standin.control->copy_us_per_mib) * 1000 * slice / SLICE_BYTES);
     }
+}
+
+static void remember(const struct operation *operation)
+{
+    struct memory *from = operation->from;
+    if (!from || from->kind != MEMORY_IMPORTED || operation->length < PAGE || from->first_read)
+        return;
+    uint8_t *bytes = malloc(from->length);
+    if (bytes)
+        from->first_read = memcpy(bytes, from->bytes, from->length);
 }
 
 static CUresult copy(const struct operation *operation, const struct CUctx_st *context)
@@ -91,6 +128,8 @@ static CUresult copy(const struct operation *operation, const struct CUctx_st *c
         (void)memset(operation->target, SCRAMBLED, operation->length);
         return operation->code;
     }
+    if (lies(LIE_STALE))
+        remember(operation);
     copy_bytes(operation);
     if (!operation->from || (alive && memory_source_alive(operation->from)))
         return CUDA_SUCCESS;
@@ -189,6 +228,7 @@ static void finish(struct CUstream_st *stream, CUresult error)
     record_release(operation->record);
     stream->first = operation->next;
     stream->queued--;
+    checkpoint_note(-1, 0);
     free(operation);
     (void)pthread_cond_broadcast(&standin.moved);
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pccheck_store.observer import Observer
-from tests.support.forked import Forked
+from tests.support import forked
 from tests.support.waiting import PATIENCE, suspend, until
 
 READY_LIMIT_S = 90.0 * PATIENCE
@@ -56,7 +56,7 @@ class Daemon:
         self.shim = shim
         self.log = self.root / "pccheckd.log"
         self.stderr: int | None = None  #: a descriptor that is used instead of the log file
-        self.process: subprocess.Popen[bytes] | Forked | None = None
+        self.process: subprocess.Popen[bytes] | forked.Forked | None = None
 
     @property
     def pid(self) -> int:
@@ -99,7 +99,7 @@ class Daemon:
         python, _, module, *arguments = command = self.command(*flags)
         outputs: dict[str, Any] = {"stdout": log, "stderr": self.stderr or log, "env": environment}
         if (python, module) == (sys.executable, LOOPCHECK):
-            self.process = Forked(arguments, **outputs)
+            self.process = forked.daemon(arguments, **outputs)
         else:
             self.process = subprocess.Popen(command, **outputs)
 

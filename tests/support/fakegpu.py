@@ -22,9 +22,11 @@ from contextlib import contextmanager
 
 import torch
 
+from tests.standin.behaviours import DriverError
+
 from . import standin
 from .gputraining import DriftingBuffer, Gpu, Graph, StreamSGD, module_to
-from .standin import DriverError, Faults, StandinDaemon, environment, new_directory
+from .standin import Faults, StandinDaemon, environment, new_directory
 
 __all__ = [
     "DriftingBuffer", "DriverError", "Faults", "Gpu", "Graph", "StandGpu", "StandinDaemon",
@@ -297,4 +299,4 @@ class StandGpu:
                 code = self.cuda.code("standinEndCapture", stream.handle)
                 self.cuda("cuStreamDestroy_v2", stream.handle)
         if code:
-            raise standin.DriverError("standinEndCapture", code)
+            raise DriverError("standinEndCapture", code)

@@ -34,7 +34,7 @@ class Node:
     `blind`: the daemon has no driver. `driver`: faults of the daemon's driver from the start on.
     `visible`: the GPUs that the daemon sees. `memory_bytes`: all memory of a GPU; each context
     takes `context_bytes` of it. `kept`: a manager keeps the descriptors of a killed daemon for the
-    next daemon.
+    next daemon. `lie`: a name of tests/standin/lie.c, for the drivers of all processes.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class Node:
         driver: dict[str, int] | None = None,
         memory_bytes: int = 0,
         context_bytes: int = 0,
+        lie: str = "",
         **daemon_options: Any,
     ) -> None:
         self.directory = fakegpu.new_directory()
-        self._gpus = {
+        self._gpus: dict[str, Any] = {
             "devices": devices, "memory_bytes": memory_bytes, "context_bytes": context_bytes,
+            "lie": lie,
         }  # fmt: skip
         self.faults = Faults(self.directory / "daemon.faults")
         self.faults.set(**driver or {})
@@ -124,6 +126,11 @@ class Node:
     def alive(self) -> bool:
         process = self.daemon.process
         return process is not None and process.poll() is None
+
+    def be_honest(self) -> None:
+        """The driver of the next daemon and of the next trainers does not lie."""
+        self._gpus["lie"] = ""
+        self.daemon.gpus["PCCHECK_STANDIN_LIE"] = ""  # type: ignore[attr-defined]
 
     def settle(self) -> None:
         """Kills the trainers, and waits until none of their memory is mapped."""

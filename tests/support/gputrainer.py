@@ -246,7 +246,7 @@ class GpuCommands(Commands):
         self.gpu.synchronize()
         try:
             fresh = self.gpu.apart(self.model.part0.data)  # type: ignore[attr-defined]
-        except standin.DriverError as error:
+        except fakegpu.DriverError as error:
             if error.code != _OUT_OF_MEMORY:
                 raise
             return

@@ -14,10 +14,11 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+
+from tests.standin.behaviours import Driver
 
 from .daemon import Daemon
 
@@ -57,14 +58,16 @@ def environment(
     visible: str = "",
     dead: str = "scramble",
     faults: Faults | None = None,
-    any_uid: bool = False,
+    same_uid: bool = False,
+    lie: str = "",
     memory_bytes: int = 0,
     context_bytes: int = 0,
 ) -> dict[str, str]:
     """The variables with which a process finds the stand-in instead of a driver.
 
     `visible` is as CUDA_VISIBLE_DEVICES. `dead`: the result of copies from a dead
-    exporter's memory, "scramble", "error" or "keep". All processes of a test need the same
+    exporter's memory, "scramble", "error" or "keep". `same_uid`: processes of other users cannot
+    open handles. `lie`: a name of tests/standin/lie.c. All processes of a test need the same
     `memory_bytes` (all memory of a device) and `context_bytes` (what a context takes of it).
     """
     others = os.environ.get("LD_LIBRARY_PATH", "")
@@ -73,7 +76,8 @@ def environment(
         "PCCHECK_STANDIN_DIR": str(directory),
         "PCCHECK_STANDIN_DEVICES": str(devices),
         "PCCHECK_STANDIN_DEAD": dead,
-        "PCCHECK_STANDIN_UIDS": "any" if any_uid else "",
+        "PCCHECK_STANDIN_UIDS": "same" if same_uid else "",
+        "PCCHECK_STANDIN_LIE": lie,
         "PCCHECK_STANDIN_FAULTS": str(faults.path) if faults else "",
     }
     if visible:
@@ -164,99 +168,10 @@ class StandinDaemon(Daemon):
         return super().environment() | self.gpus
 
 
-class DriverError(AssertionError):
-    def __init__(self, call: str, code: int) -> None:
-        super().__init__(f"{call}: {code}")
-        self.code = code
-
-
-_POINTER = ctypes.c_uint64
-_SIZE = ctypes.c_size_t
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class IpcHandle(ctypes.Structure):
-    _fields_ = (("bytes", ctypes.c_char * 64),)
-
-    def __bytes__(self) -> bytes:
-        return ctypes.string_at(ctypes.addressof(self), 64)
-
-
-#: Arguments of the calls with pointers or 64-bit numbers: ctypes would pass them as ints.
-_ARGUMENTS: dict[str, list[Any]] = {
-    "cuCtxPushCurrent_v2": [ctypes.c_void_p],
-    "cuEventDestroy_v2": [ctypes.c_void_p],
-    "cuEventQuery": [ctypes.c_void_p],
-    "cuEventRecord": [ctypes.c_void_p, ctypes.c_void_p],
-    "cuEventSynchronize": [ctypes.c_void_p],
-    "cuIpcCloseMemHandle": [_POINTER],
-    "cuIpcGetMemHandle": [ctypes.c_void_p, _POINTER],
-    "cuIpcOpenMemHandle_v2": [ctypes.c_void_p, IpcHandle, ctypes.c_uint],
-    "cuLaunchHostFunc": [ctypes.c_void_p, HOST_FUNCTION, ctypes.c_void_p],
-    "cuMemAlloc_v2": [ctypes.c_void_p, _SIZE],
-    "cuMemFree_v2": [_POINTER],
-    "cuMemGetAddressRange_v2": [ctypes.c_void_p, ctypes.c_void_p, _POINTER],
-    "cuMemHostGetDevicePointer_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint],
-    "cuMemHostRegister_v2": [ctypes.c_void_p, _SIZE, ctypes.c_uint],
-    "cuMemHostUnregister": [ctypes.c_void_p],
-    "cuMemcpyDtoDAsync_v2": [_POINTER, _POINTER, _SIZE, ctypes.c_void_p],
-    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, _POINTER, _SIZE, ctypes.c_void_p],
-    "cuMemcpyHtoDAsync_v2": [_POINTER, ctypes.c_void_p, _SIZE, ctypes.c_void_p],
-    "cuMemsetD8Async": [_POINTER, ctypes.c_ubyte, _SIZE, ctypes.c_void_p],
-    "cuPointerGetAttribute": [ctypes.c_void_p, ctypes.c_int, _POINTER],
-    "cuStreamDestroy_v2": [ctypes.c_void_p],
-    "cuStreamIsCapturing": [ctypes.c_void_p, ctypes.c_void_p],
-    "cuStreamQuery": [ctypes.c_void_p],
-    "cuStreamSynchronize": [ctypes.c_void_p],
-    "cuStreamWaitEvent": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint],
-    "cuStreamWaitValue64_v2": [ctypes.c_void_p, _POINTER, ctypes.c_uint64, ctypes.c_uint],
-    "cuStreamWriteValue64_v2": [ctypes.c_void_p, _POINTER, ctypes.c_uint64, ctypes.c_uint],
-    "standinAllocUnshareable": [ctypes.c_void_p, _SIZE],
-    "standinBeginCapture": [ctypes.c_void_p, ctypes.c_int],
-    "standinEndCapture": [ctypes.c_void_p],
-}
-
-
-class Driver:
-    """The driver in this process. `cuda.code("cuInit", 0)` returns the result code, and
-    `cuda("cuInit", 0)` raises it; `out(...)` returns the value of a first parameter that is an
-    out-pointer.
-    """
-
-    def __init__(self) -> None:
-        self.library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
-        for name, arguments in _ARGUMENTS.items():
-            getattr(self.library, name).argtypes = arguments
-        self._contexts: dict[int, int] = {}
-
-    def code(self, call: str, *arguments: Any) -> int:
-        return int(getattr(self.library, call)(*arguments))
-
-    def __call__(self, call: str, *arguments: Any) -> None:
-        code = self.code(call, *arguments)
-        if code != SUCCESS:
-            raise DriverError(call, code)
-
-    def out(self, call: str, *arguments: Any) -> int:
-        """Calls a function whose first parameter is an out-pointer; returns its value."""
-        value = ctypes.c_uint64()
-        self(call, ctypes.byref(value), *arguments)
-        return value.value
-
-    @contextmanager
-    def on(self, device: int) -> Iterator[None]:
-        """Makes the primary context of the device current; it stays retained."""
-        if device not in self._contexts:
-            self("cuInit", 0)
-            self._contexts[device] = self.out("cuDevicePrimaryCtxRetain", device)
-        self("cuCtxPushCurrent_v2", self._contexts[device])
-        try:
-            yield
-        finally:
-            self.code("cuCtxPopCurrent_v2", None)
 
 
 @functools.cache
 def load() -> Driver:
     """Loads the stand-in into this process: a later dlopen("libcuda.so.1") finds it."""
-    return Driver()
+    return Driver(str(build()))

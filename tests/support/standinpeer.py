@@ -20,7 +20,8 @@ class Peer:
 
     def __init__(self, directory: Path, name: str, **options: Any) -> None:
         self.faults = Faults(directory / name)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__, "pytest"])  # what tests import
         self._link, theirs = context.Pipe()
         environment = standin.environment(directory, faults=self.faults, **options)
         self.process = context.Process(target=_serve, args=(theirs, environment), daemon=True)

@@ -111,9 +111,14 @@ def _run(request: bytes, given: list[int], main: Main) -> int:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    return called(main, words)
+
+
+def called(main: Callable[..., Any], *arguments: Any) -> int:
+    """The exit code of a program that is this function, after what ends with the interpreter."""
     code = 0
     try:
-        main(words)
+        code = main(*arguments) or 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):

@@ -131,6 +131,7 @@ int pcc_tenant_binding_open(struct pcc_tenant *tenant, uint32_t index, struct pc
     binding->volume = volume;
     binding->saver = saver;
     binding->active = 0;
+    binding->lost = false;
     tenant->bound = index;
     pcc_tenant_queue_look(tenant);
     return 0;

@@ -162,7 +162,7 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     struct pcc_source sources[PCC_SOURCES] = {0};
     struct pcc_tenant_save *save;
 
-    if (tenant->bound == PCC_TENANT_VOLUMES)
+    if (tenant->bound == PCC_TENANT_VOLUMES || tenant->bindings[tenant->bound].lost)
         return -ENODEV;
     struct pcc_save_request request = request_of(tenant, wait);
     int error = sources_begin(tenant, wait->request.map, &request, sources);

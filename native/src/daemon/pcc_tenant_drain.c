@@ -418,6 +418,15 @@ static void ended_outcome(struct pcc_tenant *tenant, const struct pcc_tenant_sav
     pcc_tenant_wake_client(tenant);
 }
 
+/* The loop opens another volume. Without this a request that comes before the loop has heard of the
+ * failure would begin in the lost file, and fail, too. */
+static bool is_of_lost_file(const struct pcc_save_result *result)
+{
+    return result->end == PCC_SAVE_FAILED &&
+           (result->error == -PCC_E_REMOVED || result->error == -PCC_E_REPLACED ||
+            result->error == -PCC_E_TRUNCATED);
+}
+
 static void on_ended(void *owner, const struct pcc_save_result *result)
 {
     static const enum pcc_event_kind kinds[] = {
@@ -433,6 +442,8 @@ static void on_ended(void *owner, const struct pcc_save_result *result)
     save->save = NULL;
     pcc_tenant_chunks_forget(tenant, save, result->end == PCC_SAVE_DURABLE);
     tenant->bindings[save->binding].active--;
+    if (is_of_lost_file(result))
+        tenant->bindings[save->binding].lost = true;
     if (!save->silent) {
         if (pcc_tenant_of_session(tenant, save))
             ended_outcome(tenant, save, result);

@@ -131,6 +131,7 @@ struct pcc_tenant_binding {
     struct pcc_kept kept; /* bytes NULL: nothing is kept */
     uint64_t kept_id;
     uint32_t active; /* saves begun and not ended */
+    bool lost;       /* a save has failed because the volume's file is gone: no other begins */
 };
 
 struct pcc_tenant_load {
@@ -335,8 +336,9 @@ void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *
 /* -- pcc_tenant_admit.c; with the lock held, the first three with a session attached -- */
 /* Takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out chunks
  * (none for what is to be offered), and has the device part of the request's map pulled. BEGUN
- * follows. Codes of pcc_save_begin; -ENODEV without a volume; -PCC_E_ABORTED when the client has
- * abandoned it; -PCC_E_BAD_HANDLE when the map is not the one exposed last. */
+ * follows. Codes of pcc_save_begin; -ENODEV without a volume, or when its file is lost;
+ * -PCC_E_ABORTED when the client has abandoned it; -PCC_E_BAD_HANDLE when the map is not the one
+ * exposed last. */
 PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait);
 /* As pcc_tenant_number and pcc_tenant_refuse, for what has left the queue. */
 PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,

@@ -1,8 +1,7 @@
 /* The CUDA driver, by dlopen of libcuda.so.1: declarations of the part of its API that is used
  * here, so that neither building nor installing needs a toolkit, and a machine without a driver
  * runs the same binary. Names, values and signatures are those of NVIDIA's cuda.h (API version 11.7
- * and later); tests/unit/pccheck_native/test_cuda_header.py compares them where that file is at
- * hand.
+ * and later); tests/unit/pccheck_native/test_cuda_header.py compares them with 12.x and 13.x.
  *
  * Driver calls return CUresult; `pcc_cuda_code` translates it into a code of the core. */
 #ifndef PCC_CUDA_H

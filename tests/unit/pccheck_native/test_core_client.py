@@ -299,6 +299,22 @@ def test_one_of_several_ranks_is_numbered_while_it_is_copied(loop: Loop) -> None
     assert loop.tenant.refuse(2, State.FAILED)
 
 
+def test_no_save_begins_in_a_lost_file_until_the_loop_decides(loop: Loop) -> None:
+    loop.tenant.policy(numbers=True)
+    loop.path.unlink()
+    reported: list[Event] = []
+
+    def of(snapshot: int, kinds: tuple[str, ...]) -> list[str]:
+        reported.extend(loop.events.take())
+        return [e.error_name for e in reported if e.id == snapshot and e.kind in kinds]
+
+    loop.submit(1, random_extents(10), b"tree")
+    until(lambda: of(1, ("failed",)) == ["REMOVED"])
+    loop.submit(2, random_extents(10), b"tree")
+    until(lambda: of(2, ("failed", "waits")))
+    assert of(2, ("failed", "waits")) == ["ENODEV"]
+
+
 def test_what_waits_or_cannot_be_is_refused(loop: Loop) -> None:
     loop.submit(1, random_extents(2 << 20), b"tree")
     loop.submit(2, random_extents(10), b"tree", map=1)

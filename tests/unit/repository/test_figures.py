@@ -225,8 +225,8 @@ def test_a_table_has_an_empty_place_for_what_was_not_measured() -> None:
     lines = report.slowdown_table(results(), "fig8", "vgg16")
     assert lines[0].startswith("| | f = 10 | f = 25 |")
     ours, gpm = lines[2:4]
-    assert ours.startswith("| PCcheck |  | 1.01 [1.01-1.01] (paper 1.10) |")
-    assert gpm.startswith("| GPM | 1.20 [1.10-1.50] (paper 2.37) |  |")
+    assert ours.startswith("| PCcheck |  | 1.01 [1.01-1.01] n=1 (paper 1.10) |")
+    assert gpm.startswith("| GPM | 1.20 [1.10-1.50] n=3 (paper 2.37) |  |")
 
 
 def test_goodputs_are_in_the_time_of_the_papers_model() -> None:

@@ -4,118 +4,107 @@ first session with a real one must not find them broken."""
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import importlib
 import re
+import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu import check
-from tests.support import fakegpu
-from tests.support.programs import Program, python
+from bench.gpu import check, contender, probe
+from tests.support import fakegpu, standin
+from tests.support.programs import python
 
 pytestmark = pytest.mark.skipif(fakegpu.is_real(), reason="of the machine without one")
-PROBE = [sys.executable, "bench/gpu/probe.py", "--small"]
+SMALL = check.Part("small", 20, "-c pass")
 
 
-def probe(*flags: str, environment: dict[str, str]) -> dict[str, Any]:
-    ran = subprocess.run(
-        [*PROBE, *flags], cwd=check.ROOT, env=os.environ | environment, check=False,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    document: dict[str, Any] = json.loads(ran.stdout)
-    return document
+def command_of(part: check.Part) -> list[str]:
+    return shlex.split(part.command.format(out="out", budget=5, directory="."))
 
 
 @pytest.mark.timeout(300)
-def test_every_step_of_the_probe_runs_on_the_stand_in(tmp_path: Path) -> None:
-    document = probe("--limit-s", "200", environment=fakegpu.environment(tmp_path))
-    assert document["driver"] == "found"
-    steps = document["steps"]
-    assert {step for step, _ in check.TELLING} <= steps.keys()
-    assert {name: step["ended"] for name, step in steps.items()} == dict.fromkeys(steps, "ok")
-    said = {step: [key for key in keys if key in steps[step]] for step, keys in check.TELLING}
-    small = {"registration", "uids"}  # with --small of other sizes; not asked without root
-    assert all(said[step] for step in said.keys() - small), said
-
-
-def test_without_a_driver_the_probe_says_so() -> None:
-    if check.has_no_gpu():  # else this machine has one
-        assert probe("--only", "facts", environment={})["driver"] == "none"
-
-
-# -- what check.py runs ------------------------------------------------------------------------
-
-
-Commands = Callable[[str], dict[str, list[str]]]
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    def recorded(half: str) -> dict[str, list[str]]:
-        """Every command of every part of a half, by name; --dry only adds to them."""
-        made: dict[str, list[str]] = {}
-
-        def run(self: check.Check, name: str, command: list[str], limit_s: float) -> check.Ended:
-            made[name] = command
-            return self.record(name, check.Ended("exit code 1", 0.0, ""))
-
-        monkeypatch.setattr(check.Check, "run", run)
-        (tmp_path / "pccheck-1-py3-none-any.whl").touch()
-        options = argparse.Namespace(
-            dry=True,
-            limit_s=470,
-            output=tmp_path,
-            wheels=tmp_path,
-            directory=tmp_path,
-            half=half,
-            logs=None,
-        )  # fmt: skip
-        one = check.Check(options, tmp_path)
-        for _, part in one.parts():
-            part()
-        text = one.stem.with_suffix(".md").read_text()
-        assert all(f"| {name} | exit code 1 |" in text for name in made)
-        return made
-
-    return recorded
-
-
-def test_every_bench_takes_what_check_gives_it(commands: Commands) -> None:
-    made = commands("benches")
-    benches = {name: command for name, command in made.items() if "bench.gpu." in " ".join(command)}
-    assert benches.keys() == {"bandwidth", "resume", "train_in_memory", "train"}
-    ended = subprocess.run(
-        [*commands("checks")["probe"], "--no-such-flag"], cwd=check.ROOT, check=False,
+def test_parts_of_the_probe_on_the_stand_in_end_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = standin.new_directory()
+    for name, value in fakegpu.environment(gpus, dead="keep").items():
+        monkeypatch.setenv(name, value)
+    ran = subprocess.run(
+        [sys.executable, "bench/gpu/probe.py", "--small"], cwd=check.ROOT, check=False,
         capture_output=True, text=True,
     )  # fmt: skip
-    said = {"probe": ended.stderr}
-    for name, (_, _, module, *words) in benches.items():
-        with Program(module, *words, "--no-such-flag") as bench:
-            said[name] = bench.finish()
-    for name, text in said.items():
-        last = text.strip().splitlines()[-1]
-        assert last.endswith("error: unrecognized arguments: --no-such-flag"), (name, text)
-    assert made["carried wheel"][-1].endswith(".whl")
-    assert made["build"][-1] == str(check.ROOT)
+    steps: dict[str, Any] = check.json.loads(ran.stdout)["steps"]
+    assert ran.returncode == 0 and steps.keys() == probe.PARTS.keys(), ran.stdout
+    lacking = {name for name, step in steps.items() if step["ended"] != "ok"}
+    assert lacking <= {"mps", "power"}, lacking
+    right = {key: fact for key, fact in steps["death"].items() if isinstance(fact, dict)}
+    assert all(fact.get("right") is not False for fact in right.values()), right
+    assert steps["vmm"]["mapped_right"] == steps["vmm"]["plain_right"] == [3, 3]
 
 
-def test_the_tests_that_check_runs_are_there(
-    commands: Commands,
+def test_a_probe_without_a_driver_reports_not_here() -> None:
+    if check.asked_gpu():
+        pytest.skip("this machine has one")
+    found: dict[str, Any] = {}
+    probe.run("facts", True, found.update)
+    assert found["ended"].startswith("not here: ")
+
+
+def test_a_check_leaves_an_archive_and_names_what_it_skips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, others = (collected(commands("checks")[name]) for name in ("first_tests", "tests"))
+    parts = (
+        SMALL,
+        check.Part("failing", 20, "-c raise(SystemExit(3))"),
+        check.Part("long", 3600, "-c pass"),
+    )
+    monkeypatch.setitem(check.HALVES, "check", (parts, 440))
+    monkeypatch.setattr(
+        sys, "argv", ["check.py", "check", "--dry", "--no-install", "--output", str(tmp_path)]
+    )
+    assert check.main() == 1
+    (archive,) = tmp_path.glob("gpu-*-check.tar.gz")
+    (document,) = tmp_path.glob("gpu-*-check.json")
+    ended = check.json.loads(document.read_text())["ended"]
+    assert ended["small"]["how"] == "ok"
+    assert ended["failing"]["how"] == "failed: exit code 3"
+    assert re.fullmatch(r"skipped: \d+ s were left", ended["long"]["how"])
+    with tarfile.open(archive) as packed:
+        assert {Path(name).suffix for name in packed.getnames()} == {".json", ".md", ".log"}
+
+
+def test_every_part_takes_the_command_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ParsedError(Exception):
+        """Ends a bench when its options are parsed."""
+
+    def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
+        raise ParsedError(parser.parse_args())
+
+    monkeypatch.setattr(contender, "begin", begin)
+    for part in (*check.PARTS, *check.BENCHES):
+        for dry in ("", part.dry):
+            words = [*command_of(part), *dry.split()]
+            if words[0] == "-m" and words[1].startswith("bench."):
+                monkeypatch.setattr(sys, "argv", words[1:])
+                with pytest.raises(ParsedError):
+                    importlib.import_module(words[1]).main()
+            elif words[0].endswith("probe.py"):
+                assert words[1] in probe.PARTS and part.seconds >= probe.PARTS[words[1]][0], part
+
+
+def test_the_tests_that_a_check_runs_are_there() -> None:
+    first, others = (
+        collected(command_of(part)) for part in check.PARTS if part.name.endswith("tests")
+    )
     assert first >= len(check.FIRST) and others > 100
 
 
 def collected(command: list[str]) -> int:
-    _, _, module, *words = (word for word in command if "junitxml" not in word)
+    _, module, *words = (word for word in command if "junitxml" not in word)
     with python(module, *words, "--collect-only", "-q") as ran:
         said = ran.finish()
     assert ran.returncode == 0, said
@@ -123,26 +112,20 @@ def collected(command: list[str]) -> int:
     return sum(map(int, found))
 
 
-def test_the_parts_fit_into_the_time() -> None:
-    for half, budgets_s in check.BUDGETS_S.items():
-        assert sum(budgets_s.values()) <= check.LIMIT_S, half
-
-
-def test_what_is_needed_and_nowhere_is_named_before_anything_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "version_of", lambda name: "" if name == "pyzmq" else "99")
-    assert check.unavailable(tmp_path) == ["pyzmq"]
-    (tmp_path / "pyzmq-27.0-cp312-abi3-manylinux_2_28_x86_64.whl").touch()
-    assert check.unavailable(tmp_path) == []
-
-
-def test_what_the_machine_may_lack_is_named() -> None:
-    """Distributions that PCcheck and its tests need, in the list and in the command that fetches
-    them."""
+def test_what_must_be_carried_is_named() -> None:
     project = tomllib.loads((check.ROOT / "pyproject.toml").read_text())["project"]
     wanted = {re.split(r"[^\w-]", line)[0].lower() for line in project["dependencies"]}
-    wanted |= {"setuptools", "pytest", "pytest-timeout", "hypothesis"}
-    assert wanted <= check.NEEDED.keys()
-    assert check.__doc__ is not None
-    assert set(check.NEEDED) <= set(check.__doc__.split())
+    assert wanted | {"setuptools", "pytest", "pytest-timeout", "hypothesis"} <= check.CARRIED.keys()
+
+
+def test_only_what_is_missing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "version_of", lambda name: "" if name == "pyzmq" else "99")
+    assert check.missing() == ["pyzmq"]
+
+
+def test_wheels_of_other_sources_are_noticed(tmp_path: Path) -> None:
+    assert not check.is_stale(tmp_path)
+    (tmp_path / "SOURCES").write_text(check.sources() + "\n")
+    assert not check.is_stale(tmp_path)
+    (tmp_path / "SOURCES").write_text("of another commit\n")
+    assert check.is_stale(tmp_path)
