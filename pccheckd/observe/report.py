@@ -87,7 +87,7 @@ async def status(
         "scrub": scrub,
         "sessions": rows,
         "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
-        "memory": [_memory(job, cost) for job in jobs if (cost := job.parked.standing())],
+        "memory": [_memory(job, cost) for job in jobs if (cost := job.parked.costs())],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -300,7 +300,7 @@ def _group(job: Job, found: Standing) -> Document:
     )  # fmt: skip
 
 
-def _memory(job: Job, found: parked.Standing) -> Document:
+def _memory(job: Job, found: parked.DeathCosts) -> Document:
     """What the death of a process, or of the node, would cost now: from the last request back to
     what all ranks have copied, or durable. None: all."""
     step, asked_ns = found.asked

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from pccheckd.group.parked import Known, Place, decide, newest
+from pccheckd.group.parked import Known, PartState, decide, newest
 
-C, P, W, D = Place.COMING, Place.PARKED, Place.WRITING, Place.DURABLE
+C, P, W, D = PartState.COMING, PartState.PARKED, PartState.WRITING, PartState.DURABLE
 NONE, GONE = "none", "gone"  # not requested yet; dropped, failed, or lost with its trainer
-Part = Place | str
+Part = PartState | str
 
 
 class World(NamedTuple):
@@ -24,7 +24,7 @@ class World(NamedTuple):
     def known(self) -> list[Known]:
         found = []
         for index, ranks in enumerate(self.parts):
-            places = {rank: one for rank, one in enumerate(ranks) if isinstance(one, Place)}
+            places = {rank: one for rank, one in enumerate(ranks) if isinstance(one, PartState)}
             wanted, never = index + 1 in self.wanted, GONE in ranks
             found.append(Known(index + 1, range(len(ranks)), places, wanted, never))
         return found
@@ -124,7 +124,7 @@ def test_three_ranks_lose_nothing_in_longer_runs() -> None:
 
 
 def known(sequence: int, *places: Part, wanted: bool = False, never: bool = False) -> Known:
-    there = {rank: one for rank, one in enumerate(places) if isinstance(one, Place)}
+    there = {rank: one for rank, one in enumerate(places) if isinstance(one, PartState)}
     return Known(sequence, range(len(places)), there, wanted, never)
 
 
