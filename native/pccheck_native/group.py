@@ -26,9 +26,9 @@ rules hold for its volume: its own newest checkpoint of that time may be one tha
 **When ranks are not in lockstep** the slots of one rank may be full of checkpoints that another
 rank will never have. A checkpoint that a live rank has skipped, has failed to save, or has left out
 by requesting a later one, is given up on all ranks at once. A checkpoint that only a rank without a
-process lacks, that is damaged on a rank, or that a rank has in memory only, is given up when a rank
-needs the slot, oldest first. A
-checkpoint that a live rank has not requested yet is waited for (`lagging`); the caller bounds that.
+process lacks, that is damaged on a rank, or for which a rank has no slot, is given up when a rank
+needs the slot, oldest first. A checkpoint that a live rank has not requested yet is waited for
+(`lagging`); the caller bounds that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Rank(NamedTuple):
     #: Sequences of the checkpoints that the rank is saving, each with the world size of the start
     #: that requested it: a start of another size may have begun since.
     pending: Mapping[int, int] = MappingProxyType({})
-    parked: Collection[int] = ()  # of these, what is in memory only, and may stay so
+    parked: Collection[int] = ()  # of these, what is in memory only, and may stay so ...
+    blocked: Collection[int] = ()  # ... or was to be written, and found no slot
     #: The process of the rank will never request this sequence or an older one, because it has
     #: requested this sequence, or the sequence was in use before the process came. None: the rank
     #: has no process, and may get one. Above every sequence: no rank waits for this rank.
@@ -168,9 +169,9 @@ class _Lacking:
 
     def may_not_ask(self, number: int, size: int) -> bool:
         """A rank that lacks the checkpoint has no process, or a process that will never request
-        it; or a rank has the checkpoint in memory only, and may never get a slot for it."""
+        it; or a rank has the checkpoint in memory only, and no slot for it."""
         members = self._of(number, size)
-        if any(number in self._ranks[rank].parked for rank in members.by_rank):
+        if any(number in self._ranks[rank].blocked for rank in members.by_rank):
             return True
         if members.some_never_came or self._first(members.dead, number) is not None:
             return True

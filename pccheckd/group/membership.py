@@ -153,6 +153,7 @@ class Membership:
             ),
             pending=tenant.ledger.pending(),
             parked=[found.sequence for found in tenant.ledger.parked()],
+            blocked=[found.sequence for found in tenant.ledger.parked() if found.blocked],
             asked=passed,
             pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )

@@ -370,7 +370,8 @@ class Unparking:
             return not code or not must
         end: End | None = _lost(code)
         if code == "NO_SLOT":
-            if await self._slots.free(parked):
+            parked.blocked = not await self._slots.free(parked)
+            if not parked.blocked:
                 self._changed.set()
                 return False
             end = await self._slots.end_without()

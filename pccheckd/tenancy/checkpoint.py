@@ -111,7 +111,8 @@ class RankCheckpoint:
     requested_ns: int  # CLOCK_MONOTONIC
     in_memory: bool = False  # its level is memory ...
     parks: bool = False  # ... and it has neither a lane nor a slot: nothing writes it
-    wanted: bool = False  # on the disk, although its level is memory
+    wanted: bool = False  # on the disk, although its level is memory ...
+    blocked: bool = False  # ... and there is no slot for it
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     held_at_ns: int = 0
     held_ns: int = 0
