@@ -147,6 +147,7 @@ class _Lacking:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._blocked = {number for known in ranks.values() for number in known.blocked}
         self._has: defaultdict[int, set[int]] = defaultdict(set)
         self._held: defaultdict[int, set[int]] = defaultdict(set)  # also damaged
         for rank, known in ranks.items():
@@ -171,9 +172,7 @@ class _Lacking:
         """A rank that lacks the checkpoint has no process, or a process that will never request
         it; or a rank has the checkpoint in memory only, and no slot for it."""
         members = self._of(number, size)
-        if any(number in self._ranks[rank].blocked for rank in members.by_rank):
-            return True
-        if members.some_never_came or self._first(members.dead, number) is not None:
+        if number in self._blocked or members.some_never_came or self._first(members.dead, number) is not None:
             return True
         return self._has_asked(self._first(members.live, number), number)
 

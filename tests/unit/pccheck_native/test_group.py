@@ -183,6 +183,22 @@ def test_there_is_no_floor_before_there_are_enough() -> None:
     assert agreed(ranks, keep=2) == (0, 2, [])
 
 
+def test_what_another_rank_has_no_slot_for_is_given_up_for_a_slot() -> None:
+    """Each of the two waits for a slot for what the other has written."""
+    mine = Rank(held(1, 2), pending={3: 2}, asked=3)
+    for blocked, expected in ([], []), ([2], [2]):
+        other = Rank(held(1, 3), pending={2: 2}, asked=3, parked=[2], blocked=blocked)
+        assert agreed({0: mine, 1: other}, short=(0,)) == (1, 1, expected)
+
+
+def test_no_rank_waits_for_one_with_checkpoints_in_memory_only() -> None:
+    mine = Rank(held(1, 4), asked=4)
+    for parked, late in ([], []), ([2], [1]):
+        ranks = {0: mine, 1: Rank(held(1), pending={2: 2}, asked=2, parked=parked)}
+        agreement = group.agree(ranks, 2, 1, (0,))
+        assert group.lagging(ranks, 2, 0, agreement) == late
+
+
 def test_what_a_live_rank_has_passed_over_is_given_up() -> None:
     """The rank skipped the checkpoint, failed at it, or has requested a later one."""
     ranks = {0: Rank(held(1, 2), asked=2), 1: Rank(held(1), asked=2)}
