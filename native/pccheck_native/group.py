@@ -172,7 +172,9 @@ class _Lacking:
         """A rank that lacks the checkpoint has no process, or a process that will never request
         it; or a rank has the checkpoint in memory only, and no slot for it."""
         members = self._of(number, size)
-        if number in self._blocked or members.some_never_came or self._first(members.dead, number) is not None:
+        if number in self._blocked or members.some_never_came:
+            return True
+        if self._first(members.dead, number) is not None:
             return True
         return self._has_asked(self._first(members.live, number), number)
 
