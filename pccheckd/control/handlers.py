@@ -143,11 +143,11 @@ class Handlers:
             case messages.Status():
                 return messages.Report(await self._status(session))
             case messages.ListVolumes():
-                return messages.Report(
-                    await self._engine.look(
-                        session.uid, report.listing, session.uid, self._config, body.job
-                    )
+                found = await self._engine.look(
+                    session.uid, report.listing, session.uid, self._config, body.job
                 )
+                memory = report.in_memory(session.uid, self._registry, body.job)
+                return messages.Report(found | {"in_memory": memory})
             case messages.ConfigShow():
                 return messages.Report(config_text.document(self._config, "daemon"))
             case messages.Verify():

@@ -51,8 +51,8 @@ class Registry:
             yield from job.tenants.values()
 
     def in_flight(self) -> int:
-        """How many checkpoints of all ranks have not ended."""
-        return sum(len(tenant.ledger.live()) for tenant in self.tenants())
+        """How many checkpoints of all ranks are on their way to the disk."""
+        return sum(len(tenant.ledger.moving()) for tenant in self.tenants())
 
     def loaded(self, key: Key) -> Tenant | None:
         """The tenant, if it is loaded now."""

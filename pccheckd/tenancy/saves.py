@@ -59,12 +59,13 @@ class Saves:
             return
         port.native.noted()
         asked = event.request
+        in_memory = asked.level == _core.LEVEL_MEMORY
         self.interval_steps = asked.interval
         checkpoint = RankCheckpoint(
             session=event.session, snapshot=event.id, step=asked.step,
             payload_bytes=asked.payload_bytes, skip_when_busy=asked.skip,
             incarnation=self._readiness.incarnation, world_size=owner.world_size,
-            requested_ns=asked.taken_ns, parks=asked.level == _core.LEVEL_MEMORY, map=asked.map,
+            requested_ns=asked.taken_ns, in_memory=in_memory, parks=in_memory, map=asked.map,
             held_at_ns=asked.held_at_ns, held_ns=asked.held_ns,
         )  # fmt: skip
         self._ledger.add(checkpoint)
@@ -171,7 +172,9 @@ class Saves:
         if event.kind in ("failed", "superseded", "given_up"):
             self._group.decide_soon()
             self._tasks.spawn(self._retire())
-        elif checkpoint.is_parked:
+        elif checkpoint.is_parked:  # the core reports its times only if it is written
+            at_ns = checkpoint.at_ns
+            checkpoint.times_ns |= {"begin": at_ns[State.COPYING], "sealed": at_ns[State.COPIED]}
             self._group.decide_soon()
 
     def failed_before_request(self, count: int) -> None:

@@ -14,7 +14,7 @@ from pccheckd.core.port import Owner
 from pccheckd.core.uses import Seat, Uses
 
 from . import admission
-from .admission import Admission, Slots
+from .admission import Admission, Slots, Unparking
 from .binding import UNBIND_LIMIT_S, Binding
 from .group import Group
 from .ledger import Ledger
@@ -23,7 +23,6 @@ from .pulling import Pulling
 from .readiness import Readiness
 from .retention import Leases, Retention
 from .saves import Saves
-from .unparking import Unparking
 from .volumes import Key, VolumeSet
 
 

@@ -67,8 +67,7 @@ class DiskProgress:
 def _mark(tenant: Tenant) -> object:
     """Changes with every write that ends; None when the disk has nothing to do."""
     usage = tenant.binding.usage()
-    live = (one for one in tenant.ledger.live() if not one.parks)
-    admitted = [one for one in live if one.state is not State.REQUESTED]
+    admitted = [one for one in tenant.ledger.moving() if one.state is not State.REQUESTED]
     if usage is None or not admitted:
         return None
     if not usage.full_chunks and not any(

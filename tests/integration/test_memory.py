@@ -13,6 +13,7 @@ from pccheck_native import LEVEL_MEMORY, catalog
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Goodbye
 from tests.conftest import SMALL
+from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.manager import ServedDaemon
 from tests.support.rank import Rank, payload_of
@@ -185,3 +186,22 @@ def test_what_has_no_room_in_memory_is_skipped(start_daemon: Start, members: Mem
     assert "--dram" in rank.describe(third).hint
     found = [rank.native.state(one).outcome for one in (first, second)]
     assert found == [State.WRITING, State.COPIED]
+
+
+def test_status_and_list_say_what_is_in_memory(
+    start_daemon: Start, members: Members, ctl: Ctl
+) -> None:
+    daemon = start_daemon(*SMALL, *STUCK)
+    group = members(daemon, 2)
+    for step in range(1, 4):
+        park(group, step)
+    park(group[:1], 4)
+    (cost,) = daemon.status()["memory"]
+    assert (cost["step"], cost["process"]["step"], cost["process"]["lost_steps"]) == (4, 3, 1)
+    assert cost["node"] is None
+
+    said = ctl(None, "status", "--socket", daemon.socket).out
+    assert "memory   job: step 3 in memory; a dead process costs 1 step (" in said
+    assert "a dead node all steps" in said
+    listed = ctl(None, "list", "--socket", daemon.socket).out.splitlines()
+    assert len([line for line in listed if "in memory" in line]) == 3  # step 4 on rank 0 only
