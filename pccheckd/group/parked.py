@@ -87,7 +87,11 @@ def decide(every: Collection[Known], *, idle: bool) -> ParkedMoves:
 def newest(every: Collection[Known]) -> list[Known]:
     """What has to be written when a trainer has ended, or restores: the newest checkpoint that is
     copied on all ranks, and everything newer; oldest first. Older ones stay until it is durable."""
-    copied = [one for one in every if one.is_on_all(PartState.PARKED, PartState.WRITING, PartState.DURABLE)]
+    copied = [
+        one
+        for one in every
+        if one.is_on_all(PartState.PARKED, PartState.WRITING, PartState.DURABLE)
+    ]
     found = []
     for one in sorted(every, key=_sequence):
         base = _newest(one, copied)
@@ -164,14 +168,18 @@ class Parked:
             return None
         anywhere = PartState.PARKED, PartState.WRITING, PartState.DURABLE
         copied = max((o for o in every if o.is_on_all(*anywhere)), key=_sequence, default=None)
-        durable = max((o for o in every if o.is_on_all(PartState.DURABLE)), key=_sequence, default=None)
+        durable = max(
+            (o for o in every if o.is_on_all(PartState.DURABLE)), key=_sequence, default=None
+        )
         return DeathCosts(at, self._requested(copied), self._requested(durable))
 
     def _requested(self, one: Known | None) -> tuple[int, int] | None:
         """The step and the time of the first request; 0 when the time is not remembered."""
         if one is None:
             return None
-        parts = (self._members.tenants[rank].ledger.of_sequence(one.sequence) for rank in one.places)
+        parts = (
+            self._members.tenants[rank].ledger.of_sequence(one.sequence) for rank in one.places
+        )
         times = [part.requested_ns for part in parts if part is not None]
         return self._step(one), min(times, default=0)
 

@@ -37,7 +37,7 @@ LAG_LIMIT_S = 2.0
 LOOK_S = 0.25
 
 PLACES = 3  # PCC_SAVES_PARKED
-#: Codes of what ends by itself: every lane is busy, or what an earlier daemon left is being checked.
+#: Codes of what ends by itself: every lane is busy, or what an earlier daemon left is checked.
 _SOON = frozenset({"NO_LANE", "EBUSY"})
 #: Codes of refusals that are not the volume's fault: the page says enough.
 _REFUSED = frozenset({"ABORTED", "BAD_HANDLE", "DEVICE_LOST"})

@@ -164,8 +164,8 @@ class RankCheckpoint:
         return Record(
             *key, self.session, self.snapshot, self.incarnation, self.step,
             self.sequence, self.slot, self.payload_bytes, self.copied_bytes, self.written_bytes,
-            bool(self.map), self.in_memory, self.state.name.lower(), reason, hint, why.stage, error, self.rehomed,
-            self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
+            bool(self.map), self.in_memory, self.state.name.lower(), reason, hint, why.stage,
+            error, self.rehomed, self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
             *(self.times_ns.get(name, 0) for name in _TIMES),
         )  # fmt: skip
 

@@ -2,9 +2,10 @@
 
     python -m tests.integration.memory_campaign --rounds 200 --seed 1
 
-A round draws a group (1, 2 or 4 ranks of unequal sizes), a disk, which checkpoints go to the disk, and
-a chain of starts; each start ends with the death of one rank or of all, and of the daemon in some.
-The ranks are in lockstep, as training is: none requests a step before all have read the one before.
+A round draws a group (1, 2 or 4 ranks of unequal sizes), a disk, which checkpoints go to the disk,
+and a chain of starts; each start ends with the death of one rank or of all, and of the daemon in
+some. The ranks are in lockstep, as training is: none requests a step before all have read the one
+before.
 
 Checked at every restore, against what the ranks have observed:
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import mmap
 import multiprocessing
 import random
@@ -29,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccheck_native import LEVEL_DISK, LEVEL_MEMORY, OUTCOME_GIVEN_UP
-from pccheck_wire.errors import NoCheckpointError, PccheckError
+from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, PccheckError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Restored
 from tests.support.daemon import Daemon
@@ -91,7 +93,10 @@ class Group:
 def train(socket: Path, group: Group, start: int, rank: int, first: int, board: Path) -> None:
     """A rank's process: saves until it is killed."""
     seen = Board(board)
-    with _connect(socket, group, start, rank) as link:
+    with (
+        contextlib.suppress(ConnectionResetError, DaemonUnreachableError),  # the daemon was killed
+        _connect(socket, group, start, rank) as link,
+    ):
         link.restore() if first > 1 else link.open()
         link.register(group.sizes[rank], memory=True)
         steps: dict[int, int] = {}

@@ -1,5 +1,5 @@
-"""Checkpoints of level memory: newer ones replace them, and they are written when a trainer ends, when
-the daemon stops, when they are wanted, and when the disk is idle."""
+"""Checkpoints of level memory: newer ones replace them, and they are written when a trainer ends,
+when the daemon stops, when they are wanted, and when the disk is idle."""
 
 from __future__ import annotations
 

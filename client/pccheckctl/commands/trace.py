@@ -132,7 +132,11 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
 def _parked(process: int, lanes: list[int], item: Document, end_ns: int) -> Iterator[Document]:
     """Copied, and replaced before it was written, or in memory still."""
     begin, sealed = whole(item, "begin"), whole(item, "sealed") or end_ns
-    track, facts, step = _MEMORY + free_lane(lanes, begin, end_ns), _facts(item), whole(item, "step")
+    track, facts, step = (
+        _MEMORY + free_lane(lanes, begin, end_ns),
+        _facts(item),
+        whole(item, "step"),
+    )
     yield _slice(process, track, f"copy {step}", begin, sealed, facts)
     yield _slice(process, track, f"in memory {step}", sealed, end_ns, facts)
 
