@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign resume-campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe \
+	handler-campaign memory-campaign resume-campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe \
 	gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -89,6 +89,10 @@ campaign: $(READY) ## kills daemon, trainer and groups of ranks ROUNDS times (de
 	$(BIN)/python -m tests.integration.group_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 EVERY ?= 1
+memory-campaign: ROUNDS = 200
+memory-campaign: $(READY) ## kills trainers and daemons beside checkpoints in memory only, ROUNDS times (default 200)
+	$(BIN)/python -m tests.integration.memory_campaign --rounds $(ROUNDS) --seed $(SEED)
+
 handler-campaign: $(READY) ## calls in signal handlers before each EVERY-th (default 1) instruction of other calls
 	$(BIN)/python -m tests.integration.handler_campaign --every $(EVERY) --seed $(SEED)
 

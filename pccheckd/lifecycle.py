@@ -136,7 +136,7 @@ async def _serve(
         LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
         sessions.drain()
         if not await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s)):
-            if unfinished := registry.in_flight():
+            if unfinished := sum(len(tenant.ledger.live()) for tenant in registry.tenants()):
                 LOG.error("stopped with %d checkpoints that are not durable", unfinished)
             for one in (work, parts):  # the caller ends the process: nothing more is waited for
                 one.pop_all()

@@ -36,6 +36,7 @@ from .daemon.connection import Connection
 from .daemon.session import DISCONNECTED, Session
 from .flight.in_flight import InFlight
 from .flight.phases import Durable
+from .flight.waiting import wait_global
 from .garbage import no_collection
 from .job.agreement import RankAgreement
 from .job.naming import identify
@@ -96,6 +97,10 @@ class PCcheckClient(Closing):
         stall_limit_s: the longest time for which anything here delays training.
         slowdown: how much longer than without checkpoints training may take, as a factor, when
             `should_checkpoint()` decides how often to save.
+        durable_every: 10: of ten checkpoints one goes to the disk, and the others stay in the
+            daemon's memory until a newer one is there on all ranks. They survive the end of this
+            process, not of the node or the daemon. Needs room for three states of each rank there.
+            "auto": all stay in memory, and the daemon writes as many as the disk takes.
         fresh: begins without the job's checkpoints, which may then be overwritten.
         solo: only this rank saves, whatever the world size (plain DDP, rank 0).
         replicated: every rank has the same parameters and optimizer state (plain DDP), and all of
@@ -134,6 +139,7 @@ class PCcheckClient(Closing):
         on_error: Literal["warn", "raise"] = "warn",
         stall_limit_s: float = 30,
         slowdown: float = 1.03,
+        durable_every: int | Literal["auto"] = 1,
         fresh: bool = False,
         solo: bool = False,
         replicated: bool = False,
@@ -141,7 +147,7 @@ class PCcheckClient(Closing):
         storage: str | os.PathLike[str] | None = None,
     ) -> None:
         self._options = Options(
-            transfer, snapshot, gate, on_busy, on_error, stall_limit_s, slowdown
+            transfer, snapshot, gate, on_busy, on_error, stall_limit_s, slowdown, durable_every
         )
         fresh, solo = check_flag("fresh", fresh), check_flag("solo", solo)
         identity = identify(job, rank, world_size, solo=solo)
@@ -293,6 +299,14 @@ class PCcheckClient(Closing):
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
             self._advice.attached(things)
+            if self._private is not None and self._options.writes_every > 1:
+                self._warner.once(
+                    "private memory",
+                    "memory-only checkpoints (durable_every) end with the private pccheckd, which "
+                    "ends with this container, pod or Slurm step: a restart then gets the last "
+                    "one on the disk. A pccheckd apart from the job (a systemd service, a "
+                    "DaemonSet) keeps them: docs/service.md",
+                )
             if self._options.gate == "auto":
                 stepped = self._planner.stepped()
                 self._planner.hooks.put(self._before_step, stepped, self._after_step)
@@ -349,8 +363,9 @@ class PCcheckClient(Closing):
             self._saver.gate(on_cpu=capturing)
 
     def checkpoint(
-        self, state: object = None, *, step: int | None = None, metadata: object = None
-    ) -> Checkpoint:
+        self, state: object = None, *, step: int | None = None, metadata: object = None,
+        to: Literal["disk", "memory", None] = None,
+    ) -> Checkpoint:  # fmt: skip
         """Takes a snapshot of the attached state, or of `state`: a dict, list or nested state.
 
         Returns at once when a gate holds the next update back, else when the copy is complete. The
@@ -366,6 +381,9 @@ class PCcheckClient(Closing):
                 first.
             metadata: what a logger gets: numbers, text, dicts, lists; by value. pccheckctl shows
                 the metadata, and `restore().metadata` returns them.
+            to: "memory" leaves this one in the daemon's memory, "disk" writes it; the default is
+                as `durable_every` says. A memory-only checkpoint is written when this process
+                ends, and for `wait_durable()`, `pin()`, `flush()` and `close()`.
 
         Raises UsageError for a call that cannot be right: without a step, while a CUDA graph is
         recorded, after close(); UnsupportedStateError by path for what cannot be stored, unless an
@@ -388,12 +406,13 @@ class PCcheckClient(Closing):
             self._require_open()
             self._flushed = False
             number = self._numbered(state, step)
+            level = self._saver.levels.choose(to)
             self._steps.called(number)
             self._came_from = number
             self._advice.calling()
             try:
                 self._require_between_steps()
-                made = self._checkpoint(state, number, metadata)
+                made = self._checkpoint(state, number, metadata, level)
             except (PccheckError, OSError) as error:
                 if isinstance(error, UnsupportedStateError) and not self._took_one:
                     raise
@@ -432,7 +451,7 @@ class PCcheckClient(Closing):
             )
         return number
 
-    def _checkpoint(self, state: object, step: int, metadata: object) -> InFlight:
+    def _checkpoint(self, state: object, step: int, metadata: object, level: int) -> InFlight:
         if self._recovery.torn:
             raise TornStateError(
                 f"{self._recovery.torn}, so this state is not saved",
@@ -450,7 +469,7 @@ class PCcheckClient(Closing):
             self._advice.saving(step)
         node = metadata_node(metadata)
         try:
-            return self._submit(connection, state, step, node)
+            return self._submit(connection, state, step, node, level)
         except NoStagingError as error:
             self._warner.once(
                 "staging",
@@ -459,15 +478,17 @@ class PCcheckClient(Closing):
                 + ("; a copy on the GPU is tried again later" if error.retryable else ""),
             )
             self._planner.stop_staging(for_good=not error.retryable)
-            return self._submit(connection, state, step, node)
+            return self._submit(connection, state, step, node, level)
 
-    def _submit(self, connection: Connection, state: Any, step: int, node: tree.Node) -> InFlight:
+    def _submit(
+        self, connection: Connection, state: Any, step: int, node: tree.Node, level: int
+    ) -> InFlight:
         self._planner.hooks.follow()
         snapshot = self._planner.snapshot(connection.native.chunk_bytes, state, step, node)
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
         try:
-            return self._saver.submit(connection, step, snapshot, self._steps, interval)
+            return self._saver.submit(connection, step, snapshot, self._steps, interval, level)
         except ConnectionError as error:  # the core noticed it first
             raise connection.gone() from error
 
@@ -567,7 +588,7 @@ class PCcheckClient(Closing):
                 self._continue_from(result)
                 if on_gpu:
                     self._expose(connection, result.step)
-                self._session.announce(connection, payload_bytes)
+                self._session.announce(connection, payload_bytes, self._saver.levels.used)
             return result
 
     def recover(self, step: int | None = None) -> Found:
@@ -618,12 +639,18 @@ class PCcheckClient(Closing):
         """Keeps the durable checkpoint of `step`, the newest of several, on all ranks of the job
         until `unpin(step)`, over restarts too; `pccheckctl drop` and --expire-finished still remove
         the checkpoint with its job. Each pin takes a slot. Any thread and every rank may call this.
+        A memory-only checkpoint is written first.
 
         Raises NoCheckpointError when no checkpoint of the step is durable (on all ranks), or no
         longer; RefusedError with the numbers when too few slots would be left; the error of the
         disk when it cannot be written.
         """
-        self._pin(Pin(check_step(step)))
+        body = Pin(check_step(step))
+        save = None if self._inert() else self._saver.followed.in_memory(body.step)
+        if save is not None:
+            with contextlib.suppress(PccheckError):  # the daemon says what that means for the pin
+                wait_global(save, LIST_LIMIT_S)
+        self._pin(body)
 
     def unpin(self, step: int) -> None:
         """Newer checkpoints may replace those of `step` again. Does nothing without a pin."""
@@ -810,7 +837,10 @@ class PCcheckClient(Closing):
             self._require_open()
             if self._interval is None:
                 self._agreement.begin("should_checkpoint()")
-                self._interval = Interval(self._options.slowdown, self._agreement.largest)
+                options = self._options
+                self._interval = Interval(
+                    options.slowdown, self._agreement.largest, options.writes_every
+                )
             return self._interval.due(check_step(step), now_s)
 
     def close(self, *, done: bool = False) -> None:

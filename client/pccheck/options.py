@@ -31,6 +31,7 @@ class Options:
     on_error: str = "warn"
     stall_limit_s: float = 30
     slowdown: float = 1.03
+    durable_every: int | str = 1  # or "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -51,6 +52,17 @@ class Options:
                 f"slowdown={self.slowdown!r} is not a factor above 1",
                 hint="slowdown=1.03 allows training to take three percent longer",
             )
+        every: object = self.durable_every
+        if every != "auto" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise UsageError(
+                f'durable_every={every!r} is neither a number of checkpoints nor "auto"',
+                hint="durable_every=10 writes every tenth checkpoint to the disk; 1 writes all",
+            )
+
+    @property
+    def writes_every(self) -> float:
+        """Of so many checkpoints one goes to the disk; infinity for "auto"."""
+        return float("inf" if self.durable_every == "auto" else self.durable_every)
 
     @property
     def raises(self) -> bool:

@@ -73,10 +73,15 @@ class Cause(enum.IntEnum):
     BAD_TREE = 23, "the tree does not lie in the payload", SAME_VERSION_HINT
     BAD_TYPES = 24, "the table of types does not lie in the payload", SAME_VERSION_HINT
     BAD_LEVEL = (
-        25, "this pccheckd saves to the disk only, and not to level {n}", SAME_VERSION_HINT
+        25, "this pccheckd saves to disk or memory, and not to level {n}", SAME_VERSION_HINT
     )  # fmt: skip
     BAD_KIND = 26, "this pccheckd saves tensors only, and not kind {n}", SAME_VERSION_HINT
     BAD_FLAGS = 27, "it sets flags that this pccheckd does not know ({n})", SAME_VERSION_HINT
+    REPLACED_IN_MEMORY = 28, "a newer checkpoint, step {n}, is in memory on all ranks"
+    MEMORY_BUSY = (
+        29, "the DRAM of rank {n} has no room for one more checkpoint beside those in memory",
+        "raise --dram of pccheckd: checkpoints in memory take three times the state of each rank",
+    )  # fmt: skip
 
     INTERRUPTED = (_CLIENT + 1, "abandoned: this process was interrupted before it was copied")
     RUN_ENDED = _CLIENT + 2, "abandoned: the run ended before it was copied"
@@ -105,7 +110,7 @@ _ASKS = frozenset({Cause.OTHER_RANK, Cause.DESCRIBED, Cause.RANK_LACKS})
 #: Causes of checkpoints that another rank of the job will never have.
 OF_THE_GROUP = frozenset({
     Cause.OTHER_RANK, Cause.RANK_BUSY, Cause.RANK_LACKS, Cause.RANK_ENDED, Cause.RANK_NEVER,
-    Cause.RANK_DROPPED,
+    Cause.RANK_DROPPED, Cause.MEMORY_BUSY,
 })  # fmt: skip
 
 

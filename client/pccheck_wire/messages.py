@@ -171,6 +171,7 @@ class Register(Message):
 
     payload_bytes: int
     failed: int = 0  # checkpoints of this client that failed and that no daemon has counted yet
+    levels: int = 1  # where its checkpoints are to be safe: bit n of level n
 
 
 @message("registered")
@@ -184,6 +185,7 @@ class Registered(Message):
     absent: list[int] = field(default_factory=list)  # ranks of this start without a live process
     incarnation: int = 0  # of the start that the peer is a member of now
     start: bytes = b""
+    expected_bytes: int = 0  # DRAM in the end, while the others claim what they claim now
 
 
 @message("expose")

@@ -42,6 +42,9 @@ WORD_COPYING: int
 WORD_COPIED: int
 WORD_ABANDONED: int
 WORD_REFUSED: int
+LEVEL_DISK: int  # where a checkpoint is to be safe: written, ...
+LEVEL_MEMORY: int  # ... copied and parked, ...
+LEVEL_DEVICE: int  # ... or in GPU memory: refused by this version
 CAUSE_REPLACED: int  # of pccheck_wire.ends
 CAUSE_OTHER_RANK: int
 OUTCOME_GIVEN_UP: int  # in ClientState.outcome, beside the numbers of CheckpointState
@@ -203,6 +206,7 @@ class SaveRequest(NamedTuple):
     tree_offset: int
     tree_bytes: int
     skip: bool  # on_busy
+    level: int  # LEVEL_*: where it is to be safe
     map: int
     held_at_ns: int
     held_ns: int
@@ -218,7 +222,7 @@ class SaveRequest(NamedTuple):
 
 class Event(NamedTuple):
     #: requested begun waits refused copied writing durable superseded given_up failed load_ended
-    #: bad_peer detached
+    #: bad_peer detached wanted
     kind: str
     tenant: int
     session: int
@@ -273,10 +277,11 @@ class TenantUsage(NamedTuple):
     cached_chunks: int
     lent_chunks: int
     left_chunks: int  # never used again; shrink gives them back
-    in_flight: int
+    in_flight: int  # saves that have not ended, parked ones too
     pinned_bytes: int
     exposed_bytes: int
     mappings: int
+    parked: int  # saves of level memory, copied or being copied, that nothing writes
 
 class KeptState(NamedTuple):
     uuid: bytes
@@ -310,7 +315,9 @@ class Tenant:
         self, volume: Volume, state_fd: int = -1, state_id: int = 0
     ) -> list[tuple[int, int, int, int, int, int, int, str]]:
         """With a state memfd of a daemon before: what it had copied, newest first, as (sequence,
-        step, incarnation, payload_bytes, tree_offset, tree_bytes, world_size, why not)."""
+        step, incarnation, payload_bytes, tree_offset, tree_bytes, world_size, why not). What was
+        parked is parked again, and the tenant writes it by itself, the newest first, when lanes and
+        slots are free; until then write() and drop() may come first."""
 
     def adopt(self, fd: int, id: int) -> None: ...  # takes fd when it does not raise
     def settle(self) -> None: ...  # checks what was adopted, gives it to the writers; blocks
@@ -356,6 +363,18 @@ class Tenant:
         self, snapshot: int, outcome: int, sequence: int = 0, newer: int = 0, *, cause: int = 0,
         error: int = 0, argument: int = 0,
     ) -> None: ...  # fmt: skip
+    def write(self, sequence: int, /) -> None:
+        """A parked save is written from now on, and its events follow. Nothing happens when nothing
+        of that sequence is parked. OSError EBUSY while it is being copied; NativeError NO_LANE,
+        NO_SLOT, STOPPED: it stays parked."""
+
+    def drop(
+        self, sequence: int, outcome: int, newer: int = 0, *, cause: int = 0, argument: int = 0
+    ) -> bool:
+        """A parked save that is copied is forgotten, also for the next daemon, and its chunks are
+        free; no event follows. The page of its session shows how it ended. False when no such save
+        is parked (any more)."""
+
     def load(
         self,
         volume: Volume,
@@ -423,6 +442,7 @@ class Client:
         row: int = 0,
         interval: int = 0,
         division: int = 0,
+        level: int = 0,
     ) -> None:
         """Requests the snapshot and starts the copy. `provisional`: the daemon cannot vouch for it
         before confirm()."""
@@ -459,6 +479,10 @@ class Client:
 
     def confirm(self, snapshot: int, /) -> None:
         """The source of a provisional snapshot was not changed before it was read."""
+
+    def write(self, snapshot: int, /) -> None:
+        """A snapshot of level memory, from its request on, is wanted on the disk: the daemon gets a
+        "wanted" event, once. Nothing happens when it has ended or is being written."""
 
     def abandon(self, snapshot: int, /) -> bool: ...
     def state(self, snapshot: int, /) -> ClientState | None: ...

@@ -26,7 +26,8 @@ rules hold for its volume: its own newest checkpoint of that time may be one tha
 **When ranks are not in lockstep** the slots of one rank may be full of checkpoints that another
 rank will never have. A checkpoint that a live rank has skipped, has failed to save, or has left out
 by requesting a later one, is given up on all ranks at once. A checkpoint that only a rank without a
-process lacks, or that is damaged on a rank, is given up when a rank needs the slot, oldest first. A
+process lacks, that is damaged on a rank, or that a rank has in memory only, is given up when a rank
+needs the slot, oldest first. A
 checkpoint that a live rank has not requested yet is waited for (`lagging`); the caller bounds that.
 """
 
@@ -57,6 +58,7 @@ class Rank(NamedTuple):
     #: Sequences of the checkpoints that the rank is saving, each with the world size of the start
     #: that requested it: a start of another size may have begun since.
     pending: Mapping[int, int] = MappingProxyType({})
+    parked: Collection[int] = ()  # of these, what is in memory only, and may stay so
     #: The process of the rank will never request this sequence or an older one, because it has
     #: requested this sequence, or the sequence was in use before the process came. None: the rank
     #: has no process, and may get one. Above every sequence: no rank waits for this rank.
@@ -166,8 +168,10 @@ class _Lacking:
 
     def may_not_ask(self, number: int, size: int) -> bool:
         """A rank that lacks the checkpoint has no process, or a process that will never request
-        it."""
+        it; or a rank has the checkpoint in memory only, and may never get a slot for it."""
         members = self._of(number, size)
+        if any(number in self._ranks[rank].parked for rank in members.by_rank):
+            return True
         if members.some_never_came or self._first(members.dead, number) is not None:
             return True
         return self._has_asked(self._first(members.live, number), number)
@@ -214,7 +218,7 @@ def lagging(ranks: Ranks, world_size: int, rank: int, agreement: Agreement) -> l
         for other, known in sorted(ranks.items())
         if other < world_size
         and known.asked is not None
-        and not known.pending
+        and not known.pending.keys() - known.parked
         and any(number > known.asked for number in waits)
     ]
 

@@ -91,29 +91,12 @@ PCC_PY_CALLS_NUMBER(client_request, PCC_PY_RETURN_DONE, pcc_client_request)
 
 static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot",
-                            "ranges",
-                            "inline_ranges",
-                            "tail",
-                            "tail_offset",
-                            "device_ranges",
-                            "pulled_bytes",
-                            "pulled_devices",
-                            "provisional",
-                            "offered_bytes",
-                            "step",
-                            "skip",
-                            "map",
-                            "frozen_bytes",
-                            "held_at_ns",
-                            "held_ns",
-                            "base",
-                            "turn",
-                            "descents",
-                            "row",
-                            "interval",
-                            "division",
-                            NULL};
+    static char *names[] = {"snapshot",    "ranges",        "inline_ranges", "tail",
+                            "tail_offset", "device_ranges", "pulled_bytes",  "pulled_devices",
+                            "provisional", "offered_bytes", "step",          "skip",
+                            "map",         "frozen_bytes",  "held_at_ns",    "held_ns",
+                            "base",        "turn",          "descents",      "row",
+                            "interval",    "division",      "level",         NULL};
     uint64_t snapshot;
     struct pcc_submission submission = {0};
     struct pcc_request *request = &submission.request;
@@ -124,15 +107,16 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
     bool skip = false;
     long long step = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&O&O&y*O&|O&O&O&$O&O&LO&O&O&O&O&O&O&O&O&O&O&:submit", names, pcc_py_u64,
-            &snapshot, pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail, pcc_py_u64,
-            &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges, pcc_py_u64,
-            &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices, pcc_py_bool,
-            &submission.provisional, pcc_py_u64, &submission.offered_bytes, &step, pcc_py_bool,
-            &skip, pcc_py_u64, &request->map, pcc_py_u64, &request->frozen_bytes, pcc_py_u64,
-            &request->held_at_ns, pcc_py_u64, &request->held_ns, pcc_py_u64, &request->base,
-            pcc_py_u64, &request->turn, pcc_py_u64, &request->descents, pcc_py_u64, &request->row,
-            pcc_py_u64, &request->interval, pcc_py_u64, &request->division))
+            args, kwargs, "O&O&O&y*O&|O&O&O&$O&O&LO&O&O&O&O&O&O&O&O&O&O&O&:submit", names,
+            pcc_py_u64, &snapshot, pcc_py_ranges, &ranges, pcc_py_ranges, &inline_ranges, &tail,
+            pcc_py_u64, &submission.tail_offset_bytes, pcc_py_device_ranges, &device_ranges,
+            pcc_py_u64, &submission.pulled_bytes, pcc_py_u32, &submission.pulled_devices,
+            pcc_py_bool, &submission.provisional, pcc_py_u64, &submission.offered_bytes, &step,
+            pcc_py_bool, &skip, pcc_py_u64, &request->map, pcc_py_u64, &request->frozen_bytes,
+            pcc_py_u64, &request->held_at_ns, pcc_py_u64, &request->held_ns, pcc_py_u64,
+            &request->base, pcc_py_u64, &request->turn, pcc_py_u64, &request->descents, pcc_py_u64,
+            &request->row, pcc_py_u64, &request->interval, pcc_py_u64, &request->division,
+            pcc_py_u32, &request->level))
         return NULL;
     request->step = step;
     request->flags = skip ? PCC_REQUEST_SKIP : 0;
@@ -148,6 +132,7 @@ static PyObject *client_submit(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 PCC_PY_CALLS_NUMBER(client_confirm, PCC_PY_RETURN_NONE, pcc_client_confirm)
+PCC_PY_CALLS_NUMBER(client_write, PCC_PY_RETURN_NONE, pcc_client_write)
 PCC_PY_CALLS_NUMBER(client_abandon, PCC_PY_RETURN_BOOL, pcc_client_abandon)
 
 /* -- waits, each made of slices ---------------------------------------------------------------- */
@@ -436,6 +421,7 @@ static PyMethodDef methods[] = {
     PCC_PY_METHOD("submit", client_submit),
     PCC_PY_METHOD("wait", client_wait),
     {"confirm", client_confirm, METH_O, NULL},
+    {"write", client_write, METH_O, NULL},
     {"abandon", client_abandon, METH_O, NULL},
     {"state", client_state, METH_O, NULL},
     {"device_open", client_device_open, METH_O, NULL},

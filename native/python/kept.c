@@ -41,12 +41,12 @@ static PyObject *state_new(struct pcc_py_state *state, const struct pcc_kept *ke
     PyObject *copied = copied_new(kept);
     if (copied == NULL)
         return NULL;
-    return pcc_py_result(state, PCC_PY_KEPT_STATE,
-                         Py_BuildValue("(y#Is#IIIIN)", (const char *)header->volume_uuid,
-                                       (Py_ssize_t)PCC_UUID_BYTES, header->uid, header->job,
-                                       (Py_ssize_t)header->job_bytes, header->rank,
-                                       header->chunk_bytes, header->block_bytes,
-                                       header->places / PCC_SAVES_PER_LANE, copied));
+    return pcc_py_result(
+        state, PCC_PY_KEPT_STATE,
+        Py_BuildValue("(y#Is#IIIIN)", (const char *)header->volume_uuid, (Py_ssize_t)PCC_UUID_BYTES,
+                      header->uid, header->job, (Py_ssize_t)header->job_bytes, header->rank,
+                      header->chunk_bytes, header->block_bytes,
+                      (header->places - PCC_SAVES_PARKED) / PCC_SAVES_PER_LANE, copied));
 }
 
 PyObject *pcc_py_kept_state(PyObject *module, PyObject *args)

@@ -99,7 +99,7 @@ static const char *const kinds[] = {
     [PCC_EVENT_DURABLE] = "durable",       [PCC_EVENT_SUPERSEDED] = "superseded",
     [PCC_EVENT_GIVEN_UP] = "given_up",     [PCC_EVENT_FAILED] = "failed",
     [PCC_EVENT_LOAD_ENDED] = "load_ended", [PCC_EVENT_BAD_PEER] = "bad_peer",
-    [PCC_EVENT_DETACHED] = "detached",
+    [PCC_EVENT_DETACHED] = "detached",     [PCC_EVENT_WANTED] = "wanted",
 };
 
 static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event *event)
@@ -108,12 +108,13 @@ static PyObject *request_new(struct pcc_py_state *state, const struct pcc_event 
     const struct pcc_reason *fault = &event->requested.fault;
     return pcc_py_result(
         state, PCC_PY_SAVE_REQUEST,
-        Py_BuildValue("(LKKKNKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
+        Py_BuildValue("(LKKKNIKKKKKKKKKKIK)", (long long)request->step, request->payload_bytes,
                       request->tree_offset_bytes, request->tree_bytes,
-                      PyBool_FromLong(request->flags & PCC_REQUEST_SKIP), request->map,
-                      request->held_at_ns, request->held_ns, request->base, request->turn,
-                      request->descents, request->row, request->interval, request->division,
-                      event->requested.taken_ns, (unsigned int)fault->cause, fault->argument));
+                      PyBool_FromLong(request->flags & PCC_REQUEST_SKIP), request->level,
+                      request->map, request->held_at_ns, request->held_ns, request->base,
+                      request->turn, request->descents, request->row, request->interval,
+                      request->division, event->requested.taken_ns, (unsigned int)fault->cause,
+                      fault->argument));
 }
 
 /* Of a save; zeros where the event has a request. */

@@ -16,12 +16,14 @@ static const struct {
     [PCC_PY_EVENT] = {"Event", "kind tenant session id sequence slot error error_name stage "
                                "rehomed copied_bytes written_bytes times request"},
     [PCC_PY_SAVE_REQUEST] =
-        {"SaveRequest", "step payload_bytes tree_offset tree_bytes skip map held_at_ns held_ns "
-                        "base turn descents row interval division taken_ns cause argument"},
+        {"SaveRequest",
+         "step payload_bytes tree_offset tree_bytes skip level map held_at_ns held_ns "
+         "base turn descents row interval division taken_ns cause argument"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_TENANT_USAGE] =
         {"TenantUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "
-                        "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings"},
+                        "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings "
+                        "parked"},
     [PCC_PY_CLIENT_STATE] = {"ClientState",
                              "word outcome sequence newer source_read error error_name fault "
                              "cause stage code argument"},

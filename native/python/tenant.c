@@ -292,10 +292,11 @@ static PyObject *tenant_usage(PyObject *self, PyObject *Py_UNUSED(unused))
     struct pcc_tenant_usage usage;
     PCC_PY_CALL(pcc_tenant_usage(handle, &usage));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_TENANT_USAGE,
-                         Py_BuildValue("(KKKKKKKIKKI)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKKIKKII)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
                                        usage.lent_chunks, usage.left_chunks, usage.in_flight,
-                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings));
+                                       usage.pinned_bytes, usage.exposed_bytes, usage.mappings,
+                                       usage.parked));
 }
 
 /* "" or why not. */
@@ -413,6 +414,22 @@ static PyObject *tenant_set_outcome(PyObject *self, PyObject *args, PyObject *kw
     PCC_PY_RETURN_NONE(pcc_tenant_set_outcome(handle, snapshot, &end));
 }
 
+PCC_PY_CALLS_NUMBER(tenant_write, PCC_PY_RETURN_DONE, pcc_tenant_write)
+
+static PyObject *tenant_drop(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "outcome", "newer", "cause", "argument", NULL};
+    struct pcc_tenant_end end = {0};
+    uint32_t cause = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|O&$O&O&:drop", names, pcc_py_u64,
+                                     &end.sequence, outcome_of, &end.outcome, pcc_py_u64,
+                                     &end.newer, pcc_py_u32, &cause, pcc_py_u64,
+                                     &end.reason.argument))
+        return NULL;
+    end.reason.cause = (uint16_t)cause;
+    PCC_PY_RETURN_BOOL(pcc_tenant_drop(handle, end.sequence, &end));
+}
+
 /* -- what an earlier daemon has left ----------------------------------------------------------- */
 
 static PyObject *tenant_adopt(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -445,6 +462,8 @@ static PyMethodDef methods[] = {
     {"retry", tenant_retry, METH_NOARGS, NULL},
     PCC_PY_METHOD("refuse", tenant_refuse),
     PCC_PY_METHOD("set_outcome", tenant_set_outcome),
+    {"write", tenant_write, METH_O, NULL},
+    PCC_PY_METHOD("drop", tenant_drop),
     PCC_PY_METHOD("load", tenant_load),
     {"usage", tenant_usage, METH_NOARGS, NULL},
     {"close", pcc_py_object_close, METH_NOARGS, NULL},

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 
-from pccheck_native import subset
+from pccheck_native import _core, subset
 from pccheck_native.transfer import PULL, Decision, offered
 from pccheck_wire import codec, messages, packing
 from pccheck_wire.basics import SAME_VERSION_HINT
@@ -143,11 +143,11 @@ class Handlers:
             case messages.Status():
                 return messages.Report(await self._status(session))
             case messages.ListVolumes():
-                return messages.Report(
-                    await self._engine.look(
-                        session.uid, report.listing, session.uid, self._config, body.job
-                    )
+                found = await self._engine.look(
+                    session.uid, report.listing, session.uid, self._config, body.job
                 )
+                memory = report.in_memory(session.uid, self._registry, body.job)
+                return messages.Report(found | {"in_memory": memory})
             case messages.ConfigShow():
                 return messages.Report(config_text.document(self._config, "daemon"))
             case messages.Verify():
@@ -184,13 +184,15 @@ class Handlers:
         assert job is not None
         volume = await tenant.readiness.register(body.payload_bytes)
         memory = self._registry.memory
-        wanted = memory.wanted_for(tenant, body.payload_bytes)
+        states = 3 if body.levels >> _core.LEVEL_MEMORY & 1 else 2
+        tenant.unparking.fills_disk = not body.levels >> _core.LEVEL_DISK & 1
+        wanted = memory.wanted_for(tenant, body.payload_bytes, states=states)
         granted = await memory.claim(session, wanted)
         expected = max(granted, min(wanted, memory.share_bytes(session.number)))
         lanes = volume.info.slots - volume.info.keep
         return messages.Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
-            granted_bytes=granted, volume=str(volume.path),
+            granted_bytes=granted, expected_bytes=expected, volume=str(volume.path),
             absent=job.members.absent(),
             incarnation=job.members.registered(session.rank, session.process),
             start=session.start,
@@ -227,6 +229,7 @@ class Handlers:
         if not session.took_leave:
             session.took_leave = True
             _count_failed(tenant, body.failed)
+        job.write_parked()
         asked = job.members.numbering.asked(session.rank)
         if not await tenant.ledger.settled(GOODBYE_LIMIT_S, asked):
             raise WaitTimeoutError(f"checkpoints are still being saved after {GOODBYE_LIMIT_S:g} s")

@@ -1,9 +1,10 @@
 """The native core on asyncio: events arrive on the loop, calls that may block run in threads.
 
-The loop itself calls only what takes no lock that is held over I/O: of a tenant `noted`,
-`number`, `policy`, `refuse`, `retry`, `set_outcome`, `usage`; of a volume `set_group`, `limit`,
-`has_expendable`, `spare`; of the pool and the GPUs the usage. All else goes through `call`,
-`drive`, `grow` or `open_native`: the integration tests enforce this (tests/support/loopcheck.py).
+The loop itself calls only what takes no lock that is held over I/O: of a tenant `drop`, `noted`,
+`number`, `policy`, `refuse`, `retry`, `set_outcome`, `usage`, `write`; of a volume `set_group`,
+`limit`, `has_expendable`, `spare`; of the pool and the GPUs the usage. All else goes through
+`call`, `drive`, `grow` or `open_native`: the integration tests enforce this
+(tests/support/loopcheck.py).
 """
 
 from __future__ import annotations

@@ -145,8 +145,12 @@ class Decisions:
             if rank < world_size and tenant.seat.owner is not None and not tenant.slots.has_room()
         ]
         if busy:
-            self._skips[sequence] = Why(Cause.RANK_BUSY, busy[0])
-            trim(self._skips, SKIPS_KEPT)
+            self.skip(sequence, Why(Cause.RANK_BUSY, busy[0]))
+
+    def skip(self, sequence: int, why: Why) -> None:
+        """No rank saves it."""
+        self._skips[sequence] = why
+        trim(self._skips, SKIPS_KEPT)
 
     def gives_up(self, sequence: int) -> bool:
         """Whether some rank will never have it."""

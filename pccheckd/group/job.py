@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
+from pccheck_native import _core
 from pccheck_native._core import SaveRequest
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
@@ -23,6 +24,7 @@ from .decisions import Decisions
 from .explain import Lateness, Standing
 from .membership import Membership
 from .numbering import Given
+from .parked import Parked
 from .schedule import Schedule
 from .starts import Arrival
 
@@ -41,7 +43,8 @@ class Job:
         self.tenants = self.members.tenants
         self.lateness = Lateness(uid, name)
         self.decisions = Decisions(self.members, self.lateness, config)
-        self._schedule = Schedule(self.decisions.decide, clock)
+        self.parked = Parked(self.members, self.decisions)
+        self._schedule = Schedule(self._decide, clock)
 
     # -- as the registry sees it ---------------------------------------------------------------
 
@@ -91,6 +94,7 @@ class Job:
     def left(self, rank: int, process: bytes) -> None:
         """A session has ended."""
         self.members.left(rank, process)
+        self.write_parked()
         self.decide_soon()
 
     async def restored(self, rank: int, process: bytes, body: Restored) -> Joined:
@@ -119,6 +123,23 @@ class Job:
     def settle(self) -> None:
         """Decides now, and applies the decision to every rank."""
         self._schedule.now()
+
+    def _decide(self, short: Collection[int]) -> None:
+        self.decisions.decide(short)
+        self.parked.look()
+
+    def write_parked(self) -> None:
+        """What is in memory only is written: a trainer has ended, or restores."""
+        if self.parked:
+            self.parked.want()
+            self.settle()
+
+    async def emptied(self) -> None:
+        """The daemon stops: returns when nothing is in memory only, or none of it can be written
+        (the next daemon finds that in the descriptor store)."""
+        self.write_parked()
+        for tenant in self.tenants.values():
+            await tenant.unparking.finished()
 
     def note_absent(self, now_s: float) -> None:
         """Gives up the checkpoints that a rank lacks whose process has been away for long."""
@@ -177,7 +198,9 @@ class Job:
         if start is None:
             return Numbered(self.incarnation(rank, owner), 0, explain.FENCED)
         if start.world_size == 1:
-            return Numbered(start.incarnation, 0)  # `took` follows
+            why = self.parked.lacks_room([rank]) if asked.level == _core.LEVEL_MEMORY else None
+            end = End(State.SKIPPED, why) if why is not None else None
+            return Numbered(start.incarnation, 0, end)  # `took` follows
         used = tenant.volumes.last_sequence()
         given = numbering.number(start, rank, owner.process, asked, used)
         sequence = 0 if given.is_passed else given.sequence
@@ -188,11 +211,16 @@ class Job:
         sequence, why = given.sequence, None
         if given.is_passed:
             return End(State.SKIPPED, self.decisions.why_passed(sequence))
-        self.lateness.requested(sequence, asked.taken_ns)
+        if asked.level != _core.LEVEL_MEMORY:  # it may never be on the disk
+            self.lateness.requested(sequence, asked.taken_ns)
         if given.apart:
             self.lateness.note_apart(given.apart)
         if not given.is_first:
             why = self.decisions.why_too_late(sequence)
+        elif asked.level == _core.LEVEL_MEMORY:
+            full = self.parked.lacks_room(range(self.members.world_size))
+            if full is not None:
+                self.decisions.skip(sequence, full)
         elif asked.skip:
             self.decisions.skip_if_busy(sequence)
         other = self.members.numbering.divided_otherwise(rank, sequence, asked.division)
@@ -201,8 +229,8 @@ class Job:
         return End(State.SKIPPED, why) if why is not None else None
 
     def decide_soon(self) -> None:
-        """The ranks may have to decide again. A single rank has nothing to decide."""
-        if self.is_shared:
+        """The ranks may have to decide again. A single rank decides what is in memory only."""
+        if self.is_shared or self.parked:
             self._schedule.soon()
 
     def gives_up(self, sequence: int) -> bool:

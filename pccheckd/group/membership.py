@@ -152,6 +152,7 @@ class Membership:
                 for found in tenant.volumes.checkpoints()
             ),
             pending=tenant.ledger.pending(),
+            parked=[found.sequence for found in tenant.ledger.parked()],
             asked=passed,
             pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )

@@ -136,14 +136,14 @@ class Dram(Background):
             claim = self._claims[by.number] = Claim(by, by.port, by.tenant.key, wanted)
         return claim
 
-    def wanted_for(self, tenant: Tenant, payload_bytes: int) -> int:
-        """DRAM for two checkpoints of this size, within the rank's share of the budget."""
+    def wanted_for(self, tenant: Tenant, payload_bytes: int, *, states: int = 2) -> int:
+        """DRAM for so many checkpoints of this size, within the rank's share of the budget."""
         owner, port = tenant.seat.owner, tenant.binding.port
         if owner is None or port is None:
             raise RefusedError("the session has ended")
         chunk, budget = port.chunk_bytes, self._config.dram_bytes
         share = min(self._config.max_dram_per_user_bytes or budget, budget)
-        wanted = -(-payload_bytes // chunk) * chunk * 2
+        wanted = -(-payload_bytes // chunk) * chunk * states
         most = share // owner.local_world_size // chunk * chunk
         return max(2 * chunk, min(wanted, most))
 

@@ -32,6 +32,7 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
     if session.role is Role.TRAINER:
         if body.step is None:  # else it only reads, and does not count as restored
             session.follow()
+        job.write_parked()
         if (writing := await choosing.settled(job)) is not None:
             return writing
     else:

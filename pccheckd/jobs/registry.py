@@ -39,6 +39,7 @@ class Registry:
 
     async def close(self) -> None:
         """Drains and closes every tenant. Raises the first failure, after all have ended."""
+        await asyncio.gather(*(job.emptied() for job in self.jobs.values()))
         results = await asyncio.gather(
             *(tenant.close() for tenant in self.tenants()), return_exceptions=True
         )
@@ -50,8 +51,8 @@ class Registry:
             yield from job.tenants.values()
 
     def in_flight(self) -> int:
-        """How many checkpoints of all ranks have not ended."""
-        return sum(len(tenant.ledger.live()) for tenant in self.tenants())
+        """How many checkpoints of all ranks are on their way to the disk."""
+        return sum(len(tenant.ledger.moving()) for tenant in self.tenants())
 
     def loaded(self, key: Key) -> Tenant | None:
         """The tenant, if it is loaded now."""

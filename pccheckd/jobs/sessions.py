@@ -166,6 +166,8 @@ class Sessions:
         self.draining = True
         for tenant in self.registry.tenants():
             tenant.readiness.stop()
+        for job in self.registry.jobs.values():
+            job.write_parked()
 
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""

@@ -116,7 +116,7 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
             session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
             skip_when_busy=False,
             incarnation=incarnation, world_size=world_size, sequence=sequence,
-            requested_ns=time.monotonic_ns(),
+            requested_ns=time.monotonic_ns(), parks=True, wanted=True,
         ))  # fmt: skip
     return outcomes
 
@@ -126,9 +126,14 @@ async def _settle(tenant: Tenant, port: Port) -> None:
     if not tenant.ledger.live():
         await tenant.binding.abandon_port()
         return
-    tenant.tasks.spawn(tenant.engine.drive(tenant.key.uid, port.native.settle))
+    tenant.tasks.spawn(_checked(tenant, port))
     if tenant.volumes.current is not None:
         await tenant.binding.bind(tenant.volumes.current)
+
+
+async def _checked(tenant: Tenant, port: Port) -> None:
+    await tenant.engine.drive(tenant.key.uid, port.native.settle)
+    tenant.group.decide_soon()  # for what was parked
 
 
 def _report(key: Key, sequence: int, step: int, why: str, summary: Summary) -> None:

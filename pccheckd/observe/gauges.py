@@ -140,7 +140,10 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     yield each("refused", text, lambda t: t.seat.owner is not None and t.seat.refused is not None)
     text = "Checkpoints in a row that failed since one became durable"
     yield each("failing", text, lambda t: t.ledger.failing if t.seat.owner else 0)
-    yield each("in_flight", "Checkpoints in flight", lambda t: len(t.ledger.live()))
+    yield each("in_flight", "Checkpoints in flight", lambda t: len(t.ledger.moving()))
+    yield each("in_memory", "Checkpoints in memory only", lambda t: len(t.ledger.parked()))
+    memory = ((k, one.step) for k, t in rows for one in t.ledger.parked()[-1:])
+    yield family("memory_step", "Step of the newest one in memory only", memory)
     yield each("waiting", "Waiting for a lane or slot", lambda t: len(t.queue))
     yield family(
         "last_durable_step", "Step of the newest durable one", ((k, f.step) for k, f in newest)

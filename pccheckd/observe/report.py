@@ -21,6 +21,7 @@ from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
+from pccheckd.group import parked
 from pccheckd.group.explain import Standing
 from pccheckd.group.job import Job
 from pccheckd.jobs.inherited import Summary
@@ -86,6 +87,7 @@ async def status(
         "scrub": scrub,
         "sessions": rows,
         "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
+        "memory": [_memory(job, cost) for job in jobs if (cost := job.parked.costs())],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -220,7 +222,8 @@ def _rank(tenant: Tenant, memory: Dram) -> Document:
         "refused": None if why is None else {"message": why.message, "hint": why.hint},
         "failing": tenant.ledger.failing,
         "last_failure": tenant.ledger.last_failure,
-        "in_flight": len(tenant.ledger.live()),
+        "in_flight": len(tenant.ledger.moving()),
+        "in_memory": len(tenant.ledger.parked()),
         "interval_steps": tenant.saves.interval_steps or None,
         "waiting": len(tenant.queue),
         "chunks": chunks(tenant),
@@ -282,6 +285,7 @@ def _state(item: RankCheckpoint, tenant: Tenant) -> Document:
             for name, at_ns in reached.items()
         },
         "times": item.times_ns,
+        "in_memory": item.is_parked,
         "lost": tenant.volumes.why_lost(record.sequence),
     }
 
@@ -294,6 +298,36 @@ def _group(job: Job, found: Standing) -> Document:
         found.behind, waits_s=round(found.waits_s, 4), lost=found.lost, slowest_rank=found.slowest,
         absent=found.absent, late=found.is_late,
     )  # fmt: skip
+
+
+def _memory(job: Job, found: parked.DeathCosts) -> Document:
+    """What the death of a process, or of the node, would cost now: from the last request back to
+    what all ranks have copied, or durable. None: all."""
+    step, asked_ns = found.asked
+
+    def cost(since: tuple[int, int] | None) -> Document | None:
+        if since is None:
+            return None
+        seconds = _ago(since[1]) if since[1] else None
+        return {"step": since[0], "lost_steps": max(0, step - since[0]), "lost_s": seconds}
+
+    return {
+        "uid": job.uid, "job": job.name, "step": step, "requested_s": _ago(asked_ns),
+        "process": cost(found.copied), "node": cost(found.durable),
+    }  # fmt: skip
+
+
+def in_memory(asker_uid: int, registry: Registry, job: str) -> list[Document]:
+    """Checkpoints that the asker may see and that are on no disk, for `list`."""
+    return [
+        {**tenant.key._asdict(), "in memory": True, **{
+            name: getattr(one, name)
+            for name in ("sequence", "step", "incarnation", "payload_bytes", "world_size")
+        }}
+        for tenant in registry.tenants()
+        if has_access(asker_uid, tenant.key.uid) and job in ("", tenant.key.job)
+        for one in tenant.ledger.parked()
+    ]  # fmt: skip
 
 
 def troubles(registry: Registry, asker_uid: int = 0) -> list[str]:

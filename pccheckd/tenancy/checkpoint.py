@@ -70,6 +70,7 @@ class Record(NamedTuple):
     copied_bytes: int  # into DRAM: host memory that has not changed is not copied
     written_bytes: int  # to the volume: what has not changed is not written again
     pulled: bool
+    in_memory: bool  # its level is memory
     state: str
     reason: str
     hint: str
@@ -108,6 +109,9 @@ class RankCheckpoint:
     incarnation: int
     world_size: int
     requested_ns: int  # CLOCK_MONOTONIC
+    in_memory: bool = False  # its level is memory ...
+    parks: bool = False  # ... and it has neither a lane nor a slot: nothing writes it
+    wanted: bool = False  # on the disk, although its level is memory
     map: int = 0  # the exposure that its device part is pulled by; 0: there is none
     held_at_ns: int = 0
     held_ns: int = 0
@@ -116,6 +120,8 @@ class RankCheckpoint:
     sequence: int = 0  # the same on every rank of a group; 0: it has no number yet
     slot: int | None = None
     state: State = State.REQUESTED
+    #: Sequence and step of what replaced it in memory.
+    newer: tuple[int, int] | None = None
     why: Why | None = None  # it ended so, or will never be on all ranks
     rehomed: int = 0
     first_write_ns: int = 0
@@ -127,6 +133,11 @@ class RankCheckpoint:
     @property
     def live(self) -> bool:
         return self.state in LIVE
+
+    @property
+    def is_parked(self) -> bool:
+        """It is copied, and nothing writes it."""
+        return self.parks and self.state is State.COPIED
 
     @property
     def ended_ns(self) -> int:
@@ -153,8 +164,8 @@ class RankCheckpoint:
         return Record(
             *key, self.session, self.snapshot, self.incarnation, self.step,
             self.sequence, self.slot, self.payload_bytes, self.copied_bytes, self.written_bytes,
-            bool(self.map), self.state.name.lower(), reason, hint, why.stage, error, self.rehomed,
-            self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
+            bool(self.map), self.in_memory, self.state.name.lower(), reason, hint, why.stage,
+            error, self.rehomed, self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
             *(self.times_ns.get(name, 0) for name in _TIMES),
         )  # fmt: skip
 

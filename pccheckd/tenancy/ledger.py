@@ -41,6 +41,7 @@ class Ledger:
         self._trainer = 0  # the session of the present trainer, or of the last one ...
         self._has_saved = False  # ... a checkpoint of it became durable ...
         self._has_ended = False  # ... and it has ended
+        self.last_request_ns = 0  # CLOCK_MONOTONIC; 0 before the first
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
         #: Durable and not yet read from the volume: sequence and world size.
         self.appearing: dict[int, int] = {}
@@ -51,7 +52,9 @@ class Ledger:
         self.checkpoints[checkpoint.session, checkpoint.snapshot] = checkpoint
         self.numbered(checkpoint)
         self._moving = [*self.live(), checkpoint]
-        self._requested_ns.append(checkpoint.requested_ns)
+        self.last_request_ns = checkpoint.requested_ns
+        if not checkpoint.in_memory:
+            self._requested_ns.append(checkpoint.requested_ns)
         for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
             forgotten = self.checkpoints.pop(old)
             if self.by_sequence.get(forgotten.sequence) is forgotten:
@@ -92,13 +95,8 @@ class Ledger:
         """Those of one session's checkpoints."""
         return {found.sequence for (one, _), found in self.checkpoints.items() if one == session}
 
-    @property
-    def last_request_ns(self) -> int:
-        """CLOCK_MONOTONIC; 0 before the first."""
-        return self._requested_ns[-1] if self._requested_ns else 0
-
     def interval_s(self) -> float:
-        """Between the last requests, on average; 0 when there were fewer than two."""
+        """Between the last requests for the disk, on average; 0 when there were fewer than two."""
         asked = self._requested_ns
         return (asked[-1] - asked[0]) / (len(asked) - 1) / 1e9 if len(asked) > 1 else 0.0
 
@@ -125,6 +123,14 @@ class Ledger:
         """Checkpoints that will become durable, whatever happens to their trainer."""
         return [one for one in self.live() if one.state in (State.COPIED, State.WRITING)]
 
+    def moving(self) -> list[RankCheckpoint]:
+        """Checkpoints that have not ended, without those of level memory that nothing writes."""
+        return [one for one in self.live() if not one.parks]
+
+    def parked(self) -> list[RankCheckpoint]:
+        """Checkpoints that are in memory only, oldest first."""
+        return [one for one in self.live() if one.is_parked]
+
     def pending(self) -> dict[int, int]:
         """Requested sequences that have not ended and that the volume does not list as durable,
         each with the world size of the start that requested it."""
@@ -134,7 +140,7 @@ class Ledger:
     @property
     def in_flight(self) -> bool:
         """Some have a slot and have not ended."""
-        return any(checkpoint.state is not State.REQUESTED for checkpoint in self.live())
+        return any(one.state is not State.REQUESTED for one in self.moving())
 
     async def settled(self, limit_s: float, up_to: int) -> bool:
         """Waits until none with a sequence up to `up_to` is live; False at the limit."""
@@ -224,6 +230,8 @@ class Ledger:
     def newer_than(self, found: RankCheckpoint) -> tuple[int, int] | None:
         """Sequence and step of what superseded a checkpoint, on all ranks if there are several.
         None until the event of that one, which may come later, has arrived."""
+        if found.newer is not None:
+            return found.newer
         newest = self._newest_global if found.world_size > 1 else self.newest
         return newest if newest is not None and newest[0] > found.sequence else None
 

@@ -3,6 +3,8 @@ them, and what follows for the volumes, the other ranks and the trainer's page."
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -57,12 +59,13 @@ class Saves:
             return
         port.native.noted()
         asked = event.request
+        in_memory = asked.level == _core.LEVEL_MEMORY
         self.interval_steps = asked.interval
         checkpoint = RankCheckpoint(
             session=event.session, snapshot=event.id, step=asked.step,
             payload_bytes=asked.payload_bytes, skip_when_busy=asked.skip,
             incarnation=self._readiness.incarnation, world_size=owner.world_size,
-            requested_ns=asked.taken_ns, map=asked.map,
+            requested_ns=asked.taken_ns, in_memory=in_memory, parks=in_memory, map=asked.map,
             held_at_ns=asked.held_at_ns, held_ns=asked.held_ns,
         )  # fmt: skip
         self._ledger.add(checkpoint)
@@ -139,7 +142,7 @@ class Saves:
             self.ended(checkpoint, end)
 
     def ended(self, checkpoint: RankCheckpoint, end: End) -> None:
-        """The core has ended a checkpoint that was not copied yet."""
+        """A checkpoint has ended that nothing writes, and of which no event comes."""
         if checkpoint.live:
             self._ledger.refuse(checkpoint, end)
             self._group.decide_soon()
@@ -147,6 +150,9 @@ class Saves:
 
     def on_event(self, event: _core.Event) -> None:
         """What became of a checkpoint that has begun."""
+        if event.kind == "wanted":
+            self._wanted(event)
+            return
         checkpoint = self._ledger.apply(event, self._group.why_given_up)
         if checkpoint is None:
             return
@@ -166,12 +172,55 @@ class Saves:
         if event.kind in ("failed", "superseded", "given_up"):
             self._group.decide_soon()
             self._tasks.spawn(self._retire())
+        elif checkpoint.is_parked:  # the core reports its times only if it is written
+            at_ns = checkpoint.at_ns
+            checkpoint.times_ns |= {"begin": at_ns[State.COPYING], "sealed": at_ns[State.COPIED]}
+            self._group.decide_soon()
 
     def failed_before_request(self, count: int) -> None:
         """Checkpoints of its trainer failed because it was refused room, or without a daemon."""
         self._ledger.failed(count)
         refused = self._seat.refused
         self._chronicle.unrequested(self._key, count, refused.code if refused else "OTHER")
+
+    # -- what is in memory only ----------------------------------------------------------------
+
+    def _wanted(self, event: _core.Event) -> None:
+        """Its trainer wants one on the disk, perhaps before it is copied."""
+        found = self._ledger.find(event.session, event.id)
+        if found is not None and found.live:
+            found.wanted = True
+            self._group.decide_soon()
+
+    def write(self, parked: RankCheckpoint) -> str:
+        """Gives a parked one a lane and a slot; "" or the code why it stays parked."""
+        port = self._binding.port
+        if port is None:
+            return "ENODEV"
+        try:
+            port.native.write(parked.sequence)
+        except OSError as error:
+            return errno.errorcode.get(error.errno or 0, "EIO")
+        except _core.NativeError as error:
+            return error.code_name
+        except ValueError:  # closed
+            return "ENODEV"
+        parked.parks = False
+        return ""
+
+    def drop(self, parked: RankCheckpoint, end: End, newer: tuple[int, int] | None = None) -> None:
+        """Ends a parked one, which frees its memory. `newer`: sequence and step of what replaced
+        it."""
+        port, why = self._binding.port, end.why
+        if port is None:
+            return
+        with contextlib.suppress(ValueError):  # closed
+            if port.native.drop(
+                parked.sequence, int(end.to), newer[0] if newer else 0, cause=int(why.cause),
+                argument=int(why.argument),
+            ):  # fmt: skip
+                parked.newer = newer
+                self.ended(parked, end)
 
     # -- what the ranks have decided -----------------------------------------------------------
 

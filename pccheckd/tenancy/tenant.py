@@ -14,7 +14,7 @@ from pccheckd.core.port import Owner
 from pccheckd.core.uses import Seat, Uses
 
 from . import admission
-from .admission import Admission, Slots
+from .admission import Admission, Slots, Unparking
 from .binding import UNBIND_LIMIT_S, Binding
 from .group import Group
 from .ledger import Ledger
@@ -53,6 +53,7 @@ class Tenant:
             chronicle, self.tasks,
         )  # fmt: skip
         self.queue = Admission(engine, self.ledger, binding, self.readiness, self.slots, self.saves)
+        self.unparking = Unparking(self.ledger, binding, self.readiness, self.slots, self.saves)
 
     def _on_event(self, event: _core.Event) -> None:
         """From the native core, on the loop."""
@@ -64,6 +65,7 @@ class Tenant:
             self.queue.on_event(event)
         else:
             self.queue.look()
+            self.unparking.look()
             self.saves.on_event(event)
 
     def obey(self, agreement: Agreement) -> None:
@@ -151,5 +153,6 @@ class Tenant:
         """Drains sealed saves, then closes port and volumes."""
         self.seat.close()
         await self.queue.close()
+        await self.unparking.close()
         await self.tasks.settle()
         await self.binding.close()

@@ -340,7 +340,7 @@ class Scrubber(Background):
     async def _give_way(self) -> None:
         """Waits until nothing is saved or restored, up to PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
-        while any(t.uses.reads or t.ledger.live() for t in self._registry.tenants()):
+        while any(t.uses.reads or t.ledger.moving() for t in self._registry.tenants()):
             if time.monotonic() >= deadline:
                 break
             self.paused = True

@@ -51,6 +51,7 @@ class DiskProgress:
         for job in self._registry.jobs.values():
             found = job.standing()
             job.note_absent(now_s)
+            job.parked.look()  # what could not be written before
             job.lateness.note(str(found) if found is not None and found.is_late else "")
         self._registry.engine.note_stall(limit_s)
 
@@ -66,7 +67,7 @@ class DiskProgress:
 def _mark(tenant: Tenant) -> object:
     """Changes with every write that ends; None when the disk has nothing to do."""
     usage = tenant.binding.usage()
-    admitted = [one for one in tenant.ledger.live() if one.state is not State.REQUESTED]
+    admitted = [one for one in tenant.ledger.moving() if one.state is not State.REQUESTED]
     if usage is None or not admitted:
         return None
     if not usage.full_chunks and not any(

@@ -241,6 +241,22 @@ def test_the_daemon_of_autostart_sees_every_gpu_and_bounds_its_log(
     assert any(one.startswith(b"PCCHECKD_LOG_BYTES=") for one in environ)
 
 
+def test_memory_only_checkpoints_end_with_it_and_that_is_said(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(daemon.root / "r"))
+    storage, model = daemon.root / "private", torch.nn.Linear(2, 2)
+    with PCcheckClient("auto", autostart=True, storage=storage, durable_every="auto") as client:
+        with pytest.warns(PccheckWarning, match=r"end with the private pccheckd.*service") as told:
+            client.attach(model=model)
+            client.attach(other=torch.nn.Linear(2, 2))
+        assert len(told) == 1
+        client.checkpoint(step=1).wait_copied(60)
+    ended(daemon_of(storage))
+    with PCcheckClient("auto", autostart=True, storage=storage) as client:
+        assert [one.step for one in client.steps()] == [1]
+
+
 def test_says_who_holds_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autostart, "_LOCK_LIMIT_S", 0.0)
     (tmp_path / "run").mkdir(mode=0o700)

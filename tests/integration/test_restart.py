@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from pccheck_native import catalog
+from pccheck_native import LEVEL_MEMORY, catalog
+from pccheck_wire.messages import CheckpointState
 from tests.conftest import SMALL
 from tests.support.daemon import Start
 from tests.support.manager import ServedDaemon
+from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Connect, Trainer
 from tests.support.waiting import until
 
@@ -357,3 +359,20 @@ def test_restarts_at_random() -> None:
     assert not tally.violations, (seed, tally.violations)
     assert sum(tally.kills.values()) == 18
     assert tally.copied >= 3  # usually more than half; how many depends on the speed of the machine
+
+
+def test_what_is_parked_survives_the_daemon(serve: Serve) -> None:
+    """Nothing had written it: the next daemon does."""
+    daemon = serve()
+    data = payload_of(5, 3 * MIB)
+    with Rank(daemon.socket) as rank:
+        rank.register(len(data))
+        state = rank.wait(rank.begin(7, data, level=LEVEL_MEMORY), copied=True)
+        assert state.outcome == CheckpointState.COPIED
+        daemon.kill()
+    daemon.start()
+
+    with Rank(daemon.socket) as rank:
+        opened, found = rank.restore()
+        assert opened.step == 7
+        assert found == data

@@ -80,7 +80,8 @@ static const struct pcc_save_events owner_events = {
     .ended = owner_ended,
 };
 
-static inline struct owner *owner_of(struct memory_io *media, uint32_t lanes, uint32_t writers)
+static inline struct owner *owner_kept(struct memory_io *media, uint32_t lanes, uint32_t writers,
+                                       const struct pcc_kept *kept)
 {
     struct owner *owner = calloc(1, sizeof *owner);
     CHECK(owner);
@@ -92,9 +93,15 @@ static inline struct owner *owner_of(struct memory_io *media, uint32_t lanes, ui
                                         .writers_per_lane = writers,
                                         .chunk_bytes = CHUNK,
                                         .events = &owner_events,
-                                        .owner = owner};
+                                        .owner = owner,
+                                        .kept = kept};
     CHECK_EQUAL(pcc_saver_open(owner->volume, &spec, &owner->saver), 0);
     return owner;
+}
+
+static inline struct owner *owner_of(struct memory_io *media, uint32_t lanes, uint32_t writers)
+{
+    return owner_kept(media, lanes, writers, NULL);
 }
 
 static inline struct owner *owner_new(uint32_t slots, uint32_t keep, uint32_t lanes,
@@ -130,11 +137,15 @@ static inline uint8_t payload_byte(uint64_t tag, uint64_t offset)
     return (uint8_t)(tag * 131 + offset * 7 + (offset >> 9));
 }
 
+enum payload_kind { NUMBERED, UNNUMBERED, PARKED };
+
 static inline int payload_begin_as(struct owner *owner, uint64_t tag, uint64_t bytes,
-                                   bool unnumbered, struct payload *out)
+                                   enum payload_kind kind, struct payload *out)
 {
+    const bool unnumbered = kind == UNNUMBERED;
     const struct pcc_save_request request = {.tag = tag,
                                              .unnumbered = unnumbered,
+                                             .parked = kind == PARKED,
                                              .step = (int64_t)tag,
                                              .incarnation = unnumbered ? 0 : 1,
                                              .world_size = unnumbered ? 0 : 1,
@@ -158,7 +169,7 @@ static inline int payload_begin_as(struct owner *owner, uint64_t tag, uint64_t b
 static inline int payload_begin(struct owner *owner, uint64_t tag, uint64_t bytes,
                                 struct payload *out)
 {
-    return payload_begin_as(owner, tag, bytes, false, out);
+    return payload_begin_as(owner, tag, bytes, NUMBERED, out);
 }
 
 /* Only its checksums. */
@@ -190,6 +201,8 @@ static inline int payload_chunk(struct payload *payload, uint32_t number)
         .payload_offset_bytes = offset,
         .length_bytes = length,
         .index = (uint32_t)payload->tag * CHUNKS_MAX + number,
+        .segment = payload->tag,
+        .segment_chunk = number,
         .checksums = (payload->tag + number) % 2 == 0 ? checksums : NULL, /* made by the writer */
     };
     return pcc_save_chunk(payload->save, &chunk);

@@ -35,7 +35,8 @@ struct fixture {
     int32_t trainer; /* its process, for those that are pulled from */
     struct pcc_client *client;
     uint64_t frozen_bytes; /* of each snapshot, which offers them */
-    uint32_t flags;        /* of each request */
+    uint32_t flags;        /* of each request ... */
+    uint32_t level;        /* ... and where it is to be safe */
     struct pcc_event
         queued[PCC_SNAPSHOTS];   /* the queue's last event of a snapshot; session 0: none */
     struct pcc_event other[256]; /* events of another kind, not looked at yet */
@@ -270,6 +271,7 @@ static inline struct pcc_request request_of(const struct fixture *f, uint64_t sn
                                 .payload_bytes = payload_bytes,
                                 .frozen_bytes = f->frozen_bytes,
                                 .offered_bytes = f->frozen_bytes,
+                                .level = f->level,
                                 .flags = f->flags};
 }
 

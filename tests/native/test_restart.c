@@ -51,7 +51,10 @@ struct trial {
     bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
     bool shrinks;  /* memory comes and goes all the time */
     bool twice;    /* the daemon that takes over is killed, too */
+    bool parks;    /* of level memory; each one is dropped for the next, and the last one written */
 };
+
+static const struct pcc_tenant_end replaced = {.outcome = PCC_OUTCOME_SUPERSEDED};
 
 static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t bytes_per_second)
 {
@@ -59,6 +62,7 @@ static void daemon_open(struct fixture *f, const struct trial *trial, uint64_t b
     struct pcc_store *store;
 
     f->frozen_bytes = trial->frozen_bytes;
+    f->level = trial->parks ? PCC_LEVEL_MEMORY : PCC_LEVEL_DISK;
     CHECK_EQUAL(volume_open(f->path, true, bytes_per_second, &f->volume), 0);
     CHECK(pcc_pool_open(trial->memory_bytes, &f->pool) == 0);
     CHECK(pcc_store_open(manager.address, STORED_MAX, 0, &store) == 0);
@@ -110,12 +114,16 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
         CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_COPIED, soon()) == 0);
         const uint8_t told = (uint8_t)snapshot;
         CHECK(write(pipe_fd, &told, 1) == 1);
+        if (trial->parks && snapshot > 1)
+            CHECK(pcc_tenant_drop(f->tenant, snapshot - 1, &replaced));
         if (trial->frozen_bytes > 0 && snapshot == 1) { /* the base of those that follow */
             CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_DURABLE, soon()) == 0);
             CHECK(event_until(f, PCC_EVENT_DURABLE).id == 1);
             stores_left = kill_at;
         }
     }
+    if (trial->parks)
+        CHECK(pcc_tenant_write(f->tenant, trial->snapshots) == 0);
     CHECK(pcc_client_wait(f->client, trial->snapshots, PCC_WAIT_DURABLE, soon()) == 0);
     _exit(0);
 }
@@ -258,6 +266,7 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
         CHECK(bytes != NULL);
         content(trial, bytes, newest);
         link_open(&f);
+        f.level = PCC_LEVEL_DISK;
         renew(&f, &(struct settings){.memory_bytes = trial->memory_bytes});
         load_equals(&f, newest, 1, bytes, trial->payload_bytes);
         CHECK(save(&f, 1, bytes, trial->payload_bytes) > newest);
@@ -333,6 +342,53 @@ static void test_killed_while_memory_goes(void)
                               .shrinks = true});
 }
 
+static void test_killed_while_something_is_parked(void)
+{
+    struct trial trial = {
+        .payload_bytes = 5 * CHUNK + 99, .memory_bytes = 13 * CHUNK, .snapshots = 3, .parks = true};
+
+    enumerate(&trial);
+    trial.twice = true;
+    enumerate(&trial);
+}
+
+/* A daemon that is stopped waits for no disk: the next one finds what nobody had written. */
+static void test_what_is_parked_outlives_a_stop(void)
+{
+    const struct trial trial = {
+        .payload_bytes = 5 * CHUNK + 99, .memory_bytes = 8 * CHUNK, .parks = true};
+    uint8_t *bytes = malloc(trial.payload_bytes);
+    struct fixture f = {0};
+
+    CHECK(bytes != NULL);
+    content(&trial, bytes, 1);
+    (void)snprintf(f.path, sizeof(f.path), "%s.volume", manager.address);
+    volume_make(f.path, trial.payload_bytes, 1);
+    daemon_open(&f, &trial, 0);
+    CHECK(pcc_tenant_bind(f.tenant, f.volume) == 0);
+    grow(&f, trial.memory_bytes, 0);
+    link_open(&f);
+    submit(&f, 1, bytes, trial.payload_bytes);
+    CHECK_EQUAL(begin_wait(&f, 1, trial.payload_bytes), 1);
+    CHECK(pcc_client_wait(f.client, 1, PCC_WAIT_COPIED, soon()) == 0);
+    detach(&f);
+    daemon_end(&f);
+    CHECK(manager_count() > 0);
+
+    f = (struct fixture){0};
+    (void)snprintf(f.path, sizeof(f.path), "%s.volume", manager.address);
+    daemon_open(&f, &trial, 0);
+    CHECK_EQUAL(take_over(&f, false), 1);
+    link_open(&f);
+    renew(&f, &(struct settings){.memory_bytes = trial.memory_bytes});
+    load_equals(&f, 1, 1, bytes, trial.payload_bytes);
+    detach(&f);
+    daemon_end(&f);
+    CHECK(unlink(f.path) == 0);
+    CHECK_EQUAL(manager_count(), 0);
+    free(bytes);
+}
+
 int main(void)
 {
     manager_start();
@@ -342,6 +398,8 @@ int main(void)
     RUN(test_chunks_without_checksums);
     RUN(test_killed_when_a_part_was_not_copied);
     RUN(test_killed_while_memory_goes);
+    RUN(test_killed_while_something_is_parked);
+    RUN(test_what_is_parked_outlives_a_stop);
     manager_end();
     return 0;
 }

@@ -144,7 +144,7 @@ static void test_a_number_comes_before_the_seal(void)
     struct payload late, next;
     struct pcc_held held;
 
-    CHECK_EQUAL(payload_begin_as(owner, 1, 2 * CHUNK, true, &late), 0);
+    CHECK_EQUAL(payload_begin_as(owner, 1, 2 * CHUNK, UNNUMBERED, &late), 0);
     CHECK_EQUAL(late.sequence, 0);
     CHECK_EQUAL(payload_begin(owner, 2, CHUNK, &next), 0); /* numbered, and takes 1 */
     CHECK_EQUAL(payload_chunk(&late, 0), 0);
@@ -165,7 +165,7 @@ static void test_a_number_comes_before_the_seal(void)
     pcc_volume_release(owner->volume, &held);
     CHECK_EQUAL(read_back(owner->volume, 7, 0), 0);
     free(late.memory);
-    CHECK_EQUAL(payload_begin_as(owner, 3, CHUNK, true, &late), 0);
+    CHECK_EQUAL(payload_begin_as(owner, 3, CHUNK, UNNUMBERED, &late), 0);
     pcc_save_abort(late.save, -PCC_E_ABORTED);
     step_all(owner, 2);
     CHECK_EQUAL(pcc_save_number(late.save, 8, 9, 4), -PCC_E_ABORTED);

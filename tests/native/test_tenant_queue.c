@@ -422,7 +422,6 @@ static void test_a_loop_that_is_late_bounds_the_requests(void)
 /* -- what no honest client requests -- */
 
 enum fault {
-    FAULT_LEVEL_MEMORY,
     FAULT_LEVEL_DEVICE,
     FAULT_LEVEL_UNKNOWN,
     FAULT_KIND,
@@ -443,9 +442,6 @@ enum fault {
 static void twist(enum fault fault, struct pcc_request *block)
 {
     switch (fault) {
-    case FAULT_LEVEL_MEMORY:
-        block->level = PCC_LEVEL_MEMORY;
-        break;
     case FAULT_LEVEL_DEVICE:
         block->level = PCC_LEVEL_DEVICE;
         break;

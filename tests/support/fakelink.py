@@ -23,6 +23,7 @@ class FakeLink:
         self.words: dict[int, int] = {}
         self.outcomes: dict[int, int] = {}
         self.errors: dict[int, str] = {}
+        self.causes: dict[int, int] = {}
         self.faults: dict[int, int] = {}
         self.read: set[int] = set()
         self.provisional: set[int] = set()
@@ -62,6 +63,9 @@ class FakeLink:
         self.words[snapshot] = WORD_COPYING
         if provisional:
             self.provisional.add(snapshot)
+
+    def write(self, snapshot: int) -> None:
+        self._note("write", snapshot)
 
     def confirm(self, snapshot: int) -> None:
         self.provisional.discard(snapshot)
@@ -136,7 +140,7 @@ class FakeLink:
             word=self.words[snapshot], outcome=self.outcomes.get(snapshot, 0), sequence=0,
             newer=0, source_read=snapshot in self.read, error=0,
             error_name=self.errors.get(snapshot, ""), fault=self.faults.get(snapshot, 0),
-            cause=0, stage="copy", code="BAD_HANDLE", argument=0,
+            cause=self.causes.get(snapshot, 0), stage="copy", code="BAD_HANDLE", argument=0,
         )  # fmt: skip
 
     # -- what a real native and daemon would do by themselves
@@ -217,7 +221,10 @@ class FakeSession:
     def require(self, *, timeout_s: float = 0) -> FakeConnection:
         return self.connection
 
-    def register(self, connection: FakeConnection, payload_bytes: int) -> None:
+    room_bytes = 1 << 40
+
+    def register(self, connection: FakeConnection, payload_bytes: int, levels: int) -> None:
+        assert levels
         connection.sent.append(("register", payload_bytes))
 
     def warn_if_unrestored(self) -> None:

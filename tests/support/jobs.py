@@ -117,6 +117,9 @@ class Ledger:
     def live(self) -> list[Any]:
         return [one for one in self.checkpoints.values() if one.live]
 
+    def parked(self) -> list[Any]:
+        return []
+
     async def settled(self, _limit_s: float, _last: int) -> bool:
         return self.ends
 

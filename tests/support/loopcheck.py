@@ -24,7 +24,17 @@ from pccheck_native import _core
 #: fault or a call of the CUDA driver: `lock` of the tenant, the volume, the pool and the GPUs
 #: (pcc_tenant_private.h, pcc_volume.h).
 LOCK_ONLY = {
-    "Tenant": {"noted", "number", "policy", "refuse", "retry", "set_outcome", "usage"},
+    "Tenant": {
+        "drop",
+        "noted",
+        "number",
+        "policy",
+        "refuse",
+        "retry",
+        "set_outcome",
+        "usage",
+        "write",
+    },
     "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group", "spare"},
     "Pool": {"stored", "usage"},
 }

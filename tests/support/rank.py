@@ -124,8 +124,9 @@ class Rank:
                 raise DaemonUnreachableError("the daemon has ended")
         return False
 
-    def register(self, size: int) -> ReplyBody:
-        return self.ask(Register(size))
+    def register(self, size: int, *, memory: bool = False) -> ReplyBody:
+        """`memory`: it will also save to memory only."""
+        return self.ask(Register(size, levels=2 if memory else 1))
 
     def begin(
         self, step: int, data: bytes, *, on_busy: str = "wait", fill: bool = True,
@@ -133,7 +134,7 @@ class Rank:
     ) -> int:  # fmt: skip
         """Requests a snapshot of `data`, whose last 8 bytes are its tree; returns its id. Without
         `fill` its last chunk never comes. The `frozen` bytes are offered, or `offered` ones.
-        `name`: base, descents and row of the checkpoint."""
+        `name`: base, descents and row of the checkpoint; or its level."""
         self.snapshots = snapshot = self.snapshots + 1
         body, tail = data[:-8], data[-8:]
         buffer = ctypes.create_string_buffer(body, len(body))

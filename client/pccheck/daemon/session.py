@@ -69,7 +69,8 @@ class Session:
         self._delay_s = BACKOFF_FIRST_S
         self._next_try_s = 0.0  # time.monotonic()
         self._disconnected = {DISCONNECTED}  # kinds for the warner
-        self._registered_bytes = 0
+        self._registered_bytes, self._levels = 0, 0
+        self.room_bytes = 0  #: of the daemon's memory, for this rank, in the end
         self._restored: int | None = 0 if fresh else None  # sequence that counts as restored
         self._has_connected = False
         # Tells a reconnect from a new start. A rank of a group is its process: further clients are
@@ -144,14 +145,16 @@ class Session:
         self._disconnected.add(kind)
         self._warner.once(kind, f"training continues WITHOUT checkpoints: {why}. {then}.")
 
-    def register(self, connection: Connection, payload_bytes: int) -> None:
-        """Makes sure that the daemon has capacity for the payload. Raises PccheckError."""
-        if payload_bytes <= self._registered_bytes:
+    def register(self, connection: Connection, payload_bytes: int, levels: int = 1) -> None:
+        """Makes sure that the daemon has capacity for the payload, at each of the levels, which are
+        bits. Raises PccheckError."""
+        if payload_bytes <= self._registered_bytes and levels == self._levels:
             return
         rounded = -(-payload_bytes // MIB) * MIB
         uncounted = self.uncounted
         try:
-            answer = connection.request(Register(rounded, uncounted), timeout_s=self._stall_limit_s)
+            wanted = Register(rounded, uncounted, levels)
+            answer = connection.request(wanted, timeout_s=self._stall_limit_s)
         except DaemonUnreachableError:
             raise
         except PccheckError:
@@ -160,7 +163,8 @@ class Session:
             raise
         self.uncounted -= uncounted
         assert isinstance(answer, Registered)
-        self._registered_bytes = rounded
+        self._registered_bytes, self._levels = rounded, levels
+        self.room_bytes = answer.expected_bytes
         self._belongs_to(answer)
         self._warn_if_ranks_are_absent(answer)
         LOG.info(
@@ -187,10 +191,11 @@ class Session:
         """Whether a checkpoint of a start of `world_size` ranks is complete on this rank."""
         return world_size == 1 or self._solo
 
-    def announce(self, connection: Connection, payload_bytes: int) -> None:
+    def announce(self, connection: Connection, payload_bytes: int, levels: int) -> None:
         """Makes the daemon allocate already, so that the first checkpoint does not wait for it. The
         answer names the start that this process belongs to since it has restored."""
-        connection.ask(Register(-(-payload_bytes // MIB) * MIB), self._belongs_to)
+        rounded = -(-payload_bytes // MIB) * MIB
+        connection.ask(Register(rounded, levels=levels), self._belongs_to)
 
     def _belongs_to(self, answer: object) -> None:
         """The start that this process is a member of now, if the answer names one."""

@@ -3,6 +3,7 @@ the session page, and why it ended. Users get a `Checkpoint` (`handle.py`)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from pccheck_wire.ends import Cause, Sentence, Why, in_words, sentence
 from pccheck_wire.errors import NoCheckpointError, PccheckError
 from pccheck_wire.messages import CheckpointState, Describe, Described, Failure
 
-from .phases import EXPLAINED, GOING, OPEN, SHOWN, Course, Durable, Now, Phase, in_page
+from .phases import EXPLAINED, GOING, OPEN, SAFE, SHOWN, Course, Durable, Now, Phase, in_page
 
 if TYPE_CHECKING:
     from .verdict import Verdict
@@ -135,11 +136,13 @@ class InFlight:
         self.requested_ns = time.monotonic_ns()
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: its device part is the daemon's to read
+        self.in_memory = False  #: it is written only when it is wanted on the disk
         self.noted = Phase.REQUESTED  #: what the training thread has taken note of
         #: None: it never reached a daemon, or the client has closed.
         self.connection = connection
         self._course = Course()
         self._sequence = 0
+        self._in_its_place = 0  # in memory: the sequence of a newer one
         self.inquiry = Inquiry(step, snapshot, self._course)  #: what only a daemon knows of it
 
     @classmethod
@@ -199,10 +202,44 @@ class InFlight:
         lives = self.connection is not None and self.connection.alive()
         return None if lives else str(made) or _UNTOLD
 
+    def want(self) -> None:
+        """A memory-only one is to be written. Any thread, any number of times."""
+        if self.in_memory and self.phase in GOING:
+            with contextlib.suppress(ValueError, OSError):  # closed
+                self.native.write(self.snapshot)
+
+    def standing(self) -> InFlight:
+        """What took its place in memory, and may be wanted instead; otherwise itself."""
+        connection, found = self.connection, []
+        if connection is None or not self._in_its_place:
+            return self
+        for snapshot, step in connection.steps.copy().items():
+            entry = entry_of(connection, snapshot)
+            if entry is None or entry.cause == Cause.REPLACED_IN_MEMORY:  # which was replaced, too
+                continue
+            ended_well = SHOWN[in_page(entry, lives=True).phase] not in NOT_SAVED
+            if entry.sequence == self._in_its_place or (
+                entry.sequence > self._in_its_place and ended_well
+            ):
+                found.append((entry.sequence, step, snapshot))
+        if not found:
+            return self
+        _, step, snapshot = min(found)
+        made = InFlight(step, connection, snapshot)
+        made.in_memory = True
+        return made
+
+    def keep_standing(self) -> None:
+        """The core is about to be closed: notes which durable one stands in its place."""
+        last = self.standing()
+        if last is not self and last.phase in SAFE:
+            self.inquiry.newer = Durable(last.sequence, last.step)
+
     def ask(self) -> None:
         """Asks for words that the page has no room for. Call it until they are known."""
         phase, connection = self._course.now().phase, self.connection
-        missing = phase is Phase.SUPERSEDED and self.inquiry.newer is None
+        newer = self.inquiry.newer or self._in_its_place
+        missing = phase is Phase.SUPERSEDED and not newer
         wanted = phase in EXPLAINED and (missing or self.known_reason is None)
         if connection is not None and wanted:
             self.inquiry.ask(connection)
@@ -259,7 +296,9 @@ class InFlight:
         phase, why = in_page(entry, lives=lives)
         if entry.sequence:
             self._sequence = entry.sequence
-        if entry.newer and self.inquiry.newer is None:
+        if why.cause == Cause.REPLACED_IN_MEMORY:
+            self._in_its_place = entry.newer
+        elif entry.newer and self.inquiry.newer is None:
             self.inquiry.newer = _with_sequence(connection, entry.newer)
         self._course.move(phase, why)
 
@@ -267,7 +306,8 @@ class InFlight:
         """Its daemon does not report any more how it ends. The client abandons what was not copied,
         but the copy may have become complete a moment before."""
         entries = (entry_of(connection, snapshot) for snapshot in connection.steps.copy())
-        newer = {entry.newer for entry in entries if entry is not None} - {0}
+        replaced = (e for e in entries if e is not None and e.cause != Cause.REPLACED_IN_MEMORY)
+        newer = {entry.newer for entry in replaced} - {0}
         if self._sequence in newer:  # so it is durable, on all ranks if there are several
             alone = connection.saves_alone
             self._course.move(Phase.DURABLE if alone else Phase.GLOBAL, Why())

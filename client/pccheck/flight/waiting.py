@@ -32,9 +32,14 @@ def wait_copied(save: InFlight, timeout: float | None = None) -> None:
         raise _late(save, "copied")
 
 
+def wait_end(save: InFlight) -> None:
+    """Returns when it has ended, or its daemon; nothing is written for that."""
+    _wait(save, "durable", None)
+
+
 def wait_durable(save: InFlight, timeout: float | None = None) -> Durable:
     """Raises CheckpointFailedError, WaitTimeoutError."""
-    phase = _wait(save, "durable", timeout)
+    save, phase = _written(save, "durable", timeout)
     if phase in SAFE:
         return Durable(save.sequence, save.step)
     if phase is Phase.SUPERSEDED:
@@ -49,7 +54,7 @@ def wait_global(save: InFlight, timeout: float | None = None) -> Durable:
     connection = save.connection
     if connection is None or connection.saves_alone:
         return wait_durable(save, timeout)
-    phase = _wait(save, "global", timeout)
+    save, phase = _written(save, "global", timeout)
     if phase in (Phase.DURABLE, Phase.GIVEN_UP) and entry_of(connection, save.snapshot) is None:
         save.ask_now()  # a younger snapshot has the entry, so the page says no more
         phase = save.phase
@@ -73,6 +78,19 @@ def saved(save: InFlight, timeout: float, *, everywhere: bool) -> Durable | None
     return None
 
 
+def _written(save: InFlight, what: str, timeout: float | None) -> tuple[InFlight, Phase]:
+    """Has a memory-only one written, or what took its place in memory, and waits for that."""
+    end_s = None if timeout is None else time.monotonic() + timeout
+    while True:
+        save.want()
+        left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+        phase = _wait(save, what, left_s)
+        later = save.standing()
+        if later is save:
+            return save, phase
+        save = later
+
+
 def _wait(save: InFlight, what: str, timeout: float | None) -> Phase:
     deadline_ns = FOREVER_NS
     if timeout is not None:
@@ -88,12 +106,15 @@ def _wait(save: InFlight, what: str, timeout: float | None) -> Phase:
 
 
 def _replacement(save: InFlight) -> Durable:
-    if save.inquiry.newer is None:  # the page has no name for one that was damaged since
+    why, unknown = Why(Cause.REPLACED), "which"
+    if save.why.cause == Cause.REPLACED_IN_MEMORY:
+        why, unknown = save.why, "whether that is durable"
+    elif save.inquiry.newer is None:  # the page has no name for one that was damaged since
         save.ask_now()
     if save.inquiry.newer is None:
         raise DaemonUnreachableError(
-            f"checkpoint of step {save.step}: {sentence(Why(Cause.REPLACED)).reason}, and pccheckd "
-            "did not report which",
+            f"checkpoint of step {save.step}: {sentence(why).reason}, and pccheckd did not report "
+            f"{unknown}",
             hint="see: pccheckctl list",
         )
     return save.inquiry.newer

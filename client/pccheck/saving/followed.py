@@ -10,6 +10,7 @@ from pccheck.flight.in_flight import FINAL, NOT_SAVED, InFlight
 from pccheck.flight.phases import EXPLAINED, REPORTED, SAFE, SHOWN, Durable, Phase
 from pccheck.flight.waiting import saved
 from pccheck_native import SNAPSHOTS
+from pccheck_wire.ends import Cause
 
 from .failures import REPORTED as WORDS
 from .failures import Failures
@@ -43,6 +44,12 @@ class Followed:
     def before(self, number: int) -> InFlight | None:
         """The save whose entry in the page the snapshot `number` is about to get."""
         return self._recent.get(number % SNAPSHOTS)
+
+    def in_memory(self, step: int) -> InFlight | None:
+        """The newest memory-only one of that step that has not ended. Any thread."""
+        saves = sorted(self._recent.copy().values(), key=_NUMBER, reverse=True)
+        mine = (one for one in saves if one.step == step and one.in_memory)
+        return next((one for one in mine if one.state not in FINAL), None)
 
     def release(self, save: InFlight) -> None:
         """Its entry is used again, or its core is about to be closed."""
@@ -83,7 +90,9 @@ class Followed:
             return  # until the answer has come
         if now is not Phase.UNKNOWN:  # until another daemon has said what became of it
             self.drop(save)
-        if now not in REPORTED and SHOWN[now] in WORDS:  # not superseded meanwhile
+        if save.why.cause == Cause.MEMORY_BUSY:  # a newer one comes soon, and the older one is safe
+            self._failures.report(save.step, reason, SHOWN[now])
+        elif now not in REPORTED and SHOWN[now] in WORDS:  # not superseded meanwhile
             self._failures.failed_later(save.step, reason, SHOWN[now])
 
     def explain_all(self) -> None:
@@ -110,6 +119,7 @@ class Followed:
     def release_all(self) -> None:
         """The core has ended, or is about to be closed."""
         for save in list(self._recent.values()):
+            save.keep_standing()
             self.release(save)
 
     def forget(self) -> None:
@@ -134,6 +144,7 @@ class Followed:
         for save in sorted(self._recent.values(), key=_NUMBER, reverse=True):
             # Older ones end by themselves when a newer one is durable.
             left_s = max(0.0, deadline - time.monotonic())
+            save.want()
             durable = saved(save, left_s, everywhere=everywhere and not found)
             found = found or durable
             self.note_saved(saved(save, 0, everywhere=True))

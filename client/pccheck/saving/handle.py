@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import NoReturn, SupportsIndex
 
 from pccheck.flight.in_flight import FINAL, InFlight
 from pccheck.flight.phases import Durable
-from pccheck.flight.waiting import wait_copied, wait_durable, wait_global
+from pccheck.flight.waiting import wait_copied, wait_durable, wait_end, wait_global
 from pccheck.warn import LOG, Warner
 from pccheck_wire.errors import PccheckError, WaitTimeoutError
 from pccheck_wire.messages import CheckpointState
@@ -32,7 +31,8 @@ class Checkpoint:
 
     @property
     def state(self) -> CheckpointState:
-        """The present state; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED."""
+        """The present state; the ends are DURABLE, GLOBAL, SUPERSEDED, SKIPPED and FAILED. A
+        memory-only checkpoint stays COPIED until it is written, or a newer one supersedes it."""
         return self._in_flight.state
 
     @property
@@ -56,8 +56,8 @@ class Checkpoint:
         return self.wait_durable(timeout)
 
     def exception(self, timeout: float | None = None) -> PccheckError | None:
-        """Why it failed or was skipped, or None, once it has ended. Raises WaitTimeoutError after
-        `timeout` seconds."""
+        """Why it failed or was skipped, or None, once it has ended; waits as `wait_durable` does.
+        Raises WaitTimeoutError after `timeout` seconds."""
         try:
             self.wait_durable(timeout)
         except WaitTimeoutError:
@@ -83,8 +83,7 @@ class Checkpoint:
 
     def _call(self, function: Callable[[Checkpoint], object]) -> None:
         while not self.done():
-            with contextlib.suppress(PccheckError):
-                self.wait_durable()
+            wait_end(self._in_flight)
         try:
             function(self)
         except Exception:
@@ -101,7 +100,8 @@ class Checkpoint:
 
     def wait_durable(self, timeout: float | None = None) -> Durable:
         """Returns once this checkpoint, or a newer one, survives a power loss; the result names
-        which. With several ranks this is about the part of this rank only: see `wait_global`.
+        which. With several ranks this is about the part of this rank only: see `wait_global`. A
+        memory-only checkpoint, or the one that took its place, is written for this.
 
         Raises CheckpointFailedError when the checkpoint was skipped or failed, WaitTimeoutError
         after `timeout` seconds.

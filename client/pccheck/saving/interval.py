@@ -4,7 +4,9 @@ the paper.
     f = max(ceil(T_w / (N q t)), ceil(c / ((q - 1) t)))
 
 t: seconds of a step beside which nothing is saved. T_w: from the request of a checkpoint to
-durable, with N in flight; less often than every T_w / N, and a checkpoint waits for no slot.
+durable, with N in flight; less often than every T_w / N, and a checkpoint waits for no slot. Of a
+memory-only one T_w is the time to copied, and N is 1. Where only every k-th goes to the disk,
+T_w / k of those counts instead, so that one is written at a time.
 c: what one checkpoint costs the steps beside it. q: the allowed slowdown, 1.03 for three percent.
 """
 
@@ -16,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median, median_low
 
-from pccheck.flight.in_flight import FINAL, InFlight
+from pccheck.flight.in_flight import NOT_SAVED, InFlight
 from pccheck_wire.messages import CheckpointState
 
 WARM_STEPS = 5  # before the first checkpoint; the very first step is not counted
@@ -30,17 +32,20 @@ _SAVED = (CheckpointState.DURABLE, CheckpointState.GLOBAL)
 @dataclass(slots=True)
 class _Flying:
     checkpoint: InFlight
-    in_flight: int  # N, when it was requested
+    share: float  # N, when it was requested; k, of one of k; 1, of a memory-only one
     seen_s: float  # when it was last seen not to have ended
 
 
 class Interval:
     """Decides after which steps to save. Training thread only."""
 
-    def __init__(self, slowdown: float, agree: Callable[[int], int]) -> None:
+    def __init__(
+        self, slowdown: float, agree: Callable[[int], int], durable_every: float = 1
+    ) -> None:
         """`agree` gives the largest of a number over all ranks, to each of them. Every decision
         depends on steps and agreed numbers alone, so that all ranks save after the same steps."""
         self._slowdown = slowdown
+        self._every = durable_every
         self._agree = agree
         self.steps = 0  #: between two checkpoints; 0 before the first one
         self._due_at: int | None = None
@@ -52,7 +57,8 @@ class Interval:
         self._cost_s = 0.0  # of the newest checkpoint, so far
         self._idle_s: deque[float] = deque(maxlen=_STEPS_KEPT)  # each of a step
         self._steps_s: deque[float] = deque(maxlen=_STEPS_KEPT)
-        self._apart_s: deque[float] = deque(maxlen=_CHECKPOINTS_KEPT)  # each T_w / N
+        # Each T_w / N, of checkpoints for the disk and of those that are memory-only.
+        self._apart_s = [deque[float](maxlen=_CHECKPOINTS_KEPT) for _ in range(2)]
         self._costs_s: deque[float] = deque(maxlen=_CHECKPOINTS_KEPT)
 
     def due(self, step: int, now_s: float) -> bool:
@@ -74,7 +80,9 @@ class Interval:
     def requested(self, checkpoint: InFlight) -> None:
         """What was made of the newest decision."""
         requested_s = checkpoint.requested_ns / 1e9
-        self._flying.append(_Flying(checkpoint, len(self._flying) + 1, requested_s))
+        share = self._every if self._every > 1 else len(self._flying) + 1
+        share = 1.0 if checkpoint.in_memory else share
+        self._flying.append(_Flying(checkpoint, share, requested_s))
         self._busy = True
 
     def _note_step(self, step: int, now_s: float) -> None:
@@ -99,13 +107,14 @@ class Interval:
         flying = []
         for item in self._flying:
             state = item.checkpoint.state
-            if state not in FINAL:
+            in_memory = item.checkpoint.in_memory
+            if state < (CheckpointState.COPIED if in_memory else CheckpointState.DURABLE):
                 item.seen_s = now_s
                 flying.append(item)
-            elif state in _SAVED:  # since the last look: half of that time is meant
-                ended_s = (item.seen_s + now_s) / 2
+            elif state in _SAVED or (in_memory and state not in NOT_SAVED):
+                ended_s = (item.seen_s + now_s) / 2  # since the last look: half of that is meant
                 persist_s = ended_s - item.checkpoint.requested_ns / 1e9
-                self._apart_s.append(persist_s / item.in_flight)
+                self._apart_s[in_memory].append(persist_s / item.share)
         self._flying = flying
         self._busy = bool(flying)
 
@@ -120,11 +129,12 @@ class Interval:
         later ones: of two samples the shorter one counts, and a single cost does not."""
         step_s = self._step_s()
         waiting_s = [
-            (now_s - item.checkpoint.requested_ns / 1e9) / item.in_flight for item in self._flying
+            (now_s - item.checkpoint.requested_ns / 1e9) / item.share for item in self._flying
         ]
-        if not step_s or not self._apart_s:
+        measured_s = [median_low(one) for one in self._apart_s if one]
+        if not step_s or not measured_s:
             return 2 * self.steps if waiting_s else GUESS
-        apart_s = max(median_low(self._apart_s), *waiting_s, 0.0)
+        apart_s = max(*measured_s, *waiting_s, 0.0)
         cost_s = median_low(self._costs_s) if len(self._costs_s) > 1 else 0.0
         q = self._slowdown
         return max(1, math.ceil(round(max(apart_s / q, cost_s / (q - 1)) / step_s, 6)))

@@ -19,7 +19,7 @@ from pccheck.state import devices
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.plan import Snapshot
 from pccheck.warn import Warner
-from pccheck_native import SNAPSHOTS, NativeError
+from pccheck_native import LEVEL_MEMORY, SNAPSHOTS, NativeError
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -35,6 +35,7 @@ from .exposure import Exposure, Handover
 from .failures import Failures, why_moved
 from .followed import Followed
 from .gate import Breaker, Gate, abandon
+from .levels import Levels
 
 
 class Saver:
@@ -51,6 +52,7 @@ class Saver:
         self._exposure: Exposure | None = None  # of the connection, once it has a GPU's tensors
         self._late = LateVerdicts()
         self._on_moved = on_moved
+        self.levels = Levels(options, warner)
         self.failures = Failures(warner, raises=options.raises)
         self.followed = Followed(self.failures, skips=options.on_busy == "skip")
 
@@ -84,17 +86,21 @@ class Saver:
         return connection
 
     def submit(
-        self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps, interval: int
-    ) -> InFlight:
+        self, connection: Connection, step: int, snapshot: Snapshot, steps: Steps, interval: int,
+        level: int,
+    ) -> InFlight:  # fmt: skip
         """Hands the snapshot over. Returns when it is "copied" or its source is "read", as its
         `wait` asks, or when that failed; without `wait` at once, and the gate holds the next update
         back. Raises NoStagingError before anything has begun."""
         wait = snapshot.wait
         handover = self._prepare(connection, snapshot)
+        level = self.levels.fitting(level, snapshot.payload_bytes, self._session.room_bytes)
+        in_memory = level == LEVEL_MEMORY
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
         self._free_entry(number)
         checkpoint = InFlight(step, connection, number)
+        checkpoint.in_memory = in_memory
         connection.steps.pop(number - SNAPSHOTS, None)
         connection.steps[number] = step
         held_at_ns, held_ns = self._gate.held.take()
@@ -106,11 +112,13 @@ class Saver:
                 number, snapshot.ranges, snapshot.volatile, snapshot.tree, snapshot.tree_offset,
                 *(handover.sources() if handover else ()),
                 step=step, skip=self._options.on_busy == "skip",
-                map=handover.map if handover else 0, frozen_bytes=snapshot.worth_a_base,
+                map=handover.map if handover else 0,
+                frozen_bytes=0 if in_memory else snapshot.worth_a_base, level=level,
                 held_at_ns=held_at_ns, held_ns=held_ns,
                 base=steps.base, turn=steps.base_turn, descents=steps.descents, row=steps.row,
                 interval=interval, division=snapshot.division,
-                provisional=snapshot.reading is not None, offered_bytes=snapshot.offered,
+                provisional=snapshot.reading is not None,
+                offered_bytes=0 if in_memory else snapshot.offered,
             )  # fmt: skip
             if snapshot.copying is not None and (moved := snapshot.copying.moved()):
                 fail_moved(checkpoint, moved)
@@ -167,7 +175,7 @@ class Saver:
         """Prepares GPUs, then the daemon, which pins the chunks that it allocates after that."""
         try:
             handover = self.expose(connection, snapshot)
-            self._session.register(connection, snapshot.payload_bytes)
+            self._session.register(connection, snapshot.payload_bytes, self.levels.used)
         except WaitTimeoutError:
             self._trip(connection)
             raise

@@ -56,14 +56,14 @@ def filtered(document: Document, rank: int | None) -> Document:
     wanted = (rank, None)  # None: a directory that may hold volumes of each rank
     return document | {
         key: [item for item in rows(document, key) if rank is None or item.get("rank") in wanted]
-        for key in ("volumes", "checkpoints", "unreadable", "incomplete")
+        for key in ("volumes", "checkpoints", "unreadable", "incomplete", "in_memory")
     }
 
 
 def as_text(document: Document, *, now_s: float | None = None) -> str:
     """The table; `now_s` is wall time."""
     now_s = time.time() if now_s is None else now_s
-    checkpoints = rows(document, "checkpoints")
+    checkpoints = rows(document, "checkpoints") + rows(document, "in_memory")
     if not checkpoints:
         return "no checkpoint can be read" if rows(document, "unreadable") else "no checkpoints"
     checkpoints.sort(key=lambda one: (whole(one, "uid"), text(one, "job"), whole(one, "rank"),
@@ -104,5 +104,5 @@ def job_of(one: Document, among: list[Document]) -> str:
 
 
 def flags(one: Document) -> str:
-    shown = ("global", "pinned", "protected", "damaged", "stale", "finished")
+    shown = ("in memory", "global", "pinned", "protected", "damaged", "stale", "finished")
     return ", ".join(name for name in shown if one.get(name) is True)

@@ -46,6 +46,7 @@ def as_text(document: Document, *, now_s: float | None = None, every: bool = Fal
     blocks.append("\n".join(f"warning: {warning}" for warning in texts(document, "warnings")))
     ranks, served = rows(document, "ranks"), bool(part(document, "daemon"))
     blocks.append(_groups(rows(document, "groups"), now_s))
+    blocks.append("\n".join(_memory(one) for one in rows(document, "memory")))
     shown = _shown(ranks, every=every or not served)
     blocks.append(_ranks(shown, now_s, served=served) if ranks else "no jobs")
     if len(shown) < len(ranks):
@@ -148,6 +149,26 @@ def _groups(groups: list[Document], now_s: float) -> str:
     return render.table(headings, lines)
 
 
+def _memory(one: Document) -> str:
+    """What a death would cost a job that keeps checkpoints in memory."""
+    copied, durable = part(one, "process"), part(one, "node")
+    places = [
+        f"step {found.get('step')} {where}"
+        for found, where in ((copied, "in memory"), (durable, "on disk"))
+        if found
+    ]
+    costs = f"a dead process costs {_cost(copied)}, a dead node {_cost(durable)}"
+    return f"memory   {text(one, 'job')}: {', '.join(places)}; {costs}"
+
+
+def _cost(found: Document) -> str:
+    if not found:
+        return "all steps"
+    seconds = number(found, "lost_s")
+    took = f" ({render.duration(seconds)})" if seconds is not None else ""
+    return f"{render.plural(whole(found, 'lost_steps'), 'step')}{took}"
+
+
 def _shown(ranks: list[Document], *, every: bool) -> list[Document]:
     """Ranks with a trainer, with checkpoints under way, or whose last trainer saved nothing, then
     the others, newest first."""
@@ -209,9 +230,13 @@ def _transfers(sessions: list[Document]) -> str:
     return render.table(("job", "rank", "GPU tensors", "shared", "why"), lines) if lines else ""
 
 
+def _state(one: Document) -> str:
+    return "in memory" if one.get("in_memory") is True else text(one, "state")
+
+
 def _in_flight(ranks: list[Document]) -> str:
     lines = [
-        (text(rank, "job"), rank.get("rank"), one.get("step"), text(one, "state"),
+        (text(rank, "job"), rank.get("rank"), one.get("step"), _state(one),
          _size(one, "payload_bytes"), render.age(number(one, "requested_s")))
         for rank in ranks
         for one in rows(rank, "checkpoints")

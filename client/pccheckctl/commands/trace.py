@@ -20,7 +20,7 @@ from pccheckctl.output.documents import Document, answer, rows, text, whole, wri
 from pccheckctl.output.files import write_text
 from pccheckctl.source import daemon
 
-_GATE, _ADMISSION, _LANES = 1, 100, 200
+_GATE, _ADMISSION, _LANES, _MEMORY = 1, 100, 200, 300
 #: The parts of a checkpoint, in order: name, from and to. They may overlap.
 PHASES = (
     ("wait", "requested", "begin"),
@@ -96,6 +96,7 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
     """Slices of one rank, and the names of the tracks that they need."""
     waits: list[int] = []
     lanes: list[int] = []
+    memory: list[int] = []
     held_any = False
     begun = []
     for item in items:
@@ -111,6 +112,9 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
             begun.append(item)
     for item in sorted(begun, key=lambda one: whole(one, "begin")):
         end_ns = whole(item, "ended") or now_ns
+        if item.get("in_memory") is True and not whole(item, "first_write"):
+            yield from _parked(process, memory, item, end_ns)
+            continue
         lane = free_lane(lanes, whole(item, "begin"), end_ns)
         yield from _saved(process, _LANES + 2 * lane, item, end_ns)
     yield from _in_flight(process, begun)
@@ -118,9 +122,23 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
         yield from _track(process, _GATE, "gate: the trainer is held")
     for lane in range(len(waits)):
         yield from _track(process, _ADMISSION + lane, "admission")
+    for lane in range(len(memory)):
+        yield from _track(process, _MEMORY + lane, "in memory only")
     for lane in range(len(lanes)):
         yield from _track(process, _LANES + 2 * lane, f"lane {lane}: copy")
         yield from _track(process, _LANES + 2 * lane + 1, f"lane {lane}: write, flush, publish")
+
+
+def _parked(process: int, lanes: list[int], item: Document, end_ns: int) -> Iterator[Document]:
+    """Copied, and replaced before it was written, or in memory still."""
+    begin, sealed = whole(item, "begin"), whole(item, "sealed") or end_ns
+    track, facts, step = (
+        _MEMORY + free_lane(lanes, begin, end_ns),
+        _facts(item),
+        whole(item, "step"),
+    )
+    yield _slice(process, track, f"copy {step}", begin, sealed, facts)
+    yield _slice(process, track, f"in memory {step}", sealed, end_ns, facts)
 
 
 def _saved(process: int, track: int, item: Document, end_ns: int) -> Iterator[Document]:

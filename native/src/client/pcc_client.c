@@ -263,7 +263,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->memory = NULL;
     job->snapshot = snapshot;
     job->hung_up = false;
-    job->asking = false;
+    job->asking = job->wanted = job->wanting = false;
     job->provisional = false;
     job->error = 0;
     job->fault = 0;
@@ -302,6 +302,7 @@ int pcc_client_request(struct pcc_client *client, uint64_t snapshot)
         return -EBUSY;
     client->newest = snapshot;
     client->asking -= job->asking; /* abandoned before its message was sent */
+    client->wanting -= job->wanting;
     job_reset(job, snapshot);
     /* Release pairs with the daemon's acquire. No compare-and-swap: the daemon moves only the
      * word of an earlier snapshot, and that word is final. */

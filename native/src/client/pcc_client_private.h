@@ -59,6 +59,8 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     bool busy;              /* the thread reads the sources now */
     bool hung_up;           /* ended by the daemon's death */
     bool asking;            /* its request is in the page, its message not in the ring yet */
+    bool wanted;            /* on the disk */
+    bool wanting;           /* the same, and the daemon does not know it yet */
     bool provisional;       /* not confirmed */
     bool kept;              /* its last chunk is full, and waits for that; see `last` */
     struct pcc_message last;
@@ -192,6 +194,7 @@ struct pcc_client {
     struct pcc_job jobs[PCC_SNAPSHOTS];
     uint64_t newest;    /* the largest snapshot id requested */
     uint32_t asking;    /* jobs with `asking` */
+    uint32_t wanting;   /* jobs with `wanting` */
     uint32_t waiters;   /* threads inside a wait: close() lets them out first */
     _Atomic bool armed; /* some job has `held`; written under the lock */
     struct pcc_client_load load;

@@ -87,7 +87,25 @@ static struct pcc_job *asking_next(struct pcc_client *client)
     return oldest;
 }
 
-/* Tells the daemon of the requests in the page, in their order. An abandoned one is over. */
+/* With lock held: after its request. One that was never submitted stays here until its entry is
+ * used again. */
+static bool send_wanted(struct pcc_client *client)
+{
+    for (uint32_t i = 0; client->wanting > 0 && i < PCC_SNAPSHOTS; i++) {
+        struct pcc_job *job = &client->jobs[i];
+        const struct pcc_message message = {.kind = PCC_MSG_WRITE, .id = job->snapshot};
+        if (!job->wanting || PCC_READ(&job->state) == PCC_JOB_REQUESTED)
+            continue;
+        job->wanting = false;
+        client->wanting--;
+        if (!pcc_client_tell(client, &message))
+            return false;
+    }
+    return true;
+}
+
+/* Tells the daemon of the requests in the page, in their order, and of what is to be written. An
+ * abandoned one is over. */
 static bool send_requests(struct pcc_client *client)
 {
     struct pcc_job *job;
@@ -100,7 +118,7 @@ static bool send_requests(struct pcc_client *client)
         if (pcc_client_open_word(client, job->snapshot) && !pcc_client_tell(client, &message))
             return false;
     }
-    return true;
+    return send_wanted(client);
 }
 
 /* A load must not wait for chunks that lie idle here. */

@@ -278,6 +278,18 @@ int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
     return 0;
 }
 
+void pcc_client_write(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    PCC_LOCKED(&client->lock);
+    if (job->snapshot == snapshot && snapshot != 0 && !job->wanted) {
+        job->wanted = job->wanting = true;
+        client->wanting++;
+    }
+    pcc_bell_ring(&client->view.page->client_bell);
+}
+
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];

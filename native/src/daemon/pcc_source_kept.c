@@ -202,7 +202,7 @@ static bool state_fits(const struct pcc_tenant *tenant, const struct pcc_kept *k
            header->chunk_bytes == tenant->spec.chunk_bytes &&
            header->block_bytes == record.block_bytes &&
            header->slot_stride_bytes == record.slot_stride_bytes &&
-           header->places == tenant->spec.lanes * PCC_SAVES_PER_LANE;
+           header->places == pcc_kept_places(tenant->spec.lanes);
 }
 
 int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume, int fd, uint64_t id,
@@ -319,6 +319,7 @@ void pcc_tenant_settle(struct pcc_tenant *tenant)
     pcc_tenant_lock(tenant);
     while ((save = unsettled_oldest(tenant)) != NULL)
         settle(tenant, save, buffer);
+    pcc_tenant_adopted_write(tenant);
     pcc_tenant_unlock(tenant);
     free(buffer);
 }

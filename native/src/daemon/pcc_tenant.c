@@ -9,9 +9,9 @@
 
 #define PULL_LIMIT_NS (30ull * 1000000000u)
 
-/* Requested, begun, copied, writing and ended for each save, which includes all that wait; that the
- * first one waits, a load's end, a broken peer and the detachment. */
-#define TENANT_EVENTS (5u * PCC_TENANT_SAVES + 4u)
+/* Requested, begun, wanted, copied, writing and ended for each save, which includes all that wait;
+ * that the first one waits, a load's end, a broken peer and the detachment. */
+#define TENANT_EVENTS (6u * PCC_TENANT_SAVES + 4u)
 
 static void memory_free(struct pcc_tenant *tenant)
 {
@@ -63,17 +63,32 @@ int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events, struct pcc
     return 0;
 }
 
+/* With all savers closed: the descriptor store keeps what has no id here. */
+static void parked_leave(struct pcc_tenant *tenant)
+{
+    bool any = false;
+
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++) {
+        struct pcc_tenant_binding *binding = &tenant->bindings[i];
+        if (binding->active == 0 || binding->kept.bytes == NULL)
+            continue;
+        binding->kept_id = 0;
+        any = true;
+    }
+    for (uint32_t i = 0; any && i < tenant->segment_count; i++)
+        tenant->segments[i].memory.id = 0;
+}
+
 void pcc_tenant_close(struct pcc_tenant *tenant)
 {
     if (tenant == NULL)
         return;
     pcc_tenant_detach(tenant);
-    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++) {
-        if (tenant->bindings[i].volume != NULL) {
-            pcc_saver_close(tenant->bindings[i].saver);
-            pcc_tenant_kept_drop(tenant, &tenant->bindings[i]);
-        }
-    }
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        pcc_saver_close(tenant->bindings[i].saver);
+    parked_leave(tenant);
+    for (uint32_t i = 0; i < PCC_TENANT_VOLUMES; i++)
+        pcc_tenant_kept_drop(tenant, &tenant->bindings[i]);
     for (uint32_t i = 0; i < tenant->segment_count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
     pcc_tenant_pinner_set(tenant, NULL);

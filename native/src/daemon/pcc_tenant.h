@@ -39,6 +39,7 @@ enum pcc_event_kind {
     PCC_EVENT_LOAD_ENDED, /* id is the load id */
     PCC_EVENT_BAD_PEER,   /* the session broke the protocol of the page; detach it */
     PCC_EVENT_DETACHED,   /* the ring is drained; every copy is complete or aborted */
+    PCC_EVENT_WANTED, /* the client wants a parked save on the disk; once, perhaps before COPIED */
 };
 
 struct pcc_event {
@@ -92,7 +93,9 @@ struct pcc_tenant_spec {
 PCC_MUST_CHECK int pcc_tenant_open(struct pcc_pool *pool, struct pcc_events *events,
                                    struct pcc_gpus *gpus, const struct pcc_tenant_spec *spec,
                                    struct pcc_tenant **out);
-void pcc_tenant_close(struct pcc_tenant *tenant); /* drains sealed saves; returns segments */
+/* Drains sealed saves; returns segments. If something is still parked and the descriptor store has
+ * it, all of the memory stays there for the next daemon. */
+void pcc_tenant_close(struct pcc_tenant *tenant);
 
 /* New saves go to `volume`; saves in flight continue on the previous volume. Borrows volume. */
 PCC_MUST_CHECK int pcc_tenant_bind(struct pcc_tenant *tenant, struct pcc_volume *volume);
@@ -113,7 +116,8 @@ struct pcc_kept_outcome { /* a save that it had copied */
  * pcc_pool_adopt, -EBUSY when it is too late, -ENOSPC when there are more than chunk_capacity. */
 PCC_MUST_CHECK int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id);
 /* pcc_tenant_bind to a volume with its state memfd: what was copied continues as saves of session
- * 0 whose snapshot is their sequence; settle then checks their chunks. Without I/O.
+ * 0 whose snapshot is their sequence; settle then checks their chunks. Without I/O. What was parked
+ * stays parked, and is written by itself, the newest first, as lanes and slots become free.
  * `outcomes` has room for PCC_KEPT_OUTCOMES_MAX. -PCC_E_DAMAGED, -PCC_E_NEWER_FORMAT, -EINVAL when
  * the state is not one of this volume in a tenant like this; the caller binds without it then. */
 PCC_MUST_CHECK int pcc_tenant_bind_kept(struct pcc_tenant *tenant, struct pcc_volume *volume,
@@ -206,6 +210,18 @@ void pcc_tenant_retry(struct pcc_tenant *tenant);
 void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
                             const struct pcc_tenant_end *end);
 
+/* -- parked saves, of requests of level MEMORY: copied, and not written (pcc_tenant_admit.c) -- */
+
+/* Has the parked save of that sequence written: WRITING, DURABLE and the others follow as for any
+ * save, also when its session is over. 0 also when nothing of that sequence is parked. -EBUSY while
+ * it is being copied; -PCC_E_NO_LANE, -PCC_E_NO_SLOT, -PCC_E_STOPPED: it stays parked. */
+PCC_MUST_CHECK int pcc_tenant_write(struct pcc_tenant *tenant, uint64_t sequence);
+/* Forgets the parked save of that sequence, for the next daemon, too, and frees its chunks. The
+ * page of its session shows `end`; no event follows. False when no copied one of that sequence is
+ * parked (any more). */
+bool pcc_tenant_drop(struct pcc_tenant *tenant, uint64_t sequence,
+                     const struct pcc_tenant_end *end);
+
 /* Sends payload [offset, +length) of `sequence` to the attached client as DATA messages, from
  * cached chunks where they are still there, else from the volume; END and LOAD_ENDED close it. The
  * client checks the bytes; after a complaint they are read again and checked before they are sent.
@@ -221,7 +237,8 @@ struct pcc_tenant_usage {
     uint64_t pinned_bytes;  /* of the segments */
     uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
     uint32_t mappings;      /* open IPC handles */
-    uint32_t in_flight;
+    uint32_t in_flight;     /* saves that have not ended ... */
+    uint32_t parked;        /* ... and of them, those that are parked */
 };
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out);
 

@@ -1,4 +1,5 @@
-/* Admission: how the first snapshot of the queue becomes a save, and what fills it. */
+/* Admission: how the first snapshot of the queue becomes a save, what fills it, and what becomes of
+ * one that is parked. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -107,6 +108,7 @@ static struct pcc_save_request request_of(struct pcc_tenant *tenant,
 {
     const struct pcc_request *from = &wait->request;
     struct pcc_save_request made = {.sequence = wait->sequence,
+                                    .parked = from->level == PCC_LEVEL_MEMORY,
                                     .step = from->step,
                                     .incarnation = wait->incarnation,
                                     .world_size = wait->world_size,
@@ -173,6 +175,7 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     }
     save->snapshot = snapshot;
     save->session = tenant->session;
+    save->wanted = wait->wanted;
     struct pcc_snapshot *entry = pcc_page_snapshot(&tenant->view, snapshot);
     /* Relaxed: the word's move publishes it. */
     PCC_WRITE(&entry->base, save->offered_bytes > 0 ? save->base : 0);
@@ -239,4 +242,55 @@ void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
     PCC_LOCKED(&tenant->lock);
     pcc_tenant_outcome(tenant, snapshot, end);
     pcc_tenant_wake_client(tenant);
+}
+
+/* -- parked saves: their chunks stay full until the loop has them written, or drops them -- */
+
+static struct pcc_tenant_save *parked_find(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    for (uint32_t i = 0; sequence != 0 && i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (save->save != NULL && save->sequence == sequence && pcc_save_is_parked(save->save))
+            return save;
+    }
+    return NULL;
+}
+
+int pcc_tenant_write(struct pcc_tenant *tenant, uint64_t sequence)
+{
+    PCC_LOCKED(&tenant->lock);
+    struct pcc_tenant_save *save = parked_find(tenant, sequence);
+    return save != NULL ? pcc_save_write(save->save, &save->save) : 0;
+}
+
+bool pcc_tenant_drop(struct pcc_tenant *tenant, uint64_t sequence, const struct pcc_tenant_end *end)
+{
+    PCC_LOCKED(&tenant->lock);
+    struct pcc_tenant_save *save = parked_find(tenant, sequence);
+    if (save == NULL || !pcc_save_drop(save->save))
+        return false;
+    save->save = NULL;
+    pcc_tenant_chunks_forget(tenant, save, false);
+    tenant->bindings[save->binding].active--;
+    if (pcc_tenant_of_session(tenant, save))
+        pcc_tenant_outcome(tenant, save->snapshot, end);
+    pcc_tenant_wake_client(tenant);
+    pcc_tenant_pass_on(tenant);
+    pcc_tenant_queue_look(tenant);
+    return true;
+}
+
+void pcc_tenant_adopted_write(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *newest;
+
+    do {
+        newest = NULL;
+        for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+            struct pcc_tenant_save *save = &tenant->saves[i];
+            if (save->save != NULL && save->session == 0 && pcc_save_is_parked(save->save) &&
+                (newest == NULL || save->sequence > newest->sequence))
+                newest = save;
+        }
+    } while (newest != NULL && pcc_save_write(newest->save, &newest->save) == 0);
 }

@@ -174,6 +174,10 @@ static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
         return take_back(tenant, message);
     if (message->kind == PCC_MSG_REQUEST)
         return pcc_tenant_take_request(tenant, message);
+    if (message->kind == PCC_MSG_WRITE) {
+        pcc_tenant_take_write(tenant, message);
+        return 0;
+    }
     return message->kind == PCC_MSG_RETURNED ? pcc_tenant_take_returned(tenant, message)
                                              : -PCC_E_BAD_PEER;
 }
@@ -465,6 +469,7 @@ static void on_freed(void *owner)
     struct pcc_tenant *tenant = owner;
 
     PCC_LOCKED(&tenant->lock);
+    pcc_tenant_adopted_write(tenant);
     if (tenant->queue.count > 0)
         pcc_tenant_queue_look(tenant);
 }

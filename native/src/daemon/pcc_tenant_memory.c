@@ -192,8 +192,11 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
 {
     uint32_t count[PCC_CHUNK_LEFT + 1] = {0}; /* by state; that is the last one */
+    uint32_t parked = 0;
 
     PCC_LOCKED(&tenant->lock);
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++)
+        parked += tenant->saves[i].save != NULL && pcc_save_is_parked(tenant->saves[i].save);
     for (uint32_t i = 0; i < tenant->chunk_count; i++)
         count[tenant->chunks[i].state]++;
     *out = (struct pcc_tenant_usage){
@@ -205,6 +208,7 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
         .lent_chunks = count[PCC_CHUNK_READING] + count[PCC_CHUNK_LENT],
         .left_chunks = count[PCC_CHUNK_LEFT],
         .in_flight = in_flight(tenant),
+        .parked = parked,
         .pinned_bytes = tenant->pull.pinned_bytes,
         .exposed_bytes = tenant->pull.exposed_bytes,
         .mappings = tenant->pull.mappings,

@@ -82,6 +82,7 @@ struct pcc_tenant_save {
     int abort_error;       /* why */
     bool writing;          /* its first chunk has gone to the disk */
     bool silent;           /* its owner knows how it ended: no event */
+    bool wanted;           /* it is parked, and WANTED was reported */
     bool immovable;        /* a chunk of it was re-used: it cannot move to another slot */
     uint64_t *seen;        /* one bit per chunk; kept and grown when the entry is used again */
     uint32_t seen_words;
@@ -157,6 +158,7 @@ struct pcc_tenant_wait {        /* a requested snapshot without a lane and a slo
     uint64_t sequence;          /* 0: it has no number yet */
     uint64_t incarnation;
     uint32_t world_size;
+    bool wanted; /* as of a save */
 };
 
 struct pcc_tenant_queue {                        /* of the attached session */
@@ -328,6 +330,8 @@ void pcc_tenant_queue_run(struct pcc_tenant *tenant);
 void pcc_tenant_queue_end(struct pcc_tenant *tenant);
 /* A PCC_MSG_REQUEST. Codes of take_full. */
 int pcc_tenant_take_request(struct pcc_tenant *tenant, const struct pcc_message *message);
+/* A PCC_MSG_WRITE: what is unknown, has ended or is on its way to the disk is not reported. */
+void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message);
 
 /* -- pcc_tenant_admit.c; with the lock held, the first three with a session attached -- */
 /* Takes lane and slot, moves the word REQUESTED -> COPYING, sets the outcome, hands out chunks
@@ -350,6 +354,9 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
                            uint64_t sequence, const struct pcc_source sources[PCC_SOURCES]);
 /* Whether a source is at work on a save of that binding; PCC_TENANT_VOLUMES: on any. */
 bool pcc_tenant_is_filled(const struct pcc_tenant *tenant, uint32_t binding);
+
+/* Parked saves of the earlier daemon are written as far as there is room. */
+void pcc_tenant_adopted_write(struct pcc_tenant *tenant);
 
 /* -- pcc_tenant_memory.c -- */
 /* With growing held. */

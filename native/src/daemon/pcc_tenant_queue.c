@@ -25,6 +25,7 @@ void pcc_tenant_retry(struct pcc_tenant *tenant)
 {
     PCC_LOCKED(&tenant->lock);
     tenant->queue.reported = 0;
+    pcc_tenant_adopted_write(tenant);
     pcc_tenant_queue_look(tenant);
 }
 
@@ -57,7 +58,7 @@ static struct pcc_reason fault_of(const struct pcc_request *request)
                                    request->reserved[0] | request->reserved[1] |
                                    request->reserved[2];
 
-    if (request->level != PCC_LEVEL_DISK)
+    if (request->level != PCC_LEVEL_DISK && request->level != PCC_LEVEL_MEMORY)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_LEVEL, .argument = request->level};
     if (request->kind != PCC_KIND_TENSORS)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
@@ -124,6 +125,26 @@ static uint32_t find(const struct pcc_tenant_queue *queue, uint64_t snapshot)
     while (i < queue->count && queue->waits[i].request.snapshot != snapshot)
         i++;
     return i;
+}
+
+void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    const uint32_t index = find(&tenant->queue, message->id);
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
+    struct pcc_tenant_wait *wait = &tenant->queue.waits[index % PCC_SNAPSHOTS];
+    bool *wanted = NULL;
+
+    if (index < tenant->queue.count && wait->request.level == PCC_LEVEL_MEMORY)
+        wanted = &wait->wanted;
+    else if (save != NULL && save->save != NULL && !save->aborted && pcc_save_is_parked(save->save))
+        wanted = &save->wanted;
+    if (wanted == NULL || *wanted)
+        return;
+    *wanted = true;
+    pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_WANTED,
+                                              .session = tenant->session,
+                                              .id = message->id,
+                                              .sequence = save != NULL ? save->sequence : 0});
 }
 
 static void leave(struct pcc_tenant_queue *queue, uint32_t index)

@@ -13,7 +13,7 @@ static inline void pcc_kept_stored(void)
 #endif
 
 #define HEADER_BYTES 4096u
-#define PLACES_MAX (2u * PCC_SLOTS_MAX)
+#define PLACES_MAX (2u * PCC_SLOTS_MAX + 16u) /* of lanes, and for what is parked */
 #define CHUNK_BYTES_MAX (1u << 30)
 
 /* Releases: what stands before one in the program is in memory when it is. */

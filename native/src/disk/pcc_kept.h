@@ -4,8 +4,9 @@
  * segments, so trust rests here.
  *
  *   struct pcc_kept_header, to 4096
- *   one place per lane and place of a lane, each: struct pcc_kept_save, struct pcc_kept_piece
- *       [pieces], to 4096; then the manifest as the saver collects it (header, block checksums)
+ *   one place per place of a lane and per parking place, each: struct pcc_kept_save, struct
+ * pcc_kept_piece [pieces], to 4096; then the manifest as the saver collects it (header, block
+ * checksums)
  *
  * It is only ever read after the writer's death, which may come between any two instructions.
  * Memory outlives the process as its stores left it, in order (all stores here are releases), so:
@@ -22,12 +23,12 @@
  *   referred the bits of all its blocks, then PCC_KEPT_REFERRED all of it lies in the base's slot,
  *            whatever `slot` is; it never was in DRAM
  *   re-used  segment = 0, before the memory may be written     it lies in `slot` only
- *   moved    every PCC_KEPT_WRITTEN cleared, then slot, then base_sequence
- *                                                  (all pieces are in DRAM or referred then)
- *   copied   commit = sequence, after every chunk was handed over and after the word of the
- *            snapshot left COPYING, before it says COPIED (P1, P4)
- *   end      commit = 0: durable, superseded or failed         durable and killed before this: the
- *            volume's table says so
+ *   parked   it begins without a slot, and all of it is in DRAM
+ *   moved    (also when a parked one is written) every PCC_KEPT_WRITTEN cleared, then slot, then
+ * base_sequence (all pieces are in DRAM or referred then) copied   commit = sequence, after every
+ * chunk was handed over and after the word of the snapshot left COPYING, before it says COPIED (P1,
+ * P4) end      commit = 0: durable, superseded, dropped or failed durable and killed before this:
+ * the volume's table says so
  *
  * What was copied in part has commit 0 and is dropped. What lies in a slot only is believed for its
  * checksums' sake: others may have had the volume, and the slot, in between. */
@@ -37,10 +38,11 @@
 #include "disk/pcc_format.h"
 
 #define PCC_KEPT_MAGIC 0x315450454b434350ull /* "PCCKEPT1" */
-#define PCC_KEPT_VERSION 6u
+#define PCC_KEPT_VERSION 7u
 #define PCC_KEPT_HASHED 1u
 #define PCC_KEPT_WRITTEN 2u
 #define PCC_KEPT_REFERRED 4u
+#define PCC_KEPT_NO_SLOT UINT32_MAX /* it is parked */
 
 struct pcc_kept_header {
     uint64_t magic;

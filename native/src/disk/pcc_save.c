@@ -14,7 +14,7 @@ void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *reques
     save->request = *request;
     save->entry = *entry;
     save->slot = slot;
-    save->has_slot = true;
+    save->has_slot = slot != PCC_KEPT_NO_SLOT;
     save->piece_count = (uint32_t)pcc_ceil_div(request->payload_bytes, saver->spec.chunk_bytes);
     PCC_ASSERT(save->piece_count <= saver->piece_capacity);
     memset(save->pieces, 0, save->piece_count * sizeof *save->pieces);
@@ -61,7 +61,7 @@ static bool begin_base(struct pcc_save *save, const struct pcc_save_request *req
     const uint32_t block_bytes = saver->geometry.block_bytes;
     const uint64_t blocks = pcc_ceil_div(request->payload_bytes, block_bytes);
 
-    if (request->frozen_bytes == 0 ||
+    if (request->parked || request->frozen_bytes == 0 ||
         !pcc_geometry_fits(&saver->geometry, request->payload_bytes, true) ||
         !pcc_volume_take_base(saver->volume, out))
         return false;
@@ -74,7 +74,7 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
                    struct pcc_save **out, uint64_t *sequence_out)
 {
     struct pcc_base base;
-    uint32_t slot;
+    uint32_t slot = PCC_KEPT_NO_SLOT;
 
     if (!is_possible(request))
         return -EINVAL;
@@ -82,10 +82,10 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
         return -PCC_E_TOO_LARGE;
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
-    struct pcc_save *save = pcc_saver_take_place(saver, PCC_SAVE_ANY_PLACE);
+    struct pcc_save *save = pcc_saver_take_place(saver, PCC_SAVE_ANY_PLACE, request->parked);
     if (!save)
         return -PCC_E_NO_LANE;
-    const int result = pcc_volume_take_slot(saver->volume, &slot);
+    const int result = request->parked ? 0 : pcc_volume_take_slot(saver->volume, &slot);
     if (result != 0) {
         pcc_save_leave(save);
         return result;
@@ -93,7 +93,8 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     const uint64_t sequence =
         request->unnumbered ? 0 : pcc_volume_take_sequence(saver->volume, request->sequence);
     if (sequence == 0 && !request->unnumbered) {
-        pcc_volume_return_slot(saver->volume, slot);
+        if (!request->parked)
+            pcc_volume_return_slot(saver->volume, slot);
         pcc_save_leave(save);
         return -EINVAL;
     }
@@ -155,7 +156,7 @@ static void piece_take(struct pcc_save *save, uint32_t position, const struct pc
         save->copied_bytes += chunk->length_bytes;
     }
     /* On the way to another slot, the move itself queues what is here by then. */
-    if (!save->failed && !save->slot_failed && !save->slot_doubtful)
+    if (!save->lane->parks && !save->failed && !save->slot_failed && !save->slot_doubtful)
         pcc_save_queue_piece(save, position);
 }
 
@@ -299,4 +300,78 @@ bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position)
         }
     }
     return true;
+}
+
+/* -- parked: it stays in the chunks that it was copied to, until it is written or dropped -- */
+
+bool pcc_save_is_parked(const struct pcc_save *save)
+{
+    return save->lane->parks;
+}
+
+/* With the locks of both lanes held. For the next daemon it is parked until its slot is stored; all
+ * of it is in DRAM before and after. */
+static void take_over(struct pcc_save *save, struct pcc_save *parked, uint32_t slot)
+{
+    const struct pcc_saver *saver = save->lane->saver;
+
+    pcc_saver_exchange(save, parked);
+    memcpy(&save->active, &parked->active, sizeof *save - offsetof(struct pcc_save, active));
+    parked->active = false;
+    save->slot = slot;
+    save->has_slot = true;
+    save->flush_failures = PCC_READ(&saver->flush_failures);
+    pcc_kept_moved(saver->spec.kept, save->kept_place, slot, save->piece_count);
+    for (uint32_t i = 0; i < save->piece_count; i++)
+        pcc_save_queue_piece(save, i);
+}
+
+int pcc_save_write(struct pcc_save *parked, struct pcc_save **out)
+{
+    struct pcc_saver *saver = parked->lane->saver;
+    uint32_t slot;
+
+    if (pcc_volume_stopped(saver->volume))
+        return -PCC_E_STOPPED;
+    struct pcc_save *save = pcc_saver_take_place(saver, PCC_SAVE_ANY_PLACE, false);
+    if (!save)
+        return -PCC_E_NO_LANE;
+    const int result = pcc_volume_take_slot(saver->volume, &slot);
+    if (result != 0) {
+        pcc_save_leave(save);
+        return result;
+    }
+    pcc_save_lock(parked);
+    const bool sealed = parked->active && parked->sealed && !parked->failed;
+    if (sealed) {
+        pcc_save_lock(save);
+        take_over(save, parked, slot);
+        pcc_save_unlock(save);
+        *out = save;
+    }
+    pcc_save_unlock(parked);
+    if (!sealed)
+        pcc_volume_return_slot(saver->volume, slot);
+    pcc_save_leave(sealed ? parked : save);
+    return sealed ? 0 : -EBUSY;
+}
+
+bool pcc_save_unpark(struct pcc_save *parked, bool kept)
+{
+    pcc_save_lock(parked);
+    const bool sealed = parked->active && parked->sealed && !parked->failed;
+    if (sealed) {
+        parked->active = false;
+        if (!kept)
+            pcc_kept_end(parked->lane->saver->spec.kept, parked->kept_place);
+    }
+    pcc_save_unlock(parked);
+    if (sealed)
+        pcc_save_leave(parked);
+    return sealed;
+}
+
+bool pcc_save_drop(struct pcc_save *parked)
+{
+    return pcc_save_unpark(parked, false);
 }

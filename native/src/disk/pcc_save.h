@@ -1,10 +1,12 @@
 /* Saves: checkpoints on their way from chunks to a durable slot, N of them at once.
  *
  * A saver belongs to one volume and has N lanes; a save occupies one lane from begin to its end,
- * and p writer threads serve each lane. The order that durability rests on is in pcc_save_work.c
- * alone: chunks and manifest written, every completion checked; flush; publish; free. With
- * writers_per_lane = 0 there are no threads and the caller steps the work itself (pcc_saver_step):
- * this is how crashes and faults are enumerated, deterministically. */
+ * and p writer threads serve each lane. A *parked* save has a parking place instead, and no slot:
+ * what was copied stays in its chunks, until it is written (it then is like any other) or dropped.
+ * The order that durability rests on is in pcc_save_work.c alone: chunks and manifest written,
+ * every completion checked; flush; publish; free. With writers_per_lane = 0 there are no threads
+ * and the caller steps the work itself (pcc_saver_step): this is how crashes and faults are
+ * enumerated, deterministically. */
 #ifndef PCC_SAVE_H
 #define PCC_SAVE_H
 
@@ -81,7 +83,8 @@ struct pcc_saver_spec {
  * largest payload that a slot holds. Borrows volume. */
 PCC_MUST_CHECK int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
                                   struct pcc_saver **out);
-/* Waits for the saves in flight that are sealed; aborts the others. Joins its threads. */
+/* Waits for the saves in flight that are sealed; aborts the others. Joins its threads. What is
+ * parked and sealed is left to the next daemon. */
 void pcc_saver_close(struct pcc_saver *saver);
 
 struct pcc_save_request {
@@ -92,6 +95,7 @@ struct pcc_save_request {
     uint64_t incarnation;
     uint32_t world_size;
     uint32_t flags; /* PCC_SLOT_IMAGE, PCC_SLOT_MARKS */
+    bool parked;    /* takes neither lane nor slot, and no base */
     /* The length is not known yet: payload_bytes is its bound, for which slot and manifest have
      * room, and pcc_save_set_length() follows before the seal. */
     bool is_open;
@@ -108,22 +112,29 @@ struct pcc_save_request {
 
 /* The next one begins while the end of the last is being reported. */
 #define PCC_SAVES_PER_LANE 2u
+/* In a group one is on every rank, one on some of them, and one is being copied. */
+#define PCC_SAVES_PARKED 3u
+
+static inline uint32_t pcc_kept_places(uint32_t lanes)
+{
+    return lanes * PCC_SAVES_PER_LANE + PCC_SAVES_PARKED;
+}
 
 static inline struct pcc_kept_shape pcc_kept_shape_of(const struct pcc_geometry *geometry,
                                                       uint32_t lanes, uint32_t chunk_bytes)
 {
-    return (struct pcc_kept_shape){.places = lanes * PCC_SAVES_PER_LANE,
+    return (struct pcc_kept_shape){.places = pcc_kept_places(lanes),
                                    .chunk_bytes = chunk_bytes,
                                    .block_bytes = geometry->block_bytes,
                                    .slot_stride_bytes = geometry->slot_stride_bytes};
 }
 
 /* Continues the copied save that the saver's state memfd holds in `place`, before any other save
- * begins: takes its lane, its slot if it is free, and its sequence. Every chunk is to be handed
- * over again, or found where it was written (pcc_save_found), and then it is to be sealed. It
- * becomes durable with PCC_SLOT_PROTECTED, which is its owner's to take away. `tag` is the owner's.
- * -ENOENT (no copied save there), -EALREADY (it or a newer one is durable), -ENODATA (a part of it
- * is neither in DRAM nor in its slot), codes of pcc_save_begin. */
+ * begins: takes a lane, its slot if it is free, and its sequence. One without a slot is parked.
+ * Every chunk is to be handed over again, or found where it was written (pcc_save_found), and then
+ * it is to be sealed. It becomes durable with PCC_SLOT_PROTECTED, which is its owner's to take
+ * away. `tag` is the owner's. -ENOENT (no copied save there), -EALREADY (it or a newer one is
+ * durable), -ENODATA (a part of it is neither in DRAM nor in its slot), codes of pcc_save_begin. */
 PCC_MUST_CHECK int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag,
                                   struct pcc_save **out);
 /* The piece at `position` was re-used after it had been written: reads it back into `bytes` (a
@@ -139,8 +150,9 @@ const uint64_t *pcc_save_kept_checksums(const struct pcc_save *save, uint32_t po
 bool pcc_save_matches(const struct pcc_save *save, uint32_t position, const void *bytes,
                       uint32_t length_bytes);
 
-/* Takes a lane, a slot and a sequence (0 if it is unnumbered). -PCC_E_NO_LANE, -PCC_E_NO_SLOT,
- * -PCC_E_TOO_LARGE, -PCC_E_STOPPED, -EINVAL (also for a sequence that is too low). */
+/* Takes a lane, a slot and a sequence (0 if it is unnumbered); if parked, a parking place and a
+ * sequence. -PCC_E_NO_LANE (no such place), -PCC_E_NO_SLOT, -PCC_E_TOO_LARGE, -PCC_E_STOPPED,
+ * -EINVAL (also for a sequence that is too low). */
 PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *request,
                                   struct pcc_save **out, uint64_t *sequence_out);
 /* Numbers a save that began without a number, once, and before the seal. -EINVAL when the sequence
@@ -168,6 +180,15 @@ PCC_MUST_CHECK int pcc_save_set_length(struct pcc_save *save, const struct pcc_s
 /* The copy is complete (every chunk was handed over, length and number are known): from here it is
  * `copied`. -EINVAL if not. */
 PCC_MUST_CHECK int pcc_save_seal(struct pcc_save *save);
+/* Whether it is parked: true until it is written, and fixed for `save`. */
+bool pcc_save_is_parked(const struct pcc_save *save);
+/* A parked save that is sealed takes a lane and a slot, and is written. From now on it is *out,
+ * with the same tag; `parked` is gone. -EBUSY (it is not sealed); -PCC_E_NO_LANE, -PCC_E_NO_SLOT
+ * and -PCC_E_STOPPED as for begin; nothing changes then. */
+PCC_MUST_CHECK int pcc_save_write(struct pcc_save *parked, struct pcc_save **out);
+/* A parked save that is sealed is forgotten, and its place free; `ended` is not called. False when
+ * it is not sealed. Its owner frees its chunks afterwards. */
+bool pcc_save_drop(struct pcc_save *parked);
 /* Gives up before the seal; ends FAILED with `error` at stage "copy" once its writes are done. */
 void pcc_save_abort(struct pcc_save *save, int error);
 /* The owner re-uses the memory of a written chunk, the one at `position` in the payload of save

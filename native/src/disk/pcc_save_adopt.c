@@ -30,7 +30,8 @@ static bool is_whole(const struct pcc_kept *kept, uint32_t place, uint32_t piece
     return true;
 }
 
-/* Its old slot; without `needs_slot` any slot will do when the old one is not free. */
+/* Its old slot, if it had one; without `needs_slot` any slot will do when the old one is not free.
+ */
 static int slot_take(struct pcc_saver *saver, uint32_t place, bool needs_slot, uint32_t *out)
 {
     const struct pcc_kept *kept = saver->spec.kept;
@@ -38,6 +39,8 @@ static int slot_take(struct pcc_saver *saver, uint32_t place, bool needs_slot, u
     *out = PCC_READ_ACQUIRE(&pcc_kept_save(kept, place)->slot);
     if (pcc_volume_stopped(saver->volume))
         return -PCC_E_STOPPED;
+    if (*out == PCC_KEPT_NO_SLOT && !needs_slot)
+        return 0;
     if (pcc_volume_take_slot_again(saver->volume, *out))
         return 0;
     return needs_slot ? -ENODATA : pcc_volume_take_slot(saver->volume, out);
@@ -93,8 +96,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
     bool has_base;
     uint32_t slot;
 
-    if (kept == NULL || place >= saver->spec.lanes * PCC_SAVES_PER_LANE ||
-        !pcc_kept_is_copied(kept, place))
+    if (kept == NULL || place >= pcc_kept_header(kept)->places || !pcc_kept_is_copied(kept, place))
         return -ENOENT;
     const struct pcc_kept_save *found = pcc_kept_save(kept, place);
     const uint64_t base_sequence = PCC_READ_ACQUIRE(&found->base_sequence);
@@ -106,7 +108,7 @@ int pcc_save_adopt(struct pcc_saver *saver, uint32_t place, uint64_t tag, struct
         return -EALREADY;
     const uint32_t pieces =
         (uint32_t)pcc_ceil_div(found->entry.payload_bytes, saver->spec.chunk_bytes);
-    save = pcc_saver_take_place(saver, place);
+    save = pcc_saver_take_place(saver, place, PCC_READ_ACQUIRE(&found->slot) == PCC_KEPT_NO_SLOT);
     if (save == NULL)
         return -PCC_E_NO_LANE;
     const int error = places_take(saver, place, pieces, &slot, &base, &has_base);

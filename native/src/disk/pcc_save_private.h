@@ -4,16 +4,17 @@
  * earlier daemon).
  *
  * A lane has p threads, one ring of work items and two places for saves: the lane takes the next
- * save while the end of the last one is still being reported.
+ * save while the end of the last one is still being reported. Behind the lanes comes one that
+ * parks: its places hold parked saves, and its thread only ends those that are aborted.
  *
  * Work comes as items: write one chunk, or one step that happens alone (write the manifest, flush,
  * publish, move to another slot, end). `pending` counts the items that were queued and are not
  * finished; when it falls to zero the next step is chosen and queued, so that a step never runs
  * beside a write of the same save, and a save never ends while a write of it is under way.
  *
- * Locks, outermost first: the volume's publishing -> a lane's lock -> the volume's lock. The
- * saver's three locks stand alone. The lock of pcc_pace.h is taken under any of them. Owners'
- * callbacks run without any of them. */
+ * Locks, outermost first: the volume's publishing -> the lock of the lane that parks -> another
+ * lane's lock -> the volume's lock. The saver's three locks stand alone. The lock of pcc_pace.h is
+ * taken under any of them. Owners' callbacks run without any of them. */
 #ifndef PCC_SAVE_PRIVATE_H
 #define PCC_SAVE_PRIVATE_H
 
@@ -63,10 +64,10 @@ struct pcc_lane;
 
 struct pcc_save {
     struct pcc_lane *lane;
-    uint32_t place;                /* which of its lane's */
-    uint32_t kept_place;           /* of all of the saver's */
-    bool used;                     /* guarded by the saver's lock; until `ended` has returned */
-    uint8_t *manifest;             /* header, then the checksums where they are collected */
+    uint32_t place;      /* which of its lane's */
+    bool used;           /* guarded by the saver's lock; until `ended` has returned */
+    uint32_t kept_place; /* of all of the saver's; pcc_saver_exchange() changes all three */
+    uint8_t *manifest;   /* header, then the checksums where they are collected */
     struct pcc_save_piece *pieces; /* [piece_capacity], by position in the payload */
 
     /* Guarded by the lane's lock, like all that follows, and zero when the save begins. */
@@ -110,15 +111,18 @@ struct pcc_save {
 
 struct pcc_lane {
     struct pcc_saver *saver;
-    pthread_mutex_t lock;   /* of the work items and of both saves */
+    bool parks;
+    pthread_mutex_t lock;   /* of the work items and of the saves */
     pthread_cond_t changed; /* an item was added, or the lane closes */
     uint64_t *work; /* a ring of [work_capacity]; first in first out, but offers come first */
     uint64_t work_capacity; /* every piece and one step of each place */
     uint64_t work_first;
     uint64_t work_count;
     bool closing;
-    struct pcc_save saves[PCC_SAVES_PER_LANE];
-    struct pcc_save *current; /* guarded by the saver's lock; NULL when the lane is free */
+    uint32_t place_count;
+    struct pcc_save saves[PCC_SAVES_PARKED]; /* [place_count] */
+    /* Guarded by the saver's lock; NULL when the lane is free, as one that parks always is. */
+    struct pcc_save *current;
     pthread_t *threads;
     uint32_t thread_count;
 };
@@ -142,7 +146,7 @@ struct pcc_saver {
     pthread_mutex_t flushing; /* one flush at a time: a failure is counted before the next begins */
     _Atomic uint64_t flush_failures;
 
-    struct pcc_lane *lanes;
+    struct pcc_lane *lanes; /* N, and then the one that parks */
 };
 
 /* Where the checksums of a piece's blocks are collected; no two pieces share a word. */
@@ -192,15 +196,21 @@ uint64_t pcc_save_referred_bytes(const struct pcc_save *save);
 PCC_MUST_CHECK int pcc_save_rescue(const struct pcc_save *save, uint32_t position, bool *lost_out);
 
 /* -- pcc_save.c -- */
-/* A place that was just taken becomes this save, with no chunk handed over. `base` may be NULL. */
+/* A sealed save leaves its parking place; true when it was one. With `kept` the state memfd
+ * continues to hold it. */
+bool pcc_save_unpark(struct pcc_save *parked, bool kept);
+/* A place that was just taken becomes this save, with no chunk handed over. `slot` may be
+ * PCC_KEPT_NO_SLOT, and `base` NULL. */
 void pcc_save_reset(struct pcc_save *save, const struct pcc_save_request *request,
                     const struct pcc_slot_entry *entry, uint32_t slot, const struct pcc_base *base);
 
 /* -- pcc_saver.c -- */
-/* A free place of a free lane, both taken: this one of all of the saver's, or any; NULL when there
- * is none. */
+/* A free place of a free lane, both taken, or a parking place; NULL when there is none. It gets
+ * this kept place, which no save uses, or has any. */
 #define PCC_SAVE_ANY_PLACE UINT32_MAX
-struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place);
+struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place, bool parked);
+/* Two places exchange manifest, pieces and kept place. Nothing else uses them meanwhile. */
+void pcc_saver_exchange(struct pcc_save *one, struct pcc_save *other);
 /* The lane may take the next save; the place itself is free when `ended` has returned. */
 void pcc_save_leave_lane(struct pcc_save *save);
 /* Both, for a save that does not begin. */

@@ -55,7 +55,7 @@ static enum pcc_save_step next_step(const struct pcc_save *save)
         return PCC_SAVE_STEP_END;
     if (save->slot_failed || save->slot_doubtful)
         return PCC_SAVE_STEP_MOVE;
-    if (!save->sealed || save->written < save->piece_count)
+    if (!save->sealed || save->written < save->piece_count || save->lane->parks)
         return PCC_SAVE_STEP_NONE;
     PCC_ASSERT(save->last_step < PCC_SAVE_STEP_PUBLISH);
     return save->last_step == PCC_SAVE_STEP_NONE ? PCC_SAVE_STEP_MANIFEST : save->last_step + 1;

@@ -37,13 +37,15 @@ static int lane_open(struct pcc_saver *saver, uint32_t number)
     struct pcc_lane *lane = &saver->lanes[number];
 
     lane->saver = saver;
+    lane->parks = number == saver->spec.lanes;
+    lane->place_count = lane->parks ? PCC_SAVES_PARKED : PCC_SAVES_PER_LANE;
     (void)pthread_mutex_init(&lane->lock, NULL);
     (void)pthread_cond_init(&lane->changed, NULL);
-    lane->work_capacity = PCC_SAVES_PER_LANE * (saver->piece_capacity + 1ull);
+    lane->work_capacity = lane->place_count * (lane->parks ? 1ull : saver->piece_capacity + 1ull);
     lane->work = calloc(lane->work_capacity, sizeof *lane->work);
     if (!lane->work)
         return -ENOMEM;
-    for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
+    for (uint32_t place = 0; place < lane->place_count; place++) {
         struct pcc_save *save = &lane->saves[place];
         save->lane = lane;
         save->place = place;
@@ -58,12 +60,15 @@ static int lane_open(struct pcc_saver *saver, uint32_t number)
         if (saver->spec.kept == NULL)
             memset(save->manifest, 0, saver->manifest_capacity_bytes);
     }
-    lane->threads = calloc(saver->spec.writers_per_lane + 1ull, sizeof *lane->threads);
+    const uint32_t writers = saver->spec.writers_per_lane;
+    const uint32_t threads = lane->parks && writers > 1 ? 1 : writers;
+    lane->threads = calloc(threads + 1ull, sizeof *lane->threads);
     if (!lane->threads)
         return -ENOMEM;
-    for (uint32_t i = 0; i < saver->spec.writers_per_lane; i++) {
-        char name[16];
-        (void)snprintf(name, sizeof name, "pcc-write-%u.%u", number % 100, i % 100);
+    for (uint32_t i = 0; i < threads; i++) {
+        char name[16] = "pcc-park";
+        if (!lane->parks)
+            (void)snprintf(name, sizeof name, "pcc-write-%u.%u", number % 100, i % 100);
         const int result = pcc_thread_start(&lane->threads[i], run_lane, lane, name);
         if (result != 0)
             return result;
@@ -83,7 +88,7 @@ static void lane_close(struct pcc_lane *lane)
     for (uint32_t i = 0; i < lane->thread_count; i++)
         (void)pthread_join(lane->threads[i], NULL);
     free(lane->threads);
-    for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++) {
+    for (uint32_t place = 0; place < lane->place_count; place++) {
         if (lane->saver->spec.kept == NULL)
             free(lane->saves[place].manifest);
         free(lane->saves[place].pieces);
@@ -95,7 +100,7 @@ static void lane_close(struct pcc_lane *lane)
 
 static void saver_free(struct pcc_saver *saver)
 {
-    for (uint32_t i = 0; saver->lanes && i < saver->spec.lanes; i++)
+    for (uint32_t i = 0; saver->lanes && i <= saver->spec.lanes; i++)
         lane_close(&saver->lanes[i]);
     free(saver->lanes);
     (void)pthread_mutex_destroy(&saver->lock);
@@ -117,7 +122,7 @@ int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
         spec->chunk_bytes % PCC_IO_ALIGN != 0 || spec->chunk_bytes % geometry.block_bytes != 0)
         return -EINVAL;
     const uint64_t pieces = pcc_ceil_div(geometry.slot_stride_bytes, spec->chunk_bytes);
-    if (pieces > UINT32_MAX / PCC_SAVES_PER_LANE - 2)
+    if (pieces > UINT32_MAX / PCC_SAVES_PARKED - 2)
         return -EINVAL;
     saver = calloc(1, sizeof *saver);
     if (!saver)
@@ -133,10 +138,10 @@ int pcc_saver_open(struct pcc_volume *volume, const struct pcc_saver_spec *spec,
     (void)pthread_mutex_init(&saver->knowing, NULL);
     (void)pthread_mutex_init(&saver->flushing, NULL);
     (void)pthread_cond_init(&saver->ended, NULL);
-    saver->lanes = calloc(spec->lanes, sizeof *saver->lanes);
+    saver->lanes = calloc(spec->lanes + 1ull, sizeof *saver->lanes);
     if (!saver->lanes)
         result = -ENOMEM;
-    for (uint32_t i = 0; result == 0 && i < spec->lanes; i++)
+    for (uint32_t i = 0; result == 0 && i <= spec->lanes; i++)
         result = lane_open(saver, i);
     if (result != 0) {
         saver_free(saver);
@@ -150,8 +155,8 @@ static bool has_places_in_use(const struct pcc_saver *saver)
 {
     if (saver->telling > 0)
         return true;
-    for (uint32_t i = 0; i < saver->spec.lanes; i++)
-        for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++)
+    for (uint32_t i = 0; i <= saver->spec.lanes; i++)
+        for (uint32_t place = 0; place < saver->lanes[i].place_count; place++)
             if (saver->lanes[i].saves[place].used)
                 return true;
     return false;
@@ -159,7 +164,7 @@ static bool has_places_in_use(const struct pcc_saver *saver)
 
 static bool step_any(struct pcc_saver *saver)
 {
-    for (uint32_t i = 0; i < saver->spec.lanes; i++)
+    for (uint32_t i = 0; i <= saver->spec.lanes; i++)
         if (pcc_saver_step(saver, i) == 0)
             return true;
     return false;
@@ -172,9 +177,12 @@ void pcc_saver_close(struct pcc_saver *saver)
     (void)pthread_mutex_lock(&saver->lock);
     saver->closing = true;
     (void)pthread_mutex_unlock(&saver->lock);
-    for (uint32_t i = 0; i < saver->spec.lanes; i++)
-        for (uint32_t place = 0; place < PCC_SAVES_PER_LANE; place++)
-            pcc_save_abort(&saver->lanes[i].saves[place], -PCC_E_SHUT_DOWN);
+    for (uint32_t i = 0; i <= saver->spec.lanes; i++)
+        for (uint32_t place = 0; place < saver->lanes[i].place_count; place++) {
+            struct pcc_save *save = &saver->lanes[i].saves[place];
+            if (!saver->lanes[i].parks || !pcc_save_unpark(save, true))
+                pcc_save_abort(save, -PCC_E_SHUT_DOWN);
+        }
     while (saver->spec.writers_per_lane == 0 && step_any(saver)) {
     }
     (void)pthread_mutex_lock(&saver->lock);
@@ -188,28 +196,60 @@ void pcc_saver_close(struct pcc_saver *saver)
 
 /* -- lanes -- */
 
-struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place)
+void pcc_saver_exchange(struct pcc_save *one, struct pcc_save *other)
 {
+    const uint32_t kept_place = one->kept_place;
+    uint8_t *manifest = one->manifest;
+    struct pcc_save_piece *pieces = one->pieces;
+
+    one->kept_place = other->kept_place;
+    one->manifest = other->manifest;
+    one->pieces = other->pieces;
+    other->kept_place = kept_place;
+    other->manifest = manifest;
+    other->pieces = pieces;
+}
+
+/* With the saver's lock held. */
+static struct pcc_save *place_of(struct pcc_saver *saver, uint32_t kept_place)
+{
+    for (uint32_t i = 0; i <= saver->spec.lanes; i++)
+        for (uint32_t k = 0; k < saver->lanes[i].place_count; k++)
+            if (saver->lanes[i].saves[k].kept_place == kept_place)
+                return &saver->lanes[i].saves[k];
+    pcc_assert_failed("a kept place", __FILE__, __LINE__);
+}
+
+struct pcc_save *pcc_saver_take_place(struct pcc_saver *saver, uint32_t kept_place, bool parked)
+{
+    const uint32_t first = parked ? saver->spec.lanes : 0;
+    struct pcc_save *found = NULL;
+
     PCC_LOCKED(&saver->lock);
-    for (uint32_t i = 0; !saver->closing && i < saver->spec.lanes; i++) {
+    for (uint32_t i = first; !found && !saver->closing && i < saver->spec.lanes + parked; i++) {
         struct pcc_lane *lane = &saver->lanes[i];
-        for (uint32_t k = 0; !lane->current && k < PCC_SAVES_PER_LANE; k++) {
-            struct pcc_save *save = &lane->saves[k];
-            if (save->used || (kept_place != PCC_SAVE_ANY_PLACE && kept_place != save->kept_place))
-                continue;
-            save->used = true;
-            lane->current = save;
+        for (uint32_t k = 0; !found && !lane->current && k < lane->place_count; k++)
+            if (!lane->saves[k].used)
+                found = &lane->saves[k];
+    }
+    if (found && kept_place != PCC_SAVE_ANY_PLACE)
+        pcc_saver_exchange(found, place_of(saver, kept_place));
+    if (found) {
+        found->used = true;
+        if (!parked) { /* what is parked holds up no reader */
+            found->lane->current = found;
             pcc_pace_save_begins(saver->identity.uid);
-            return save;
         }
     }
-    return NULL;
+    return found;
 }
 
 void pcc_save_leave_lane(struct pcc_save *save)
 {
     struct pcc_saver *saver = save->lane->saver;
 
+    if (save->lane->parks)
+        return;
     PCC_LOCKED(&saver->lock);
     PCC_ASSERT(save->lane->current == save);
     save->lane->current = NULL;
@@ -245,7 +285,7 @@ int pcc_saver_step(struct pcc_saver *saver, uint32_t lane)
 {
     uint64_t item;
 
-    PCC_ASSERT(saver->spec.writers_per_lane == 0 && lane < saver->spec.lanes);
+    PCC_ASSERT(saver->spec.writers_per_lane == 0 && lane <= saver->spec.lanes);
     if (!work_take(&saver->lanes[lane], false, &item))
         return -EAGAIN;
     pcc_save_work(&saver->lanes[lane], item);

@@ -16,8 +16,8 @@ int pcc_page_plan(uint32_t chunk_bytes, uint32_t block_bytes, uint32_t chunk_cap
 
     uint32_t ring_capacity = 4;
     /* A message each for a chunk and a segment; more than the offers, the requests (some of which
-     * may be of snapshots that were abandoned) and a load's end take. */
-    while (ring_capacity <= 2 * chunk_capacity + 4 * PCC_OFFERS + 2 * PCC_SNAPSHOTS)
+     * may be of snapshots that were abandoned), as many that are wanted, and a load's end take. */
+    while (ring_capacity <= 2 * chunk_capacity + 4 * PCC_OFFERS + 4 * PCC_SNAPSHOTS)
         ring_capacity *= 2;
 
     const uint64_t ring_bytes = (uint64_t)ring_capacity * sizeof(struct pcc_message);

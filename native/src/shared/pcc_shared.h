@@ -10,16 +10,17 @@
  * The checksum table has a row for each chunk, and then PCC_OFFERS rows for what is offered.
  *
  * Both rings are single producer, single consumer, with room for every chunk, every segment, the
- * loads, the offers and the requests, so that an honest peer never finds one full. Bells are futex
- * words: the side that produced something increments the other's bell and wakes it (FUTEX_WAKE,
- * shared); a waiter reads the bell, looks for work, and sleeps only on the value it read. */
+ * loads, the offers, the requests and what is wanted, so that an honest peer never finds one full.
+ * Bells are futex words: the side that produced something increments the other's bell and wakes it
+ * (FUTEX_WAKE, shared); a waiter reads the bell, looks for work, and sleeps only on the value it
+ * read. */
 #ifndef PCC_SHARED_H
 #define PCC_SHARED_H
 
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 8u
+#define PCC_PAGE_VERSION 9u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -176,6 +177,7 @@ enum pcc_message_kind {
                            in row `chunk`. It is not copied if all of it lies in the base */
     PCC_MSG_ANSWER = 9, /* to client, of each offer: result 1 = it does, 0 = copy it */
     PCC_MSG_REQUEST = 10, /* to daemon: snapshot id is requested by its block; ids only grow */
+    PCC_MSG_WRITE = 11,   /* to daemon, once: snapshot id, of level MEMORY, is wanted on the disk */
 };
 
 /* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table

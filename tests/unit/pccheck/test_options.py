@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import enum
 from pathlib import Path, PosixPath
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,12 @@ class Hostile(Exception):  # noqa: N818
 def test_a_stall_limit_is_a_number_of_seconds(wrong: float) -> None:
     with pytest.raises(UsageError, match="is not a number of seconds above 0"):
         Options(stall_limit_s=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None, "always"])
+def test_durable_every_is_a_number_or_auto(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r'neither a number of checkpoints nor "auto"'):
+        Options(durable_every=wrong)
 
 
 @pytest.mark.parametrize("name", ["socket", "storage"])

@@ -17,6 +17,8 @@ from types import FrameType
 import pytest
 
 from pccheck_native import (
+    LEVEL_DEVICE,
+    LEVEL_MEMORY,
     SNAPSHOTS,
     WORD_ABANDONED,
     WORD_COPIED,
@@ -30,6 +32,7 @@ from pccheck_native import (
     Tenant,
     Volume,
 )
+from pccheck_wire.ends import Cause
 from pccheck_wire.messages import CheckpointState as State
 from tests.support.coreloop import BLOCK_BYTES, CHUNK_BYTES, Loop, deadline, make_volume, pack
 from tests.support.waiting import until
@@ -188,6 +191,63 @@ def test_refused_and_abandoned_snapshots(loop: Loop) -> None:
     sequence = loop.save(3, extents)
     assert not loop.client.abandon(3)
     assert [e.sequence for e in loop.volume.table() if e.sequence] == [sequence]
+
+
+def park(loop: Loop, snapshot: int, extents: list[bytearray]) -> int:
+    """Copied, of level memory; its sequence."""
+    loop.submit(snapshot, extents, b"tree", level=LEVEL_MEMORY)
+    sequence = loop.begin(snapshot)
+    assert loop.client.wait(snapshot, "copied", deadline())
+    assert [event.kind for event in events_until(loop, "copied")] == ["copied"]
+    return sequence
+
+
+def test_a_parked_checkpoint_is_written_when_told(loop: Loop) -> None:
+    extents = random_extents(100_000)
+    sequence = park(loop, 1, extents)
+    assert (loop.tenant.usage().parked, loop.tenant.usage().full_chunks) == (1, 4)
+    assert not loop.client.wait(1, "durable", time.monotonic_ns())
+    loop.client.write(1)
+    loop.client.write(1)
+    wanted = events_until(loop, "wanted")
+    assert [(event.kind, event.id, event.sequence) for event in wanted] == [("wanted", 1, sequence)]
+    loop.tenant.write(sequence)
+    assert [event.kind for event in events_until(loop, "durable")] == ["writing", "durable"]
+    loop.tenant.write(sequence)  # nothing of it is parked any more
+    assert not loop.tenant.drop(sequence, State.SUPERSEDED)
+    assert loop.tenant.usage().parked == 0
+    assert loop.load(sequence, (100_000,), 4) == [*extents, b"tree"]
+
+
+def test_a_dropped_checkpoint_frees_its_chunks(loop: Loop) -> None:
+    older, newer = (park(loop, snapshot, random_extents(100_000)) for snapshot in (1, 2))
+    assert loop.tenant.drop(older, State.SUPERSEDED, newer, cause=Cause.REPLACED)
+    state = loop.client.state(1)
+    assert state is not None
+    assert (state.outcome, state.newer, state.cause) == (State.SUPERSEDED, newer, Cause.REPLACED)
+    assert (loop.tenant.usage().parked, loop.tenant.usage().full_chunks) == (1, 4)
+    assert not any(entry.sequence for entry in loop.volume.table())
+
+
+def test_what_is_being_copied_is_not_written(loop: Loop) -> None:
+    extents = random_extents(100_000)
+    loop.submit(1, extents, b"tree", level=LEVEL_MEMORY, provisional=True)
+    sequence = loop.begin(1)
+    with pytest.raises(OSError, match="busy"):
+        loop.tenant.write(sequence)
+    assert not loop.tenant.drop(sequence, State.SUPERSEDED)
+    loop.client.confirm(1)
+    assert loop.client.wait(1, "copied", deadline())
+    loop.tenant.write(sequence)
+    assert loop.client.wait(1, "durable", deadline())
+
+
+def test_gpu_memory_is_refused_as_a_level(loop: Loop) -> None:
+    loop.submit(1, random_extents(10), b"tree", level=LEVEL_DEVICE)
+    assert loop.client.wait(1, "copied", deadline())
+    state = loop.client.state(1)
+    assert state is not None
+    assert (state.word, state.cause, state.argument) == (WORD_REFUSED, Cause.BAD_LEVEL, 2)
 
 
 def test_set_outcome_reaches_the_trainer(loop: Loop) -> None:

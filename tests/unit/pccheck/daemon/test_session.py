@@ -55,7 +55,9 @@ class Connection:
         if self.error is not None:
             raise self.error
         if isinstance(body, Register):
-            return Registered(4, 2, 2, 0, 2.0, "v", absent=self.absent, incarnation=9)
+            return Registered(
+                4, 2, 2, 0, 2.0, "v", absent=self.absent, incarnation=9, expected_bytes=7 * MIB
+            )
         return Done()
 
     def ask(self, body: Any, callback: Callable[[Any], None]) -> None:
@@ -227,7 +229,7 @@ def test_a_reconnect_names_the_start_that_it_restored_in(daemons: Daemons) -> No
     client = session(rank=1, world=2)
     connection: Any = client.require()
     client.took_over(connection, 3)
-    client.announce(connection, MIB)
+    client.announce(connection, MIB, 1)
     connection.lives = False
     client.reconnect()
     assert [attempt.hello.incarnation for attempt in daemons.attempts] == [0, 9]
@@ -272,9 +274,17 @@ def test_fresh_counts_as_restored(daemons: Daemons) -> None:
 def test_it_registers_once_for_a_size_and_again_for_a_larger_one(daemons: Daemons) -> None:
     made, connection = connected(daemons)
     for payload_bytes in (MIB - 1, MIB, MIB + 1, 2 * MIB):
-        made.register(connection, payload_bytes)  # type: ignore[arg-type]
+        made.register(connection, payload_bytes, 1)  # type: ignore[arg-type]
     assert connection.requests == [Register(MIB, 0), Register(2 * MIB, 0)]
     assert made.incarnation == 9
+
+
+def test_a_first_memory_only_checkpoint_registers_again(daemons: Daemons) -> None:
+    made, connection = connected(daemons)
+    for levels in (1, 3, 3):
+        made.register(connection, MIB, levels)  # type: ignore[arg-type]
+    assert connection.requests == [Register(MIB, 0), Register(MIB, 0, 3)]
+    assert made.room_bytes == 7 * MIB
 
 
 @pytest.mark.parametrize(("error", "left"), [(None, 0), (StorageFullError("full"), 0), (GONE, 3)])
@@ -284,20 +294,20 @@ def test_failures_that_no_daemon_counted_are_reported_once(
     made, connection = connected(daemons)
     made.uncounted, connection.error = 3, error
     if error is None:
-        made.register(connection, MIB)  # type: ignore[arg-type]
+        made.register(connection, MIB, 1)  # type: ignore[arg-type]
     else:
         with pytest.raises(type(error)):
-            made.register(connection, MIB)  # type: ignore[arg-type]
+            made.register(connection, MIB, 1)  # type: ignore[arg-type]
     assert connection.requests == [Register(MIB, 3)]
     assert made.uncounted == left
 
 
 def test_another_daemon_is_registered_with_again(daemons: Daemons) -> None:
     made, first = connected(daemons)
-    made.register(first, MIB)  # type: ignore[arg-type]
+    made.register(first, MIB, 1)  # type: ignore[arg-type]
     first.lives = False
     second: Any = made.reconnect()
-    made.register(second, MIB)
+    made.register(second, MIB, 1)
     assert second.requests == [Register(MIB, 0)]
 
 
@@ -306,7 +316,7 @@ def test_absent_ranks_are_warned_of_once(daemons: Daemons) -> None:
     connection.absent = [1, 2]
     with pytest.warns(PccheckWarning, match="these are not connected: 1, 2") as caught:
         for size in (MIB, 2 * MIB):
-            made.register(connection, size)  # type: ignore[arg-type]
+            made.register(connection, size, 1)  # type: ignore[arg-type]
     assert len(caught) == 1
 
 

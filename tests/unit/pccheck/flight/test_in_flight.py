@@ -13,7 +13,7 @@ from pccheck import CheckpointState
 from pccheck.flight import in_flight
 from pccheck.flight.in_flight import InFlight
 from pccheck.flight.phases import Phase
-from pccheck.flight.waiting import saved, wait_durable, wait_global
+from pccheck.flight.waiting import saved, wait_copied, wait_durable, wait_global
 from pccheck_native import OUTCOME_GIVEN_UP, WORD_COPIED, WORD_COPYING, WORD_REFUSED
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import (
@@ -218,6 +218,78 @@ def test_a_superseded_save_takes_the_newer_one_from_the_page() -> None:
     daemon.steps.clear()
     daemon.entries.clear()
     assert wait_durable(found, 0) == (8, 4)
+
+
+def replaced_in_memory(then: CheckpointState) -> Any:
+    """Snapshot 1 was replaced by snapshot 2, in memory, which is written when that is wanted."""
+    why = Why(Cause.REPLACED_IN_MEMORY, 4)
+    daemon: Any = Daemon(
+        WHY, word=WORD_COPIED, outcome=CheckpointState.SUPERSEDED, newer=8, why=why,
+        then=CheckpointState.COPIED,
+    )  # fmt: skip
+    daemon.entries[2].cause = Cause.CODE
+    daemon.wanted = []
+
+    def write(snapshot: int) -> None:
+        daemon.wanted.append(snapshot)
+        daemon.entries[snapshot].outcome = then
+
+    daemon.native.write = write
+    return daemon
+
+
+def test_a_save_replaced_in_memory_has_the_newer_one_written() -> None:
+    daemon = replaced_in_memory(CheckpointState.DURABLE)
+    found = handle(daemon)
+    found.in_memory = True
+    assert found.state is CheckpointState.SUPERSEDED
+    assert found.reason == "a newer checkpoint, step 4, is in memory on all ranks"
+    found.ask()
+    assert (daemon.wanted, daemon.asked) == ([], [])
+    assert wait_durable(found, 0) == (8, 4)
+    assert (daemon.wanted, found.state) == ([2], CheckpointState.SUPERSEDED)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_stands_in_the_place_of_a_replaced_save_is_kept(closed: bool) -> None:
+    daemon = replaced_in_memory(CheckpointState.DURABLE)
+    found = handle(daemon)
+    assert found.state is CheckpointState.SUPERSEDED
+    if closed:
+        daemon.native.write(2)
+        found.keep_standing()
+    daemon.steps.clear()
+    daemon.entries.clear()
+    if closed:
+        assert wait_durable(found, 0) == (8, 4)
+        return
+    with pytest.raises(DaemonUnreachableError, match="did not report whether that is durable"):
+        wait_durable(found, 0)
+
+
+def test_a_newer_one_that_could_not_be_written_fails_the_wait() -> None:
+    daemon = replaced_in_memory(CheckpointState.FAILED)
+    with pytest.raises(CheckpointFailedError, match="checkpoint of step 4 failed"):
+        wait_durable(handle(daemon), 0)
+
+
+def test_only_a_wait_for_the_disk_wants_a_save_written() -> None:
+    daemon = replaced_in_memory(CheckpointState.DURABLE)
+    found = handle(daemon, 4, 2)
+    found.in_memory = True
+    wait_copied(found, 0)
+    assert saved(found, 0, everywhere=True) is None
+    assert (found.state, daemon.wanted) == (CheckpointState.COPIED, [])
+    assert wait_durable(found, 0) == wait_global(found, 0) == (8, 4)
+    assert daemon.wanted == [2]
+
+
+def test_a_newer_one_in_memory_makes_no_save_durable() -> None:
+    """The daemon ended: it is not known whether the newer one was written."""
+    daemon = replaced_in_memory(CheckpointState.DURABLE)
+    found = handle(daemon, 4, 2)
+    daemon.answers.clear()
+    assert found.phase is Phase.UNKNOWN
 
 
 def test_a_superseded_save_asks_which_one_replaced_it() -> None:

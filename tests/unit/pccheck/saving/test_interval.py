@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -63,8 +64,32 @@ class World:
         self.now_s += self.call_s
 
 
-def make(slowdown: float = 1.03) -> Interval:
-    return Interval(slowdown, lambda number: number)
+class Parked(Checkpoint):
+    """Copied at a time, and never written."""
+
+    @property
+    def state(self) -> CheckpointState:
+        return COPIED if self._world.now_s >= self.durable_s else CheckpointState.COPYING
+
+
+@dataclass
+class InMemory(World):
+    """Of `every` checkpoints one goes to the disk; the copy of another one takes `copy_s`."""
+
+    copy_s: float = 0.0
+    every: int = 10
+
+    def save(self, interval: Interval) -> None:
+        if len(self.saved) % self.every == 0:
+            super().save(interval)
+            return
+        made = Parked(self.step, self, self.now_s + self.copy_s)
+        made.in_memory = True
+        interval.requested(made)
+
+
+def make(slowdown: float = 1.03, durable_every: float = 1) -> Interval:
+    return Interval(slowdown, lambda number: number, durable_every)
 
 
 def apart(steps: list[int]) -> int:
@@ -104,6 +129,19 @@ def test_steps_that_are_slower_beside_a_checkpoint_count_as_cost() -> None:
     began_s, first = world.now_s, world.step
     world.train(interval, 1000)
     assert (world.now_s - began_s) / (world.step - first) <= 1.04
+
+
+def test_memory_only_checkpoints_follow_the_copy() -> None:
+    world = InMemory(copy_s=3.5, write_s=500.0, every=10**9)
+    assert apart(world.train(make(durable_every=math.inf), 300)) == 4
+
+
+@pytest.mark.parametrize(("write_s", "steps"), [(0.1, 1), (35.0, 4)])
+def test_every_tenth_gives_the_disk_ten_intervals(write_s: float, steps: int) -> None:
+    world = InMemory(copy_s=0.1, write_s=write_s)
+    saved = world.train(make(durable_every=10), 3000)
+    assert steps <= apart(saved) <= 1.3 * steps
+    assert world.free_s - world.now_s < 2 * write_s
 
 
 def test_a_disk_that_becomes_slower_or_faster_is_followed() -> None:

@@ -20,6 +20,8 @@ from pccheck import (
 )
 from pccheck.saving.gate import Gate
 from pccheck.state.plan import AttachedPlan, Snapshot
+from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
+from pccheck_wire.ends import Cause
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DeviceError,
@@ -27,7 +29,7 @@ from pccheck_wire.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Expose
+from pccheck_wire.messages import Expose, Pin
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices
 
@@ -368,6 +370,56 @@ def test_interrupted_after_it_was_handed_over_nothing_is_vouched_for(
     assert kit.native.named("abandon") == [("abandon", 1)]
     kit.client.gate()
     assert not kit.native.named("hold", "wait_read")
+
+
+@pytest.mark.parametrize("call", ["flush", "pin", "close"])
+def test_what_is_parked_is_wanted_by(call: str, tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, durable_every=2)
+    kit.attach()
+    for step in (1, 2, 3):
+        kit.checkpoint()
+        kit.native.copied(step)
+    assert [one.level for one in kit.native.requests] == [LEVEL_MEMORY, LEVEL_DISK, LEVEL_MEMORY]
+    assert kit.native.named("write") == []
+    if call == "flush":
+        kit.client.flush(0)
+        assert kit.native.named("write")[0] == ("write", 3)
+    elif call == "pin":
+        kit.client.pin(1)
+        kit.client.pin(2)
+        assert kit.native.named("write") == [("write", 1)]
+        assert kit.connection.sent[-2:] == [Pin(1), Pin(2)]
+    kit.client.close()
+    assert {number for _, number in kit.native.named("write")} == {1, 3}
+
+
+def test_a_memory_only_checkpoint_refers_to_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccheck.state.plan.FROZEN_MIN", 1)
+    kit = Kit(tmp_path, FakeDevices(), durable_every=2)
+    kit.model = nn.Sequential(nn.Linear(99, 99).requires_grad_(False), nn.Linear(3, 3))
+    kit.optimizer = torch.optim.SGD(kit.model[1].parameters(), lr=0.1)
+    kit.attach()
+    for step in (1, 2):
+        kit.checkpoint()
+        kit.native.copied(step)
+    in_memory, on_disk = kit.native.requests
+    assert (in_memory.frozen_bytes, kit.native.offered[1]) == (0, 0)
+    assert on_disk.frozen_bytes > 0 and kit.native.offered[2] > 0
+
+
+def test_a_memory_that_is_full_warns_and_never_raises(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, durable_every="auto", on_error="raise")
+    kit.attach()
+    kit.checkpoint()
+    kit.native.refuse(1)
+    kit.native.outcomes[1] = CheckpointState.SKIPPED
+    kit.native.causes[1] = Cause.MEMORY_BUSY
+    with pytest.warns(PccheckWarning, match=r"step 1 was skipped: the DRAM of rank 0.*--dram"):
+        kit.checkpoint()
+    kit.native.copied(2)
+    kit.checkpoint()
 
 
 def test_a_plan_that_was_interrupted_is_made_anew(

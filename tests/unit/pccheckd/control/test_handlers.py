@@ -60,7 +60,7 @@ class FakeChannel:
         pass
 
     def usage(self) -> TenantUsage:
-        return TenantUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2)
+        return TenantUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2, 0)
 
     def close(self) -> None:
         pass

@@ -20,6 +20,7 @@ def record(step: int, begin: int, end: int, *, uid: int = 7, state: str = "durab
         uid=uid, job="job", rank=0, session=1, snapshot=step, incarnation=1, step=step,
         sequence=step, slot=0,
         payload_bytes=1 << 20, copied_bytes=1 << 20, written_bytes=1 << 20, pulled=False,
+        in_memory=False,
         state=state, reason="",
         hint="", stage="", error="", rehomed=0,
         held_at=begin * MS - 2 * MS, held=MS, requested=(begin - 2) * MS, ended=end * MS,

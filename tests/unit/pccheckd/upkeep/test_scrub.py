@@ -6,6 +6,7 @@ import asyncio
 import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ async def test_saves_go_first_but_not_for_ever(
         nonlocal asked
         asked += 1
         waits.append(place.scrubber.paused)
-        return [object()] if asked < 5 else []
+        return [SimpleNamespace(parks=False)] if asked < 5 else []
 
     monkeypatch.setattr(tenant.ledger, "live", live)
     await place.scrubber._give_way()

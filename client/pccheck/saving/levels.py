@@ -1,0 +1,63 @@
+"""Where each checkpoint is to be safe: on the disk, or copied into the daemon's memory only. Every
+rank decides by its own calls; the daemon writes on all ranks what one of them wants on the disk."""
+
+from __future__ import annotations
+
+import math
+
+from pccheck.options import Options
+from pccheck.warn import Warner
+from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
+from pccheck_wire.errors import UsageError
+from pccheck_wire.units import MIB
+
+_NAMES = {"disk": LEVEL_DISK, "memory": LEVEL_MEMORY}
+#: One state that is being copied, one that is safe, one that is being written.
+STATES = 3
+
+
+class Levels:
+    """Training thread only."""
+
+    def __init__(self, options: Options, warner: Warner) -> None:
+        self._every = options.writes_every
+        self._warner = warner
+        self._since = 0  # checkpoints since the last one for the disk
+        #: Bit n: level n has checkpoints of its own. Without those for the disk ("auto") the daemon
+        #: gives an idle disk what is in memory.
+        self.used = (1 << LEVEL_MEMORY if self._every > 1 else 0) | (
+            1 << LEVEL_DISK if self._every < math.inf else 0
+        )
+
+    def choose(self, to: str | None) -> int:
+        """The level of this call of `checkpoint(to=...)`. Raises UsageError."""
+        if to is not None and to not in _NAMES:
+            what = "is not built yet" if to == "device" else "is no level"
+            raise UsageError(
+                f"to={to!r} {what}",
+                hint='use to="memory", which survives the end of this process, or to="disk"',
+            )
+        self._since += 1
+        level = LEVEL_DISK if self._since >= self._every else LEVEL_MEMORY
+        level = _NAMES[to] if to is not None else level
+        if level == LEVEL_DISK:
+            self._since = 0
+        if level == LEVEL_MEMORY:
+            self.used |= 1 << LEVEL_MEMORY
+        return level
+
+    def fitting(self, level: int, payload_bytes: int, room_bytes: int) -> int:
+        """The level of a checkpoint of this size where the daemon's memory has room for so much of
+        this rank. With room for two states the daemon skips those whose copy would have to wait."""
+        states = room_bytes // max(1, payload_bytes)
+        if level == LEVEL_DISK or states >= STATES:
+            return level
+        self._warner.once(
+            "memory only",
+            f"memory-only checkpoints need room for {STATES} states of {payload_bytes / MIB:.0f} "
+            "MiB in pccheckd's memory (one is copied, one is safe, one is written), and this rank "
+            f"gets {room_bytes / MIB:.0f} MiB: "
+            f"{'some are skipped' if states >= 2 else 'they go to the disk'}. Give pccheckd "
+            f"{(STATES * payload_bytes - room_bytes) / MIB:.0f} MiB more for each rank: --dram",
+        )
+        return level if states >= 2 else LEVEL_DISK
