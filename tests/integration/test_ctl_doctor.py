@@ -16,6 +16,7 @@ from pccheckctl.commands import config
 from pccheckctl.doctor import machine
 from pccheckctl.measure import bench, disk
 from tests.integration.test_refusals import NOBODY, as_user
+from tests.support import forked
 from tests.support.ctl import Ctl, Ran
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, Trainer
@@ -137,8 +138,9 @@ def test_a_directory_that_this_user_or_container_cannot_see(
 
 
 def test_a_trainer_takes_as_many_files_as_doctor_says(
-    start_daemon: Start, start_trainer: Connect
+    start_daemon: Start, start_trainer: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(forked, "fronts", False)  # what tests start has another pipe
     daemon = start_daemon("--allow-any-filesystem")
 
     def files() -> int:

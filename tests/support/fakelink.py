@@ -23,6 +23,7 @@ class FakeLink:
         self.words: dict[int, int] = {}
         self.outcomes: dict[int, int] = {}
         self.errors: dict[int, str] = {}
+        self.causes: dict[int, int] = {}
         self.faults: dict[int, int] = {}
         self.read: set[int] = set()
         self.provisional: set[int] = set()
@@ -139,7 +140,7 @@ class FakeLink:
             word=self.words[snapshot], outcome=self.outcomes.get(snapshot, 0), sequence=0,
             newer=0, source_read=snapshot in self.read, error=0,
             error_name=self.errors.get(snapshot, ""), fault=self.faults.get(snapshot, 0),
-            cause=0, stage="copy", code="BAD_HANDLE", argument=0,
+            cause=self.causes.get(snapshot, 0), stage="copy", code="BAD_HANDLE", argument=0,
         )  # fmt: skip
 
     # -- what a real native and daemon would do by themselves

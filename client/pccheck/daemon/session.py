@@ -145,7 +145,7 @@ class Session:
         self._disconnected.add(kind)
         self._warner.once(kind, f"training continues WITHOUT checkpoints: {why}. {then}.")
 
-    def register(self, connection: Connection, payload_bytes: int, levels: int) -> None:
+    def register(self, connection: Connection, payload_bytes: int, levels: int = 1) -> None:
         """Makes sure that the daemon has capacity for the payload, at each of the levels, which are
         bits. Raises PccheckError."""
         if payload_bytes <= self._registered_bytes and levels == self._levels:

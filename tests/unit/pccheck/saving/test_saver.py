@@ -21,6 +21,7 @@ from pccheck import (
 from pccheck.saving.gate import Gate
 from pccheck.state.plan import AttachedPlan, Snapshot
 from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
+from pccheck_wire.ends import Cause
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DeviceError,
@@ -406,6 +407,19 @@ def test_a_memory_only_checkpoint_refers_to_no_other(
     in_memory, on_disk = kit.native.requests
     assert (in_memory.frozen_bytes, kit.native.offered[1]) == (0, 0)
     assert on_disk.frozen_bytes > 0 and kit.native.offered[2] > 0
+
+
+def test_a_memory_that_is_full_warns_and_never_raises(tmp_path: Path, fakes: FakeDevices) -> None:
+    kit = Kit(tmp_path, fakes, durable_every="auto", on_error="raise")
+    kit.attach()
+    kit.checkpoint()
+    kit.native.refuse(1)
+    kit.native.outcomes[1] = CheckpointState.SKIPPED
+    kit.native.causes[1] = Cause.MEMORY_BUSY
+    with pytest.warns(PccheckWarning, match=r"step 1 was skipped: the DRAM of rank 0.*--dram"):
+        kit.checkpoint()
+    kit.native.copied(2)
+    kit.checkpoint()
 
 
 def test_a_plan_that_was_interrupted_is_made_anew(
