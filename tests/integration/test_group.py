@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pccheck_native import Volume, dropping, layout
+from pccheck_native import LEVEL_DISK, Volume, dropping, layout
 from pccheck_wire.messages import (
     CheckpointState,
     Described,
@@ -346,7 +346,7 @@ def test_slots_that_could_not_be_recycled_do_not_skip_for_ever(
 
 def _register(trainer: Any) -> None:
     session = trainer.client._session
-    session.register(session.require(), 1 << 20)
+    session.register(session.require(), 1 << 20, 1 << LEVEL_DISK)
 
 
 def renew(trainer: Trainer, daemon: Daemon, rank: int, **options: object) -> None:
