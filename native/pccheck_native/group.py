@@ -127,11 +127,15 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
             continue
         if number < newest or highest >= world_size or lacking.is_passed(number, size):
             given_up.add(number)
+    there = (n for n, size in sizes.items() if n not in given_up)
+    whole = max((n for n in there if lacking.highest(n, sizes[n]) is None), default=0)
+    # A rank has no slot for what it has in memory; a newer one is there, or coming, on all ranks.
+    blocked = {n for known in ranks.values() for n in known.blocked if n < whole}
     for_slots = set()  # each rank gives up the oldest that it can, whatever others give up
     for rank in short:
         held = {item.sequence for item in ranks.get(rank, EMPTY).held}
         for number in sorted(held.difference(kept, given_up)):
-            if lacking.may_not_ask(number, sizes[number]):
+            if number in blocked or lacking.may_not_ask(number, sizes[number]):
                 for_slots.add(number)
                 break
     return Agreement(oldest, newest, frozenset(given_up | for_slots))
@@ -147,7 +151,6 @@ class _Lacking:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._blocked = {number for known in ranks.values() for number in known.blocked}
         self._has: defaultdict[int, set[int]] = defaultdict(set)
         self._held: defaultdict[int, set[int]] = defaultdict(set)  # also damaged
         for rank, known in ranks.items():
@@ -170,9 +173,9 @@ class _Lacking:
 
     def may_not_ask(self, number: int, size: int) -> bool:
         """A rank that lacks the checkpoint has no process, or a process that will never request
-        it; or a rank has the checkpoint in memory only, and no slot for it."""
+        it."""
         members = self._of(number, size)
-        if number in self._blocked or members.some_never_came:
+        if members.some_never_came:
             return True
         if self._first(members.dead, number) is not None:
             return True

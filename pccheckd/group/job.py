@@ -141,6 +141,12 @@ class Job:
         for tenant in self.tenants.values():
             await tenant.unparking.finished()
 
+    def hold(self, *, held: bool) -> None:
+        """Whether the ranks decide nothing: a daemon that takes over finds them one by one."""
+        self._schedule.is_held = held
+        if not held:
+            self.settle()
+
     def note_absent(self, now_s: float) -> None:
         """Gives up the checkpoints that a rank lacks whose process has been away for long."""
         if self.decisions.note_absent(now_s):

@@ -24,6 +24,7 @@ class Schedule:
         self._decided = asyncio.Event()  # ... which sets this
         self._due: asyncio.Handle | None = None
         self._rests_until_s = 0.0
+        self.is_held = False  #: not all ranks are known yet, so nothing is decided
 
     def soon(self) -> None:
         """The ranks may have to decide again."""
@@ -37,6 +38,8 @@ class Schedule:
         if self._due is not None:
             self._due.cancel()
             self._due = None
+        if self.is_held:
+            return
         short, self._short = self._short, set()
         began_s = self._clock()
         try:

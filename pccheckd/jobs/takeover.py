@@ -29,7 +29,8 @@ async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
     left, useless = inherited.sort(found)
     for key, one in left.items():
         try:
-            _, tenant = await registry.existing(key)
+            job, tenant = await registry.existing(key)
+            job.hold(held=True)
             await _take_over(tenant, one, summary)
         except (OSError, PccheckError, _core.NativeError) as error:
             why = translated(error, f"the memory of {key}")
@@ -39,6 +40,8 @@ async def inherit(found: list[Descriptor], registry: Registry) -> Summary:
             LOG.exception("%s: copied checkpoints are lost", key)
             summary.dropped.append((key, f"an internal error: {type(error).__name__}"))
         useless += [*one.segments.values(), *(state.descriptor for state in one.states)]
+    for job in registry.jobs.values():
+        job.hold(held=False)
     for item in useless:
         await registry.engine.call(os.getuid(), inherited.close, item, registry.engine.pool)
     if found:
