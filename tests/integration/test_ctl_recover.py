@@ -174,6 +174,34 @@ def test_damage_on_one_rank_moves_the_whole_group(ctl: Ctl, group: Path, tmp_pat
     assert len(list(tmp_path.glob("*rank*"))) == 2
 
 
+@pytest.fixture
+def shrunk(group: Path) -> Path:
+    """After a restart with one rank, which saved 40; what rank 1 has is stale."""
+    return make(group, 40, rank=0, world_size=1, incarnation=2)
+
+
+def test_ranks_that_the_last_run_did_not_have_are_left_out(
+    ctl: Ctl, shrunk: Path, tmp_path: Path
+) -> None:
+    ran = ctl(shrunk, "recover", "job", "-o", tmp_path / "x.pt")
+    assert ran.code == 0, ran.err
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["steps"] == 40
+    assert "rank 1 is left out: the run that saved last did not have it" in ran.err
+    ran = ctl(shrunk, "recover", "job", "-o", tmp_path / "y.pt", "--all-ranks", "--json")
+    assert ran.code == 0, ran.err
+    (written,) = ran.json["written"]
+    assert (written["checkpoint"]["rank"], written["checkpoint"]["step"]) == (0, 40)
+
+
+def test_a_rank_that_is_left_out_can_be_chosen(ctl: Ctl, shrunk: Path, tmp_path: Path) -> None:
+    ran = ctl(shrunk, "recover", "job", "-o", tmp_path / "x.pt", "--rank", 1, "--json")
+    assert ran.json["written"][0]["checkpoint"]["step"] == 20
+    ran = ctl(
+        shrunk, "export", "job", "-o", tmp_path / "y.pt", "--all-ranks", "--step", 20, "--json"
+    )
+    assert {w["checkpoint"]["rank"] for w in ran.json["written"]} == {0, 1}
+
+
 def test_a_missing_rank_is_never_made_up_for(ctl: Ctl, tmp_path: Path) -> None:
     place = make(tmp_path / "storage", 10, rank=0, world_size=2)
     ran = ctl(place, "recover", "job", "-o", tmp_path / "x.pt", "--all-ranks")

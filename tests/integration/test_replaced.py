@@ -153,7 +153,10 @@ def test_a_volume_that_is_absent_is_named_as_before(
     (one,) = (c for c in Storage(daemon.storage).held().checkpoints if c.rank == 0)
     with (
         open_state(Storage(daemon.storage), one, [one]) as reader,
-        pytest.raises(NoCheckpointError, match="rank 1 stores a part of step 1, and its volume is"),
+        pytest.raises(
+            NoCheckpointError,
+            match="rank 1 stores a part of step 1, and that part is not in this directory",
+        ),
     ):
         reader.content()
 

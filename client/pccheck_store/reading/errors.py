@@ -45,6 +45,7 @@ def problem_of(error: PccheckError) -> str:
 
 def lacking(rank: int, step: int) -> NoCheckpointError:
     return NoCheckpointError(
-        f"rank {rank} stores a part of step {step}, and its volume is not in this directory",
-        hint="copy the volumes of all ranks into one storage directory",
+        f"rank {rank} stores a part of step {step}, and that part is not in this directory",
+        hint="copy the volumes of all ranks into one storage directory; a rank that has "
+        "only newer steps has replaced its part: choose one of those, see pccheckctl list",
     )

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from pccheck_store.observer import private_daemon
 from pccheck_wire.basics import socket_name
@@ -77,9 +78,10 @@ def reachable(answer: Answer) -> Iterator[Finding]:
             effect="requests that only one of the versions knows are refused; nothing is misread",
             fix="install the same version of both, and restart the older one",
         )  # fmt: skip
+    status = f"pccheckctl --socket {quote(str(answer.path))} status"
     for line in texts(answer.status, "warnings"):
         yield warning(
-            "daemon", line, effect="pccheckd is degraded: see pccheckctl status",
+            "daemon", line, effect=f"pccheckd is degraded: see {status}",
             fix="the log of pccheckd has the cause", promise="see the warning",
         )  # fmt: skip
     if whole(daemon, "keep") == 1:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from pccheck_native import catalog
+from pccheck_native import catalog, group
 from pccheck_store import directory, selection
 from pccheck_store.reading.errors import RecycledError
 from pccheck_store.reading.source import Source
@@ -128,6 +128,9 @@ def choose(
         rank: [one for one in found if not one.is_damaged and key_of(one) not in without]
         for rank, found in ranks.items()
     }
+    if arguments.rank is None and arguments.step is None and arguments.sequence is None:
+        usable = _without_stale(usable)
+    ranks = {rank: found for rank, found in ranks.items() if rank in usable}
     alone = world_size == 1 or arguments.sequence is not None
     common = None if alone else catalog.common_step(usable, world_size)
     if arguments.all_ranks and world_size == 1:
@@ -161,6 +164,18 @@ def choose(
             "files of other ranks"
         )
     return {rank: _newest(usable, rank, arguments)}
+
+
+def _without_stale(usable: Ranks) -> Ranks:
+    """Without the ranks that the run that saved last did not have."""
+    old = sorted(group.stale(catalog.ranks_of(usable)))
+    if old:
+        which = f"rank {old[0]} is" if len(old) == 1 else f"ranks {some(old)} are"
+        note(
+            f"{which} left out: the run that saved last did not have "
+            f"{'it' if len(old) == 1 else 'them'} (to choose one: --rank R)"
+        )
+    return {rank: found for rank, found in usable.items() if rank not in old}
 
 
 def _sharded(storage: Source, one: catalog.StoredCheckpoint) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pccheck_native import mounts
+from pccheck_wire.basics import with_options
 from pccheckctl import cli
 from pccheckctl.doctor import command, daemon, gpu, machine, storage
 from pccheckctl.doctor.finding import OK, PROBLEM, WARNING, Finding, guarded, ok, problem, warning
@@ -167,6 +168,16 @@ def test_another_version_and_a_single_kept_checkpoint_are_told() -> None:
     assert "9.9.9" in version.found
     _, keep = daemon.reachable(answer(keep=1))
     assert keep.promise == "newest wins"
+
+
+def test_a_warning_names_the_status_of_the_daemon_that_was_asked() -> None:
+    """Which is the node's where the directory of --storage has no private daemon."""
+    degraded = answer()
+    degraded.path = Path("/run/a b/attach.sock")
+    degraded.status["warnings"] = ["job 'x' rank 0 of uid 0: checkpoints were NOT saved"]
+    _, found = daemon.reachable(degraded)
+    effect = with_options(found.effect, ["--storage", "/mnt/ssd"])
+    assert effect.endswith("see pccheckctl --socket '/run/a b/attach.sock' status")
 
 
 def test_why_the_daemon_does_not_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
