@@ -156,6 +156,7 @@ bench: $(READY) ## the figures of docs/performance.md without the paper's; resul
 	$(BIN)/python -m bench.first
 	$(BIN)/python -m bench.startup
 	$(BIN)/python -m bench.growth
+	$(BIN)/python -m bench.memory
 	$(BIN)/python -m bench.observability
 	$(BIN)/python -m bench.ranks
 	$(BIN)/python -m bench.sessions
