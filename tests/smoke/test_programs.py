@@ -24,6 +24,7 @@ CAMPAIGNS = {
     "group_campaign": ("--rounds", "1"),
     "handler_campaign": ("--outer", "gate", "--inner", "flush", "--every", "100"),
     "kill_campaign": ("--rounds", "1"),
+    "memory_campaign": ("--rounds", "1"),
     "restart_campaign": ("--rounds", "1"),
     "resume_campaign": ("--kills", "1", "--only", "own-stream", "own-quantized"),
     "sharded_campaign": ("--rounds", "4"),  # with each number of ranks

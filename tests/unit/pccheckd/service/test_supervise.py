@@ -126,7 +126,7 @@ def tenant(state: State, **usage: int) -> Rank:
     one = SimpleNamespace(sequence=5, state=state)
     return Rank(
         key="job", stalled="", usage=lambda: Usage(**usage),
-        ledger=SimpleNamespace(live=lambda: [one]), one=one,
+        ledger=SimpleNamespace(moving=lambda: [one]), one=one,
     )  # fmt: skip
 
 
