@@ -45,6 +45,7 @@ WORD_REFUSED: int
 LEVEL_DISK: int  # where a checkpoint is to be safe: written, ...
 LEVEL_MEMORY: int  # ... copied and parked, ...
 LEVEL_DEVICE: int  # ... or in GPU memory: refused by this version
+SAVES_PARKED: int  # checkpoints that one volume has parked, at most
 CAUSE_REPLACED: int  # of pccheck_wire.ends
 CAUSE_OTHER_RANK: int
 OUTCOME_GIVEN_UP: int  # in ClientState.outcome, beside the numbers of CheckpointState

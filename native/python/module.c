@@ -1,6 +1,7 @@
 /* pccheck_native._core: the C core as Python sees it. _core.pyi is its contract. */
 #include "core.h"
 #include "disk/pcc_format.h"
+#include "disk/pcc_save.h"
 #include "disk/pcc_volume.h"
 #include "shared/pcc_shared.h"
 
@@ -19,7 +20,7 @@ static int add_constants(PyObject *module)
         CONSTANT(WORD_REQUESTED),     CONSTANT(WORD_COPYING),     CONSTANT(WORD_COPIED),
         CONSTANT(WORD_ABANDONED),     CONSTANT(WORD_REFUSED),     CONSTANT(LEVEL_DISK),
         CONSTANT(LEVEL_MEMORY),       CONSTANT(LEVEL_DEVICE),     CONSTANT(OUTCOME_GIVEN_UP),
-        CONSTANT(CAUSE_REPLACED),     CONSTANT(CAUSE_OTHER_RANK),
+        CONSTANT(CAUSE_REPLACED),     CONSTANT(CAUSE_OTHER_RANK), CONSTANT(SAVES_PARKED),
 #undef CONSTANT
     };
     for (size_t i = 0; i < sizeof(constants) / sizeof(constants[0]); i++)

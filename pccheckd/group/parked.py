@@ -105,7 +105,7 @@ def _sequence(one: Known) -> int:
 
 
 def _newest(one: Known, among: Iterable[Known], *, above: int = 0) -> Known | None:
-    """The newest that every rank has that has this one parked."""
+    """The newest of `among` that each rank with this one parked has a part of."""
     mine = {rank for rank, place in one.places.items() if place is PartState.PARKED}
     fits = (other for other in among if other.sequence > above and mine <= other.places.keys())
     return max(fits, key=_sequence, default=None)

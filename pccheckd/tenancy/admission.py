@@ -1,6 +1,9 @@
-"""Answers what the queue of requests in the core (`pcc_tenant_queue.c`) asks of the loop. A request
-gets its number (`saves.py`); for a checkpoint that waits, the loop does what the core cannot do. No
-trainer waits for the answers: its snapshot waits for its turn anyway, or is being copied."""
+"""How a checkpoint gets a lane and a slot, as far as the core needs the loop for that. `Admission`
+answers the queue of requests in the core (`pcc_tenant_queue.c`): a request gets its number
+(`saves.py`), and for a checkpoint that waits, the loop does what the core cannot do. No trainer
+waits for the answers: its snapshot waits for its turn anyway, or is being copied. `Unparking` does
+the same for checkpoints in memory only, once they are to be written. `Slots` frees slots for both.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,6 @@ LAG_LIMIT_S = 2.0
 #: A checkpoint without a slot is looked at again after so long, if no event comes before.
 LOOK_S = 0.25
 
-PLACES = 3  # PCC_SAVES_PARKED
 #: Codes of what ends by itself: every lane is busy, or what an earlier daemon left is checked.
 _SOON = frozenset({"NO_LANE", "EBUSY"})
 #: Codes of refusals that are not the volume's fault: the page says enough.
@@ -58,11 +60,6 @@ class Slots:
     #: Ranks that are waited for although they have requested nothing ...
     _late: list[int] = field(default_factory=list)
     _late_since_s: float = 0.0  # ... and since when (time.monotonic)
-
-    @property
-    def _is_grouped(self) -> bool:
-        """The rank is one of several, or they have left checkpoints."""
-        return self._group.is_shared
 
     def has_room(self) -> bool:
         """A checkpoint that is requested now finds a lane and a slot. Waits for no disk."""
@@ -92,7 +89,7 @@ class Slots:
         and in the end what only a reader keeps. Whether a slot became free."""
         if self._binding.volumes.current is None:
             return False
-        if self._is_grouped:
+        if self._group.is_shared:
             late = await self._group.request_slot(self._binding.volumes.key.rank)
             before = self._late
             if not late or not before:
@@ -110,7 +107,7 @@ class Slots:
         if waits and self._ledger.in_flight:
             return False
         newest = self._group.newest_common
-        late = self._is_grouped and any(
+        late = self._group.is_shared and any(
             c.sequence > newest for c in self._binding.volumes.checkpoints()
         )
         return not (waits and late) and self._leases.end_for_room()
@@ -129,7 +126,7 @@ class Slots:
             if current.volume.has_expendable():  # since a moment ago
                 return None
         newest = self._group.newest_common
-        if self._is_grouped and any(one.sequence > newest for one in current.checkpoints):
+        if self._group.is_shared and any(one.sequence > newest for one in current.checkpoints):
             return None  # until the other ranks have caught up
         protected = sorted(self._retention.protected)
         if protected:
@@ -279,7 +276,8 @@ class Admission:
 
 @dataclass(slots=True)
 class Unparking:
-    """Owned by its tenant."""
+    """Gives checkpoints in memory only a lane and a slot, one after another, and knows whether
+    memory has room for one more. Owned by its tenant."""
 
     _ledger: Ledger
     _binding: Binding
@@ -316,7 +314,7 @@ class Unparking:
         new = queued * sum(chunks([self._readiness.room_bytes]))
         has = max(port.grant.nbytes, port.grant.aim_bytes) // port.chunk_bytes
         taken = min(sum(lanes), left) + sum(stays) + max(newest, default=0) + new
-        return len(stays) < PLACES - 1 and taken <= has
+        return len(stays) < _core.SAVES_PARKED - 1 and taken <= has
 
     @property
     def is_starved(self) -> bool:
@@ -326,6 +324,8 @@ class Unparking:
         return waits and usage is not None and not (usage.free_chunks + usage.cached_chunks)
 
     def write(self, parked: RankCheckpoint, *, must: bool) -> None:
+        """Has it written soon. Unless it `must` be, it stays in memory when the disk has no room
+        for it now."""
         _, before = self._waiting.get(parked.sequence, (parked, False))
         self._waiting[parked.sequence] = parked, must or before
         if self._task is None or self._task.done():

@@ -45,7 +45,7 @@ def late_step(trainer: Any) -> int:
 
 
 def train(trainer: GpuTrainer, steps: int) -> str:
-    """Saves each step and goes on at once; how the checkpoints ended."""
+    """Saves each step without waiting; how the checkpoints ended."""
     ends: collections.Counter[str] = collections.Counter()
     for _ in range(steps):
         trainer.evaluate(late_step)

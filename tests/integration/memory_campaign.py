@@ -200,7 +200,7 @@ class Round:
         self.newest = board.newest(world, REQUESTED) if exact else 0
 
     def _judge(self, daemon: Daemon, label: str, start: int) -> None:
-        """All ranks of a start that only looks restore; the next start goes on from there."""
+        """All ranks of a start that saves nothing restore; the next start continues from there."""
         found = set()
         links = [
             _connect(daemon.socket, self.group, 1000 + start, r) for r in range(self.group.world)

@@ -331,7 +331,7 @@ def word_address(cuda: Driver, word: int) -> int:
 
 
 def hold(cuda: Driver, on: int, word: int, least: int = 1) -> None:
-    """The stream goes on when the word is that large."""
+    """Holds the stream until the word is that large."""
     cuda("cuStreamWaitValue64_v2", on, word_address(cuda, word), least, 0)
 
 
@@ -346,7 +346,7 @@ def tell(cuda: Driver, on: int, word: int, number: int) -> None:
 
 
 def stays(cuda: Driver, wanted: int, call: str, *arguments: Any) -> None:
-    """Asserts that a query goes on returning this code."""
+    """Asserts that a query returns this code for a while."""
     until = time.monotonic() + _held_s
     while time.monotonic() < until:
         found = cuda.code(call, *arguments)
@@ -1013,7 +1013,7 @@ def a_locked_process_waits_in_the_driver(world: World) -> None:
     world.mortal(allocate, 82)
     assert world.reader(lock_code, world.mortal.pid, 0) == SUCCESS
     world.mortal.start(allocate, 83)
-    assert not world.mortal.answers(), "it goes on"
+    assert not world.mortal.answers(), "it does not wait"
     assert world.reader(code, "cuCheckpointProcessUnlock", world.mortal.pid, None) == SUCCESS
     world.mortal.answer()
     world.end("mortal")

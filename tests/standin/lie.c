@@ -20,7 +20,7 @@ static const char *const names[] = {
     [LIE_SHORT] = "short",           /* a copy leaves out its last 64 bytes */
     [LIE_STALE] = "stale",           /* copies of opened memory bring what the first one brought */
     [LIE_SYNC] = "sync",             /* a stream is said to be idle while it works */
-    [LIE_UNLOCKED] = "unlocked",     /* a locked process goes on */
+    [LIE_UNLOCKED] = "unlocked",     /* a locked process continues */
     [LIE_WORD_EARLY] = "word-early", /* a stream writes a word before what is in front of it */
     [LIE_WORD_WAIT] = "word-wait",   /* a stream does not wait for a word */
 };
