@@ -554,5 +554,5 @@ def test_a_restore_says_where_its_bytes_came_from(start_daemon: Start) -> None:
             found = client.recover()
             sources.append(found.source)
             assert torch.equal(found.state["at"], torch.arange(elements or 1 << 21))
-    # "both": a chunk that the load of the tree has not given back yet is read from the volume.
+    # Under load the first one was "both" in 3 of 40 runs; the reason is not known.
     assert sources in (["dram", "both", "volume"], ["both", "both", "volume"])
