@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # the process that only distributes tests need not import tor
 SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+PROCESS = os.getpid()
 
 # torch's threads, here and in the processes that tests start. With two in each worker a test takes
 # twice the CPU time, because the threads wait for each other in loops.
@@ -61,6 +62,15 @@ def pytest_make_collect_report(
         first = len(report.result) * number // WORKERS
         report.result = [*report.result[first:], *report.result[:first]]
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """A test's fork that raises ends here, else it would be a second worker with the same pipes."""
+    if os.getpid() != PROCESS:
+        ended = f"a fork in {item.nodeid} has ended: {call.excinfo and call.excinfo.getrepr()}\n"
+        os.write(2, ended.encode())
+        os._exit(70)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -346,6 +346,7 @@ def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(daemon: Daemon) 
         os.write(writing, str(worker).encode())
         time.sleep(60)
         os._exit(0)
+    os.close(writing)
     worker = int(os.read(reading, 20))
     try:
         os.kill(trainer, signal.SIGKILL)
