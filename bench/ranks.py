@@ -94,10 +94,12 @@ def once(case: str, size: int, steps: int, directory: Path) -> list[tuple[float,
         for rank in range(world_size):
             ours, theirs = os.pipe()
             if os.fork() == 0:
-                view = memoryview(board).cast("q")
-                took = train(rank, world_size, how, daemon.socket, size, steps, view)
-                os.write(theirs, json.dumps(took).encode())
-                os._exit(0)
+                try:
+                    view = memoryview(board).cast("q")
+                    took = train(rank, world_size, how, daemon.socket, size, steps, view)
+                    os.write(theirs, json.dumps(took).encode())
+                finally:
+                    os._exit(0)
             os.close(theirs)
             pipes.append(ours)
         return [tuple(item) for pipe in pipes for item in json.loads(os.fdopen(pipe, "rb").read())]

@@ -32,7 +32,10 @@ def begin(main: Main) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
-        os._exit(_serve(theirs, main))
+        try:
+            _serve(theirs, main)
+        finally:
+            os._exit(0)
     theirs.close()
     Popen.server = ours
     subprocess.Popen = Popen  # type: ignore[misc]
@@ -75,12 +78,12 @@ def _adopt(on: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
-def _serve(control: socket.socket, main: Main) -> int:
+def _serve(control: socket.socket, main: Main) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program
     while True:
         request, given, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not request:
-            return 0
+            return
         (told, tell), (ready, go) = os.pipe(), os.pipe()
         between = os.fork()
         if between == 0:
