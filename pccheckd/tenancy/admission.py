@@ -21,6 +21,7 @@ from pccheckd.base.background import happened
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
+from pccheckd.core.port import Port
 from pccheckd.core.uses import Seat, Uses
 
 from .binding import Binding
@@ -299,29 +300,32 @@ class Unparking:
         usage, port = self._binding.usage(), self._binding.port
         if usage is None or port is None:
             return True  # it is refused otherwise
-
-        def chunks(sizes: Iterable[int]) -> list[int]:
-            return [-(-size // port.chunk_bytes) for size in sizes]
-
-        live = self._ledger.live()
-        parks = [one for one in live if one.parks and one.state is not State.REQUESTED]
-        stays = chunks(one.payload_bytes for one in parks if one.wanted)
-        newest = chunks(one.payload_bytes for one in parks if not one.wanted)
-        lanes = chunks(one.payload_bytes for one in self._ledger.moving())
+        stays, replaced = self._in_memory(port)
         # The core may have begun to copy what the loop takes for requested only.
-        left = max(0, usage.full_chunks - sum(stays) - sum(newest))
-        queued = max(1, sum(one.parks for one in live) - len(parks))
-        new = queued * sum(chunks([self._readiness.room_bytes]))
-        has = max(port.grant.nbytes, port.grant.aim_bytes) // port.chunk_bytes
-        taken = min(sum(lanes), left) + sum(stays) + max(newest, default=0) + new
-        return len(stays) < _core.SAVES_PARKED - 1 and taken <= has
+        left = max(0, usage.full_chunks - sum(stays) - sum(replaced))
+        written = min(sum(_chunks(port, self._ledger.moving())), left)
+        asked = [one for one in self._ledger.live() if one.parks and not one.is_begun]
+        new = sum(_chunks(port, asked)) or -(-self._readiness.room_bytes // port.chunk_bytes)
+        taken = written + sum(stays) + max(replaced, default=0) + new
+        return len(stays) < _core.SAVES_PARKED - 1 and taken <= _all_chunks(port)
 
     @property
     def is_starved(self) -> bool:
-        """A checkpoint that is being written gets no chunk, because others are in memory."""
-        usage = self._binding.usage()
+        """A checkpoint for the disk gets no chunk, however long it waits: what stays in memory has
+        all of them. What is being written gives its chunks back, and so does what is replaced."""
+        port = self._binding.port
         waits = any(one.state is State.COPYING for one in self._ledger.moving())
-        return waits and usage is not None and not (usage.free_chunks + usage.cached_chunks)
+        if not waits or port is None:
+            return False
+        stays, replaced = self._in_memory(port)
+        return sum(stays) + max(replaced, default=0) >= _all_chunks(port)
+
+    def _in_memory(self, port: Port) -> tuple[list[int], list[int]]:
+        """The chunks of each checkpoint in memory only: of those that wait for the disk, and of the
+        others, all of which but the newest are replaced soon."""
+        parks = [one for one in self._ledger.live() if one.parks and one.is_begun]
+        wanted = [one for one in parks if one.wanted]
+        return _chunks(port, wanted), _chunks(port, (one for one in parks if not one.wanted))
 
     def write(self, parked: RankCheckpoint, *, must: bool) -> None:
         """Has it written soon. Unless it `must` be, it stays in memory when the disk has no room
@@ -380,6 +384,16 @@ class Unparking:
         if must and end is not None:
             self._saves.drop(parked, end)
         return True
+
+
+def _chunks(port: Port, checkpoints: Iterable[RankCheckpoint]) -> list[int]:
+    """How many each of them takes."""
+    return [-(-one.payload_bytes // port.chunk_bytes) for one in checkpoints]
+
+
+def _all_chunks(port: Port) -> int:
+    """Those of the rank, with those that it is about to get."""
+    return max(port.grant.nbytes, port.grant.aim_bytes) // port.chunk_bytes
 
 
 def _error_of(code: str) -> _core.NativeError:

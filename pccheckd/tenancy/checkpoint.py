@@ -136,6 +136,11 @@ class RankCheckpoint:
         return self.state in LIVE
 
     @property
+    def is_begun(self) -> bool:
+        """It is being copied, or was."""
+        return self.state is not State.REQUESTED
+
+    @property
     def is_parked(self) -> bool:
         """It is copied, and nothing writes it."""
         return self.parks and self.state is State.COPIED

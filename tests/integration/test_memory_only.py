@@ -111,6 +111,32 @@ def test_every_third_checkpoint_goes_to_the_disk(start_daemon: Start) -> None:
         assert {3, 6, 9} <= set(steps(client))
 
 
+def test_memory_for_three_states_skips_none_beside_one_on_the_disk(start_daemon: Start) -> None:
+    """Copies overlap: while one for the disk is copied, the one before it in memory may be, too."""
+    daemon = start_daemon(*SLOW, "--max-bandwidth", "32MiB", "--dram", "24MiB")
+    layer = torch.nn.Linear(1024, 2044, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    with client_of(daemon, durable_every=1000) as client:
+        client.attach(layer=layer, optimizer=optimizer)
+        handles: list[Any] = []
+
+        def step(**options: Any) -> Any:
+            optimizer.step()
+            handles.append(client.checkpoint(step=len(handles) + 1, **options))
+            return handles[-1]
+
+        for _ in range(10):
+            step()
+            step()
+            on_disk = step(to="disk")
+            while not on_disk.done():
+                step()
+            assert on_disk.state is CheckpointState.DURABLE
+        client.gate()
+        assert [handle for handle in handles if handle.state is CheckpointState.SKIPPED] == []
+
+
 def test_a_callback_wants_nothing_written(start_daemon: Start) -> None:
     called: list[int] = []
     with client_of(start_daemon(*SLOW), **AUTO) as client:
