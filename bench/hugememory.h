@@ -1,6 +1,5 @@
 /* Memory as the daemon's pool is: a memfd, in huge pages where the kernel has some. */
-#ifndef BENCH_HUGEMEMORY_H
-#define BENCH_HUGEMEMORY_H
+#pragma once
 
 #include <string.h>
 #include <sys/mman.h>
@@ -21,5 +20,3 @@ static inline void *huge_memory(uint64_t length_bytes)
     (void)madvise(bytes, length_bytes, MADV_COLLAPSE);
     return bytes;
 }
-
-#endif

@@ -2,8 +2,7 @@
  *
  * The binding translates and nothing more: no I/O and no locks of its own. Counters and flags in
  * here are guarded by the GIL, which is released around whatever blocks or moves bytes. */
-#ifndef PCC_PY_CORE_H
-#define PCC_PY_CORE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -255,5 +254,3 @@ PyObject *pcc_py_same_values(PyObject *module, PyObject *args);
     {                                                                                              \
         name, (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS, NULL          \
     }
-
-#endif

@@ -4,8 +4,7 @@
  * The disk assumed: units are written whole; a flush makes certain every write that completed
  * before it; a durable write makes certain only itself; a failed write or flush leaves what it
  * touched in doubt for ever: no later flush vouches for it. */
-#ifndef MEDIA_H
-#define MEDIA_H
+#pragma once
 
 #include "sim_io.h"
 
@@ -72,5 +71,3 @@ struct hash_set {
 void hash_set_open(struct hash_set *set, uint64_t capacity); /* a power of two, never filled */
 bool hash_set_add(struct hash_set *set, uint64_t key);       /* true when it was not there */
 void hash_set_close(struct hash_set *set);
-
-#endif

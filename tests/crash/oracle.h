@@ -1,7 +1,6 @@
 /* What recovery must give: the book of every save that was begun, and the judge who recovers an
  * image with the real core and compares. */
-#ifndef ORACLE_H
-#define ORACLE_H
+#pragma once
 
 #include "disk/pcc_save.h"
 #include "sim_io.h"
@@ -75,5 +74,3 @@ struct judgement {
  */
 struct judgement judge(const struct oracle *oracle, struct pcc_io *io,
                        const struct judge_rules *rules);
-
-#endif

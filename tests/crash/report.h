@@ -1,6 +1,5 @@
 /* Seeds, summary lines and replay files of the programs here. */
-#ifndef REPORT_H
-#define REPORT_H
+#pragma once
 
 #include <stdint.h>
 
@@ -15,5 +14,3 @@ void report_violation(const char *format, ...) __attribute__((format(printf, 1, 
 /* The value of `--name value` or `--name` ("": present), NULL when absent. */
 const char *report_option(int argc, char **argv, const char *name);
 uint64_t report_number(int argc, char **argv, const char *name, uint64_t otherwise);
-
-#endif

@@ -1,6 +1,5 @@
 /* A small seeded generator: the same seed gives the same run on every machine. */
-#ifndef RNG_H
-#define RNG_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -34,5 +33,3 @@ static inline struct rng rng_from(uint64_t seed, uint64_t stream)
     rng_next(&rng);
     return rng;
 }
-
-#endif

@@ -3,8 +3,7 @@
  *
  * What a crash may leave on the media is not decided here: the log is, by media.h. Single-threaded.
  */
-#ifndef SIM_IO_H
-#define SIM_IO_H
+#pragma once
 
 #include <setjmp.h>
 
@@ -162,5 +161,3 @@ extern struct sim *sim_current;
 /* Session-independent time and randomness: hooks.c answers for the kernel. */
 void hooks_seed(uint64_t seed);
 void hooks_died(void); /* the process that was in the middle of a record */
-
-#endif

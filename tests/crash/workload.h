@@ -2,8 +2,7 @@
  * lane does its next unit of work, what is aborted, flagged, re-opened is drawn from the seed, so
  * that one number repeats a whole run. It plays an honest owner and holds the core to its contract;
  * what it finds broken goes to sim->breach. */
-#ifndef WORKLOAD_H
-#define WORKLOAD_H
+#pragma once
 
 #include "disk/pcc_load.h"
 #include "oracle.h"
@@ -91,5 +90,3 @@ void workload_uncache(struct workload *workload, struct live *live);
 void workload_uncache_chunk(struct workload *workload, struct live *live, uint32_t index);
 int workload_step(struct workload *workload, uint32_t lane); /* -EAGAIN: nothing to do */
 void workload_beside(void *workload); /* data of other saves moves while a record is written */
-
-#endif

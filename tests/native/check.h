@@ -1,6 +1,5 @@
 /* The smallest harness: named tests in one program, the first failed check ends it with 1. */
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 
 #include <stdint.h>
 #include <stdio.h>
@@ -56,5 +55,3 @@ static inline void pattern(uint8_t *bytes, uint64_t count, uint64_t seed)
         bytes[i] = (uint8_t)(x >> 56);
     }
 }
-
-#endif

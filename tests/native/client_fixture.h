@@ -1,7 +1,6 @@
 /* A client whose daemon is the test itself, and a trainer on the stand-in's GPUs: the test decides
  * what each side does, and in which order. */
-#ifndef CLIENT_FIXTURE_H
-#define CLIENT_FIXTURE_H
+#pragma once
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -439,5 +438,3 @@ static inline bool all(const uint8_t *bytes, uint64_t count, uint8_t value)
 {
     return bytes[0] == value && memcmp(bytes, bytes + 1, count - 1) == 0;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* A real file, an engine on it, and threads that write and read at once. */
-#ifndef ENGINE_FIXTURE_H
-#define ENGINE_FIXTURE_H
+#pragma once
 
 #include <fcntl.h>
 #include <string.h>
@@ -103,5 +102,3 @@ static inline void remove_directory(void)
     (void)unlink(path);
     CHECK_EQUAL(rmdir(directory), 0); /* nothing else was left there */
 }
-
-#endif

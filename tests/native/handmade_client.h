@@ -1,6 +1,5 @@
 /* The hand-made client: it maps the page, and the test writes any value into it. */
-#ifndef HANDMADE_CLIENT_H
-#define HANDMADE_CLIENT_H
+#pragma once
 
 #include "tenant_fixture.h"
 
@@ -66,5 +65,3 @@ static inline void say_all(struct fixture *f, uint64_t snapshot, const uint32_t 
         say(f, &message);
     }
 }
-
-#endif

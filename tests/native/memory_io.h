@@ -1,6 +1,5 @@
 /* A disk in memory for tests: counts operations, and fails the chosen ones. Thread-safe. */
-#ifndef MEMORY_IO_H
-#define MEMORY_IO_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -169,5 +168,3 @@ static inline void memory_free(struct memory_io *self)
     free(self->bytes);
     free(self);
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* A tenant whose trainer has GPU memory. The trainer is another process that has nothing else: the
  * test writes the page, as in test_tenant_hostile.c. */
-#ifndef PULL_FIXTURE_H
-#define PULL_FIXTURE_H
+#pragma once
 
 #include "../standin/standin_control.h"
 #include "pull_trainer.h"
@@ -370,5 +369,3 @@ static inline void pull_close(struct pull *p)
     CHECK_EQUAL(peek(&p->control->pageable_copies) + peek(&p->control->contexts), 0);
     expected_free(p);
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* The processes of tests that pull: a trainer with GPU memory at the end of a socket (a driver
  * opens no handle of the process that made it), and each test in a process of its own, so that it
  * may lose the GPU. The driver is the stand-in of tests/standin. */
-#ifndef PULL_TRAINER_H
-#define PULL_TRAINER_H
+#pragma once
 
 #include <dirent.h>
 #include <dlfcn.h>
@@ -176,5 +175,3 @@ static inline int pull_main(int argc, char **argv, const struct test *tests, uin
     }
     return 0;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* An owner of chunks for tests of the saver: makes payloads from which their sequence is known,
  * hands them over, and counts the saver's answers. */
-#ifndef SAVE_FIXTURE_H
-#define SAVE_FIXTURE_H
+#pragma once
 
 #include "disk/pcc_load.h"
 #include "disk/pcc_save_private.h"
@@ -255,5 +254,3 @@ static inline int read_back(struct pcc_volume *volume, uint64_t sequence, uint32
     pcc_load_close(load);
     return result;
 }
-
-#endif

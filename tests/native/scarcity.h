@@ -1,8 +1,7 @@
 /* A machine that runs out of resources. The linker wraps the core's calls for memory, mappings,
  * descriptors, threads and space in files (see Makefile); the N-th call is refused, alone or with
  * all that follow. What was taken is counted: after a refusal everything must be returned. */
-#ifndef SCARCITY_H
-#define SCARCITY_H
+#pragma once
 
 #include <dirent.h>
 #include <errno.h>
@@ -320,5 +319,3 @@ static inline void scarcity_end(uint32_t sites_least)
            (unsigned long long)scarce.runs);
     CHECK(missed == 0 && scarce.site_count >= sites_least);
 }
-
-#endif

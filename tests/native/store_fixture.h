@@ -1,6 +1,5 @@
 /* The service manager's end of a descriptor store: a thread that keeps what daemons store. */
-#ifndef STORE_FIXTURE_H
-#define STORE_FIXTURE_H
+#pragma once
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -149,5 +148,3 @@ static inline uint32_t manager_count(void)
     CHECK(close(any) == 0);
     return count;
 }
-
-#endif

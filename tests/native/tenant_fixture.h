@@ -1,7 +1,6 @@
 /* A tenant over a real volume file, and the two kinds of client that tests connect to it: a real
  * client, and a hand-made one that sends what no honest client sends. */
-#ifndef TENANT_FIXTURE_H
-#define TENANT_FIXTURE_H
+#pragma once
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -397,5 +396,3 @@ static inline void load_equals(struct fixture *f, uint64_t sequence, uint64_t lo
     CHECK(memcmp(got, expected, count) == 0);
     free(got);
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* A volume on a disk in memory, and checkpoints published into it without a saver. */
-#ifndef VOLUME_FIXTURE_H
-#define VOLUME_FIXTURE_H
+#pragma once
 
 #include "disk/pcc_volume.h"
 #include "memory_io.h"
@@ -102,5 +101,3 @@ static inline bool has(struct pcc_volume *volume, uint64_t sequence)
     pcc_volume_release(volume, &held);
     return held.entry.sequence == sequence;
 }
-
-#endif

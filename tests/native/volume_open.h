@@ -1,6 +1,5 @@
 /* Opening a volume file as the daemon does, by the engine pwrite, on any file system. */
-#ifndef VOLUME_OPEN_H
-#define VOLUME_OPEN_H
+#pragma once
 
 #include "disk/pcc_volume.h"
 
@@ -15,5 +14,3 @@ static inline int volume_open(const char *path, bool writable, uint64_t bytes_pe
         pcc_io_limit(pcc_volume_io(*out), bytes_per_second);
     return result;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* What memory.c and ipc.c share: the files that device memory lies in. */
-#ifndef STANDIN_MEMORY_H
-#define STANDIN_MEMORY_H
+#pragma once
 
 #include "standin.h"
 
@@ -29,5 +28,3 @@ struct file_header *memory_file_make(size_t length, uint32_t device); /* mapped,
 void memory_file_drop(struct file_header *file);
 size_t memory_in_blocks(size_t length);
 void open_takes_time(void);
-
-#endif

@@ -1,8 +1,7 @@
 /* The stand-in's insides. One lock guards everything; stream threads let go of it while they copy,
  * poll or call. Device memory lies in files of one directory, so that processes can share it, and
  * at addresses that the CPU can touch, so that tests can look at it. */
-#ifndef STANDIN_H
-#define STANDIN_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -221,5 +220,3 @@ bool checkpoint_has_released(int pid);
 /* capture.c */
 bool capture_forbids(void); /* the calling thread, by any capture; it is spoilt then */
 CUresult capture_check(struct CUstream_st *stream);
-
-#endif

@@ -4,8 +4,7 @@
  * A test gives every process a control file of its own (PCCHECK_STANDIN_FAULTS=path). It writes
  * the first part at any time; the process writes the second. Every word is a uint64_t. Without the
  * variable there are no faults, and nobody sees the counters. */
-#ifndef STANDIN_CONTROL_H
-#define STANDIN_CONTROL_H
+#pragma once
 
 #include "gpu/pcc_cuda.h"
 
@@ -169,5 +168,3 @@ CUresult standinBeginCapture(CUstream stream, int mode);
 CUresult standinLoadModule(void);
 /* CUDA_ERROR_STREAM_CAPTURE_INVALIDATED (901) when a forbidden call has spoilt it. */
 CUresult standinEndCapture(CUstream stream);
-
-#endif

@@ -2,8 +2,7 @@
  *
  * Every function returns 0 or a negative code: -errno for what the kernel said, -PCC_E_* for what
  * we found ourselves. The two ranges do not overlap. */
-#ifndef PCC_BASE_H
-#define PCC_BASE_H
+#pragma once
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -118,5 +117,3 @@ static inline bool pcc_is_within(uint64_t offset, uint64_t length, uint64_t whol
 
 uint64_t pcc_now_ns(void);  /* CLOCK_MONOTONIC */
 uint64_t pcc_wall_ns(void); /* CLOCK_REALTIME, for display only */
-
-#endif

@@ -1,9 +1,6 @@
 /* CRC-32C, which seals commit records. */
-#ifndef PCC_CRC_H
-#define PCC_CRC_H
+#pragma once
 
 #include "base/pcc_base.h"
 
 uint32_t pcc_crc32c(uint32_t crc, const void *bytes, size_t length_bytes);
-
-#endif

@@ -3,8 +3,7 @@
  * Its threads start when a run first needs them: as many as there are CPUs to run on besides the
  * caller's, at most PCC_CREW_HELPERS, and fewer when some cannot be started. One thread at a time
  * runs jobs, and closes the crew. run blocks until the job is done. */
-#ifndef PCC_CREW_H
-#define PCC_CREW_H
+#pragma once
 
 #include <pthread.h>
 
@@ -38,5 +37,3 @@ uint32_t pcc_crew_half(const struct pcc_crew *crew);
  * most `helpers` others. Returns when all calls have. What they wrote is seen by the caller. */
 void pcc_crew_run(struct pcc_crew *crew, uint32_t helpers, uint64_t count,
                   void (*work)(void *, uint64_t), void *context);
-
-#endif

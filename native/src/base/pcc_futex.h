@@ -4,8 +4,7 @@
  * waiter reads the bell, looks for work, and sleeps only on the value it read, so that no ring is
  * missed. The words lie in memory that another process maps: no FUTEX_PRIVATE_FLAG. A hostile peer
  * may set a bell back, so every sleep is bounded. Any thread; wait blocks, the rest does not. */
-#ifndef PCC_FUTEX_H
-#define PCC_FUTEX_H
+#pragma once
 
 #include <limits.h>
 #include <linux/futex.h>
@@ -48,5 +47,3 @@ static inline void pcc_bell_ring(_Atomic uint32_t *bell)
     (void)atomic_fetch_add_explicit(bell, 1, memory_order_release); /* pairs with pcc_bell_read */
     (void)syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
-
-#endif

@@ -6,8 +6,7 @@
  * faults go to the handler before. A handler that is installed later (faulthandler, a JVM) gets our
  * faults, too. Ours is not installed again after that one: each might then call the other for ever.
  * Until such a handler is gone the guard is not ready, and callers use pcc_guard_copy_slowly. */
-#ifndef PCC_GUARD_H
-#define PCC_GUARD_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -42,5 +41,3 @@ PCC_MUST_CHECK int pcc_guard_copy(const struct pcc_guarded *what, uint64_t *faul
 /* The same while the guard is not ready, of bytes that the kernel has read before: for `from`
  * alone, and several times slower. Also -EMFILE, -ENOMEM and the like. */
 PCC_MUST_CHECK int pcc_guard_copy_slowly(const struct pcc_guarded *what, uint64_t *fault_out);
-
-#endif

@@ -1,8 +1,7 @@
 /* XXH3-64, at once or while data is copied, with the widest vector
  * instructions that the running machine has (a generic build of XXH3 reaches 60 % of them). Any
  * thread, each with a state of its own; nothing blocks or allocates. */
-#ifndef PCC_HASH_H
-#define PCC_HASH_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -20,5 +19,3 @@ uint64_t pcc_hash_bytes(const void *bytes, size_t length_bytes);
  */
 void pcc_hash_add_avx2(void *state, const void *bytes, size_t length_bytes);
 uint64_t pcc_hash_bytes_avx2(const void *bytes, size_t length_bytes);
-
-#endif

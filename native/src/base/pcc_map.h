@@ -1,7 +1,6 @@
 /* Shared mappings of memfds, placed so that huge pages can serve them: direct writes from huge
  * pages are half as fast again as from 4 KiB ones (the block layer works page by page). */
-#ifndef PCC_MAP_H
-#define PCC_MAP_H
+#pragma once
 
 #include <sys/mman.h>
 
@@ -46,5 +45,3 @@ PCC_MUST_CHECK static inline int pcc_map_shared(int fd, uint64_t length_bytes, v
     *bytes_out = bytes;
     return 0;
 }
-
-#endif

@@ -1,7 +1,6 @@
 /* Whether another process still is what it was, neither ending nor having begun another program;
  * and whether it has ended. */
-#ifndef PCC_PROCESS_H
-#define PCC_PROCESS_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -28,5 +27,3 @@ int pcc_process_watch(int32_t pid);
 /* Waits at most `limit_ms` for the end of the process. True when all of the process has ended: no
  * thread of it runs, and every file of it is closed. False when it lives, or is not known (-1). */
 bool pcc_process_ended(int watch_fd, int limit_ms);
-
-#endif

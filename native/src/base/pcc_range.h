@@ -1,6 +1,5 @@
 /* Parts of a payload that lie in this process's memory. Lists of them ascend without overlap. */
-#ifndef PCC_RANGE_H
-#define PCC_RANGE_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -44,5 +43,3 @@ static inline struct pcc_range pcc_range_cut(const struct pcc_range *range, uint
                               .offset_bytes = from,
                               .length_bytes = to - from};
 }
-
-#endif

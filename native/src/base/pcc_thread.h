@@ -1,8 +1,7 @@
 /* Native threads: named, and with every signal blocked, so that an interpreter's handlers run on
  * its own threads and our system calls are not interrupted. Faults stay open: one that is blocked
  * kills at once (pcc_guard.h). Mutexes held by a block, conditions with deadlines. */
-#ifndef PCC_THREAD_H
-#define PCC_THREAD_H
+#pragma once
 
 #include <pthread.h>
 #include <signal.h>
@@ -83,5 +82,3 @@ static inline bool pcc_condition_wait(pthread_cond_t *condition, pthread_mutex_t
 
     return pthread_cond_timedwait(condition, lock, &deadline) == 0;
 }
-
-#endif

@@ -1,6 +1,5 @@
 /* The hash library, the system's, compiled into whoever includes it; its warnings are not ours. */
-#ifndef PCC_XXHASH_H
-#define PCC_XXHASH_H
+#pragma once
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wconversion"
@@ -13,6 +12,4 @@
 
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #error "xxHash 0.8.0 or newer is needed: XXH3 was not final before"
-#endif
-
 #endif

@@ -10,8 +10,7 @@
  * GPU memory, pull: the daemon copies, this side only orders the streams (pcc_client_order.c).
  * GPU memory, push: the same thread enqueues copies into granted chunks, which it pins first, and
  * hands a chunk over when its copies are done (pcc_client_push.c). */
-#ifndef PCC_CLIENT_H
-#define PCC_CLIENT_H
+#pragma once
 
 #include "base/pcc_range.h"
 #include "shared/pcc_shared.h"
@@ -192,5 +191,3 @@ PCC_MUST_CHECK int pcc_client_load_wait(struct pcc_client *client, uint64_t load
 /* How many bytes the newest load has taken from chunks in the daemon's memory, and how many from
  * the volume; whole chunks, of which the ranges may take a part. */
 void pcc_client_loaded(struct pcc_client *client, uint64_t *cached_bytes, uint64_t *read_bytes);
-
-#endif

@@ -5,8 +5,7 @@
  * `gpu_lock` guards the calls of the driver by trainers' threads. The client's thread never takes
  * `gpu_lock`, so a call of the driver that hangs there does not keep it from releasing a stream.
  * Only the client's thread touches chunks and rings. */
-#ifndef PCC_CLIENT_PRIVATE_H
-#define PCC_CLIENT_PRIVATE_H
+#pragma once
 
 #include "base/pcc_crew.h"
 #include "base/pcc_futex.h"
@@ -399,5 +398,3 @@ PCC_MUST_CHECK int pcc_client_load_land(struct pcc_client *client,
                                         struct pcc_client_device *device);
 /* Waits for all of them, and gives nothing back. Bounded. Streams that waited were released. */
 void pcc_client_load_drain(struct pcc_client *client);
-
-#endif

@@ -4,8 +4,7 @@
  * A source takes chunks with pcc_tenant_pick, and delivers each piece with pcc_tenant_received,
  * pcc_tenant_chunk_to_save and pcc_tenant_copy_check; a source that fails calls pcc_tenant_abort.
  * With the tenant's lock held, a verb neither waits, nor does I/O, nor calls a driver. */
-#ifndef PCC_SOURCE_H
-#define PCC_SOURCE_H
+#pragma once
 
 #include "disk/pcc_save.h"
 
@@ -56,5 +55,3 @@ struct pcc_source {                   /* guarded by the tenant's lock */
 };
 
 extern const struct pcc_source_ops pcc_source_push, pcc_source_pull, pcc_source_kept;
-
-#endif

@@ -13,8 +13,7 @@
  * that the trainer exposed, without passing through the client (pcc_source_pull.c).
  *
  * Events go to the daemon's loop through a bounded ring and an eventfd (pcc_events). */
-#ifndef PCC_TENANT_H
-#define PCC_TENANT_H
+#pragma once
 
 #include "disk/pcc_load.h"
 #include "disk/pcc_save.h"
@@ -241,5 +240,3 @@ struct pcc_tenant_usage {
     uint32_t parked;        /* ... and of them, those that are parked */
 };
 void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out);
-
-#endif

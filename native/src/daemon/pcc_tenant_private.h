@@ -5,8 +5,7 @@
  * otherwise; it is held for microseconds and never over I/O or a call of the CUDA driver. Savers
  * and copiers hold none of their own locks when they call back. Events are put under `lock`, so
  * that the events of one checkpoint come in order. */
-#ifndef PCC_TENANT_PRIVATE_H
-#define PCC_TENANT_PRIVATE_H
+#pragma once
 
 #include "base/pcc_futex.h"
 #include "base/pcc_process.h"
@@ -410,5 +409,3 @@ int pcc_push_take_offer(struct pcc_tenant *tenant, const struct pcc_message *mes
 void pcc_tenant_load_put_back(struct pcc_tenant *tenant, uint32_t index, bool intact);
 /* With control held: ends the load in progress, if any, and joins its threads. */
 void pcc_tenant_load_stop(struct pcc_tenant *tenant);
-
-#endif

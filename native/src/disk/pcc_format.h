@@ -6,8 +6,7 @@
  * Records: 2 generations (record number mod 2) x 2 replicas (A at the head, B at the tail).
  * Slot: payload at its start, the manifest at the next PCC_IO_ALIGN boundary behind the payload.
  * Pure functions, any thread; nothing here does I/O. */
-#ifndef PCC_FORMAT_H
-#define PCC_FORMAT_H
+#pragma once
 
 #include "base/pcc_hash.h"
 
@@ -231,5 +230,3 @@ void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block
                         uint64_t *out);
 bool pcc_checksums_match(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
                          const uint64_t *expected);
-
-#endif

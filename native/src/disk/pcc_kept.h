@@ -32,8 +32,7 @@
  *
  * What was copied in part has commit 0 and is dropped. What lies in a slot only is believed for its
  * checksums' sake: others may have had the volume, and the slot, in between. */
-#ifndef PCC_KEPT_H
-#define PCC_KEPT_H
+#pragma once
 
 #include "disk/pcc_format.h"
 
@@ -136,6 +135,4 @@ void pcc_kept_end(const struct pcc_kept *kept, uint32_t place);
 
 #ifdef PCC_KEPT_WATCHED /* tests look at the memory after every store */
 void pcc_kept_stored(void);
-#endif
-
 #endif

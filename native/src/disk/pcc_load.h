@@ -2,8 +2,7 @@
  * used by the daemon and without it alike.
  *
  * Opening holds the slot (no recycling) and verifies the manifest. Blocks while reading. */
-#ifndef PCC_LOAD_H
-#define PCC_LOAD_H
+#pragma once
 
 #include "base/pcc_range.h"
 #include "disk/pcc_volume.h"
@@ -54,5 +53,3 @@ PCC_MUST_CHECK int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes,
 /* Fills the ranges, which lie in the payload, in the same way. */
 PCC_MUST_CHECK int pcc_load_ranges(struct pcc_load *load, const struct pcc_range *ranges,
                                    uint64_t count, uint32_t chunk_bytes, uint32_t threads);
-
-#endif

@@ -1,7 +1,6 @@
 /* The name of an open file. Whoever removes, replaces, moves or cuts a file does not ask the
  * processes that have it open: only its path tells. */
-#ifndef PCC_NAMED_FILE_H
-#define PCC_NAMED_FILE_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -18,5 +17,3 @@ PCC_MUST_CHECK int pcc_named_file_take(int fd, const char *path, struct pcc_name
  * -PCC_E_TRUNCATED (it is shorter than it was), or -errno when the path cannot be looked at. */
 PCC_MUST_CHECK int pcc_named_file_check(const struct pcc_named_file *file);
 void pcc_named_file_destroy(struct pcc_named_file *file);
-
-#endif

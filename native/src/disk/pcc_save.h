@@ -7,8 +7,7 @@
  * every completion checked; flush; publish; free. With writers_per_lane = 0 there are no threads
  * and the caller steps the work itself (pcc_saver_step): this is how crashes and faults are
  * enumerated, deterministically. */
-#ifndef PCC_SAVE_H
-#define PCC_SAVE_H
+#pragma once
 
 #include "disk/pcc_kept.h"
 #include "disk/pcc_volume.h"
@@ -198,5 +197,3 @@ bool pcc_save_uncache(struct pcc_saver *saver, uint64_t tag, uint32_t position);
 
 /* Only with writers_per_lane = 0: does one unit of work of one lane; -EAGAIN when it has none. */
 PCC_MUST_CHECK int pcc_saver_step(struct pcc_saver *saver, uint32_t lane);
-
-#endif

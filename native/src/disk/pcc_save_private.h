@@ -15,8 +15,7 @@
  * Locks, outermost first: the volume's publishing -> the lock of the lane that parks -> another
  * lane's lock -> the volume's lock. The saver's three locks stand alone. The lock of pcc_pace.h is
  * taken under any of them. Owners' callbacks run without any of them. */
-#ifndef PCC_SAVE_PRIVATE_H
-#define PCC_SAVE_PRIVATE_H
+#pragma once
 
 #include "base/pcc_thread.h"
 #include "disk/pcc_save.h"
@@ -217,5 +216,3 @@ void pcc_save_leave_lane(struct pcc_save *save);
 void pcc_save_leave(struct pcc_save *save);
 /* Leaves the place after `ended`, and calls `freed`. */
 void pcc_save_over(struct pcc_save *save);
-
-#endif

@@ -6,8 +6,7 @@
  * media with the next record.
  *
  * Any thread. publish() is serialised inside; slots are taken and returned at any time. */
-#ifndef PCC_VOLUME_H
-#define PCC_VOLUME_H
+#pragma once
 
 #include "disk/pcc_format.h"
 #include "io/pcc_io.h"
@@ -173,5 +172,3 @@ struct pcc_held {
 PCC_MUST_CHECK int pcc_volume_hold(struct pcc_volume *volume, uint64_t sequence,
                                    struct pcc_held *out);
 void pcc_volume_release(struct pcc_volume *volume, const struct pcc_held *held);
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Locks, outermost first: publishing (held over record I/O) -> lock (tables and holds; held for
  * microseconds, never over I/O). */
-#ifndef PCC_VOLUME_PRIVATE_H
-#define PCC_VOLUME_PRIVATE_H
+#pragma once
 
 #include "base/pcc_thread.h"
 #include "disk/pcc_named_file.h"
@@ -85,5 +84,3 @@ bool pcc_commit_gives_up(const struct pcc_volume_group *group, uint64_t sequence
  * so do those `in_use`, and what one that stays refers to. */
 uint32_t pcc_commit_expendable(const struct pcc_record *record, uint32_t keep,
                                const struct pcc_volume_group *group, uint32_t in_use);
-
-#endif

@@ -4,8 +4,7 @@
  * and later); tests/unit/pccheck_native/test_cuda_header.py compares them with 12.x and 13.x.
  *
  * Driver calls return CUresult; `pcc_cuda_code` translates it into a code of the core. */
-#ifndef PCC_CUDA_H
-#define PCC_CUDA_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -174,5 +173,3 @@ PCC_MUST_CHECK int pcc_gpu_pin(const struct pcc_gpu_device *device, void *bytes,
 /* 0, or a code when the driver still has it registered: its addresses must not be used again then.
  */
 int pcc_gpu_unpin(const struct pcc_gpu_device *device, void *bytes, uint64_t length);
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Locks, outermost first: a tenant's -> the registry's -> a GPU's own. A GPU's lock is held for
  * microseconds and never over a call of the driver; copiers call jobs without it. */
-#ifndef PCC_GPU_H
-#define PCC_GPU_H
+#pragma once
 
 #include <pthread.h>
 
@@ -150,5 +149,3 @@ void pcc_gpu_job_start(struct pcc_gpu *gpu, struct pcc_gpu_job *job);
 /* The GPU is lost and does not answer: the job is not called any more, and its memory is the
  * copier's. False while it is being called. With the owner's lock held. */
 PCC_MUST_CHECK bool pcc_gpu_job_orphan(struct pcc_gpu *gpu, struct pcc_gpu_job *job);
-
-#endif

@@ -8,8 +8,7 @@
  *
  * Any thread. Contexts are made at the first exposure, never at the start, and are given back by
  * pcc_gpus_rest. */
-#ifndef PCC_GPUS_H
-#define PCC_GPUS_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -35,5 +34,3 @@ uint32_t pcc_gpus_info(struct pcc_gpus *gpus, struct pcc_gpu_info *out, uint32_t
 /* Gives back the contexts of GPUs that nothing has used for `unused_ns`: each takes hundreds of
  * megabytes of the GPU's memory. A lost one stays. Blocks for as long as the driver does. */
 void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns);
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Any thread may call any operation at any time; calls block. Offsets, lengths and addresses are
  * multiples of PCC_IO_ALIGN (asserted by the callers below, which also resume short transfers). */
-#ifndef PCC_IO_H
-#define PCC_IO_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -79,5 +78,3 @@ PCC_MUST_CHECK int pcc_io_throttle_open(struct pcc_io *inner, uint64_t bytes_per
  * pcc_io_throttle_open gave. Does not wait. */
 void pcc_io_limit(struct pcc_io *io, uint64_t bytes_per_second);
 uint64_t pcc_io_limit_of(struct pcc_io *io);
-
-#endif

@@ -1,7 +1,6 @@
 /* What the engines on files share. The functions live in pcc_io_pwrite.c: the other engines take
  * from that one whatever they do not do better themselves. */
-#ifndef PCC_IO_FILE_H
-#define PCC_IO_FILE_H
+#pragma once
 
 #include "io/pcc_io.h"
 
@@ -27,5 +26,3 @@ struct pcc_mapping {
  * caller's on failure. */
 PCC_MUST_CHECK int pcc_mapped_start(int fd, uint64_t size_bytes, const struct pcc_mapping *how,
                                     struct pcc_io **out);
-
-#endif

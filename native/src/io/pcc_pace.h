@@ -10,8 +10,7 @@
  * reading. A save waits for nothing here but a short lock.
  *
  * Users are distinguished by uid % PCC_PACE_USERS. Any thread; enter blocks, the rest does not. */
-#ifndef PCC_PACE_H
-#define PCC_PACE_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -39,5 +38,3 @@ enum pcc_pace pcc_pace_try(uint32_t uid);
 /* Waits until a user may read; true when it was given a turn. */
 PCC_MUST_CHECK bool pcc_pace_enter(uint32_t uid);
 void pcc_pace_leave(uint32_t uid);
-
-#endif

@@ -8,8 +8,7 @@
  * With a descriptor store, whatever is made with a label is put there before it is used, and
  * removed when it is destroyed: `LABEL-segment-ID`, `LABEL-state-ID`, ID in 16 hexadecimal digits
  * that are never given out again. */
-#ifndef PCC_POOL_H
-#define PCC_POOL_H
+#pragma once
 
 #include "pool/pcc_store.h"
 
@@ -64,5 +63,3 @@ void pcc_pool_abandon(struct pcc_pool *pool, const char *label, struct pcc_segme
 /* A new sealed memfd, outside the budget. */
 PCC_MUST_CHECK int pcc_memfd_make(const char *name, uint64_t length_bytes, int *fd_out,
                                   void **bytes_out);
-
-#endif

@@ -4,8 +4,7 @@
  * Any thread. Putting blocks until the manager has taken it (BARRIER=1), because it forgets the
  * messages of a process that has died meanwhile. A manager that does not answer within seconds has
  * not stored it, and is not asked again. */
-#ifndef PCC_STORE_H
-#define PCC_STORE_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -31,5 +30,3 @@ struct pcc_store_usage pcc_store_usage(struct pcc_store *store);
 /* One packet, with a descriptor unless `fd` is -1. `flags`: as for sendmsg. 0 or -errno. */
 PCC_MUST_CHECK int pcc_packet_send(int socket_fd, const void *bytes, size_t length, int fd,
                                    int flags);
-
-#endif

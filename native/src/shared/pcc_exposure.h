@@ -1,7 +1,6 @@
 /* What a trainer exposed of its GPUs (pcc_shared.h), taken apart and checked. Numbers only: nothing
  * is opened here. A checked exposure never changes, so that any thread may read it. */
-#ifndef PCC_EXPOSURE_H
-#define PCC_EXPOSURE_H
+#pragma once
 
 #include "shared/pcc_shared.h"
 
@@ -45,5 +44,3 @@ bool pcc_exposure_next_chunk(const struct pcc_exposure_view *view, uint32_t devi
 /* False when the chunk is filled. */
 bool pcc_exposure_next_step(const struct pcc_exposure_view *view, struct pcc_exposure_walk *walk,
                             struct pcc_exposure_step *out);
-
-#endif

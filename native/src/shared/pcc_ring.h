@@ -3,8 +3,7 @@
  * A ring has one producer and one consumer. Each side keeps its own index in private memory and
  * only publishes it; the other side's index is read once per call and checked against the capacity,
  * and only a copy of a message is looked at. Nothing blocks or allocates. */
-#ifndef PCC_RING_H
-#define PCC_RING_H
+#pragma once
 
 #include "shared/pcc_shared.h"
 
@@ -111,5 +110,3 @@ static inline bool pcc_word_move(struct pcc_snapshot *entry, uint64_t snapshot,
     return atomic_compare_exchange_strong_explicit(&entry->word, &expected, pcc_word(snapshot, to),
                                                    memory_order_acq_rel, memory_order_acquire);
 }
-
-#endif

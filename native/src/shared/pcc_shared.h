@@ -14,8 +14,7 @@
  * Bells are futex words: the side that produced something increments the other's bell and wakes it
  * (FUTEX_WAKE, shared); a waiter reads the bell, looks for work, and sleeps only on the value it
  * read. */
-#ifndef PCC_SHARED_H
-#define PCC_SHARED_H
+#pragma once
 
 #include "base/pcc_base.h"
 
@@ -298,5 +297,3 @@ struct pcc_exposed_range {
     uint64_t length_bytes;
 };
 _Static_assert(sizeof(struct pcc_exposed_range) == 32, "exposed range");
-
-#endif
