@@ -4,9 +4,11 @@ The document opens in https://ui.perfetto.dev and chrome://tracing. A process is
 
     gate        the trainer waited until a copy had read its tensors
     admission   a request waited for a lane and a slot
+    in memory   a memory-only checkpoint: the copy, and how long it stayed in the daemon's memory
     lane N      the copy to the daemon's memory; below it write, flush and publish, which overlap
 
-There are as many lanes as checkpoints were in flight at once: no two overlap on a lane.
+There are as many lanes as checkpoints were in flight at once: no two overlap on a lane. A
+memory-only checkpoint takes one when it is written.
 Times are microseconds of CLOCK_MONOTONIC."""
 
 from __future__ import annotations
@@ -92,6 +94,11 @@ def free_lane(ends_ns: list[int], begin_ns: int, end_ns: int) -> int:
     return len(ends_ns) - 1
 
 
+def lane_begin(item: Document) -> int:
+    """When it took a lane, in ns; 0: never."""
+    return whole(item, "first_write" if item.get("in_memory") is True else "begin")
+
+
 def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document]:
     """Slices of one rank, and the names of the tracks that they need."""
     waits: list[int] = []
@@ -111,13 +118,14 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
         if begin:
             begun.append(item)
     for item in sorted(begun, key=lambda one: whole(one, "begin")):
+        if item.get("in_memory") is True:
+            yield from _parked(process, memory, item, now_ns)
+    written = [item for item in begun if lane_begin(item)]
+    for item in sorted(written, key=lane_begin):
         end_ns = whole(item, "ended") or now_ns
-        if item.get("in_memory") is True and not whole(item, "first_write"):
-            yield from _parked(process, memory, item, end_ns)
-            continue
-        lane = free_lane(lanes, whole(item, "begin"), end_ns)
+        lane = free_lane(lanes, lane_begin(item), end_ns)
         yield from _saved(process, _LANES + 2 * lane, item, end_ns)
-    yield from _in_flight(process, begun)
+    yield from _in_flight(process, written)
     if held_any:
         yield from _track(process, _GATE, "gate: the trainer is held")
     for lane in range(len(waits)):
@@ -129,22 +137,20 @@ def _rank(process: int, items: list[Document], now_ns: int) -> Iterator[Document
         yield from _track(process, _LANES + 2 * lane + 1, f"lane {lane}: write, flush, publish")
 
 
-def _parked(process: int, lanes: list[int], item: Document, end_ns: int) -> Iterator[Document]:
-    """Copied, and replaced before it was written, or in memory still."""
-    begin, sealed = whole(item, "begin"), whole(item, "sealed") or end_ns
-    track, facts, step = (
-        _MEMORY + free_lane(lanes, begin, end_ns),
-        _facts(item),
-        whole(item, "step"),
-    )
-    yield _slice(process, track, f"copy {step}", begin, sealed, facts)
-    yield _slice(process, track, f"in memory {step}", sealed, end_ns, facts)
+def _parked(process: int, lanes: list[int], item: Document, now_ns: int) -> Iterator[Document]:
+    """Until it was written, or a newer one replaced it."""
+    begin, end_ns = whole(item, "begin"), lane_begin(item) or whole(item, "ended") or now_ns
+    track, facts = _MEMORY + free_lane(lanes, begin, end_ns), _facts(item)
+    step, sealed = whole(item, "step"), whole(item, "sealed")
+    yield _slice(process, track, f"copy {step}", begin, sealed or end_ns, facts)
+    if sealed:
+        yield _slice(process, track, f"in memory {step}", sealed, end_ns, facts)
 
 
 def _saved(process: int, track: int, item: Document, end_ns: int) -> Iterator[Document]:
     """Copy on one track, the disk on the next."""
     step, facts, state = whole(item, "step"), _facts(item), text(item, "state")
-    for name, since, until in PHASES[1:]:
+    for name, since, until in PHASES[2 if item.get("in_memory") is True else 1 :]:
         if began := whole(item, since):
             place, ended = track + (name != "copy"), whole(item, until) or end_ns
             yield _slice(process, place, f"{name} {step}", began, ended, facts, state)
@@ -190,7 +196,7 @@ def _facts(item: Document) -> Document:
 
 def _in_flight(process: int, items: list[Document]) -> Iterator[Document]:
     """How many checkpoints had a lane, over time."""
-    moves = [(whole(item, "begin"), 1) for item in items]
+    moves = [(lane_begin(item), 1) for item in items]
     moves += [(whole(item, "ended"), -1) for item in items if whole(item, "ended")]
     count = 0
     for at_ns, change in sorted(moves):

@@ -16,7 +16,7 @@ from pccheck_wire.basics import some
 from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
 
-from .saves import LOST, Key, Save, TracedSaves, disk_rates, lags, lanes, losses
+from .saves import LOST, Key, Save, TracedSaves, disk_rates, lags, lanes, losses, parked
 
 SHOWN = 36  # checkpoints of a rank in the timeline, and columns of a chart
 RANKS_SHOWN = 16
@@ -58,9 +58,12 @@ def _sections(saves: TracedSaves) -> Iterable[str]:
     yield _section(
         "In time",
         "Each row is a lane: the copy above, the write to the disk below. Lanes that overlap are "
-        f"checkpoints in flight at once. The last {SHOWN} of each rank are shown.",
+        "checkpoints in flight at once. A memory-only checkpoint has a row of its own until it is "
+        f"written: the copy above, its time in memory below. The last {SHOWN} of each rank are "
+        "shown.",
         _legend(("copy", "copy"), ("write", "write"), ("flush", "flush and publish"),
-                ("held", "training is held"), ("lost", "failed, skipped or superseded"))
+                ("memory", "in memory only"), ("held", "training is held"),
+                ("lost", "failed, skipped or superseded"))
         + _timelines(saves),
     )  # fmt: skip
     yield _section(
@@ -108,14 +111,15 @@ def _table(headings: Sequence[str], lines: Iterable[Sequence[str]], kind: str = 
 
 
 def _ranks(saves: TracedSaves) -> str:
-    headings = ("rank", "durable", "superseded", "skipped", "failed", "in flight",
+    headings = ("rank", "durable", "superseded", "skipped", "failed", "in memory", "in flight",
                 "every", "request to durable", "training held", "disk")  # fmt: skip
     return _table(headings, (_rank(key, items) for key, items in saves.ranks().items()))
 
 
 def _rank(key: Key, items: list[Save]) -> list[str]:
-    ended = Counter("durable" if one.state == "global" else one.state for one in items)
-    counts = [ended.pop(name, 0) for name in ("durable", "superseded", "skipped", "failed")]
+    ended = Counter(_word(one) for one in items)
+    names = ("durable", "superseded", "skipped", "failed", "in memory")
+    counts = [ended.pop(name, 0) for name in names]
     steps = sorted({one.step for one in items})
     apart = [late - early for early, late in itertools.pairwise(steps)]
     total = [took for one in items if (took := one.took_s("requested", "durable")) is not None]
@@ -131,6 +135,12 @@ def _rank(key: Key, items: list[Save]) -> list[str]:
         f"{100 * held:.1f} % of the time",
         render.rate(median(nbytes / took for nbytes, took in wrote)) if wrote else "-",
     ]  # fmt: skip
+
+
+def _word(one: Save) -> str:
+    if one.state == "copied" and one.in_memory:
+        return "in memory"
+    return "durable" if one.state == "global" else one.state
 
 
 # -- in time -----------------------------------------------------------------------------------
@@ -158,24 +168,39 @@ def _timeline(items: list[Save], span: tuple[int, int], now_ns: int) -> str:
         f'<div class="lane">{"".join(_bars(one, span, now_ns) for one in lane)}</div>'
         for lane in lanes(items, now_ns)
     )
+    kept = "".join(
+        f'<div class="lane">{"".join(_parked(one, span, now_ns) for one in row)}</div>'
+        for row in parked(items, now_ns)
+    )
     never = "".join(
         _bar("lost", span, one.requested, one.end(now_ns), _title(one))
         for one in items if not one.begin and one.state in LOST
     )  # fmt: skip
     name = escape(f"{items[0].job} {items[0].rank}")
     thin = "".join(f'<div class="lane thin">{row}</div>' for row in (held, never) if row)
-    return f'<div class="rank"><h3>{name}</h3>{thin}{made}</div>'
+    return f'<div class="rank"><h3>{name}</h3>{thin}{kept}{made}</div>'
 
 
 def _bars(one: Save, span: tuple[int, int], now_ns: int) -> str:
     end, title = one.end(now_ns), _title(one)
     lost = " lost" if one.state in (*LOST, "superseded") else ""
-    made = _bar("copy" + lost, span, one.begin, one.sealed or end, title)
-    made += f'<b style="left:{_at(span, one.sealed or end):.2f}%">{one.step}</b>'
+    read_ns = one.first_write if one.in_memory else one.sealed or end
+    made = "" if one.in_memory else _bar("copy" + lost, span, one.begin, read_ns, title)
+    made += f'<b style="left:{_at(span, read_ns):.2f}%">{one.step}</b>'
     if one.first_write:
         made += _bar("write" + lost, span, one.first_write, one.written or end, title)
     if one.written:
         made += _bar("flush" + lost, span, one.written, one.durable or end, title)
+    return made
+
+
+def _parked(one: Save, span: tuple[int, int], now_ns: int) -> str:
+    end, title = one.parked_end(now_ns), _title(one)
+    lost = " lost" if one.state in LOST else ""
+    made = _bar("copy" + lost, span, one.begin, one.sealed or end, title)
+    made += f'<b style="left:{_at(span, one.sealed or end):.2f}%">{one.step}</b>'
+    if one.sealed:
+        made += _bar("memory" + lost, span, one.sealed, end, title)
     return made
 
 
@@ -197,7 +222,7 @@ def _title(one: Save) -> str:
         if (seconds := one.took_s(since, until)) is not None
     ]
     why = f" ({one.reason})" if one.reason else ""
-    return f"step {one.step}, {one.state}{why}: {', '.join(took) or 'not begun'}"
+    return f"step {one.step}, {_word(one)}{why}: {', '.join(took) or 'not begun'}"
 
 
 def _held_for(one: Save) -> str:
@@ -214,7 +239,10 @@ def _legend(*kinds: tuple[str, str]) -> str:
 
 def _durations(items: list[Save]) -> str:
     lines = []
-    for name, since, until in (*PHASES, ("request to durable", "requested", "durable")):
+    totals = ("request to copied", "requested", "sealed"), (
+        "request to durable", "requested", "durable",
+    )  # fmt: skip
+    for name, since, until in (*PHASES, *totals):
         took = sorted(s for one in items if (s := one.took_s(since, until)) is not None)
         if took:
             late = quantiles(took, n=20)[-1] if len(took) > 1 else took[0]
@@ -247,7 +275,7 @@ def _disk(saves: TracedSaves) -> str:
 def _losses(items: list[Save]) -> str:
     found = losses(items)
     if not found:
-        return "<p>Nothing. A superseded checkpoint is not lost: a newer one was durable first.</p>"
+        return "<p>Nothing. A superseded checkpoint is not lost: a newer one took its place.</p>"
     return _table(
         ("how", "times", "steps", "why"),
         (

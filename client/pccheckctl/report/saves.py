@@ -23,6 +23,7 @@ class Save(NamedTuple):
     sequence: int
     state: str
     reason: str
+    in_memory: bool  # its level is memory
     written_bytes: int
     held_at: int
     held: int
@@ -42,6 +43,15 @@ class Save(NamedTuple):
 
     def end(self, now_ns: int) -> int:
         return self.ended or now_ns
+
+    @property
+    def lane_begin(self) -> int:
+        """When it took a lane: of a memory-only one when it was written; 0: never."""
+        return self.first_write if self.in_memory else self.begin
+
+    def parked_end(self, now_ns: int) -> int:
+        """When it was no longer in memory only."""
+        return self.lane_begin or self.end(now_ns)
 
 
 class TracedSaves(NamedTuple):
@@ -76,8 +86,9 @@ def saves_of(document: Document, *, job: str | None, uid: int | None) -> TracedS
 
 def _save(row: Document) -> Save:
     texts = {name: text(row, name) for name in ("job", "state", "reason")}
-    numbers = {name: whole(row, name) for name in Save._fields if name not in texts}
-    return Save(**texts, **numbers)  # type: ignore[arg-type]
+    names = [name for name in Save._fields if name not in (*texts, "in_memory")]
+    numbers = {name: whole(row, name) for name in names}
+    return Save(**texts, **numbers, in_memory=row.get("in_memory") is True)  # type: ignore[arg-type]
 
 
 def disk_rates(items: Iterable[Save], span_ns: tuple[int, int], bins: int) -> list[float]:
@@ -141,12 +152,22 @@ def losses(items: Iterable[Save]) -> list[Loss]:
 
 
 def lanes(items: Sequence[Save], now_ns: int) -> list[list[Save]]:
-    """Those that had begun, such that those of one lane do not overlap."""
+    """Those that had a lane, such that those of one lane do not overlap."""
+    return _apart([(one.lane_begin, one.end(now_ns), one) for one in items if one.lane_begin])
+
+
+def parked(items: Sequence[Save], now_ns: int) -> list[list[Save]]:
+    """The memory-only ones, such that those of one row do not overlap there."""
+    begun = (one for one in items if one.in_memory and one.begin)
+    return _apart([(one.begin, one.parked_end(now_ns), one) for one in begun])
+
+
+def _apart(spans: list[tuple[int, int, Save]]) -> list[list[Save]]:
     found: list[list[Save]] = []
     ends_ns: list[int] = []
-    for one in sorted((one for one in items if one.begin), key=lambda one: one.begin):
-        lane = free_lane(ends_ns, one.begin, one.end(now_ns))
-        if lane == len(found):
+    for begin_ns, end_ns, one in sorted(spans, key=lambda span: span[0]):
+        row = free_lane(ends_ns, begin_ns, end_ns)
+        if row == len(found):
             found.append([])
-        found[lane].append(one)
+        found[row].append(one)
     return found

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from pccheckctl.report import saves as report
 from pccheckctl.report.page import page
 from pccheckctl.report.saves import TracedSaves, disk_rates, lags, lanes, losses, saves_of
 from pccheckd.tenancy.checkpoint import Record
@@ -121,3 +122,29 @@ def test_losses_are_counted_by_reason() -> None:
         ("failed", "disk full", [1, 2]),
         ("skipped", "all slots are busy", [3]),
     ]
+
+
+def parked(step: int, begin: int, end: int, **more: object) -> Record:
+    """Copied in 3 ms, and replaced in memory at `end`."""
+    made = record(step, begin, end, state="superseded")._replace(
+        in_memory=True, reason="a newer checkpoint is in memory", first_write=0, written=0,
+        flushed=0, durable=0,
+    )  # fmt: skip
+    return made._replace(**more)  # type: ignore[arg-type]
+
+
+def test_what_is_in_memory_only_has_a_row_until_it_is_written() -> None:
+    written = record(2, 20, 90)._replace(in_memory=True, first_write=60 * MS)
+    newest = parked(4, 40, 0, state="copied", ended=0, reason="")
+    found = saves(record(1, 10, 30), written, parked(3, 30, 45), live=(newest,))
+    assert [[one.step for one in lane] for lane in lanes(found.items, 1000 * MS)] == [[1, 2]]
+    assert [[one.step for one in row] for row in report.parked(found.items, 1000 * MS)] == [
+        [2], [3], [4],
+    ]  # fmt: skip
+    text = page(found)
+    shown = parsed(text)
+    assert text.count('<i class="memory"') == 4  # with the legend's
+    assert any("step 3, superseded (a newer" in bar for bar in shown.bars)
+    assert any("step 4, in memory" in bar for bar in shown.bars)
+    assert "memory lost" not in text and "copy lost" not in text
+    assert shown.said[shown.said.index("job 0") :][:7] == ["job 0", "2", "1", "0", "0", "1", "0"]

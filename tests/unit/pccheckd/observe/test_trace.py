@@ -105,3 +105,24 @@ def test_one_that_failed_ends_where_it_failed_and_one_in_flight_goes_on_until_no
 
 def test_nothing_is_a_trace_too() -> None:
     assert viewer.chrome(made([]))["traceEvents"] == []
+
+
+def test_what_is_in_memory_only_takes_a_lane_when_it_is_written() -> None:
+    replaced = record(1, 10, 40, state="superseded")._replace(
+        in_memory=True, first_write=0, written=0, flushed=0
+    )
+    written = record(2, 20, 90)._replace(in_memory=True, first_write=60 * MS)
+    chrome = viewer.chrome(made([replaced, written, record(3, 30, 55)]))
+    names = [
+        (event["name"], whole(event, "tid") // 100 * 100)
+        for event in slices(chrome)
+        if event["name"] != "held by the gate" and "wait" not in str(event["name"])
+    ]
+    memory, lanes = viewer._MEMORY, viewer._LANES
+    assert names == [
+        ("copy 1", memory), ("in memory 1", memory), ("copy 2", memory), ("in memory 2", memory),
+        *((f"{part} 3", lanes) for part in ("copy", "write", "flush", "publish")),
+        *((f"{part} 2", lanes) for part in ("write", "flush", "publish")),
+    ]  # fmt: skip
+    counts = [e["args"]["checkpoints"] for e in rows(chrome, "traceEvents") if e["ph"] == "C"]  # type: ignore[index]
+    assert max(counts) == 1  # they take the lane one after another
