@@ -18,7 +18,7 @@ from pccheckd.tenancy.tenant import Tenant
 from pccheckd.upkeep.scrub import Scrubber
 
 from .health import Health
-from .report import chunks, gpu_uuid, pinned_bytes, troubles
+from .report import chunks, death_costs, gpu_uuid, pinned_bytes, troubles
 
 #: Not "job": Prometheus gives that label to every target, and would rename ours.
 RANK = ("uid", "job_name", "rank")
@@ -46,6 +46,7 @@ def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]
         *_gpus(engine.driver.info()),
         Family("sessions", "Connected processes", list(connected.items()), ("role", "transfer")),
         *_groups(registry.jobs.values()),
+        *_death_costs(registry.jobs.values()),
         *_ranks(ranks),
         *_scrub(scrubber),
     ]
@@ -119,6 +120,24 @@ def _groups(jobs: Iterable[Job]) -> Iterator[Family]:
         "behind", "Newer checkpoints that other ranks have durable and this rank does not",
         (((*k, str(rank)), count) for k, one in found for rank, count in one.behind.items()),
         "rank",
+    )  # fmt: skip
+
+
+def _death_costs(jobs: Iterable[Job]) -> Iterator[Family]:
+    """As in status, of jobs with checkpoints that are in memory only."""
+    found = [
+        ((str(job.uid), job.name, dies), one)
+        for job in jobs
+        for dies, one in death_costs(job).items()
+    ]
+    labels = (*RANK[:2], "dies")
+    yield Family(
+        "death_cost_steps", "Steps that would be lost now; none where all would be",
+        [(key, one.lost_steps) for key, one in found if one.lost_steps is not None], labels,
+    )  # fmt: skip
+    yield Family(
+        "death_cost_seconds", "Seconds of training that would be lost now",
+        [(key, one.lost_s) for key, one in found], labels,
     )  # fmt: skip
 
 

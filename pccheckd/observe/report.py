@@ -9,7 +9,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pccheck_native import catalog
 from pccheck_native.identity import hexadecimal
@@ -21,7 +21,6 @@ from pccheckd import VERSION
 from pccheckd.base.access import has_access
 from pccheckd.config.options import Config
 from pccheckd.core.engine import Engine
-from pccheckd.group import parked
 from pccheckd.group.explain import Standing
 from pccheckd.group.job import Job
 from pccheckd.jobs.inherited import Summary
@@ -87,7 +86,7 @@ async def status(
         "scrub": scrub,
         "sessions": rows,
         "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
-        "memory": [_memory(job, cost) for job in jobs if (cost := job.parked.costs())],
+        "memory": [cost for job in jobs if (cost := _memory(job))],
         "ranks": ranks,
         "warnings": warnings,
         "notices": [
@@ -300,21 +299,36 @@ def _group(job: Job, found: Standing) -> Document:
     )  # fmt: skip
 
 
-def _memory(job: Job, found: parked.DeathCosts) -> Document:
-    """What the death of a process, or of the node, would cost now: from the last request back to
-    what all ranks have copied, or durable. None: all."""
+class DeathCost(NamedTuple):
+    """Of a process, or of the node. None: nothing would be left, and all steps are lost."""
+
+    step: int | None  # that would be left
+    lost_steps: int | None
+    lost_s: float  # of training
+
+
+def death_costs(job: Job) -> dict[str, DeathCost]:
+    """What a death would cost now: from the last request back to what all ranks have copied, or
+    durable; or back to this run's first request, if that one is not remembered. Empty for a job
+    that has nothing in memory only."""
+    found = job.parked.costs()
+    if found is None:
+        return {}
     step, asked_ns = found.asked
+    firsts = (one.ledger.first_request_ns for one in job.tenants.values())
+    first_ns = min(filter(None, firsts), default=asked_ns)
 
-    def cost(since: tuple[int, int] | None) -> Document | None:
-        if since is None:
-            return None
-        seconds = _ago(since[1]) if since[1] else None
-        return {"step": since[0], "lost_steps": max(0, step - since[0]), "lost_s": seconds}
+    def cost(left: tuple[int, int] | None) -> DeathCost:
+        if left is None:
+            return DeathCost(None, None, _ago(first_ns))
+        return DeathCost(left[0], max(0, step - left[0]), _ago(left[1] or first_ns))
 
-    return {
-        "uid": job.uid, "job": job.name, "step": step, "requested_s": _ago(asked_ns),
-        "process": cost(found.copied), "node": cost(found.durable),
-    }  # fmt: skip
+    return {"process": cost(found.copied), "node": cost(found.durable)}
+
+
+def _memory(job: Job) -> Document | None:
+    costs = {dies: one._asdict() for dies, one in death_costs(job).items()}
+    return {"uid": job.uid, "job": job.name, **costs} if costs else None
 
 
 def in_memory(asker_uid: int, registry: Registry, job: str) -> list[Document]:

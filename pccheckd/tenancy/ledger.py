@@ -41,7 +41,8 @@ class Ledger:
         self._trainer = 0  # the session of the present trainer, or of the last one ...
         self._has_saved = False  # ... a checkpoint of it became durable ...
         self._has_ended = False  # ... and it has ended
-        self.last_request_ns = 0  # CLOCK_MONOTONIC; 0 before the first
+        #: CLOCK_MONOTONIC; 0 before the first. The first one is of the present session.
+        self.first_request_ns = self.last_request_ns = 0
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
         #: Durable and not yet read from the volume: sequence and world size.
         self.appearing: dict[int, int] = {}
@@ -53,9 +54,14 @@ class Ledger:
         self.numbered(checkpoint)
         self._moving = [*self.live(), checkpoint]
         self.last_request_ns = checkpoint.requested_ns
+        self.first_request_ns = self.first_request_ns or checkpoint.requested_ns
         if not checkpoint.in_memory:
             self._requested_ns.append(checkpoint.requested_ns)
-        for old in [k for k, c in self.checkpoints.items() if not c.live][: -HISTORY or None]:
+        ended = [(key, one) for key, one in self.checkpoints.items() if not one.live]
+        # Between two on the disk there may be any number that were in memory only.
+        on_disk = [key for key, one in ended if one.state in (State.DURABLE, State.GLOBAL)]
+        others = [key for key, one in ended if one.state not in (State.DURABLE, State.GLOBAL)]
+        for old in (*on_disk[:-HISTORY], *others[:-HISTORY]):
             forgotten = self.checkpoints.pop(old)
             if self.by_sequence.get(forgotten.sequence) is forgotten:
                 del self.by_sequence[forgotten.sequence]
@@ -76,6 +82,7 @@ class Ledger:
     def trainer_came(self, session: int) -> None:
         """Failures of an earlier trainer count until a checkpoint is durable."""
         self._trainer, self._has_saved, self._has_ended = session, False, False
+        self.first_request_ns = 0
 
     def trainer_ended(self) -> None:
         """If the trainer has saved something, only what fails from now on counts as trouble."""

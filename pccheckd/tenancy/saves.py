@@ -175,6 +175,7 @@ class Saves:
         elif checkpoint.is_parked:  # the core reports its times only if it is written
             at_ns = checkpoint.at_ns
             checkpoint.times_ns |= {"begin": at_ns[State.COPYING], "sealed": at_ns[State.COPIED]}
+            checkpoint.copied_bytes = checkpoint.payload_bytes  # nothing of it is offered
             self._group.decide_soon()
 
     def failed_before_request(self, count: int) -> None:

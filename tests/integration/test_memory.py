@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pccheck_native import LEVEL_MEMORY, catalog
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Goodbye
 from tests.conftest import SMALL
+from tests.integration.test_observability import base, get
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.manager import ServedDaemon
@@ -197,11 +199,40 @@ def test_status_and_list_say_what_is_in_memory(
         park(group, step)
     park(group[:1], 4)
     (cost,) = daemon.status()["memory"]
-    assert (cost["step"], cost["process"]["step"], cost["process"]["lost_steps"]) == (4, 3, 1)
-    assert cost["node"] is None
+    assert (cost["process"]["step"], cost["process"]["lost_steps"]) == (3, 1)
+    assert (cost["node"]["step"], cost["node"]["lost_steps"]) == (None, None)
+    assert cost["node"]["lost_s"] > cost["process"]["lost_s"] > 0
 
     said = ctl(None, "status", "--socket", daemon.socket).out
     assert "memory   job: step 3 in memory; a dead process costs 1 step (" in said
-    assert "a dead node all steps" in said
-    listed = ctl(None, "list", "--socket", daemon.socket).out.splitlines()
+    assert "a dead node all steps (" in said
+    listed = ctl(None, "list", "job", "--socket", daemon.socket).out.splitlines()
     assert len([line for line in listed if "in memory" in line]) == 3  # step 4 on rank 0 only
+
+
+def test_metrics_say_what_is_in_memory(start_daemon: Start, members: Members) -> None:
+    daemon = start_daemon(*SMALL, *STUCK, "--metrics", "127.0.0.1:0")
+    group = members(daemon, 2)
+    for step in range(1, 4):
+        park(group, step)
+    park(group[:1], 4)
+    found = {
+        name: {
+            (one.labels["job_name"], one.labels.get("rank") or one.labels["dies"]): one.value
+            for one in samples(daemon)
+            if one.name == f"pccheck_{name}"
+        }
+        for name in ("death_cost_steps", "death_cost_seconds", "in_memory", "memory_step",
+                     "copied_bytes_total")
+    }  # fmt: skip
+    assert found["death_cost_steps"] == {("job", "process"): 1}  # the node: all
+    lost_s = found["death_cost_seconds"]
+    assert lost_s["job", "node"] > lost_s["job", "process"] > 0
+    assert found["memory_step"] == {("job", "0"): 4, ("job", "1"): 3}
+    assert found["in_memory"] == {("job", "0"): 2, ("job", "1"): 1}
+    assert found["copied_bytes_total"]["job", "1"] > SIZE  # step 2 was replaced
+
+
+def samples(daemon: Daemon) -> list[Any]:
+    families = text_string_to_metric_families(get(f"{base(daemon)}/metrics")[1])
+    return [one for family in families for one in family.samples]

@@ -82,7 +82,7 @@ def test_metrics_of_a_job_and_every_name_in_use(
     assert values["pccheck_front_restarts_total"] == {"": 0}
     missing = names_in_use() - values.keys()
     assert not missing, f"dashboard or alerts use what is not exported: {sorted(missing)}"
-    known = labels | {"stage", "error", "instance", "job", "gpu", "name"}
+    known = labels | {"stage", "error", "instance", "job", "gpu", "name", "dies"}
     assert labels_in_use() <= known
     assert get(f"{base(daemon)}/healthz") == (200, "ok\n")
     assert get(f"{base(daemon)}/readyz") == (200, "ready\n")

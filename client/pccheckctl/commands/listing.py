@@ -23,7 +23,8 @@ def run(arguments: argparse.Namespace) -> int:
     every = _listing(arguments)
     document = filtered(every, arguments.rank)
     hidden = rows(document, "unreadable") + rows(document, "incomplete")
-    if arguments.job and not rows(document, "checkpoints") and not rows(document, "unreadable"):
+    found = (rows(document, key) for key in ("checkpoints", "in_memory", "unreadable"))
+    if arguments.job and not any(found):
         raise _nothing(arguments, every)
     code = DamagedError.exit_code if hidden else 0
     answer(arguments, document, lambda: as_text(document))

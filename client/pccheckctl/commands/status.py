@@ -155,17 +155,16 @@ def _memory(one: Document) -> str:
     places = [
         f"step {found.get('step')} {where}"
         for found, where in ((copied, "in memory"), (durable, "on disk"))
-        if found
+        if found.get("step") is not None
     ]
     costs = f"a dead process costs {_cost(copied)}, a dead node {_cost(durable)}"
     return f"memory   {text(one, 'job')}: {', '.join(places)}; {costs}"
 
 
 def _cost(found: Document) -> str:
-    if not found:
-        return "all steps"
-    seconds = number(found, "lost_s")
-    took = f" ({render.duration(seconds)})" if seconds is not None else ""
+    took = f" ({render.duration(number(found, 'lost_s') or 0)})"
+    if found.get("lost_steps") is None:
+        return f"all steps{took}"
     return f"{render.plural(whole(found, 'lost_steps'), 'step')}{took}"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from pccheck_native import _core
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
-from pccheckd.tenancy.checkpoint import RankCheckpoint
-from pccheckd.tenancy.ledger import COUNT_MAX, Ledger
+from pccheckd.tenancy.checkpoint import End, RankCheckpoint
+from pccheckd.tenancy.ledger import COUNT_MAX, HISTORY, Ledger
 
 
 def test_failures_in_a_row_outlive_their_trainer() -> None:
@@ -101,3 +101,18 @@ def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
     ]  # fmt: skip
     assert ledger.newer_than(items[1]) == (3, 3)
     assert ledger.became_global(3, {1, 3}) == []  # reported once
+
+
+def test_what_is_durable_is_remembered_beside_many_that_were_in_memory_only() -> None:
+    ledger = Ledger()
+    old = durable(ledger, 1)
+    for number in range(2, 2 * HISTORY):
+        replaced = RankCheckpoint(
+            session=1, snapshot=number, step=number, payload_bytes=1, skip_when_busy=False,
+            incarnation=1, world_size=1, requested_ns=number, in_memory=True, sequence=number,
+        )  # fmt: skip
+        ledger.add(replaced)
+        replaced.advance(State.COPIED, number)
+        ledger.refuse(replaced, End(State.SUPERSEDED, Why(Cause.REPLACED_IN_MEMORY, number + 1)))
+    assert ledger.of_sequence(1) is old
+    assert len(ledger.checkpoints) <= HISTORY + 2
