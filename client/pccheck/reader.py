@@ -88,7 +88,7 @@ class Reader(Closing):
     ) -> NoCheckpointError:
         what = f"checkpoint{which(step, sequence)}"
         if not near:
-            jobs = sorted({one.job for one in self._source.held(uid=self._uid).checkpoints})
+            jobs = sorted({one.id.job for one in self._source.held(uid=self._uid).checkpoints})
             return NoCheckpointError(
                 f"job {self.job!r} has no checkpoint in {self._source.path}",
                 hint=f"{did_you_mean([self.job], jobs)}see: pccheckctl list",

@@ -110,7 +110,7 @@ class Storage(Closing):
 
             return DaemonSource(self.socket, self.path).verify(checkpoint, None)
         with contextlib.closing(self.open([checkpoint])) as payloads:
-            return payloads.verify(checkpoint.rank, part), False
+            return payloads.verify(checkpoint.id.rank, part), False
 
     def listing(self, job: str = "", *, uid: int | None = None) -> Document:
         """What `list --json` prints; the daemon's document has the same keys."""
@@ -123,7 +123,7 @@ class Storage(Closing):
         warnings = [f"{item.file.path}: {reason_of(item)}" for item in found.unreadable]
         warnings += [f"{file.path}: {catalog.RECORD_LOST}" for file in found.incomplete]
         warnings += [
-            f"{one.volume_path}: the checkpoint of step {one.step} is damaged"
+            f"{one.volume_path}: the checkpoint of step {one.id.step} is damaged"
             for one in found.checkpoints
             if one.is_damaged
         ]
@@ -222,7 +222,7 @@ def _groups(found: catalog.Catalog) -> list[Document]:
     """One entry per job of several ranks, with the newest checkpoint that all of them have."""
     jobs: dict[tuple[int, str], list[catalog.StoredCheckpoint]] = {}
     for one in found.checkpoints:
-        jobs.setdefault((one.uid, one.job), []).append(one)
+        jobs.setdefault(one.id[:2], []).append(one)
     documents: list[Document] = []
     for (uid, job), checkpoints in sorted(jobs.items()):
         by_rank = catalog.by_rank(checkpoints)
@@ -231,8 +231,8 @@ def _groups(found: catalog.Catalog) -> list[Document]:
             continue
         common = None
         if shared := catalog.common_step(by_rank, world_size):
-            newest = max(shared.values(), key=lambda one: one.wall_ns)
-            common = {name: getattr(newest, name) for name in ("sequence", "step", "wall_ns")}
+            newest = catalog.checkpoint_document(max(shared.values(), key=lambda c: c.wall_ns))
+            common = {name: newest[name] for name in ("sequence", "step", "wall_ns")}
         behind = group.behind(catalog.ranks_of(by_rank), world_size)
         documents.append(catalog.group_document(uid, job, world_size, common, behind))
     return documents
@@ -253,8 +253,8 @@ def of_job(
 
 def any_of_job(found: catalog.Catalog, job: str) -> dict[int, list[catalog.StoredCheckpoint]]:
     """The same, empty where nothing is stored. Raises why what is stored cannot be read."""
-    mine = [one for one in found.checkpoints if one.job == job]
-    one_owner(job, (one.uid for one in mine))
+    mine = [one for one in found.checkpoints if one.id.job == job]
+    one_owner(job, (one.id.uid for one in mine))
     for item in found.unreadable:
         if item.file.job == job and not mine:
             raise error_of(item)
@@ -272,7 +272,9 @@ def matching(
     checkpoints: Iterable[catalog.StoredCheckpoint], *, step: int | None, sequence: int | None
 ) -> list[catalog.StoredCheckpoint]:
     return [
-        one for one in checkpoints if step in (None, one.step) and sequence in (None, one.sequence)
+        one
+        for one in checkpoints
+        if step in (None, one.id.step) and sequence in (None, one.id.sequence)
     ]
 
 
@@ -294,4 +296,5 @@ def which(step: int | None, sequence: int | None) -> str:
 
 def ranks_of(by_rank: dict[int, list[catalog.StoredCheckpoint]]) -> int:
     """The size of the group that made the newest checkpoints."""
-    return max((found[0] for found in by_rank.values()), key=lambda one: one.sequence).world_size
+    newest = max((found[0].id for found in by_rank.values()), key=lambda one: one.sequence)
+    return newest.world_size

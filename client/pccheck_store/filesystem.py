@@ -66,7 +66,7 @@ class PCcheckFileSystem(AbstractFileSystem):  # type: ignore[misc]
         elif place.job:
             found = [_step(place.job, stored) for stored, _ in self._checkpoints(place.job)]
         else:
-            jobs = {one.job for one in self._source.held(uid=self._uid).checkpoints}
+            jobs = {one.id.job for one in self._source.held(uid=self._uid).checkpoints}
             found = [_directory(job) for job in sorted(jobs)]
         return found if detail else [one["name"] for one in found]
 

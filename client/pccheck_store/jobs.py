@@ -49,7 +49,7 @@ def checkpoints_of(
     for rank, checkpoints in ranks.items():
         for one in checkpoints:
             # A rank that saved alone counts alone: other ranks may have the same sequence.
-            alone = rank if one.world_size == 1 else None
+            alone = rank if one.id.world_size == 1 else None
             same.setdefault((one.held(), alone), {})[rank] = one
     found = []
     for (held, _), parts in same.items():

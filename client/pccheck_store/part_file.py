@@ -48,7 +48,7 @@ class PartFile:
         part, only = content, ""
         if name != WHOLE or WHOLE not in parts_of(content):
             try:
-                part, only = selection.only(content, name, one.job), name
+                part, only = selection.only(content, name, one.id.job), name
             except UsageError as error:
                 raise FileNotFoundError(error.message) from error
         pieces, _ = pieces_of(part)

@@ -54,7 +54,7 @@ class DaemonSource:
         return LeasedPayloads(parts, self._socket)
 
     def verify(self, checkpoint: catalog.StoredCheckpoint, part: Subset | None) -> tuple[int, bool]:
-        one = checkpoint
+        one = checkpoint.id
         try:
             with Observer(self._socket) as observer:
                 document = observer.verify(
@@ -108,13 +108,13 @@ class LeasedPayloads(DaemonPayloads):
 
     def __init__(self, parts: Sequence[catalog.StoredCheckpoint], socket: str | None) -> None:
         """Raises RecycledError when the daemon has used the slot of the first part."""
-        one = parts[0]
+        one = parts[0].id
         hello = Hello(
             PROTOCOL_VERSION, Role.READER, VERSION, os.getpid(), job=one.job, rank=one.rank,
             world_size=one.rank + 1, solo=True, uid=one.uid,
         )  # fmt: skip
         self.loads, self.load_broken_off = itertools.count(1), False
-        self._listed = {part.rank for part in parts}
+        self._listed = {part.id.rank for part in parts}
         self._attachment = attach.connect(hello, socket)
         try:
             opened = self._attachment.request(Open(step=one.step, before=one.sequence + 1))

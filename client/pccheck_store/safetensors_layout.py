@@ -119,7 +119,7 @@ def metadata_of(
     the paths of the values that JSON cannot hold."""
     values, left_out = _values(content)
     names = ("job", "rank", "world_size", "step", "sequence")
-    made = {"format": "pt"} | {f"pccheck.{name}": str(getattr(one, name)) for name in names}
+    made = {"format": "pt"} | {f"pccheck.{name}": str(getattr(one.id, name)) for name in names}
     if only:
         made["pccheck.only"] = only
     made["pccheck.values"] = json.dumps(values)

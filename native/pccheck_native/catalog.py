@@ -60,34 +60,6 @@ class StoredCheckpoint(NamedTuple):
     own_bytes: int | None = None  # of its payload, in its own slot; None: not known
 
     @property
-    def uid(self) -> int:
-        return self.id.uid
-
-    @property
-    def job(self) -> str:
-        return self.id.job
-
-    @property
-    def rank(self) -> int:
-        return self.id.rank
-
-    @property
-    def sequence(self) -> int:
-        return self.id.sequence
-
-    @property
-    def step(self) -> int:
-        return self.id.step
-
-    @property
-    def incarnation(self) -> int:
-        return self.id.incarnation
-
-    @property
-    def world_size(self) -> int:
-        return self.id.world_size
-
-    @property
     def is_damaged(self) -> bool:
         """A reader found it damaged."""
         return bool(self.flags & SLOT_DAMAGED)
@@ -104,7 +76,7 @@ class StoredCheckpoint(NamedTuple):
 
     def held(self, *, usable: bool = True) -> Held:
         """For `group.py`: equal for the parts that several ranks have of one checkpoint."""
-        return Held(self.sequence, self.step, self.incarnation, self.world_size, usable)
+        return Held(self.id.sequence, self.id.step, self.id.incarnation, self.id.world_size, usable)
 
 
 class Unreadable(NamedTuple):
@@ -141,14 +113,14 @@ def _own_bytes(volume: Volume, one: StoredCheckpoint) -> int | None:
     if not one.base:
         return one.payload_bytes
     try:
-        return volume.own_bytes(one.sequence)
+        return volume.own_bytes(one.id.sequence)
     except (NativeError, OSError):
         return None
 
 
 def bases(checkpoints: Collection[StoredCheckpoint], sequences: Collection[int]) -> set[int]:
     """What those of a rank's checkpoints refer to: kept for as long as they are."""
-    return {one.base for one in checkpoints if one.sequence in sequences and one.base}
+    return {one.base for one in checkpoints if one.id.sequence in sequences and one.base}
 
 
 def checkpoints_of(volume: Volume, path: Path) -> list[StoredCheckpoint]:
@@ -161,7 +133,7 @@ def checkpoints_of(volume: Volume, path: Path) -> list[StoredCheckpoint]:
 
 def newest_first(checkpoints: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """By sequence, never by step. Meant for the checkpoints of one rank."""
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.sequence, reverse=True)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.id.sequence, reverse=True)
 
 
 def scan(
@@ -206,7 +178,7 @@ def scan(
         catalog.checkpoints.extend(found)
     for file, why in list_hidden(storage, uid=uid, job=job):
         catalog.unreadable.append(Unreadable(file, *_why_hidden(why)))
-    catalog.checkpoints.sort(key=lambda c: (c.uid, c.job, c.rank, -c.sequence))
+    catalog.checkpoints.sort(key=lambda c: (*c.id[:3], -c.id.sequence))
     return catalog
 
 
@@ -220,7 +192,7 @@ def by_rank(checkpoints: Iterable[StoredCheckpoint]) -> dict[int, list[StoredChe
     """The checkpoints of one job, newest first for each rank."""
     ranks: dict[int, list[StoredCheckpoint]] = {}
     for checkpoint in checkpoints:
-        ranks.setdefault(checkpoint.rank, []).append(checkpoint)
+        ranks.setdefault(checkpoint.id.rank, []).append(checkpoint)
     return {rank: newest_first(found) for rank, found in sorted(ranks.items())}
 
 
@@ -243,7 +215,7 @@ def common_step(
                 rank: one
                 for rank in range(world_size)
                 for one in ranks.get(rank, ())
-                if one.sequence == held.sequence
+                if one.id.sequence == held.sequence
             }
     return None
 
@@ -254,20 +226,20 @@ def checkpoint_documents(checkpoints: Iterable[StoredCheckpoint]) -> list[dict[s
     jobs: dict[tuple[int, str], dict[int, list[StoredCheckpoint]]] = {}
     every = list(checkpoints)
     for one in every:
-        jobs.setdefault((one.uid, one.job), {}).setdefault(one.rank, []).append(one)
+        jobs.setdefault(one.id[:2], {}).setdefault(one.id.rank, []).append(one)
     shared = {
         (*key, held.sequence)
         for key, ranks in jobs.items()
         for held in common(ranks_of(ranks))
         if held.world_size > 1
     }
-    steps = {(one.uid, one.job, one.rank, one.sequence): one.step for one in every}
+    steps = {one.id[:4]: one.id.step for one in every}
     old = {(*key, rank) for key, ranks in jobs.items() for rank in stale(ranks_of(ranks))}
     return [
         checkpoint_document(one)
-        | {"base_step": steps.get((one.uid, one.job, one.rank, one.base))}
-        | {"global": (one.uid, one.job, one.sequence) in shared}
-        | {"stale": (one.uid, one.job, one.rank) in old}
+        | {"base_step": steps.get((*one.id[:3], one.base))}
+        | {"global": (*one.id[:2], one.id.sequence) in shared}
+        | {"stale": one.id[:3] in old}
         for one in every
     ]
 

@@ -62,7 +62,7 @@ def victims(
         made.append(
             Victim(
                 file, stat.st_blocks * 512, stat.st_mtime, info is not None and info.done,
-                len(mine), mine[0].step if mine else None, bad.reason if bad else "",
+                len(mine), mine[0].id.step if mine else None, bad.reason if bad else "",
             )
         )  # fmt: skip
     return made

@@ -86,10 +86,10 @@ def verify_part(volume: Volume, found: StoredCheckpoint, subset: Subset) -> int:
     """Reads and checks the pieces, and always the tree and the manifest; how many bytes of the
     payload that were, each counted once. Raises as `Volume.read_into` does."""
     count, tree_end = found.tree_bytes, found.tree_offset + found.tree_bytes
-    volume.read(found.sequence, found.tree_offset, found.tree_bytes)
+    volume.read(found.id.sequence, found.tree_offset, found.tree_bytes)
     pieces = Pieces(piece_bytes(found.payload_bytes))
-    for offset, length in subset.ranges(found.sequence, found.payload_bytes):
-        pieces.check(volume, found.sequence, offset, length)
+    for offset, length in subset.ranges(found.id.sequence, found.payload_bytes):
+        pieces.check(volume, found.id.sequence, offset, length)
         again = min(offset + length, tree_end) - max(offset, found.tree_offset)
         count += length - max(again, 0)
     return count

@@ -329,7 +329,7 @@ def _became(tenant: Tenant, body: messages.Describe) -> messages.Described:
         return _described(inherited, tenant.ledger)
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
         return messages.Described(
-            body.snapshot, messages.CheckpointState.DURABLE, found.sequence, found.step
+            body.snapshot, messages.CheckpointState.DURABLE, found.id.sequence, found.id.step
         )
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
 

@@ -23,7 +23,7 @@ def verify(
     results: list[Document] = []
     for path, volume in volumes:
         for item in catalog.checkpoints_of(volume, path):
-            if sequence in (0, item.sequence) and not ends():
+            if sequence in (0, item.id.sequence) and not ends():
                 with contextlib.suppress(FileNotFoundError):  # newer ones have replaced it
                     results.append(_verified(volume, item, part))
     return {"schema": SCHEMA, "checkpoints": results}
@@ -35,7 +35,7 @@ def _verified(
     problem, read = "", 0
     try:
         if part is None:
-            volume.verify(item.sequence)
+            volume.verify(item.id.sequence)
             read = item.payload_bytes
         else:
             read = verify_part(volume, item, part)

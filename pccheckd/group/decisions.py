@@ -197,7 +197,7 @@ class Decisions:
         if current is None:
             return set()
         there = current.checkpoints
-        staying = current.pinned | catalog.bases(there, {found.sequence for found in there})
+        staying = current.pinned | catalog.bases(there, {found.id.sequence for found in there})
         return group.pins(
             self.known(), rank, self._members.of(rank, owner.process).incarnation,
             after=owner.restored or 0, slots=current.info.slots - len(staying),

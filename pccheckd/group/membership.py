@@ -35,7 +35,7 @@ class Membership:
             return start.world_size
         every = [t.volumes.checkpoints() for t in self.tenants.values()]
         newest = [checkpoints[0] for checkpoints in every if checkpoints]
-        return max(newest, key=lambda found: found.sequence).world_size if newest else 1
+        return max(newest, key=lambda found: found.id.sequence).id.world_size if newest else 1
 
     @property
     def is_shared(self) -> bool:
@@ -43,7 +43,7 @@ class Membership:
         if self.world_size > 1 or len(self.tenants) > 1:
             return True
         left = (found for t in self.tenants.values() for found in t.volumes.checkpoints())
-        return any(found.world_size > 1 for found in left)
+        return any(found.id.world_size > 1 for found in left)
 
     def absent(self) -> list[int]:
         """Ranks of the current start without a live process."""

@@ -201,8 +201,10 @@ class Parked:
 
     def _step(self, one: Known) -> int:
         tenant = self._members.tenants[next(iter(one.places))]
-        found = tenant.ledger.of_sequence(one.sequence) or tenant.volumes.checkpoint(one.sequence)
-        return found.step if found is not None else 0
+        if (live := tenant.ledger.of_sequence(one.sequence)) is not None:
+            return live.step
+        stored = tenant.volumes.checkpoint(one.sequence)
+        return stored.id.step if stored is not None else 0
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class Parked:
                     wanted.add(one)
             is_usable = tenant.retention.is_usable
             durable = {
-                c.sequence: c.world_size for c in tenant.volumes.checkpoints() if is_usable(c)
+                c.id.sequence: c.id.world_size for c in tenant.volumes.checkpoints() if is_usable(c)
             }
             for sequence, size in (tenant.ledger.appearing | durable).items():
                 places.setdefault((sequence, _members(rank, size)), {})[rank] = PartState.DURABLE

@@ -7,6 +7,7 @@ import time
 
 from pccheck_native import catalog, group
 from pccheck_native.group import Held, Refused
+from pccheck_native.identity import CheckpointId
 from pccheck_wire.errors import DamagedError, NoCheckpointError
 from pccheck_wire.messages import Open, Role, Skipped, Writing
 from pccheckd.base.logs import LOG
@@ -33,9 +34,11 @@ def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
     if session.solo or session.role is not Role.TRAINER:
         return _newest(own, wanted, found)
     if session.world_size == 1:
-        alone = [one for one in found if one.world_size == 1]
+        alone = [one for one in found if one.id.world_size == 1]
         best = (
-            one.sequence for one in alone if _fits(one, wanted) and own.retention.is_usable(one)
+            one.id.sequence
+            for one in alone
+            if _fits(one.id, wanted) and own.retention.is_usable(one)
         )
         common = job.members.common()
         shared = (held.sequence for held in common if held.world_size > 1 and _fits(held, wanted))
@@ -48,9 +51,9 @@ def restorable(session: Session, job: Job, own: Tenant) -> dict[int, int]:
     """The sequences and steps of all checkpoints that a session could restore, for pins."""
     is_alone = session.solo or session.world_size == 1
     mine = {
-        one.sequence: one.step
+        one.id.sequence: one.id.step
         for one in own.volumes.checkpoints()
-        if is_alone and own.retention.is_usable(one) and (session.solo or one.world_size == 1)
+        if is_alone and own.retention.is_usable(one) and (session.solo or one.id.world_size == 1)
     }
     shared = {
         held.sequence: held.step
@@ -171,16 +174,16 @@ def _newest(own: Tenant, wanted: Open, found: list[catalog.StoredCheckpoint]) ->
     """Of the checkpoints of one rank, newest first, the first that is not damaged."""
     skipped = _in_doubt(own)
     for item in found:
-        if not _fits(item, wanted):
+        if not _fits(item.id, wanted):
             continue
         if not item.is_damaged:
             return item, skipped
-        skipped.append(Skipped(item.sequence, item.step, "damaged when it was last read"))
+        skipped.append(Skipped(item.id.sequence, item.id.step, "damaged when it was last read"))
     if not found and not skipped:
         return None, skipped
     what = "" if wanted.step is None else f" of step {wanted.step}"
     older = "" if wanted.before is None else f" older than sequence {wanted.before}"
-    steps = ", ".join(f"{i.step}{' (damaged)' if i.is_damaged else ''}" for i in found) or "none"
+    steps = ", ".join(f"{i.id.step}{' (damaged)' if i.is_damaged else ''}" for i in found) or "none"
     then = "fresh=True starts without a checkpoint"
     if wanted.step is not None and any(not item.is_damaged for item in found):
         then = "choose one of these steps, or leave step= out for the newest one"
@@ -195,6 +198,6 @@ def _in_doubt(tenant: Tenant) -> list[Skipped]:
     return [Skipped(0, 0, error.message) for error in tenant.volumes.doubts]
 
 
-def _fits(one: catalog.StoredCheckpoint | Held, wanted: Open) -> bool:
+def _fits(one: CheckpointId | Held, wanted: Open) -> bool:
     older = wanted.before is None or one.sequence < wanted.before
     return older and wanted.step in (None, one.step)

@@ -67,7 +67,7 @@ def _holders(tenants: list[Tenant], own: Tenant, sequence: int) -> list[Tenant]:
     if not ranks:
         return []
     first, its = next(iter(ranks.items()))
-    if its.world_size == 1:
+    if its.id.world_size == 1:
         return [first]
     return [one for one, part in ranks.items() if part.held() == its.held()]
 
@@ -80,8 +80,8 @@ def _is_pinned(tenant: Tenant, sequence: int) -> bool:
 async def _unpin(tenants: list[Tenant], step: int) -> None:
     for tenant in tenants:
         for one in tenant.volumes.checkpoints():
-            if one.step == step and one.is_pinned:
-                await tenant.retention.flag_or_raise(one.sequence, clear=PINNED, now=True)
+            if one.id.step == step and one.is_pinned:
+                await tenant.retention.flag_or_raise(one.id.sequence, clear=PINNED, now=True)
 
 
 def _sequence(session: Session, job: Job, own: Tenant, step: int) -> int:
@@ -107,10 +107,10 @@ def _require_room(tenant: Tenant, sequence: int, step: int) -> None:
         return
     slots = item.info.slots - item.quarantined
     beside = max(item.info.keep + 1, SLOTS_BESIDE_MIN)
-    protected = {one.sequence for one in item.checkpoints if one.is_protected}
+    protected = {one.id.sequence for one in item.checkpoints if one.is_protected}
     wanted = item.pinned | {sequence}
     bases = catalog.bases(item.checkpoints, wanted | protected) - wanted - protected
-    pinned = [one.step for one in item.checkpoints if one.is_pinned]
+    pinned = [one.id.step for one in item.checkpoints if one.is_pinned]
     steps = ", ".join(map(str, pinned)) or "none"
     if len(wanted | bases) > slots - beside:
         shared = f", and {len(bases)} for their unchanged tensors" if bases else ""

@@ -45,33 +45,33 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
             await engine.call(session.uid, _require_no_other, engine.directory.directory, session)
         return Empty(skipped)
     return Opened(
-        sequence=chosen.sequence, step=chosen.step, incarnation=chosen.incarnation,
+        sequence=chosen.id.sequence, step=chosen.id.step, incarnation=chosen.id.incarnation,
         start=chosen.id.start, digest=chosen.id.digest,
         payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
-        tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.world_size,
-        rank=chosen.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,
+        tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.id.world_size,
+        rank=chosen.id.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,
     )  # fmt: skip
 
 
 def _parts(job: Job, chosen: catalog.StoredCheckpoint) -> list[Part]:
     """The other ranks' payloads of the same checkpoint."""
-    if chosen.world_size < 2:
+    if chosen.id.world_size < 2:
         return []
     return [
         Part(rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
         for rank, tenant in sorted(job.tenants.items())
-        if (one := tenant.volumes.checkpoint(chosen.sequence)) is not None
+        if (one := tenant.volumes.checkpoint(chosen.id.sequence)) is not None
     ]
 
 
 def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.StoredCheckpoint) -> None:
     """A reader's checkpoint stays on every rank that has a part of it until the session ends.
     Raises NoCheckpointError when it was recycled meanwhile."""
-    own.leases.take(chosen.sequence, session.number)
-    for tenant in job.tenants.values() if chosen.world_size > 1 else ():
-        one = tenant.volumes.checkpoint(chosen.sequence)
+    own.leases.take(chosen.id.sequence, session.number)
+    for tenant in job.tenants.values() if chosen.id.world_size > 1 else ():
+        one = tenant.volumes.checkpoint(chosen.id.sequence)
         if one is not None and one.held() == chosen.held():
-            tenant.leases.take(one.sequence, session.number)
+            tenant.leases.take(one.id.sequence, session.number)
 
 
 async def read(session: Session, memory: Dram, body: Read) -> None:
@@ -89,7 +89,7 @@ async def read(session: Session, memory: Dram, body: Read) -> None:
         if volume is None:
             raise recycled(tenant.key, body.sequence)
         if not port.grant.nbytes:  # a rank that recovers before it registers
-            payload = next(f for f in volume.checkpoints if f.sequence == body.sequence)
+            payload = next(f for f in volume.checkpoints if f.id.sequence == body.sequence)
             await memory.claim(session, memory.wanted_for(own, payload.payload_bytes))
         await port.load(
             volume.volume, body.sequence, body.offset, body.length, body.load, own=tenant is own

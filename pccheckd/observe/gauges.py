@@ -165,7 +165,7 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     yield family("memory_step", "Step of the newest one in memory only", memory)
     yield each("waiting", "Waiting for a lane or slot", lambda t: len(t.queue))
     yield family(
-        "last_durable_step", "Step of the newest durable one", ((k, f.step) for k, f in newest)
+        "last_durable_step", "Step of the newest durable one", ((k, f.id.step) for k, f in newest)
     )
     yield family(
         "last_durable_timestamp_seconds", "When it became durable, by the wall clock",

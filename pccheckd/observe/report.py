@@ -251,7 +251,7 @@ def _newest(tenant: Tenant) -> Document | None:
         known = next((one for one in tenant.volumes.checkpoints() if not one.is_damaged), None)
         if known is None:
             return None
-        sequence, step = known.sequence, known.step
+        sequence, step = known.id.sequence, known.id.step
     return {"sequence": sequence, "step": step, "wall_ns": known.wall_ns if known else None}
 
 
@@ -390,11 +390,11 @@ def _faults(item: OpenVolume, unreadable: Collection[int]) -> Iterator[str]:
     if item.quarantined:
         slots = f"{place}: {plural(item.quarantined, 'slot')} with write errors, used only when no"
         yield f"{slots} other slot is free; {_CHECK}"
-    damaged = [c.sequence for c in item.checkpoints if c.is_damaged]
+    damaged = [c.id.sequence for c in item.checkpoints if c.is_damaged]
     if damaged:
         which = f"checkpoints {damaged} of {place} are damaged, and recovery skips them"
         yield f"{which}; {_CHECK}, then run pccheckctl verify"
-    lost = [c.sequence for c in item.checkpoints if c.sequence in unreadable]
+    lost = [c.id.sequence for c in item.checkpoints if c.id.sequence in unreadable]
     if lost:
         which = f"checkpoints {lost} of {place} could not be read, and recovery skips them"
         yield f"{which} until they can be read; {_CHECK}"

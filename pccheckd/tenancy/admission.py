@@ -75,7 +75,7 @@ class Slots:
             return False
         appearing = self._ledger.appearing.keys()
         with contextlib.suppress(ValueError):  # it is being reopened
-            durable = {found.sequence for found in current.checkpoints} | appearing
+            durable = {found.id.sequence for found in current.checkpoints} | appearing
             used = busy + len(durable) + current.quarantined
             if used < info.slots or current.volume.has_expendable():
                 return True
@@ -109,7 +109,7 @@ class Slots:
             return False
         newest = self._group.newest_common
         late = self._group.is_shared and any(
-            c.sequence > newest for c in self._binding.volumes.checkpoints()
+            c.id.sequence > newest for c in self._binding.volumes.checkpoints()
         )
         return not (waits and late) and self._leases.end_for_room()
 
@@ -127,7 +127,7 @@ class Slots:
             if current.volume.has_expendable():  # since a moment ago
                 return None
         newest = self._group.newest_common
-        if self._group.is_shared and any(one.sequence > newest for one in current.checkpoints):
+        if self._group.is_shared and any(one.id.sequence > newest for one in current.checkpoints):
             return None  # until the other ranks have caught up
         protected = sorted(self._retention.protected)
         if protected:

@@ -45,7 +45,7 @@ class Retention:
     @property
     def flagged(self) -> set[int]:
         """Flagged as protected, or about to be."""
-        there = {one.sequence for one in self._volumes.checkpoints() if one.is_protected}
+        there = {one.id.sequence for one in self._volumes.checkpoints() if one.is_protected}
         return there - self._released | self.protected
 
     async def flag(
@@ -94,7 +94,7 @@ class Retention:
 
     def is_usable(self, found: catalog.StoredCheckpoint) -> bool:
         """Neither flagged nor, when it was last tried, unreadable."""
-        return not found.is_damaged and found.sequence not in self.unreadable
+        return not found.is_damaged and found.id.sequence not in self.unreadable
 
     async def found_whole(self, sequence: int, *, reports: int) -> bool:
         """A reader read all of it from the disk, and every checksum was right: removes a damage
@@ -165,7 +165,7 @@ class Retention:
         if not self.unrestored:
             return None
         durable = self._volumes.checkpoints()
-        kept = [(c.sequence, c.step) for c in durable if c.sequence in self.protected]
+        kept = [(c.id.sequence, c.id.step) for c in durable if c.id.sequence in self.protected]
         return max(kept + [(c.sequence, c.step) for c in copied], default=(0, None))[1]
 
     async def release(self) -> None:
@@ -220,10 +220,10 @@ class Leases:
         found = self.oldest_for_room()
         if found is None:
             return False
-        self._end(found.sequence)
+        self._end(found.id.sequence)
         LOG.info(
             "%s: lease of a reader on step %d ended: a new checkpoint needs the slot",
-            self._volumes.key, found.step,
+            self._volumes.key, found.id.step,
         )  # fmt: skip
         return True
 
@@ -232,16 +232,16 @@ class Leases:
         current = self._volumes.current
         if current is None:
             return None
-        leased = [one for one in current.checkpoints if one.sequence in self._sessions]
-        for found in sorted(leased, key=lambda one: one.sequence):
-            self._spare(found.sequence, False)
+        leased = [one for one in current.checkpoints if one.id.sequence in self._sessions]
+        for found in sorted(leased, key=lambda one: one.id.sequence):
+            self._spare(found.id.sequence, False)
             try:
                 if current.volume.has_expendable():
                     return found
             except ValueError:  # the volume is being reopened
                 return None
             finally:
-                self._spare(found.sequence, True)
+                self._spare(found.id.sequence, True)
         return None
 
     def renew(self) -> None:

@@ -264,7 +264,7 @@ class Saves:
 
     def needs(self, item: OpenVolume) -> bool:
         """Whether a volume holds a checkpoint that must stay."""
-        held = {found.sequence for found in item.checkpoints}
+        held = {found.id.sequence for found in item.checkpoints}
         return bool(item.pinned or held & self._retention.protected) or any(
             map(self._group.needs, held)
         )

@@ -77,7 +77,7 @@ class OpenVolume:
     @property
     def pinned(self) -> set[int]:
         """The sequences that the user pinned."""
-        return {found.sequence for found in self.checkpoints if found.is_pinned}
+        return {found.id.sequence for found in self.checkpoints if found.is_pinned}
 
     def read(self) -> None:
         """Reads the newest record again. Blocks."""
@@ -136,25 +136,25 @@ class VolumeSet:
         return catalog.newest_first(found for item in self.open for found in item.checkpoints)
 
     def checkpoint(self, sequence: int) -> catalog.StoredCheckpoint | None:
-        return next((one for one in self.checkpoints() if one.sequence == sequence), None)
+        return next((one for one in self.checkpoints() if one.id.sequence == sequence), None)
 
     def sequences(self) -> set[int]:
-        return {one.sequence for one in self.checkpoints()}
+        return {one.id.sequence for one in self.checkpoints()}
 
     def newest(self) -> tuple[int, int] | None:
         """Sequence and step of the newest durable checkpoint."""
-        return next(((one.sequence, one.step) for one in self.checkpoints()), None)
+        return next(((one.id.sequence, one.id.step) for one in self.checkpoints()), None)
 
     def find(self, sequence: int) -> OpenVolume | None:
         """The volume that holds a durable checkpoint."""
         for item in self.open:
-            if any(found.sequence == sequence for found in item.checkpoints):
+            if any(found.id.sequence == sequence for found in item.checkpoints):
                 return item
         return None
 
     def newest_incarnation(self) -> int:
         """The newest that ever opened one of the files, or saved in one."""
-        saved = (found.incarnation for found in self.checkpoints())
+        saved = (found.id.incarnation for found in self.checkpoints())
         return max((*(item.info.incarnation for item in self.open), *saved), default=0)
 
     def last_sequence(self) -> int:
@@ -179,7 +179,7 @@ class VolumeSet:
             self._instruct(item, pending)
 
     def _instruct(self, item: OpenVolume, pending: Collection[int] = ()) -> None:
-        mine = {*pending, *(found.sequence for found in item.checkpoints)}
+        mine = {*pending, *(found.id.sequence for found in item.checkpoints)}
         given_up = sorted(mine & self._agreement.given_up)
         with contextlib.suppress(ValueError):  # closed, and about to be reopened
             item.volume.set_group(
@@ -245,7 +245,7 @@ class VolumeSet:
 
     def why_lost(self, sequence: int) -> str:
         """What happened to the file of a checkpoint that was durable; "" for one that is there."""
-        lost = any(one.sequence == sequence for one in self.lost)
+        lost = any(one.id.sequence == sequence for one in self.lost)
         return self.loss if lost and self.checkpoint(sequence) is None else ""
 
     async def close_lost(self, item: OpenVolume) -> None:

@@ -280,7 +280,7 @@ class Scrubber(Background):
         if result in BAD:
             await self._bad(key, found, result, at)
         elif result == "ok" and loaded is not None:
-            loaded.retention.unreadable.discard(found.sequence)
+            loaded.retention.unreadable.discard(found.id.sequence)
 
     async def _bad(
         self, key: Key, found: catalog.StoredCheckpoint, result: Result, at: int
@@ -288,16 +288,16 @@ class Scrubber(Background):
         """Confirmed. Only damage is flagged on the disk: an unreadable one may become readable."""
         LOG.error(
             "background check: %s: checkpoint %d of step %d %s near byte %d of %s",
-            key, found.sequence, found.step, BAD[result], at, found.volume_path,
+            key, found.id.sequence, found.id.step, BAD[result], at, found.volume_path,
             extra={"fields": {"event": result, "uid": key.uid, "job": key.job, "rank": key.rank,
-                              "step": found.step, "sequence": found.sequence,
+                              "step": found.id.step, "sequence": found.id.sequence,
                               "slot": found.slot}},
         )  # fmt: skip
         _, tenant = await self._registry.existing(key)
         if result == "damaged":
-            await tenant.retention.damaged(found.sequence)
+            await tenant.retention.damaged(found.id.sequence)
         else:
-            tenant.retention.not_read(found.sequence)
+            tenant.retention.not_read(found.id.sequence)
 
     async def _flagged(self, key: Key, found: catalog.StoredCheckpoint) -> None:
         """Known to be damaged, and reported before. If all of it can be read, it loses the flag."""
@@ -308,7 +308,7 @@ class Scrubber(Background):
         result, _at = await self._first_problem(key, found, item.volume, 0)
         if result != "ok" or self._registry.loaded(key) is not tenant:
             return
-        if await tenant.retention.found_whole(found.sequence, reports=reports):
+        if await tenant.retention.found_whole(found.id.sequence, reports=reports):
             self._count("ok")
 
     async def _first_problem(
@@ -327,7 +327,7 @@ class Scrubber(Background):
                 tenant = None  # it has opened the file by itself
             try:
                 async with tenant.uses.read() if tenant is not None else contextlib.nullcontext():
-                    await self._read(self._pieces.check, volume, found.sequence, offset, length)
+                    await self._read(self._pieces.check, volume, found.id.sequence, offset, length)
             except (ValueError, OSError, _core.NativeError) as error:
                 return _result_of(error), offset
             offset += length

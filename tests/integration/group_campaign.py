@@ -465,12 +465,12 @@ class Player:
         before `below`."""
         held: dict[int, dict[int, catalog.StoredCheckpoint]] = {}
         for one in catalog.scan(self.daemon.storage, job="job").checkpoints:
-            held.setdefault(one.sequence, {})[one.rank] = one
+            held.setdefault(one.id.sequence, {})[one.id.rank] = one
         for ranks in held.values():
             if len(ranks) < world:
                 continue
             for number in range(below - 1, first - 1, -1):
-                if number == first and ranks[0].step < step:
+                if number == first and ranks[0].id.step < step:
                     continue
                 if all(self._is(ranks[rank], number) for rank in range(world)):
                     return True
@@ -479,12 +479,12 @@ class Player:
     def _is(self, one: catalog.StoredCheckpoint, number: int) -> bool:
         try:
             with contextlib.closing(FilePayloads([one])) as payloads:
-                data = read(payloads, one.rank, 0, one.payload_bytes)
+                data = read(payloads, one.id.rank, 0, one.payload_bytes)
         except PccheckError:
             return False
         if self.drawn.kind == "wire":
-            return data == payload_of(stamp(number, one.rank, one.step), len(data))
-        wanted = tensor_of(number, one.rank, one.step, self.drawn.nbytes[one.rank])
+            return data == payload_of(stamp(number, one.id.rank, one.id.step), len(data))
+        wanted = tensor_of(number, one.id.rank, one.id.step, self.drawn.nbytes[one.id.rank])
         return bytes(wanted.numpy().tobytes()) in data
 
 
@@ -552,7 +552,7 @@ def play(seed: int, number: int, tally: Tally) -> None:
             player.wrong(f"{type(error).__name__}: {error}")
         if player.violations:
             for one in catalog.scan(daemon.storage, job="job").checkpoints:
-                held = f"rank {one.rank} has step {one.step}, run {one.incarnation}"
+                held = f"rank {one.id.rank} has step {one.id.step}, run {one.id.incarnation}"
                 print(held, file=sys.stderr)
             for path in [daemon.log, *sorted(daemon.root.glob("rank-*.log"))]:
                 print(f"--- {path.name}\n{path.read_text()[-4000:]}", file=sys.stderr)

@@ -65,18 +65,18 @@ def over(backup: Path, storage: Path) -> None:
 
 
 def volume_of(storage: Path, rank: int) -> Path:
-    (volume,) = {c.volume_path for c in Storage(storage).held().checkpoints if c.rank == rank}
+    (volume,) = {c.volume_path for c in Storage(storage).held().checkpoints if c.id.rank == rank}
     return volume
 
 
 def runs_of(storage: Path, step: int) -> list[object]:
     """The metadata that each rank's part of a step has."""
     store = Storage(storage)
-    found = [one for one in store.held().checkpoints if one.step == step]
+    found = [one for one in store.held().checkpoints if one.id.step == step]
     made: list[object] = []
-    for one in sorted(found, key=lambda one: one.rank):
+    for one in sorted(found, key=lambda one: one.id.rank):
         with contextlib.closing(store.open([one])) as payloads:
-            made.append(payloads.tree(one.rank).metadata)
+            made.append(payloads.tree(one.id.rank).metadata)
     return made
 
 

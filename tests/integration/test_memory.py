@@ -84,7 +84,7 @@ def restored(group: list[Rank]) -> int:
 
 
 def newest_on_disk(daemon: Daemon) -> int:
-    return max(found.step for found in catalog.scan(daemon.storage).checkpoints)
+    return max(found.id.step for found in catalog.scan(daemon.storage).checkpoints)
 
 
 @pytest.mark.parametrize("world", [1, 2])

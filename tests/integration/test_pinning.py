@@ -261,7 +261,7 @@ def test_what_another_rank_saved_alone_is_not_pinned(start_daemon: Start) -> Non
         client.pin(1)  # looks for pins that were cut off
         assert steps(client) == [(2, True), (1, True)]
     listed = catalog.scan(daemon.storage).checkpoints
-    assert {(one.rank, one.step) for one in listed if one.is_pinned} == {(0, 1), (0, 2)}
+    assert {(one.id.rank, one.id.step) for one in listed if one.is_pinned} == {(0, 1), (0, 2)}
 
 
 def test_a_disk_that_cannot_be_written_is_named(start_daemon: Start) -> None:

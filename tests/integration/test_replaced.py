@@ -78,12 +78,12 @@ def test_a_reader_is_told_so(start_daemon: Start, read: str) -> None:
     source = DaemonSource(str(daemon.socket), daemon.storage)
     with PCcheckClient(job="job", socket=daemon.socket) as client:
         save(client, 1, 2)
-        (one,) = (item for item in source.held().checkpoints if item.step == 2)
+        (one,) = (item for item in source.held().checkpoints if item.id.step == 2)
         with contextlib.closing(source.open([one])) as payloads:
             save(client, 3, 4, 5)
             calls: dict[str, Callable[[], object]] = {
-                "tree": lambda: payloads.tree(one.rank),
-                "read_into": lambda: payloads.read_into(one.rank, 0, 0, bytes(24)),
+                "tree": lambda: payloads.tree(one.id.rank),
+                "read_into": lambda: payloads.read_into(one.id.rank, 0, 0, bytes(24)),
             }
             with pytest.raises(RecycledError, match="replaced by a newer one"):
                 calls[read]()
@@ -150,7 +150,7 @@ def test_a_volume_that_is_absent_is_named_as_before(
     daemon = start_daemon()
     job = TwoRanks(start_trainer, daemon)
     job.save()
-    (one,) = (c for c in Storage(daemon.storage).held().checkpoints if c.rank == 0)
+    (one,) = (c for c in Storage(daemon.storage).held().checkpoints if c.id.rank == 0)
     with (
         open_state(Storage(daemon.storage), one, [one]) as reader,
         pytest.raises(

@@ -147,7 +147,7 @@ def test_each_rank_stores_its_part_only(daemon: Daemon, start_trainer: Connect) 
     group = ranks(start_trainer, daemon, 3)
     train(group, 1)
     kill(group)
-    stored = {one.rank: one.payload_bytes for one in catalog.scan(daemon.storage).checkpoints}
+    stored = {one.id.rank: one.payload_bytes for one in catalog.scan(daemon.storage).checkpoints}
     assert sorted(stored) == [0, 1, 2]
     assert sum(stored.values()) < 1.2 * PAYLOAD
     assert max(stored.values()) < 0.7 * PAYLOAD

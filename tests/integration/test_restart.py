@@ -332,7 +332,7 @@ def _kept(daemon: ServedDaemon) -> dict[str, Any]:
 
 def _durable(daemon: ServedDaemon) -> dict[int, int]:
     """Step -> sequence of the checkpoints in the volumes."""
-    return {one.step: one.sequence for one in catalog.scan(daemon.storage).checkpoints}
+    return {one.id.step: one.id.sequence for one in catalog.scan(daemon.storage).checkpoints}
 
 
 def test_what_becomes_durable_later_is_protected_too(serve: Serve, start_trainer: Connect) -> None:

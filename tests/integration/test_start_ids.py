@@ -15,7 +15,7 @@ from tests.support.trainer import Connect
 
 def ids(daemon: Daemon) -> dict[int, bytes]:
     """By step, the id of the start that saved it."""
-    return {one.step: one.id.start for one in catalog.scan(daemon.storage).checkpoints}
+    return {one.id.step: one.id.start for one in catalog.scan(daemon.storage).checkpoints}
 
 
 def test_a_start_keeps_its_id_over_a_restart_of_the_daemon(

@@ -45,7 +45,9 @@ def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path
         listed(ctl(None, "list", "--socket", daemon.socket).out)
         online = DaemonSource(str(daemon.socket), daemon.storage).held(job="lora", sizes=True)
         offline = catalog.scan(daemon.storage, sizes=True)
-        places = [[(c.step, c.base, c.own_bytes) for c in f.checkpoints] for f in (online, offline)]
+        places = [
+            [(c.id.step, c.base, c.own_bytes) for c in f.checkpoints] for f in (online, offline)
+        ]
         assert places[0] == places[1]
         daemon.kill()
         one.kill()
@@ -137,7 +139,7 @@ def test_two_ranks(start_daemon: Start) -> None:
             one.register(SIZE)
         save_all(ranks, range(1, 9))
         with_base = [one for one in catalog.scan(daemon.storage).checkpoints if one.base]
-        assert {one.rank for one in with_base} == {0, 1}
+        assert {one.id.rank for one in with_base} == {0, 1}
         daemon.kill()
     daemon.start()
     read_all(daemon, "b", 8)
@@ -155,10 +157,10 @@ def test_a_pin_takes_a_slot_for_the_base_as_well(start_daemon: Start, slots: int
         else:
             one.ask(Pin(4))
         save_all([one], range(5, 13))
-        found = {item.step: item for item in catalog.scan(daemon.storage).checkpoints}
+        found = {item.id.step: item for item in catalog.scan(daemon.storage).checkpoints}
         assert 12 in found and (4 in found) == (slots == 6)
         if slots == 6:
-            assert found[4].base == found[1].sequence
+            assert found[4].base == found[1].id.sequence
 
 
 @pytest.mark.parametrize(("slots", "keep"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2)])
@@ -179,4 +181,4 @@ def test_few_slots(start_daemon: Start, slots: int, keep: int) -> None:
             snapshot = one.begin(step, payload(step, 0), frozen=FEW)
             assert one.wait(snapshot).outcome != CheckpointState.FAILED, one.describe(snapshot)
         found = catalog.scan(daemon.storage).checkpoints
-        assert {8, 18} <= {item.step for item in found}
+        assert {8, 18} <= {item.id.step for item in found}

@@ -94,7 +94,7 @@ def test_a_pool_smaller_than_what_is_frozen(start_daemon: Start, ctl: Ctl) -> No
 
 def damaged(daemon: Daemon) -> set[int]:
     """The steps of the checkpoints that are flagged as damaged in the volume."""
-    return {one.step for one in catalog.scan(daemon.storage).checkpoints if one.is_damaged}
+    return {one.id.step for one in catalog.scan(daemon.storage).checkpoints if one.is_damaged}
 
 
 @pytest.mark.parametrize("shim", ["", "kill:record-a:1"])
@@ -118,8 +118,8 @@ def test_the_daemon_is_killed(stack: ExitStack, ctl: Ctl, shim: str) -> None:
     daemon.shim = ""
     daemon.start()
     resumed(daemon, 3, digest)
-    found = {one.step: one for one in catalog.scan(daemon.storage, sizes=True).checkpoints}
-    assert found[3].base == found[1].sequence and found[3].own_bytes <= CHANGED
+    found = {one.id.step: one for one in catalog.scan(daemon.storage, sizes=True).checkpoints}
+    assert found[3].base == found[1].id.sequence and found[3].own_bytes <= CHANGED
 
 
 def test_a_damaged_base(start_daemon: Start, ctl: Ctl) -> None:

@@ -67,8 +67,8 @@ def steps_on_disk(daemon: Daemon) -> set[int]:
         except FileNotFoundError:
             continue
         with contextlib.suppress(_core.NativeError):
-            volume.verify(one.sequence)
-            found.add(one.step)
+            volume.verify(one.id.sequence)
+            found.add(one.id.step)
         volume.close()
     return found
 

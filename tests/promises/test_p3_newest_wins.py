@@ -29,7 +29,7 @@ SIZE = 3_000_000
 
 
 def flagged(storage: Path) -> list[int]:
-    return [one.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
+    return [one.id.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
 
 
 def verify(daemon: Daemon, uid: int = -1) -> dict[int, dict[str, Any]]:
@@ -185,7 +185,7 @@ def damaged(start_daemon: Start, tmp_path: Path) -> Daemon:
     source = DaemonSource(str(daemon.socket), storage)
     one = source.held().checkpoints[0]
     with closing(source.open([one])) as payloads, pytest.raises(DamagedError):
-        read(payloads, one.rank, 0, one.payload_bytes)
+        read(payloads, one.id.rank, 0, one.payload_bytes)
     waiting.until(lambda: flagged(storage) == [3])  # after the reader has its error
     return daemon
 

@@ -65,25 +65,25 @@ class Volumes:
         return list(self.unreadable.values())
 
     def checkpoints(self) -> list[Any]:
-        return sorted(self.held, key=lambda one: -int(one.sequence))
+        return sorted(self.held, key=lambda one: -int(one.id.sequence))
 
     def checkpoint(self, sequence: int) -> Any:
-        return next((one for one in self.held if one.sequence == sequence), None)
+        return next((one for one in self.held if one.id.sequence == sequence), None)
 
     def sequences(self) -> set[int]:
-        return {one.sequence for one in self.held}
+        return {one.id.sequence for one in self.held}
 
     def newest(self) -> tuple[int, int] | None:
-        return next(((one.sequence, one.step) for one in self.checkpoints()), None)
+        return next(((one.id.sequence, one.id.step) for one in self.checkpoints()), None)
 
     def last_sequence(self) -> int:
-        return max((one.sequence for one in self.held), default=0)
+        return max((one.id.sequence for one in self.held), default=0)
 
     def newest_incarnation(self) -> int:
-        return max((one.incarnation for one in self.held), default=0)
+        return max((one.id.incarnation for one in self.held), default=0)
 
     def find(self, sequence: int) -> Any:
-        has = any(one.sequence == sequence for one in self.held)
+        has = any(one.id.sequence == sequence for one in self.held)
         return SimpleNamespace(volume="volume", checkpoints=self.held) if has else None
 
     async def refresh(self) -> None:
@@ -186,7 +186,7 @@ class Tenant:
         self.calls.append("read ended")
 
     def _is_usable(self, one: Any) -> bool:
-        return not one.is_damaged and one.sequence not in self.retention.unreadable
+        return not one.is_damaged and one.id.sequence not in self.retention.unreadable
 
     def obey(self, agreement: Agreement) -> None:
         self.obeyed.append(agreement)

@@ -111,7 +111,8 @@ def make(storage: Path, *steps: int, **rank: object) -> Path:
 def damage(storage: Path, step: int, *, at: int = WIDE_AT, rank: int = 0) -> None:
     """Inverts the byte of a checkpoint's payload at this offset: its block no longer matches its
     checksum. `at` < 0 counts from the tree, which follows the tensors."""
-    (one,) = (c for c in catalog.scan(storage).checkpoints if (c.step, c.rank) == (step, rank))
+    found = catalog.scan(storage, rank=rank).checkpoints
+    (one,) = (c for c in found if c.id.step == step)
     descriptor = os.open(one.volume_path, os.O_RDWR)
     try:
         stride, slot_stride = struct.unpack("<QQ", os.pread(descriptor, 16, 80))  # FORMAT.md
@@ -126,8 +127,8 @@ def damage(storage: Path, step: int, *, at: int = WIDE_AT, rank: int = 0) -> Non
 def bases(storage: Path) -> dict[tuple[int, int], int]:
     """For checkpoints that refer to another checkpoint: rank and step -> step of the other."""
     found = catalog.scan(storage).checkpoints
-    steps = {(one.rank, one.sequence): one.step for one in found}
-    return {(one.rank, one.step): steps[one.rank, one.base] for one in found if one.base}
+    steps = {(one.id.rank, one.id.sequence): one.id.step for one in found}
+    return {(one.id.rank, one.id.step): steps[one.id.rank, one.base] for one in found if one.base}
 
 
 def lose_record(path: Path) -> None:

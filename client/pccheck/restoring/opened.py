@@ -63,10 +63,10 @@ class OpenCheckpoint(Closing):
     RecycledError when newer checkpoints have replaced this one."""
 
     def __init__(self, one: catalog.StoredCheckpoint, reader: StateReader) -> None:
-        self.step = one.step
-        self.sequence = one.sequence
-        self.world_size = one.world_size
-        self.incarnation = one.incarnation  #: of the start that saved it
+        self.step = one.id.step
+        self.sequence = one.id.sequence
+        self.world_size = one.id.world_size
+        self.incarnation = one.id.incarnation  #: of the start that saved it
         self.durable_at = one.wall_ns / 1e9  #: seconds since 1970
         self.ranks = tuple(reader.ranks)
         self._reader = reader

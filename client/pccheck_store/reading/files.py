@@ -21,15 +21,15 @@ class FilePayloads:
 
     def __init__(self, parts: Sequence[catalog.StoredCheckpoint]) -> None:
         """Raises RecycledError, DamagedError."""
-        self._parts = {part.rank: part for part in reversed(parts)}
-        self._step = parts[0].step
+        self._parts = {part.id.rank: part for part in reversed(parts)}
+        self._step = parts[0].id.step
         self._volumes: dict[int, _core.Volume] = {}
-        self._opened(parts[0].rank)
+        self._opened(parts[0].id.rank)
 
     def tree(self, rank: int) -> tree.Tree:
         one, volume = self._opened(rank)
         with _errors(one):
-            packed = volume.read(one.sequence, one.tree_offset, one.tree_bytes)
+            packed = volume.read(one.id.sequence, one.tree_offset, one.tree_bytes)
         return tree.decode(packed, one.payload_bytes)
 
     def read_into(
@@ -38,7 +38,7 @@ class FilePayloads:
         assert not device_ranges
         one, volume = self._opened(rank)
         with _errors(one):
-            volume.read_into(one.sequence, ranges, chunk_bytes=min(length, CHUNK_BYTES))
+            volume.read_into(one.id.sequence, ranges, chunk_bytes=min(length, CHUNK_BYTES))
 
     def verify(self, rank: int, part: Subset | None) -> int:
         """Reads and checks the payload, or a part of it, and the tree; how many bytes."""
@@ -47,7 +47,7 @@ class FilePayloads:
         with _errors(one):
             if part is not None:
                 return verify_part(volume, one, part)
-            volume.verify(one.sequence)
+            volume.verify(one.id.sequence)
             return one.payload_bytes
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class FilePayloads:
             try:
                 self._volumes[rank] = _volume(one)
             except FileNotFoundError as error:
-                raise recycled(one.step, one.sequence) from error
+                raise recycled(one.id.step, one.id.sequence) from error
             except _core.NativeError as error:
                 raise DamagedError(f"{one.volume_path}: {error}") from error
         return one, self._volumes[rank]
@@ -80,17 +80,17 @@ def _errors(one: catalog.StoredCheckpoint) -> Iterator[None]:
         yield
     except (_core.NativeError, OSError) as error:
         if not _still_there(one):
-            raise recycled(one.step, one.sequence) from error
+            raise recycled(one.id.step, one.id.sequence) from error
         if not isinstance(error, _core.NativeError) or error.code_name == "UNREADABLE":
-            raise unreadable(one.step, one.sequence, one.rank) from error
+            raise unreadable(one.id.step, one.id.sequence, one.id.rank) from error
         problem = str(error).removesuffix(": damaged (DAMAGED)")
-        raise damaged(one.step, one.sequence, one.rank, problem) from error
+        raise damaged(one.id.step, one.id.sequence, one.id.rank, problem) from error
 
 
 def _still_there(one: catalog.StoredCheckpoint) -> bool:
     try:
         with contextlib.closing(_volume(one)) as volume:
-            return any(entry.sequence == one.sequence for entry in volume.table())
+            return any(entry.sequence == one.id.sequence for entry in volume.table())
     except FileNotFoundError:
         return False
     except (OSError, _core.NativeError):

@@ -143,10 +143,10 @@ def open_state(
     """Opens what the ranks have of a checkpoint. `stored` is what `one` was chosen from: to look
     for a part later would not tell whether it was replaced since, or never there. Raises
     RecycledError."""
-    others = (part for part in stored if part.held() == one.held() and part.rank != one.rank)
+    others = (part for part in stored if part.held() == one.held() and part.id.rank != one.id.rank)
     # A rank that saved alone is the only one.
-    ranks = range(one.world_size) if one.world_size > 1 else [one.rank]
-    return StateReader(source.open([one, *others]), one.rank, ranks, progress)
+    ranks = range(one.id.world_size) if one.id.world_size > 1 else [one.id.rank]
+    return StateReader(source.open([one, *others]), one.id.rank, ranks, progress)
 
 
 def open_chosen(

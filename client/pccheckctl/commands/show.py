@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         except (DamagedError, UnreadableError) as error:
             damaged.append(error)
             continue
-        steps = {other.sequence: other.step for other in by_rank[rank]}
+        steps = {other.id.sequence: other.id.step for other in by_rank[rank]}
         document = describe(one, content) | {
             "base_step": steps.get(one.base),
             "stale": rank in stale(catalog.ranks_of(by_rank)),

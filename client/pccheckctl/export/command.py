@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             (one, "an earlier read found it damaged")
             for rank, taken in chosen.items()
             for one in ranks[rank]
-            if one.is_damaged and one.sequence > taken.sequence and key_of(one) not in without
+            if one.is_damaged and one.id.sequence > taken.id.sequence and key_of(one) not in without
         ]
         return _report(arguments, written, [*flagged, *skipped])
     if skipped:
@@ -113,7 +113,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def key_of(one: catalog.StoredCheckpoint) -> tuple[int, int]:
-    return one.rank, one.sequence
+    return one.id.rank, one.id.sequence
 
 
 def choose(
@@ -138,7 +138,7 @@ def choose(
     if arguments.all_ranks:
         if common is not None:
             return common
-        newest = [f"rank {rank}: {found[0].step}" for rank, found in usable.items() if found]
+        newest = [f"rank {rank}: {found[0].id.step}" for rank, found in usable.items() if found]
         raise NoCheckpointError(
             f"there is no step that all {world_size} ranks of job {arguments.job!r} have a valid "
             f"checkpoint of here; newest steps: {some(newest) or 'none'}",
@@ -150,7 +150,7 @@ def choose(
         named = ", ".join(map(str, ranks))
         if len(ranks) > NAMED_MAX:
             named = f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
-        shared = f"; the newest step that all have is {common[0].step}" if common else ""
+        shared = f"; the newest step that all have is {common[0].id.step}" if common else ""
         raise UsageError(
             f"job {arguments.job!r} has ranks {named}{shared}",
             hint="choose one with --rank R, or all with --all-ranks",
@@ -181,7 +181,7 @@ def _without_stale(usable: Ranks) -> Ranks:
 def _sharded(storage: Source, one: catalog.StoredCheckpoint) -> bool:
     try:
         with contextlib.closing(storage.open([one])) as payloads:
-            return payloads.tree(one.rank).sharded()
+            return payloads.tree(one.id.rank).sharded()
     except (DamagedError, UnreadableError) as error:
         raise _DamageError(one, error.message) from error
 
@@ -242,7 +242,7 @@ def _write_one(
     with reading(one, progress=bar) as reader:
         content = reader.content()
         if only:
-            content = selection.only(content, only, one.job)
+            content = selection.only(content, only, one.id.job)
             bar.spare(selection.spared_bytes(content))
         if kind == SAFETENSORS:
             changed = safetensors_file.write(reader, one, content, output, only)
@@ -295,8 +295,8 @@ def _report(arguments: argparse.Namespace, written: list[Document], skipped: Ski
         return DamagedError.exit_code if skipped else 0
     for one, reason in skipped:
         note(
-            f"skipped the checkpoint of step {one.step} (sequence {one.sequence}, rank "
-            f"{one.rank}): {reason}"
+            f"skipped the checkpoint of step {one.id.step} (sequence {one.id.sequence}, rank "
+            f"{one.id.rank}): {reason}"
         )
     for item in written:
         of, changed = part(item, "checkpoint"), texts(item, "changed")

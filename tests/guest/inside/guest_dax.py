@@ -69,7 +69,7 @@ def test_it_survives_the_daemon(place: Path) -> None:
                 rank.save(step, payload_of(step, SIZE))
                 daemon.kill()
         found = catalog.scan(daemon.storage)
-        assert {one.step for one in found.checkpoints} >= {5, 6} and not found.unreadable
+        assert {one.id.step for one in found.checkpoints} >= {5, 6} and not found.unreadable
 
 
 def test_it_is_on_the_device_once_it_is_durable(place: Path) -> None:

@@ -108,11 +108,11 @@ def recovered_step(storage: Path) -> int:
     assert not found.unreadable, found.unreadable
     if not found.checkpoints:
         return 0
-    newest = max(found.checkpoints, key=lambda one: one.sequence)
+    newest = max(found.checkpoints, key=lambda one: one.id.sequence)
     with closing(Volume(newest.volume_path, writable=False)) as volume:
-        data = volume.read(newest.sequence, 0, newest.payload_bytes)
-    assert data == payload_of(newest.step, SIZE), f"wrong bytes of step {newest.step}"
-    return newest.step
+        data = volume.read(newest.id.sequence, 0, newest.payload_bytes)
+    assert data == payload_of(newest.id.step, SIZE), f"wrong bytes of step {newest.id.step}"
+    return newest.id.step
 
 
 class Disk:

@@ -39,7 +39,7 @@ def volume_of(storage: Path, rank: int = 0, generation: int = 0) -> Path:
 
 def test_order_is_by_sequence_never_by_step() -> None:
     found = newest_first([made(0, 1, 90), made(0, 3, 10), made(0, 2, 50)])
-    assert [c.step for c in found] == [10, 50, 90]
+    assert [c.id.step for c in found] == [10, 50, 90]
 
 
 def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     assert catalog.unreadable == []
     assert list(catalog.volumes) == [loop.path]
     newest, before = catalog.checkpoints
-    assert (newest.step, before.step) == (20, 10)
-    assert (newest.uid, newest.job, newest.rank, newest.world_size) == (7, "job", 0, 1)
+    assert (newest.id.step, before.id.step) == (20, 10)
+    assert (newest.id.uid, newest.id.job, newest.id.rank, newest.id.world_size) == (7, "job", 0, 1)
     assert (newest.tree_offset, newest.tree_bytes, newest.payload_bytes) == (1024, 5, 1029)
     assert (newest.is_protected, newest.is_damaged) == (True, False)
     assert newest.volume_path == loop.path
@@ -68,7 +68,7 @@ def test_generations_of_a_rank_are_one_sequence(tmp_path: Path) -> None:
         first = loop.save(1, [bytearray(10)], step=1)
     with Loop(volume_of(tmp_path, generation=1), next_sequence=first + 1) as loop:
         second = loop.save(1, [bytearray(10)], step=2)
-    assert [c.sequence for c in scan(tmp_path).checkpoints] == [second, first]
+    assert [c.id.sequence for c in scan(tmp_path).checkpoints] == [second, first]
 
 
 def test_one_unreadable_volume_hides_no_other(tmp_path: Path) -> None:
@@ -106,9 +106,9 @@ def test_the_newest_step_that_every_rank_has() -> None:
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert (common[0].incarnation, common[0].step) == (1, 20)
-    assert {rank: c.sequence for rank, c in common.items()} == {0: 2, 1: 2}
-    assert [c.rank for c in common.values()] == [0, 1]
+    assert (common[0].id.incarnation, common[0].id.step) == (1, 20)
+    assert {rank: c.id.sequence for rank, c in common.items()} == {0: 2, 1: 2}
+    assert [c.id.rank for c in common.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_later_save_wins_over_a_higher_step_and_an_incarnation() -> None:
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert (common[0].incarnation, common[0].step) == (2, 50)
+    assert (common[0].id.incarnation, common[0].id.step) == (2, 50)
 
 
 def test_damage_and_other_world_sizes_do_not_count() -> None:
@@ -142,7 +142,7 @@ def test_damage_and_other_world_sizes_do_not_count() -> None:
     }
     common = common_step(ranks, 2)
     assert common is not None
-    assert common[0].step == 10
+    assert common[0].id.step == 10
 
 
 @pytest.mark.parametrize("world_size", [0, 3])
@@ -154,7 +154,7 @@ def test_a_missing_rank_leaves_nothing_common(world_size: int) -> None:
 def test_a_step_saved_twice_counts_once_by_its_newest() -> None:
     common = common_step({0: [made(0, 1, 10, world_size=1), made(0, 4, 10, world_size=1)]}, 1)
     assert common is not None
-    assert common[0].sequence == 4
+    assert common[0].id.sequence == 4
 
 
 def test_documents_say_what_all_ranks_of_a_job_have() -> None:
@@ -168,13 +168,13 @@ def test_documents_say_what_all_ranks_of_a_job_have() -> None:
         True, False, True, False, False, False, False, False,
     ]  # fmt: skip
     assert [(d["uid"], d["job"], d["rank"], d["sequence"]) for d in documents] == [
-        (one.uid, one.job, one.rank, one.sequence) for one in found
+        (one.id.uid, one.id.job, one.id.rank, one.id.sequence) for one in found
     ]
 
 
 def test_by_rank_groups_newest_first() -> None:
     grouped = by_rank([made(1, 1, 10), made(0, 1, 10), made(0, 2, 20)])
-    assert {rank: [c.sequence for c in found] for rank, found in grouped.items()} == {
+    assert {rank: [c.id.sequence for c in found] for rank, found in grouped.items()} == {
         0: [2, 1],
         1: [1],
     }

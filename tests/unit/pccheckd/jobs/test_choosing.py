@@ -31,7 +31,7 @@ def choose(ranks: Ranks, rank: int, *, step: int | None = None) -> int | None:
         rank=rank, world_size=ranks.world, process=own.seat.owner.process,
     )  # fmt: skip
     found, _ = choosing.choose(session, ranks.job, own, Open(step=step))  # type: ignore[arg-type]
-    return found.sequence if found is not None else None
+    return found.id.sequence if found is not None else None
 
 
 def test_a_restore_gets_the_newest_that_all_ranks_have() -> None:

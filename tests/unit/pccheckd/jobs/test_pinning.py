@@ -11,6 +11,7 @@ import pytest
 from pccheck_wire.errors import CheckpointFailedError, NoCheckpointError, PccheckError
 from pccheck_wire.messages import Pin
 from pccheckd.jobs.pinning import pin
+from tests.support.jobs import kept
 
 
 class Volumes:
@@ -32,7 +33,7 @@ class Volumes:
         return self.checkpoints()[0]
 
     def checkpoints(self) -> list[Any]:
-        return [SimpleNamespace(sequence=7, step=3, incarnation=1, world_size=1, is_pinned=False)]
+        return [kept(7, world=1)]
 
 
 class Tenant:
@@ -73,5 +74,5 @@ def test_a_checkpoint_that_is_replaced_or_cannot_be_written_while_it_is_pinned(
     job = SimpleNamespace(name="job", joining=asyncio.Lock(), tenants={0: tenant}, members=members)
     session: Any = SimpleNamespace(job=job, tenant=tenant, solo=False, world_size=1)
     with pytest.raises(kind, match=words):
-        asyncio.run(pin(session, Pin(3)))
+        asyncio.run(pin(session, Pin(70)))
     assert tenant.cleared == [7]

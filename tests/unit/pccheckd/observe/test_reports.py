@@ -7,13 +7,13 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import msgpack
 import pytest
 
 from pccheck_native import Volume
+from pccheck_native.catalog import StoredCheckpoint
 from pccheck_wire import codec, packing
 from pccheck_wire.ends import in_words
 from pccheck_wire.messages import CheckpointState as State
@@ -32,6 +32,7 @@ from pccheckd.tenancy.checkpoint import End, RankCheckpoint, Record
 from pccheckd.tenancy.ledger import HISTORY, Ledger
 from pccheckd.tenancy.outcomes import Document
 from pccheckd.tenancy.volumes import Key
+from tests.support.jobs import kept
 from tests.unit.pccheckd.observe.test_trace import record
 
 LIMIT_S = 90.0
@@ -136,14 +137,14 @@ async def test_status_of_many_ranks_gives_everybody_his_turn(place: Place) -> No
 
 
 def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [SimpleNamespace(sequence=sequence) for sequence in (1, 2, 3)]
+    found = [kept(sequence) for sequence in (1, 2, 3)]
     gone = threading.Event()
     monkeypatch.setattr(report.catalog, "checkpoints_of", lambda *_: iter(found))
 
-    def verified(_volume: object, item: SimpleNamespace, _part: object) -> Document:
-        if item.sequence == 2:
+    def verified(_volume: object, item: StoredCheckpoint, _part: object) -> Document:
+        if item.id.sequence == 2:
             gone.set()
-        return {"sequence": item.sequence}
+        return {"sequence": item.id.sequence}
 
     monkeypatch.setattr(verification, "_verified", verified)
     volumes = [(Path(), cast(Volume, None))]
@@ -153,9 +154,8 @@ def test_verify_begins_nothing_for_one_who_has_hung_up(monkeypatch: pytest.Monke
 
 def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replaced checkpoint is neither good nor damaged."""
-    found = [SimpleNamespace(sequence=number, payload_bytes=1) for number in (1, 2)]
+    found = [kept(number) for number in (1, 2)]
     monkeypatch.setattr(report.catalog, "checkpoints_of", lambda *_: iter(found))
-    monkeypatch.setattr(report.catalog, "checkpoint_document", lambda item: vars(item))
 
     class Replacing:
         def verify(self, sequence: int) -> None:

@@ -22,6 +22,7 @@ from pccheckctl.output.documents import Document
 from pccheckd.group.explain import Standing
 from pccheckd.observe import report
 from pccheckd.tenancy.binding import BindingState
+from tests.support.jobs import kept
 from tests.unit.repository.test_messages import PRIVATE
 
 # -- warnings of a daemon: `pccheckctl status`, systemd's STATUS line, doctor -------------------
@@ -31,7 +32,7 @@ def volume(
     *, damaged: bool = False, quarantined: int = 0, replicas: int = 2, lost: bool = False
 ) -> SimpleNamespace:
     info = SimpleNamespace(valid_replicas=replicas, repaired_replicas=0, record_lost=lost)
-    newest = SimpleNamespace(sequence=9, is_damaged=damaged)
+    newest = kept(9, damaged=damaged)
     path = "/data/7/gpt/0.pcc"
     return SimpleNamespace(path=path, info=info, checkpoints=[newest], quarantined=quarantined)
 

@@ -98,7 +98,7 @@ async def test_a_file_that_is_back_is_found_by_the_next_save(tenant: Tenant) -> 
         await tenant.readiness.look(listing=False)  # it does not wait for the file
         assert tenant.volumes.current is None
         await tenant.readiness.reopen()
-        assert [one.step for one in tenant.volumes.checkpoints()] == [3, 2]
+        assert [one.id.step for one in tenant.volumes.checkpoints()] == [3, 2]
         assert bound(tenant) is BindingState.BOUND
 
 
@@ -147,13 +147,13 @@ async def test_a_stopped_volume_is_not_reopened_under_a_reader(tenant: Tenant) -
         await tenant.readiness.reopen()
         assert bound(tenant) is BindingState.BOUND
         await tenant.volumes.refresh()
-        assert tenant.volumes.checkpoints()[0].step == 3
+        assert tenant.volumes.checkpoints()[0].id.step == 3
 
 
 async def test_a_read_waits_while_the_volume_is_reopened(
     registry: Registry, tenant: Tenant
 ) -> None:
-    found = tenant.volumes.checkpoints()[0].sequence
+    found = tenant.volumes.checkpoints()[0].id.sequence
     verified: list[asyncio.Task[bytes | None]] = []
     async with trainer_of(tenant):
         await tenant.readiness.register(1000)
@@ -193,7 +193,7 @@ async def test_a_stopped_volume_is_reopened_once(tenant: Tenant) -> None:
             tenant.readiness.reopen(), tenant.readiness.reopen(), tenant.readiness.register(1000)
         )
         assert len(calls) == 1 and bound(tenant) is BindingState.BOUND
-        assert tenant.volumes.checkpoints()[0].step == 3
+        assert tenant.volumes.checkpoints()[0].id.step == 3
 
 
 @pytest.mark.parametrize("size", [None, 0, 1000])
@@ -246,7 +246,7 @@ async def test_leases_and_flags_hold_in_a_reopened_volume(
 ) -> None:
     job, _ = await registry.tenant(KEY)
     job.join(arrival(KEY.rank, owner()))
-    newest = tenant.volumes.checkpoints()[0].sequence
+    newest = tenant.volumes.checkpoints()[0].id.sequence
     renewed: list[bool] = []
     async with trainer_of(tenant):
         item = await tenant.readiness.register(1000)
@@ -309,7 +309,7 @@ async def test_a_locked_file_is_in_doubt_until_it_is_open(
 
 
 async def test_a_volume_that_closes_while_it_is_read_disturbs_nothing(tenant: Tenant) -> None:
-    newest = tenant.volumes.checkpoints()[0].sequence
+    newest = tenant.volumes.checkpoints()[0].id.sequence
     tenant.volumes.open[0].volume.close()
     await tenant.volumes.refresh()
     assert not await tenant.retention.flag(newest, set_=PROTECTED)
@@ -322,9 +322,9 @@ async def test_a_volume_that_cannot_be_written_can_be_read(tenant: Tenant) -> No
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(NativeError, match="LOCKED"):
             await tenant.volumes.reopen(item)
-        item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
+        item.volume.verify(tenant.volumes.checkpoints()[0].id.sequence)
     await tenant.volumes.reopen(item)
-    assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].sequence, set_=PROTECTED)
+    assert await tenant.retention.flag(tenant.volumes.checkpoints()[0].id.sequence, set_=PROTECTED)
 
 
 async def test_a_volume_is_reopened_after_its_last_user_has_left(tenant: Tenant) -> None:
@@ -340,4 +340,4 @@ async def test_a_volume_is_reopened_after_its_last_user_has_left(tenant: Tenant)
     assert not old.closed
     assert await port.unbind(old, 0)
     assert await reopening and old.closed
-    item.volume.verify(tenant.volumes.checkpoints()[0].sequence)
+    item.volume.verify(tenant.volumes.checkpoints()[0].id.sequence)

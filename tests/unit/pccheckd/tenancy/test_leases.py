@@ -10,6 +10,7 @@ import pytest
 from pccheck_wire.errors import NoCheckpointError
 from pccheckd.tenancy.retention import Leases
 from pccheckd.tenancy.volumes import Key
+from tests.support.jobs import kept
 
 
 class Volume:
@@ -33,9 +34,7 @@ class Volume:
 
 def made() -> tuple[Volume, Leases]:
     volume = Volume()
-    item = SimpleNamespace(
-        volume=volume, checkpoints=[SimpleNamespace(sequence=n, step=n) for n in range(1, 6)]
-    )
+    item = SimpleNamespace(volume=volume, checkpoints=[kept(n) for n in range(1, 6)])
     volumes: Any = SimpleNamespace(key=Key(7, "gpt", 0), current=item, find=lambda _: item)
     return volume, Leases(volumes)
 

@@ -43,7 +43,7 @@ def durable(
 async def test_an_old_protection_ends_with_the_next_one(registry: Registry, tmp_path: Path) -> None:
     job, tenant = await registry.tenant(KEY)
     job.join(arrival(KEY.rank, owner()))
-    newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+    newest, before = [found.id.sequence for found in tenant.volumes.checkpoints()][:2]
     keeper = tenant.retention
     for sequence in (newest, before):
         assert await keeper.flag(sequence, set_=PROTECTED, now=True)
@@ -67,7 +67,7 @@ async def test_an_unrestored_trainer_keeps_what_was_there(
     registry: Registry,
 ) -> None:
     job, tenant = await registry.tenant(KEY)
-    newest, before = [found.sequence for found in tenant.volumes.checkpoints()][:2]
+    newest, before = [found.id.sequence for found in tenant.volumes.checkpoints()][:2]
     same = dataclasses.replace(owner(), process=bytes(16))
     job.join(arrival(KEY.rank, owner(), launch="", was=0))
     job.join(arrival(KEY.rank, same, launch="", was=1))
@@ -97,7 +97,7 @@ async def test_what_becomes_durable_during_an_attach_is_kept(
     attach = Port.attach
 
     async def ends_meanwhile(port: Port, *about: int) -> int:
-        durable(tenant, monkeypatch, newest.sequence)
+        durable(tenant, monkeypatch, newest.id.sequence)
         while tenant.ledger.pending():
             await asyncio.sleep(0)
         return await attach(port, *about)
@@ -106,7 +106,7 @@ async def test_what_becomes_durable_during_an_attach_is_kept(
     trainer = dataclasses.replace(owner(), kernel_pid=os.getpid())
     job.join(arrival(KEY.rank, trainer, launch="", was=0))
     async with trainer_of(tenant, trainer):
-        assert tenant.retention.flagged == {newest.sequence}
+        assert tenant.retention.flagged == {newest.id.sequence}
     await tenant.close()
 
 
@@ -133,7 +133,7 @@ async def test_trainer_that_attaches_as_the_rank_closes_is_refused(
 async def test_a_rank_alone_needs_no_common_step(registry: Registry) -> None:
     """What the ranks of a group still need must not go with a volume that was outgrown."""
     job, tenant = await registry.tenant(KEY)
-    sequences = [found.sequence for found in tenant.volumes.checkpoints()]
+    sequences = [found.id.sequence for found in tenant.volumes.checkpoints()]
     newest = sequences[0]
     job.join(arrival(KEY.rank, owner(world_size=2), launch="a", was=0))
     job.settle()
@@ -158,7 +158,7 @@ async def test_a_checkpoint_not_yet_listed_takes_a_slot(
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(item, "volume", full)
         assert free > 0 and tenant.slots.has_room()
-        listed = [one.sequence for one in item.checkpoints]
+        listed = [one.id.sequence for one in item.checkpoints]
         for sequence in (*listed, *range(100, 100 + free)):
             assert tenant.slots.has_room()
             durable(tenant, meanwhile, sequence)

@@ -69,7 +69,7 @@ async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def damaged(storage: Path) -> list[int]:
-    return [one.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
+    return [one.id.step for one in catalog.scan(storage).checkpoints if one.is_damaged]
 
 
 async def test_everything_is_read(place: Place) -> None:
@@ -92,7 +92,7 @@ async def test_damage_is_flagged_as_recovery_does(place: Place, loaded: bool) ->
     assert place.scrubber.state.damaged == 1
     assert damaged(place.config.storage) == [2]
     _, tenant = await place.registry.existing(KEY)
-    assert [c.step for c in tenant.volumes.checkpoints() if c.is_damaged] == [2]
+    assert [c.id.step for c in tenant.volumes.checkpoints() if c.is_damaged] == [2]
     assert not tenant.uses.reads
     await place.pass_()  # what is known is not reported again
     assert place.results == {"ok": 4, "damaged": 1}
@@ -148,7 +148,7 @@ async def test_what_cannot_be_read_twice_is_told_but_not_flagged(
     _, tenant = await place.registry.existing(KEY)
     assert tenant.retention.unreadable == {2}
     every = tenant.volumes.checkpoints()
-    assert [one.sequence for one in every if tenant.retention.is_usable(one)] == [3, 1]
+    assert [one.id.sequence for one in every if tenant.retention.is_usable(one)] == [3, 1]
     bad = 0
     await place.pass_()
     assert (place.results, place.scrubber.state.unreadable) == ({"ok": 5, "unreadable": 1}, 0)
