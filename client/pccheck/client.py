@@ -34,6 +34,7 @@ from .advice import Advice
 from .daemon.autostart import PrivateDaemon, private_daemon
 from .daemon.connection import Connection
 from .daemon.session import DISCONNECTED, Session
+from .daemon.together import warn_if_together
 from .flight.in_flight import InFlight
 from .flight.phases import Durable
 from .flight.waiting import wait_global
@@ -299,18 +300,13 @@ class PCcheckClient(Closing):
             self._saver.gate(on_cpu=True)
             self._planner.attach(things, rng=rng)
             self._advice.attached(things)
-            if self._private is not None and self._options.writes_every > 1:
-                self._warner.once(
-                    "private memory",
-                    "memory-only checkpoints (durable_every) end with the private pccheckd, which "
-                    "ends with this container, pod or Slurm step: a restart then gets the last "
-                    "one on the disk. A pccheckd apart from the job (a systemd service, a "
-                    "DaemonSet) keeps them: docs/service.md",
-                )
             if self._options.gate == "auto":
                 stepped = self._planner.stepped()
                 self._planner.hooks.put(self._before_step, stepped, self._after_step)
             connection = self._session.current()
+            if self._options.writes_every > 1:
+                welcome = connection.welcome if connection is not None else None
+                warn_if_together(self._warner, welcome, private=self._private is not None)
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
                 self._expose(connection, self._step)

@@ -150,6 +150,8 @@ class Welcome(Message):
     protected_step: int | None = None
     #: With "push": the daemon may be able to pull later, and an `Expose` is worth trying then.
     transfer_later: bool = False
+    #: What the daemon runs in, and ends with: pccheck_native.places.
+    places: list[str] = field(default_factory=list)
 
 
 @message("failure")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pccheck_native import _core, layout
+from pccheck_native.places import places
 from pccheck_native.transfer import PUSH, Case, Decision, offered
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
@@ -143,6 +144,7 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._next = 1
         self._work = Tasks("sessions")
+        self._places = list(places())  # that the daemon ends with
 
     def all(self) -> list[Session]:
         return list(self._sessions.values())
@@ -262,6 +264,7 @@ class Sessions:
             transfer=offer.transfer, transfer_reason=offer.reason, transfer_later=offer.may_pass,
             newest_step=newest[1] if newest else None,
             protected_step=_protected_step(tenant) if tenant else None,
+            places=self._places if trains else [],
         )  # fmt: skip
 
     async def _attach_trainer(self, session: Session, hello: Hello, peer: Peer) -> list[int]:

@@ -1,0 +1,30 @@
+"""Whether the daemon ends with this process: what it has in memory only is lost then."""
+
+from __future__ import annotations
+
+from pccheck.warn import Warner
+from pccheck_native.places import places
+from pccheck_wire.messages import Welcome
+
+_APART = (
+    "a restart then gets the last one on the disk. A pccheckd apart from the job (a systemd "
+    "service, a DaemonSet) keeps them: docs/service.md"
+)
+
+
+def warn_if_together(warner: Warner, welcome: Welcome | None, *, private: bool) -> None:
+    """Warns once, of a client that keeps checkpoints in memory only. `welcome`: of the daemon; None
+    without one."""
+    both = [one for one in places() if welcome is not None and one in welcome.places]
+    if private:
+        warner.once(
+            "together",
+            "memory-only checkpoints (durable_every) end with the private pccheckd, which ends "
+            f"with this container, pod or Slurm step: {_APART}",
+        )
+    elif both:
+        warner.once(
+            "together",
+            "memory-only checkpoints (durable_every) end with pccheckd, which runs in the same "
+            f"{both[0]} as this process and ends with it: {_APART}",
+        )
