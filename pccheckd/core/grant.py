@@ -162,13 +162,3 @@ class Grant:
         if self._resizing is not None:
             await asyncio.wait([self._resizing])
         self._stopping = False
-
-    async def release_memory(self) -> bool:
-        """Gives the segments back when detached and idle; whether it did."""
-        await self.stop_resizing()
-        try:
-            await self._engine.call(self._uid, self._native.release_memory)
-        except OSError:
-            return False
-        self.adopted(0)
-        return True
