@@ -48,23 +48,9 @@ static PyObject *method_close(PyObject *self, PyObject *Py_UNUSED(unused))
 /* -- quick calls: atomics and at most one poll, so the GIL is kept ------------------------------
  */
 
-static PyObject *client_alive(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return PyBool_FromLong(pcc_client_alive(handle));
-}
-
-static PyObject *client_unmapped(PyObject *self, void *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return PyLong_FromLong(-pcc_client_unmapped(handle));
-}
-
-static PyObject *client_chunk_bytes(PyObject *self, void *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return PyLong_FromUnsignedLong(pcc_client_chunk_bytes(handle));
-}
+PCC_PY_ANSWERS(client_alive, PyObject, PyBool_FromLong(pcc_client_alive(handle)))
+PCC_PY_ANSWERS(client_unmapped, void, PyLong_FromLong(-pcc_client_unmapped(handle)))
+PCC_PY_ANSWERS(client_chunk_bytes, void, PyLong_FromUnsignedLong(pcc_client_chunk_bytes(handle)))
 
 static PyObject *client_state(PyObject *self, PyObject *number)
 {

@@ -158,6 +158,15 @@ static inline void pcc_py_left(PyObject **entered)
         returns(function(handle, number));                                                         \
     }
 
+/* Defines the method (OTHER is PyObject) or getter (OTHER is void) `name`, which returns the object
+ * that `expression` makes of `handle`. It must not block: the GIL is kept. */
+#define PCC_PY_ANSWERS(name, OTHER, expression)                                                    \
+    static PyObject *name(PyObject *self, OTHER *Py_UNUSED(unused))                                \
+    {                                                                                              \
+        PCC_PY_ENTER();                                                                            \
+        return expression;                                                                         \
+    }
+
 /* -- errors: the one place where a code becomes an exception ----------------------------------- */
 
 /* -errno to OSError (with path, when there is one), -PCC_E_* to NativeError. Returns NULL. */

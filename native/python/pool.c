@@ -86,11 +86,7 @@ static PyObject *events_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return pcc_py_object_new(type, "Events", result, events, events_close);
 }
 
-static PyObject *events_fileno(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return PyLong_FromLong(pcc_events_fd(handle));
-}
+PCC_PY_ANSWERS(events_fileno, PyObject, PyLong_FromLong(pcc_events_fd(handle)))
 
 static const char *const kinds[] = {
     [PCC_EVENT_REQUESTED] = "requested",   [PCC_EVENT_BEGUN] = "begun",
@@ -161,11 +157,7 @@ static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)
     return list;
 }
 
-static PyObject *events_take(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return take_all(pcc_py_state_of(Py_TYPE(self)), handle);
-}
+PCC_PY_ANSWERS(events_take, PyObject, take_all(pcc_py_state_of(Py_TYPE(self)), handle))
 
 static PyMethodDef events_methods[] = {
     {"fileno", events_fileno, METH_NOARGS, NULL},

@@ -106,11 +106,7 @@ static PyObject *volume_table(PyObject *self, PyObject *Py_UNUSED(unused))
 
 PCC_PY_CALLS(volume_require_in_place, PCC_PY_RETURN_DONE, pcc_volume_in_place)
 
-static PyObject *volume_engine(PyObject *self, void *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return PyUnicode_FromString(pcc_volume_io(handle)->name);
-}
+PCC_PY_ANSWERS(volume_engine, void, PyUnicode_FromString(pcc_volume_io(handle)->name))
 
 /* close() only marks it while another thread, or a tenant, uses it. */
 static PyObject *volume_closed(PyObject *self, void *Py_UNUSED(unused))
@@ -127,11 +123,8 @@ static PyObject *volume_limit(PyObject *self, PyObject *number)
     PCC_PY_RETURN_NONE(pcc_io_limit(pcc_volume_io(handle), bytes_per_second));
 }
 
-static PyObject *volume_bytes_per_second(PyObject *self, void *Py_UNUSED(unused))
-{
-    PCC_PY_ENTER();
-    return PyLong_FromUnsignedLongLong(pcc_io_limit_of(pcc_volume_io(handle)));
-}
+PCC_PY_ANSWERS(volume_bytes_per_second, void,
+               PyLong_FromUnsignedLongLong(pcc_io_limit_of(pcc_volume_io(handle))))
 
 /* -- what changes its record: blocks for a durable write --------------------------------------- */
 
