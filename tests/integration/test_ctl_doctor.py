@@ -228,5 +228,8 @@ def test_tune_by_what_the_daemon_has_seen(ask: Ctl, daemon: Daemon, start_traine
     assert ran.code == 0, ran.err
     assert "the daemon's last" in ran.out and f"--storage {daemon.storage} " in ran.out
     assert "f*   = ceil(T_w/(N q t))" in ran.out
+    for _ in range(40):  # which status shows instead of those that were written
+        trainer.step()
+        trainer.wait_copied(trainer.checkpoint(to="memory"))
     document = json.loads(ask(*words, "--json").out)
     assert document["rates"]["write_bytes_per_s"] > 0

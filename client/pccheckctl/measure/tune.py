@@ -8,6 +8,11 @@ from the first byte to durable with N in flight.
     T_w(N) = max(N m / T_S, m / T_1) + F    N checkpoints share the disk; one alone reaches T_1
     f* = ceil(T_w(N) / (N q t))             one every f* steps, so that the disk keeps up
 
+In memory only (durable_every=k) a checkpoint takes a copy, T_c = m/T_G, and one at a time is
+written:
+
+    f = ceil(max(T_c / t, (T_c - 2/3 t) / ((q - 1) t)))    k = ceil(T_w(1) / (q f t))    M = 3 m
+
 With an MTBF, q is 1 in f*: a disk that just does not keep up makes every checkpoint late, which
 costs more work at a failure than the shorter interval saves (bench.tune).
 """
@@ -37,6 +42,8 @@ from .goodput import Costs, best_interval, goodput
 
 HIDDEN = 2 / 3  # of a step: forward and backward, during which a copy costs nothing
 N_MIN, N_MAX = 2, 8
+#: One that is being copied, one that is safe, one that is being written.
+STATES_IN_MEMORY = 3
 WORTH_IT = 1.05  # what one more in flight has to save
 DRAM_MIN = 64 * MIB  # some chunks
 COPY_PROBE_BYTES = 128 * MIB
@@ -85,6 +92,16 @@ class Tuning(NamedTuple):
     interval: int
     slowdown: float  # expected at that interval
     goodput: float | None  # at that interval; None without an MTBF
+
+
+class InMemory(NamedTuple):
+    """Checkpoints in memory only, of which every k-th goes to the disk."""
+
+    interval: int  # f
+    durable_every: int  # k; 1: the disk takes all that the copies allow
+    dram_bytes: int
+    lost_with_process: int  # steps, at most ...
+    lost_with_node: int
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -196,6 +213,18 @@ def advise(rates: Rates, given: Workload) -> Tuning:
     )  # fmt: skip
 
 
+def in_memory(rates: Rates, given: Workload) -> InMemory:
+    m, t, q = given.checkpoint_bytes, given.step_s, given.slowdown
+    copy_s, alone_s = m / rates.copy_bytes_per_s, persist_s(rates, m, 1)
+    waits_s = max(0.0, copy_s - HIDDEN * t) / (q - 1) if q > 1 else 0.0
+    interval = max(1, math.ceil(round(max(copy_s, waits_s) / t, 9)))
+    every = max(1, math.ceil(round(alone_s / (q * interval * t), 9)))
+    return InMemory(
+        interval, every, STATES_IN_MEMORY * m, interval + math.ceil(copy_s / t),
+        interval * every + math.ceil(alone_s / t),
+    )  # fmt: skip
+
+
 def stopping(rates: Rates, given: Workload) -> tuple[int, float]:
     """The best interval, and its goodput, of a save that stops training until it is durable."""
     assert given.mtbf_s is not None
@@ -223,6 +252,8 @@ def rates_of(arguments: argparse.Namespace) -> Rates:
     if not part(status, "daemon"):  # PCCHECK_STORAGE, without a daemon
         place = Path(text(part(status, "storage"), "path"))
         return measured(place, copy, quiet=arguments.json)
+    with daemon(arguments) as observer:
+        status["checkpoints"] = rows(observer.trace(math.inf), "checkpoints")
     found = seen(status, arguments.checkpoint, copy, copy_given=bool(arguments.copy_bandwidth))
     if found is None:
         raise PccheckError(
@@ -244,11 +275,11 @@ def measured(place: Path, copy: float, *, quiet: bool) -> Rates:
 
 
 def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bool) -> Rates | None:
-    """Rates of the daemon's recent checkpoints of about that size; None when they are too few."""
+    """Rates of the daemon's recent checkpoints of about that size, which are those of a trace: in
+    status those in memory only leave no room for others. None when they are too few."""
     found = [
         (whole(one, "payload_bytes"), one)
-        for rank in rows(status, "ranks")
-        for one in rows(rank, "checkpoints")
+        for one in rows(status, "checkpoints")
         if text(one, "state") in ("durable", "global")
         and _between(one, "first_write", "written") > 0
         and 1 / FAR <= whole(one, "payload_bytes") / checkpoint_bytes <= FAR
@@ -274,8 +305,7 @@ def seen(status: Document, checkpoint_bytes: int, copy: float, *, copy_given: bo
 
 def _between(one: Document, since: str, until: str) -> float:
     """Seconds between two of a checkpoint's times; 0 when it did not reach one."""
-    times = part(one, "times")
-    began, ended = number(times, since) or 0, number(times, until) or 0
+    began, ended = number(one, since) or 0, number(one, until) or 0
     return (ended - began) / 1e9 if began and ended > began else 0.0
 
 
@@ -321,6 +351,7 @@ def document(rates: Rates, given: Workload, advice: Tuning) -> Document:
         "copy_s": round(advice.copy_s, 4),
         "stall_s": round(advice.stall_s, 4),
         "goodput": None if advice.goodput is None else round(advice.goodput, 4),
+        "in_memory": in_memory(rates, given)._asdict(),
         "rates": rates._asdict(),
     }
 
@@ -356,6 +387,7 @@ def as_text(rates: Rates, given: Workload, advice: Tuning) -> str:
         "interval",
         f"lost work   at most {steps} when the trainer crashes, {lost} when the node does",
         *_failures(rates, given, advice),
+        *_in_memory(in_memory(rates, given), given),
         "",
         *_arithmetic(rates, given, advice),
     ]
@@ -372,6 +404,22 @@ def as_text(rates: Rates, given: Workload, advice: Tuning) -> str:
     if given.slowdown == 1 and advice.stall_s > 0:
         lines += ["", "note: every interval slows training down: a copy takes longer than a step"]
     return "\n".join(lines)
+
+
+def _in_memory(found: InMemory, given: Workload) -> list[str]:
+    if found.durable_every == 1:
+        return ["in memory   no gain (durable_every): the copy sets the interval, not the disk"]
+    steps, dram = render.plural(found.interval, "step"), render.size(found.dram_bytes)
+    lines = [
+        f"in memory   every {steps}, and one of {found.durable_every} on the disk: "
+        f'durable_every={found.durable_every}, or "auto";',
+        f"            lost work at most {render.plural(found.lost_with_process, 'step')} when a "
+        f"process dies, {found.lost_with_node} when the node does;",
+        f"            needs DRAM for {STATES_IN_MEMORY} states of each rank: {dram}",
+    ]
+    if given.dram_bytes is not None and given.dram_bytes < found.dram_bytes:
+        lines[-1] += f", and --dram gives {render.size(given.dram_bytes)}"
+    return lines
 
 
 def _failures(rates: Rates, given: Workload, advice: Tuning) -> list[str]:

@@ -76,21 +76,21 @@ def test_with_no_slowdown_allowed_a_long_copy_is_told() -> None:
 def checkpoint(payload: int, seconds: float, **more: object) -> dict[str, object]:
     at = {"begin": 1, "first_write": 1, "sealed": 1 + 10**8, "written": 1 + int(seconds * 1e9)}
     times = at | {"durable": at["written"] + 10**7}
-    return {"state": "durable", "payload_bytes": payload, "times": times, **more}
+    return {"state": "durable", "payload_bytes": payload, **times, **more}
 
 
 def test_the_daemons_history_is_what_was_nearest_in_size() -> None:
     large = [checkpoint(8 * GIB, 4.0) for _ in range(3)]
     small = [checkpoint(GIB // 8, 10.0) for _ in range(3)]
     failed = checkpoint(8 * GIB, 1.0, state="failed")
-    status = {"daemon": {"writers": 3}, "ranks": [{"checkpoints": [*large, *small, failed]}]}
+    status = {"daemon": {"writers": 3}, "checkpoints": [*large, *small, failed]}
     rates = tune.seen(status, 10 * GIB, 5.0, copy_given=False)
     assert rates is not None
     assert rates.write_bytes_per_s == 2 * GIB
     assert rates.flush_s == pytest.approx(0.01)
     assert rates.copy_bytes_per_s == pytest.approx(80 * GIB)
     assert rates.writers == 3
-    assert tune.seen({"ranks": [{"checkpoints": large[:2]}]}, GIB, 5.0, copy_given=True) is None
+    assert tune.seen({"checkpoints": large[:2]}, GIB, 5.0, copy_given=True) is None
 
 
 @pytest.mark.parametrize(
@@ -176,3 +176,31 @@ def test_slots_and_keep_are_those_of_a_volume(capsys: pytest.CaptureFixture[str]
             assert cli.main([*words, f"--{option}={value}"]) == 2
             message = json.loads(capsys.readouterr().out)["error"]["message"]
             assert f"argument --{option}: " in message and f"to {most}" in message
+
+
+def test_in_memory_the_copy_sets_the_interval_and_the_disk_every_kth() -> None:
+    """T_c = 10 / 10 = 1 s of steps of 2 s; T_w(1) = 10 / 2 = 5 s, so k = ceil(5 / 2) = 3."""
+    found = tune.in_memory(PLAIN, given())
+    assert found == (1, 3, 30 * GIB, 2, 1 * 3 + 3)
+    text = tune.as_text(PLAIN, given(), tune.advise(PLAIN, given()))
+    assert 'every 1 step, and one of 3 on the disk: durable_every=3, or "auto"' in text
+    assert "at most 2 steps when a process dies, 6 when the node does" in text
+    assert "DRAM for 3 states of each rank: 30.0 GiB" in text
+    assert tune.document(PLAIN, given(), tune.advise(PLAIN, given()))["in_memory"] == {
+        "interval": 1, "durable_every": 3, "dram_bytes": 30 * GIB, "lost_with_process": 2,
+        "lost_with_node": 6,
+    }  # fmt: skip
+    small = given(dram_bytes=20 * GIB)
+    assert "30.0 GiB, and --dram gives 20.0 GiB" in tune.as_text(
+        PLAIN, small, tune.advise(PLAIN, small)
+    )
+
+
+def test_in_memory_a_copy_that_waits_is_as_rare_as_allowed() -> None:
+    """Of T_c = 1 s, steps of 1 s hide 2/3: 1/3 of a second may be 5 % of 7 steps."""
+    assert tune.in_memory(PLAIN, given(step_s=1.0, slowdown=1.05))[:2] == (7, 1)
+    slow = PLAIN._replace(write_bytes_per_s=GIB / 2, one_bytes_per_s=GIB / 2)  # T_w(1) = 20 s
+    assert tune.in_memory(slow, given(step_s=1.0, slowdown=1.05))[:2] == (7, 3)
+    assert tune.in_memory(slow, given(step_s=0.25))[:2] == (4, 20)  # a copy takes four steps
+    no = given(step_s=1.0, slowdown=1.05)
+    assert "in memory   no gain" in tune.as_text(PLAIN, no, tune.advise(PLAIN, no))
