@@ -92,7 +92,7 @@ def _run_all(daemon: Daemon, folder: Path, scenarios: list[tuple[str, dict[str, 
     more = {"PCCHECK_SOCKET": str(daemon.socket), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
     ran = subprocess.run(
         [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
-        env=os.environ | more, capture_output=True, text=True, timeout=280,
+        env=os.environ | more, capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
 

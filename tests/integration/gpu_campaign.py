@@ -52,7 +52,7 @@ MODES = (
 VICTIMS = ("trainer", "none", "daemon", "trainer", "both")
 GEOMETRY = ("--chunk", "256KiB", "--block-bytes", "64KiB", "--engine", "pwrite")
 ROUNDS_PER_NODE = 8
-SOON_S = 120.0  # for the next durable checkpoint, also on a slow disk
+SOON_S = 400.0  # for the next durable checkpoint, also on a slow disk
 LOST = 700  # CUDA error that makes a context unusable
 
 

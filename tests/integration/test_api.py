@@ -416,7 +416,7 @@ def test_a_handle_is_a_future(connect: Connect) -> None:
     assert handle.result(60).step == 4
     assert handle.done() and handle.exception(1) is None
     assert str(handle.state) == f"{handle.state}" == "durable"
-    assert called.wait(60)
+    assert called.wait(800)
     assert seen[0][0] is handle and seen[0][1] != threading.get_ident()
     public = {name for name in dir(handle) if not name.startswith("_")}
     assert public == {
@@ -433,7 +433,7 @@ def test_a_failed_handle_calls_back_and_has_an_exception(daemon: Daemon, connect
         handle = client.checkpoint([1])
     handle.add_done_callback(lambda _: 1 / 0)  # logged
     handle.add_done_callback(lambda _: called.set())
-    assert called.wait(60)
+    assert called.wait(800)
     error = handle.exception(0)
     assert isinstance(error, CheckpointFailedError) and "step 2 failed" in str(error)
     with pytest.raises(CheckpointFailedError):

@@ -15,7 +15,7 @@ from pccheck_wire.errors import ProtocolError
 from pccheck_wire.messages import Failure, Reply, Report, RequestBody, Status
 from tests.support.daemon import Daemon
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
         assert again.recover().step == 2
 
 
-@pytest.mark.timeout(600)  # up to three processes import torch, one after the other
+@pytest.mark.timeout(1800)  # up to three processes import torch, one after the other
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
     start_daemon: Start, tmp_path: Path, method: str
@@ -103,7 +103,7 @@ def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
     daemon = start_daemon(*SLOW)
     ran = subprocess.run(
         [sys.executable, "-W", "error", str(script), str(daemon.socket), method],
-        capture_output=True, text=True, check=True, timeout=300,
+        capture_output=True, text=True, check=True, timeout=800,
     )  # fmt: skip
     assert ran.stdout.split() == ["0", "2"]
     (said,) = ran.stderr.splitlines()

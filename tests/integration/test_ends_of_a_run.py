@@ -88,7 +88,7 @@ def test_torchrun_stops_all_ranks_after_the_same_step(daemon: Daemon, stack: Exi
     # Lines of two ranks may run together.
     before = list(itertools.takewhile(lambda line: "STEP 3" not in line, run.stdout))
     run.send_signal(signal.SIGTERM)
-    told, _ = run.communicate(timeout=120)
+    told, _ = run.communicate(timeout=800)
     found = re.findall(r"RANK (\d) LAST (\d+) SAVED (\d+)", told)
     assert sorted(rank for rank, _, _ in found) == ["0", "1"], (before, told)
     assert len({number for _, *steps in found for number in steps}) == 1, found

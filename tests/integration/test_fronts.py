@@ -267,7 +267,7 @@ def test_no_front_outlives_the_daemon(daemon: Daemon) -> None:
         process = front_of(daemon)
         suspend(process.pid)  # not even one that does not run
         daemon.kill()
-        process.wait(60)
+        process.wait(800)
     daemon.start()
     with Rank(daemon.socket):
         process = front_of(daemon)

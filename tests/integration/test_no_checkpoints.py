@@ -214,7 +214,7 @@ def test_a_run_that_ends_in_its_first_copy_is_no_trouble_beside_older_checkpoint
 def storage_status(daemon: Daemon) -> Ran:
     ran = subprocess.run(
         [sys.executable, "-m", "pccheckctl", "--storage", str(daemon.storage), "status"],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=800,
     )  # fmt: skip
     return Ran(ran.returncode, ran.stdout, ran.stderr)
 

@@ -24,7 +24,7 @@ from tests.support.volumes import damage, make
 from tests.support.waiting import until
 from tests.unit.pccheckd.observe.test_metrics import labels_in_use, names_in_use
 
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 def base(daemon: Daemon) -> str:

@@ -124,7 +124,7 @@ def test_ends_a_daemon_whose_starter_was_killed_early(daemon: Daemon) -> None:
         {"XDG_RUNTIME_DIR": str(runtime)},
     )
     with script(text, environment=environment) as program:
-        assert program.wait(200) == 0
+        assert program.wait(800) == 0
     pid = daemon_of(storage)
     assert _alive(pid)
     try:
@@ -207,7 +207,7 @@ def test_finds_its_daemon_when_xdg_runtime_dir_has_changed(daemon: Daemon) -> No
     assert daemon_of(storage) == pid and _alive(pid)  # no second daemon was started
     ran = subprocess.run(
         [sys.executable, "-m", "pccheckctl", "--storage", str(storage), "--json", "status"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert json.loads(ran.stdout)["daemon"]["pid"] == pid, ran.stderr
     assert run(storage, "client.close()", second) == ["2"]  # ends it, too
@@ -416,7 +416,7 @@ def test_a_daemon_with_a_trainer_is_not_ended_by_a_process_that_cannot_connect(
         pid = daemon_of(storage)
         assert _alive(pid)
         trainer.stdin.close()
-        assert trainer.wait(120) == 0
+        assert trainer.wait(800) == 0
     ended(pid)
 
 

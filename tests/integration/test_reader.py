@@ -218,8 +218,11 @@ def test_a_lease_ends_rather_than_that_a_checkpoint_is_skipped(
     ]
 
     def all_save(step: int) -> None:
-        for one, snapshot in [(one, one.begin(step, payload_of(step, SIZE))) for one in ranks]:
+        asked = [(one, one.begin(step, payload_of(step, SIZE))) for one in ranks]
+        for one, snapshot in asked:
             one.wait(snapshot)
+        for one, snapshot in asked if world > 1 else ():
+            until(lambda: one.describe(snapshot).state is State.GLOBAL)  # noqa: B023
 
     for rank in ranks:
         rank.register(SIZE)

@@ -25,7 +25,7 @@ def refused(daemon: Daemon, *flags: str, user: int | None = None) -> tuple[int, 
     if user is not None:
         command = as_user(user, "pccheckd.cli", *command[3:])
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=daemon.environment()
+        command, capture_output=True, text=True, timeout=800, env=daemon.environment()
     )
     assert "Traceback" not in ran.stderr
     return ran.returncode, ran.stderr

@@ -82,7 +82,7 @@ def test_a_refused_thread_is_told_in_words() -> None:
             [sys.executable, "-c", LIMITED, "RLIMIT_NPROC", "1", "-m", "tests.support.as_user",
              str(NOBODY), "pccheckd.cli", "--storage", str(storage), "--allow-any-filesystem",
              "--socket", f"{root}/run/attach.sock"],
-            capture_output=True, text=True, timeout=120,
+            capture_output=True, text=True, timeout=800,
         )  # fmt: skip
     assert ran.returncode == 1
     assert "cannot start a thread: limit reached, of processes or of address sp" in ran.stderr

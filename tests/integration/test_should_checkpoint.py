@@ -20,7 +20,7 @@ from tests.support.service import Service
 from tests.support.waiting import until
 
 STEP_S = 0.003
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 
 
 class Loop:
@@ -49,7 +49,7 @@ class Loop:
         raise AssertionError
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_interval_follows_the_disk(stack: ExitStack) -> None:
     service = stack.enter_context(Service(*SMALL, "--slots", "6")).start()
 

@@ -80,7 +80,7 @@ def read_until(source: int, wanted: bytes) -> bytes:
     return seen
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_pipe_that_nobody_reads_costs_log_lines_and_no_checkpoint(stack: ExitStack) -> None:
     reads, writes = small_pipe(stack)
     daemon = stack.enter_context(Unread(*LOUD, stderr=writes)).start()
@@ -94,7 +94,7 @@ def test_a_pipe_that_nobody_reads_costs_log_lines_and_no_checkpoint(stack: ExitS
     assert daemon.stop() == 0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_stop_does_not_wait_for_a_pipe_that_nobody_reads(stack: ExitStack) -> None:
     _, writes = small_pipe(stack)
     daemon = stack.enter_context(Unread(*LOUD, stderr=writes)).start()
@@ -102,7 +102,7 @@ def test_a_stop_does_not_wait_for_a_pipe_that_nobody_reads(stack: ExitStack) -> 
     assert daemon.stop() == 0
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_journal_that_nobody_reads_costs_log_lines_and_no_checkpoint(stack: ExitStack) -> None:
     _, writes = small_pipe(stack)
     daemon = stack.enter_context(Unread(*LOUD, stderr=writes))

@@ -69,7 +69,7 @@ def test_in_one_container(service: bool) -> None:
         environment["NOTIFY_SOCKET"] = "@nobody"
     ended = subprocess.run(
         [*alone, sys.executable, "-c", BOTH], env=environment, capture_output=True, text=True,
-        timeout=300,
+        timeout=800,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("PCcheck") == (not service), ended.stdout

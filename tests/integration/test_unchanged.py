@@ -31,7 +31,7 @@ def trainer(daemon: Daemon) -> Iterator[Any]:
         yield one
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_adapters_on_a_frozen_base(start_daemon: Start, ctl: Ctl, tmp_path: Path) -> None:
     daemon = start_daemon(*GEOMETRY)
     with trainer(daemon) as one:

@@ -22,7 +22,7 @@ GEOMETRY = ("--block-bytes", "16KiB", "--chunk", "256KiB")
 ROOM = ("--dram", "128MiB")
 LAYER = FROZEN // LAYERS
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def all_of(group: list[LoraTrainer], command: str, *arguments: object) -> list[o
     return [one.answer() for one in group]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_replicated_ranks_refer_each_to_its_part(
     start_daemon: Start, ctl: Ctl, tmp_path: Path, stack: ExitStack
 ) -> None:
@@ -90,7 +90,7 @@ KILLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_kills_between_a_base_and_what_refers_to_it(ctl: Ctl, stack: ExitStack) -> None:
     daemon = stack.enter_context(
         ServedDaemon(*SMALL, "--block-bytes", "16KiB", "--max-bandwidth", "32MiB")

@@ -48,7 +48,7 @@ def test_no_campaign_is_left_out() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_demo_ends_well(run: Run) -> None:
     said = run("examples.demo", "--steps", 10, "--every", 2, "--rounds", 1).out
     assert "OK: all" in said

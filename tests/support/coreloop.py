@@ -29,7 +29,7 @@ from pccheck_native import (
 BLOCK_BYTES = 4096
 CHUNK_BYTES = 32 * 1024
 STRIDE_BYTES = 4096
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def deadline(seconds: float = LIMIT_S) -> int:

@@ -18,8 +18,8 @@ from pccheck_store.observer import Observer
 from tests.support import forked
 from tests.support.waiting import PATIENCE, suspend, until
 
-READY_LIMIT_S = 90.0 * PATIENCE
-STOP_LIMIT_S = 90.0 * PATIENCE
+READY_LIMIT_S = 240.0 * PATIENCE
+STOP_LIMIT_S = 240.0 * PATIENCE
 LOOPCHECK = "tests.support.loopcheck"
 _HERE = Path(__file__).parent
 

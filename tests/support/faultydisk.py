@@ -20,7 +20,7 @@ READ, WRITE, FLUSH = 1, 2, 4
 #: The minimum of mkfs.xfs, and enough for a few small volumes.
 DISK_BYTES = 320 << 20
 TOOLS = ("nbdkit", "nbdfuse", "losetup", "fusermount3", "mkfs.ext4", "mkfs.xfs")
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 def missing() -> str:

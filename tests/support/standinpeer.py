@@ -12,7 +12,7 @@ from typing import Any, Self
 from . import standin
 from .standin import Faults
 
-ANSWER_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 240.0
 
 
 class Peer:

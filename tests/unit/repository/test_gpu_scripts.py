@@ -28,7 +28,7 @@ def command_of(part: check.Part) -> list[str]:
     return shlex.split(part.command.format(out="out", budget=5, directory="."))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_parts_of_the_probe_on_the_stand_in_end_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = standin.new_directory()
     for name, value in fakegpu.environment(gpus, dead="keep").items():
