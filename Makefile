@@ -162,7 +162,7 @@ bench: $(READY) ## the figures of docs/performance.md without the paper's; resul
 	$(BIN)/python -m bench.sessions
 
 TRACE ?=
-figures: $(READY) ## as root: the paper's figures with its rivals, in 90 minutes (QUICK=1: 10); TRACE=FILE for Figure 9
+figures: $(READY) ## as root: the paper's figures with its rivals, in two hours (QUICK=1: 15 minutes); TRACE=FILE for Figure 9
 	$(PLOTS)
 	-$(BIN)/python -m pip install -q -c constraints.txt torchsnapshot
 	$(BIN)/python -m bench.figures $(if $(QUICK),--quick) $(if $(TRACE),--trace $(TRACE))

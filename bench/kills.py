@@ -1,6 +1,7 @@
 """What a kill costs: kills at random moments against the paper's model of recovery (4.2).
 
-    python -m bench.kills [--kills 8] [--mib 64] [--mib-per-s 128] [--step-ms 50]
+    python -m bench.kills [--kills 8] [--settings "1,10 2,1,auto"] [--mib 64] [--mib-per-s 128]
+                          [--step-ms 50]
 
 A trainer with steps of a given length saves every `f` steps to a disk of a given rate, N
 checkpoints in flight. It is killed at a random moment, alone or together with the daemon, and
@@ -12,12 +13,17 @@ the kill came is done again. The paper bounds it by
 (l the load, t a step, T_w from the request of a checkpoint to durable). The daemon outlives a
 trainer that is killed alone, and so does what it has copied: less is lost than in the model.
 Start of Python and import of torch are in neither.
+
+A setting is N,f or N,f,durable_every. With "auto" checkpoints stay in memory, and the newest one is
+written whenever the disk is idle: for the model these are one in flight, as often as the disk
+takes one.
 Writes bench/results/kills-DATE.{json,md}.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import mmap
 import random
 import signal
@@ -30,6 +36,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 from bench import common
 from bench.common import MIB, BenchError, Spread
@@ -41,7 +48,8 @@ from pccheckctl.output.documents import rows, whole
 
 STEPS_MAX = 100_000
 LIMIT_S = 120.0
-SETTINGS = "1,10 2,5 2,20 4,5"
+SETTINGS = "1,10 2,5 2,20 4,5 2,1,auto"
+DurableEvery = int | Literal["auto"]
 VICTIMS = ("trainer", "trainer and daemon")
 
 
@@ -80,7 +88,9 @@ def train(options: argparse.Namespace) -> None:
     """The victim."""
     progress = Progress(options.progress)
     trainer = Paced(options.mib * MIB, options.step_ms / 1e3)
-    with PCcheckClient(job="kills", socket=options.trainer, on_error="raise") as client:
+    with PCcheckClient(
+        job="kills", socket=options.trainer, on_error="raise", durable_every=options.durable_every
+    ) as client:
         client.attach(model=trainer.state.model, optimizer=trainer.optimizer)
         began = time.monotonic_ns()
         found = client.restore()
@@ -99,6 +109,33 @@ def train(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    in_flight: int
+    every: int
+    durable_every: DurableEvery = 1
+
+    @classmethod
+    def read(cls, text: str) -> Setting:
+        in_flight, every, *durable_every = text.split(",")
+        return cls(int(in_flight), int(every), *map(durable_every_of, durable_every))
+
+    def text(self) -> str:
+        more = "" if self.durable_every == 1 else f", durable_every={self.durable_every}"
+        return f"{self.in_flight} | {self.every}{more}"
+
+    def on_disk(self, options: argparse.Namespace) -> tuple[int, int]:
+        """Checkpoints in flight to the disk, and the steps from one to the next."""
+        if self.durable_every != "auto":
+            return self.in_flight, self.every * self.durable_every
+        write_s = options.mib / options.mib_per_s
+        return 1, max(self.every, math.ceil(write_s / (options.step_ms / 1e3)))
+
+
+def durable_every_of(text: str) -> DurableEvery:
+    return "auto" if text == "auto" else int(text)
+
+
+@dataclass(frozen=True, slots=True)
 class Kill:
     """One kill and the recovery from it."""
 
@@ -111,8 +148,7 @@ class Kill:
 class Measured:
     """One kind of kill: what was measured, and what the model says."""
 
-    in_flight: int
-    every: int
+    setting: Setting
     killed: str
     step_s: float
     write_s: float
@@ -125,11 +161,12 @@ class Measured:
 class Victim:
     """A daemon, and one trainer after another."""
 
-    def __init__(self, options: argparse.Namespace, in_flight: int, every: int, scratch: Path):
-        self.options, self.every, self.in_flight = options, every, in_flight
-        dram = max(32, options.mib * (in_flight + 1))
+    def __init__(self, options: argparse.Namespace, setting: Setting, scratch: Path):
+        self.options, self.setting = options, setting
+        states = setting.in_flight + 1 + (setting.durable_every != 1)
+        dram = max(32, options.mib * states)
         self.daemon = Daemon(
-            "--slots", str(in_flight + 1), "--keep", "1", "--dram", f"{dram}MiB",
+            "--slots", str(setting.in_flight + 1), "--keep", "1", "--dram", f"{dram}MiB",
             "--max-bandwidth", f"{options.mib_per_s}MiB", storage=scratch / "storage",
         )  # fmt: skip
         self._path = scratch / "progress"
@@ -140,7 +177,8 @@ class Victim:
         """Returns when the trainer trains."""
         options, before = self.options, self.progress.load
         words = [
-            "--trainer", self.daemon.socket, "--progress", self._path, "--every", self.every,
+            "--trainer", self.daemon.socket, "--progress", self._path,
+            "--every", self.setting.every, "--durable-every", self.setting.durable_every,
             "--mib", options.mib, "--step-ms", options.step_ms,
         ]  # fmt: skip
         self._process = subprocess.Popen([sys.executable, "-m", "bench.kills", *map(str, words)])
@@ -196,10 +234,10 @@ class Victim:
 
 
 @contextmanager
-def victim(options: argparse.Namespace, in_flight: int, every: int) -> Iterator[Victim]:
+def victim(options: argparse.Namespace, setting: Setting) -> Iterator[Victim]:
     with common.scratch(options.directory) as scratch:
         (scratch / "storage").mkdir()
-        made = Victim(options, in_flight, every, scratch)
+        made = Victim(options, setting, scratch)
         try:
             made.daemon.start()
             made.begin()
@@ -211,12 +249,13 @@ def victim(options: argparse.Namespace, in_flight: int, every: int) -> Iterator[
             made.daemon.cleanup()
 
 
-def measure(options: argparse.Namespace, in_flight: int, every: int) -> list[Measured]:
+def measure(options: argparse.Namespace, setting: Setting) -> list[Measured]:
+    in_flight, every = setting.on_disk(options)
     chance = random.Random(options.seed)
     found: dict[str, list[Kill]] = {who: [] for who in VICTIMS}
     steps_s: list[float] = []
     writes_s: list[float] = []
-    with victim(options, in_flight, every) as at:
+    with victim(options, setting) as at:
         for _ in range(options.kills):
             for who in VICTIMS:
                 # All lanes are in use by then; the moment is anywhere between two checkpoints.
@@ -232,9 +271,7 @@ def measure(options: argparse.Namespace, in_flight: int, every: int) -> list[Mea
     for who, kills in found.items():
         load_s = statistics.median(kill.load_s for kill in kills)
         bound_s, mean_s = (load_s + part * every * step_s + late_s for part in (1, 0.5))
-        made.append(
-            Measured(in_flight, every, who, step_s, write_s, load_s, bound_s, mean_s, kills)
-        )
+        made.append(Measured(setting, who, step_s, write_s, load_s, bound_s, mean_s, kills))
     return made
 
 
@@ -249,7 +286,7 @@ def table(found: list[Measured]) -> list[str]:
         lost = Spread.of([kill.lost_steps for kill in one.kills])
         over = sum(seconds > one.bound_s for seconds in took)
         lines.append(
-            f"| {one.in_flight} | {one.every} | {one.killed} | {one.step_s * 1e3:.1f} "
+            f"| {one.setting.text()} | {one.killed} | {one.step_s * 1e3:.1f} "
             f"| {one.write_s:.2f} | {lost.text(0)} | {Spread.of(took).text(2)} "
             f"| {statistics.fmean(took):.2f} | {one.mean_s:.2f} | {one.bound_s:.2f} "
             f"| {over} of {len(took)} |"
@@ -260,7 +297,7 @@ def table(found: list[Measured]) -> list[str]:
 def main() -> int:
     parser = common.arguments(__doc__)
     parser.add_argument("--kills", type=int, default=8, help="of each kind, for each N and f")
-    parser.add_argument("--settings", default=SETTINGS, help="N,f: in flight and interval")
+    parser.add_argument("--settings", default=SETTINGS, help="N,f or N,f,durable_every")
     parser.add_argument("--mib", type=int, default=64, help="of the state")
     parser.add_argument("--mib-per-s", type=int, default=128, help="of the disk")
     parser.add_argument("--step-ms", type=float, default=50.0)
@@ -268,12 +305,13 @@ def main() -> int:
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--durable-every", type=durable_every_of, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trainer:
         train(options)
     facts = common.facts_of(options.directory)
-    settings = [map(int, setting.split(",")) for setting in options.settings.split()]
-    found = [one for setting in settings for one in measure(options, *setting)]
+    settings = [Setting.read(text) for text in options.settings.split()]
+    found = [one for setting in settings for one in measure(options, setting)]
     lines = common.heading("What a kill costs, and the paper's model", facts)
     lines += [
         f"A state of {options.mib} MiB, steps of {options.step_ms:g} ms, a disk of "

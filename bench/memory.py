@@ -1,12 +1,14 @@
 """The slowdown of a checkpoint after every step: in memory only, on the disk, and without any.
 
-    python -m bench.memory [--sizes 64MiB] [--rounds 10] [--steps 40] [--directory DIR]
+    python -m bench.memory [--trainers paced gpt] [--sizes 64MiB] [--rounds 10] [--steps 40]
+                           [--directory DIR]
 
-A paced trainer: a step is PACE_S of waiting, which stands for forward and backward, and the update
-of an attached optimizer, which waits for the copy. The daemon's writes are limited so that one
-checkpoint takes the disk as long as ten steps. A round has every mode once, in a random order, in
-a fresh client with a warm connection; `every 20th` is durable_every=20. The ratio is that of a
-round's mode and its `none`. Writes bench/results/memory-DATE.{json,md}.
+Two trainers of bench.figures: steps of PACE_S that overwrite a state of the given size, and a small
+GPT, which computes on the CPUs that the daemon uses, too. Its copy is shorter than its forward and
+backward pass. The daemon's writes are limited so that one checkpoint takes the disk as long as ten
+steps. A round has every mode once, in a random order, in a fresh client with a warm connection;
+`every 20th` is durable_every=20. The ratio is that of a round's mode and its `none`. Writes
+bench/results/memory-DATE.{json,md}.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ import torch
 
 from bench import common
 from bench.common import MIB, Spread
+from bench.figures import measure
+from bench.figures.trainers import Gpt, Paced, Trainer
 from bench.ours import Daemon
 from pccheck import PCcheckClient
 
 PACE_S = 0.1
+TRAINERS = ("paced", "gpt")
+WIDTH, LAYERS = 192, 3
 STEPS_OF_A_WRITE = 10
 WARM = 3  # first steps, which do not count: chunks are mapped, volumes are made
 SEED = 35
@@ -33,56 +39,56 @@ MODES: dict[str, tuple[dict[str, Any] | None, float]] = {
     "none": (None, 1.0),
     "auto": ({"durable_every": "auto"}, 1.0),
     "every 20th": ({"durable_every": 20}, 1.0),
-    "disk": ({}, 0.25),  # ten times as slow
+    "disk": ({}, 0.125),  # ten times as slow
 }
 
 
-def train(
-    daemon: Daemon, mode: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int
-) -> tuple[float, int]:
+def train(daemon: Daemon, mode: str, trainer: Trainer, steps: int) -> tuple[float, int]:
     """Seconds per step, and the checkpoints that were skipped or failed."""
     options, part = MODES[mode]
+    steps = max(1, int(steps * part))
     ends = []
     with PCcheckClient(
         job=mode.replace(" ", "-"), socket=str(daemon.socket), fresh=True, **(options or {})
     ) as client:
-        client.attach(model=model, optimizer=optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        for step in range(WARM + int(steps * part)):
+        client.attach(model=trainer.state.model, optimizer=trainer.state.optimizer)
+        for step in range(WARM + steps):
             if step == WARM:
                 start_s = time.monotonic()
-            time.sleep(PACE_S)
-            optimizer.step()
+            trainer.step(client.gate)
             if options is not None:
                 ends.append(client.checkpoint(step=step))
         client.gate()
-        took_s = (time.monotonic() - start_s) / int(steps * part)
+        took_s = (time.monotonic() - start_s) / steps
         lost = sum(str(end.state) in ("skipped", "failed") for end in ends[WARM:])
     return took_s, lost
 
 
-def measure(size_bytes: int, rounds: int, steps: int, directory: Path) -> dict[str, list[Any]]:
-    model, optimizer = common.make_training_state(size_bytes)
-    payload = common.total_bytes(common.tensors_of(model, optimizer).values())
-    rate = int(payload / (STEPS_OF_A_WRITE * PACE_S)) // MIB
+def compare(trainer: Trainer, rounds: int, steps: int, directory: Path) -> dict[str, Any]:
+    """The runs of each mode, and what is true of all: bytes of the state, seconds of a step."""
+    payload = trainer.payload_bytes
+    step_s = measure.bare_step(trainer, 10)
+    rate = int(payload / (STEPS_OF_A_WRITE * step_s))
     found: dict[str, list[Any]] = {mode: [] for mode in MODES}
     drawn = random.Random(SEED)
     dram = f"{5 * payload * len(MODES) // MIB}MiB"
-    daemon = Daemon("--dram", dram, "--max-bandwidth", f"{rate}MiB", storage=directory / "storage")
+    daemon = Daemon("--dram", dram, "--max-bandwidth", str(rate), storage=directory / "storage")
     daemon.start()
     try:
         for _ in range(rounds):
             for mode in drawn.sample(list(MODES), len(MODES)):
-                found[mode].append(train(daemon, mode, model, optimizer, steps))
+                found[mode].append(train(daemon, mode, trainer, steps))
     finally:
         daemon.stop()
         daemon.cleanup()
-    return found
+    return {"payload_bytes": payload, "step_s": step_s, "runs": found}
 
 
-def table(size_bytes: int, found: dict[str, list[Any]]) -> list[str]:
+def table(name: str, made: dict[str, Any]) -> list[str]:
+    found = made["runs"]
     lines = [
-        f"## {size_bytes // MIB} MiB, {PACE_S} s per step, a write takes {STEPS_OF_A_WRITE}", "",
+        f"## {name}: {made['payload_bytes'] / MIB:.0f} MiB, {made['step_s']:.3f} s per step, a "
+        f"write takes {STEPS_OF_A_WRITE} steps", "",
         "| a checkpoint after every step | s per step | slowdown | skipped or failed |",
         "|---|---|---|---|",
     ]  # fmt: skip
@@ -98,15 +104,21 @@ def table(size_bytes: int, found: dict[str, list[Any]]) -> list[str]:
 def main() -> int:
     parser = common.arguments(__doc__, sizes=[64 * MIB], rounds=10)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # as many as the daemon leaves
     facts = common.facts_of(options.directory)
     lines = common.heading("A checkpoint after every step, in memory only", facts)
     document: dict[str, object] = dict(facts)
-    for size_bytes in options.sizes:
+    trainers: dict[str, Trainer] = {}
+    if "paced" in options.trainers:
+        trainers = {f"paced, {size // MIB} MiB": Paced(size, PACE_S) for size in options.sizes}
+    if "gpt" in options.trainers:
+        trainers["gpt"] = Gpt(WIDTH, LAYERS)
+    for name, trainer in trainers.items():
         with common.scratch(options.directory) as scratch:
-            found = measure(size_bytes, options.rounds, options.steps, scratch)
-        lines += table(size_bytes, found)
-        document[f"{size_bytes // MIB} MiB"] = found
+            document[name] = made = compare(trainer, options.rounds, options.steps, scratch)
+        lines += table(name, made)
     common.write_results("memory", document, "\n".join(lines) + "\n")
     return 0
 

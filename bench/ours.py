@@ -6,7 +6,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from bench.common import GIB, MIB, BenchError, cpu_seconds
 from bench.rivals import State
@@ -38,13 +38,17 @@ class Saved:
 class Ours(AbstractContextManager["Ours"]):
     """Daemon, client and attached state; `save` takes one checkpoint and waits for it."""
 
-    def __init__(self, state: State, storage: Path, payload_bytes: int, *flags: str) -> None:
+    def __init__(
+        self, state: State, storage: Path, payload_bytes: int, *flags: str,
+        durable_every: int | Literal["auto"] = 1,
+    ) -> None:  # fmt: skip
         storage.mkdir()
         dram_bytes = 2 * payload_bytes if payload_bytes <= 2 * GIB else payload_bytes * 5 // 4
         # Of a small state two chunks, the least that a daemon takes.
         self.flags = ("--dram", f"{max(32, dram_bytes // MIB)}MiB", *flags)
         self.daemon = Daemon(*self.flags, storage=storage)
         self.state = state
+        self.durable_every = durable_every
         self.step = 0
 
     def __enter__(self) -> Self:
@@ -54,7 +58,10 @@ class Ours(AbstractContextManager["Ours"]):
         return self
 
     def _connect(self) -> None:
-        self.client = PCcheckClient(job="bench", socket=str(self.daemon.socket), on_error="raise")
+        self.client = PCcheckClient(
+            job="bench", socket=str(self.daemon.socket), on_error="raise",
+            durable_every=self.durable_every,
+        )  # fmt: skip
         self.client.attach(model=self.state.model, optimizer=self.state.optimizer)
         # checkpoint() blocks until the client has seen this optimizer step; without gradients the
         # step changes nothing.

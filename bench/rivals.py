@@ -33,6 +33,7 @@ from bench.common import sync_path, tensors_of
 
 KEPT = "DCP async_save, stager kept"
 UNSYNCED = "torch.save without fsync"
+SHM = "torch.save to /dev/shm"
 TORCHSNAPSHOT = "torchsnapshot async"  # optional: pip install torchsnapshot
 Finish = Callable[[], None]
 Load = Callable[[Path], None]
@@ -100,12 +101,14 @@ class Rivals(AbstractContextManager["Rivals"]):
             "DCP save": self._dcp_load,
             "DCP async_save": self._dcp_load,
             KEPT: self._dcp_load,
+            UNSYNCED: self._torch_load,
+            SHM: self._torch_load,
         }
         if importlib.util.find_spec("torchsnapshot"):
             self.save[TORCHSNAPSHOT] = self._torchsnapshot
             self.load[TORCHSNAPSHOT] = self._torchsnapshot_load
-        #: Not durable: what most scripts do, and lose in a power cut.
-        self.unsynced = {UNSYNCED: self._torch_save_unsynced}
+        #: Not durable: lost in a power cut.
+        self.unsynced = dict.fromkeys((UNSYNCED, SHM), self._torch_save_unsynced)
 
     def __enter__(self) -> Self:
         # One process is a group of its own; this store needs no port.

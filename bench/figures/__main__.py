@@ -56,7 +56,7 @@ def _flags() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--quick", action="store_true", help="about 10 minutes instead of 90")
+    sizes.add_argument("--quick", action="store_true", help="about 15 minutes instead of two hours")
     sizes.add_argument("--smallest", action="store_true", help="each kind of cell once, for tests")
     parser.add_argument("--only", type=_choice(FIGURES), help=", ".join(FIGURES))
     parser.add_argument("--model", type=_choice((*MODELS, CPU, "any")), help=", ".join(MODELS))

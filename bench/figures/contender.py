@@ -47,9 +47,16 @@ class Contender(ABC):
         """Steps of the checkpoints that a restart could get, and since when (monotonic)."""
         return self._landed
 
+    def kept(self) -> Landed:
+        """The same for a restart after the death of the training process alone."""
+        return self.landed()
+
     @abstractmethod
     def restart(self) -> None:
         """What comes before a load and is not timed: caches are empty, processes are new."""
+
+    def reconnect(self) -> None:  # noqa: B027 (a file is there, and in the page cache)
+        """The same after the death of the training process alone."""
 
     @abstractmethod
     def load(self) -> None:

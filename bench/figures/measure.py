@@ -30,6 +30,7 @@ class Cost:
     held_ms: float  # the training thread, for a checkpoint: the call and the next gate
     safe_s: float  # from the call until a restart could get it
     lag_steps: float  # what a crash would lose on average
+    process_lag_steps: float  # the same if only the training process dies
 
 
 def lag(ends: list[float], first: int, landed: Landed, since: float, until: float) -> float:
@@ -123,6 +124,7 @@ def run(
         held_ms=1e3 * common.Spread.of(held[warm:]).median,
         safe_s=common.Spread.of([when - called[step] for step, when in landed]).median,
         lag_steps=lag(ends, first, landed, since, until),
+        process_lag_steps=lag(ends, first, contender.kept(), since, until),
     )
 
 
@@ -139,11 +141,15 @@ def persist(trainer: Trainer, contender: Contender, count: int) -> list[float]:
     return seconds
 
 
-def load(trainer: Trainer, contender: Contender) -> float:
-    """Seconds that a restart takes. Raises BenchError unless it gets all of what was saved last."""
+def load(trainer: Trainer, contender: Contender, *, process: bool = False) -> float:
+    """Seconds that a restart takes, after the end of everything or of the training process alone.
+    Raises BenchError unless it gets all of what was saved last."""
     persist(trainer, contender, 1)
     saved = trainer.steps_done
-    contender.restart()
+    if process:
+        contender.reconnect()
+    else:
+        contender.restart()
     start = time.monotonic()
     contender.load()
     seconds = time.monotonic() - start

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from bench.common import MIB
 from bench.figures.paper import MODELS, Model
-from bench.figures.registry import ALL, CHECKFREQ, OTHERS, OURS
+from bench.figures.registry import ALL, CHECKFREQ, OURS
 from bench.figures.service import Knobs
+from bench.rivals import SHM, UNSYNCED
 
 FIGURES = ("fig8", "fig9", "fig10", "fig11", "fig12", "fig13", "fig14", "cpu")
 CPU = "gpt-cpu"
@@ -18,8 +19,8 @@ class Plan:
     figures: tuple[str, ...] = FIGURES
     rounds: int = 2
     models: tuple[str, ...] = tuple(MODELS)
-    contenders: tuple[str, ...] = ALL
-    intervals: tuple[int, ...] = (10, 25, 50, 100)
+    contenders: tuple[str, ...] = (*ALL, SHM)
+    intervals: tuple[int, ...] = (1, 10, 25, 50, 100)
     cpu_intervals: tuple[int, ...] = (1, 5)
     payload_bytes: int = 16 * MIB
     bandwidth: int = 25_000_000
@@ -36,7 +37,7 @@ class Plan:
         (4 * MIB, 16 * MIB, 64 * MIB), (16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB),
     )  # fmt: skip
     #: Contenders that Figure 11 and real training may have.
-    beyond_fig8: tuple[str, ...] = (*ALL, *OTHERS)
+    beyond_fig8: tuple[str, ...] = (*ALL, UNSYNCED)
     setting: str = ""
 
     def image_bytes(self) -> int:
@@ -57,7 +58,7 @@ class Plan:
 
 FULL = Plan()
 QUICK = Plan(
-    rounds=1, models=("vgg16", "opt-2.7b"), intervals=(10, 50), cpu_intervals=(1,), width=192,
+    rounds=1, models=("vgg16", "opt-2.7b"), intervals=(1, 10, 50), cpu_intervals=(1,), width=192,
     layers=3, in_flight=(1, 2, 4), in_flight_intervals=(10, 25), writers=(1, 4), dram=(1.0, 2.0),
     chunks=(4, 16), sizes=((4 * MIB, 16 * MIB), (16 * MIB, 256 * MIB)),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from bench.common import BenchError, Spread
 from bench.figures import draw
 from bench.figures.disk import Disk
 from bench.figures.goodput import Costs, Sample, goodput, preemptions, stretches
+from bench.figures.measure import Cost
 from bench.figures.paper import DISK, GAINS, LINK, MODELS
 from bench.figures.plan import CPU, Plan, middle_model
 from bench.figures.registry import ALL, OURS
@@ -137,6 +138,30 @@ def goodput_table(run: Run, found: Goodputs) -> list[str]:
     return [*lines, ""]
 
 
+def process_tables(run: Run) -> list[str]:
+    """For each group of models: a row for each contender, a column for each interval."""
+    lines = [f"## {TITLES['process']}", "", ABOUT["process"], ""]
+    for group in run.plan.model_groups():
+        model, results = middle_model(group).name, run.results.of("fig8")
+        cells = [cell for cell in results if MODELS[cell.workload].name == model]
+        every = sorted({cell.every for cell in cells})
+        heads = [f"**{model}**", *(f"f = {f}" for f in every), "load, s"]
+        lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        for name in contenders_of(cells):
+            mine = {cell.every: results[cell] for cell in cells if cell.contender == name}
+            texts = [_lost(mine[f]) if f in mine else "" for f in every]
+            loads = run.results.process_loads.get(name)
+            texts.append(Spread.of(loads).text(3) if loads else "")
+            lines.append(f"| {name} | " + " | ".join(texts) + " |")
+        lines.append("")
+    return lines
+
+
+def _lost(costs: Sequence[Cost]) -> str:
+    lost = Spread.of([cost.process_lag_steps for cost in costs]).median
+    return f"{lost:.1f}, {slowdown_of(costs).median:.2f}"
+
+
 def best_gains(found: Goodputs) -> list[str]:
     """PCcheck's goodput over that of the paper's rivals, where the ratio is highest."""
     lines = []
@@ -159,6 +184,7 @@ TITLES = {
     "fig8": "Figure 8: slowdown against the checkpoint interval",
     "cpu": "Figure 8 with real training on the CPU",
     "fig9": "Figure 9: goodput on spot machines",
+    "process": "What a dead process costs",
     "fig10": "Figure 10: through a mapping, and persistent memory",
     "fig11": "Figure 11: time to durable against size",
     "fig12": "Figure 12: checkpoints in flight, N",
@@ -180,8 +206,11 @@ What differs from the paper, and why:
   use the rest. Here one writer reaches the limit. Several in flight still help when one checkpoint
   is late: the next one need not wait for it.
 - **Nothing is faster than the disk.** Where f steps are shorter than m / T_S, the slowdown of a
-  contender that writes every checkpoint is at least (m / T_S) / (f t). Only Gemini, which does not
-  write to the disk, can be faster there, and its checkpoints are lost with the two machines.
+  contender that writes every checkpoint is at least (m / T_S) / (f t). What does not write every
+  checkpoint can be faster there: Gemini, whose checkpoints are lost with the two machines; PCcheck
+  in memory, whose newest ones are lost with the machine; and torch.save to /dev/shm, which loses
+  all of them with the machine.
+- **Every step** (f = 1) is not in the paper. A picture ends at a slowdown of 8; the tables do not.
 - **GPM waits for the disk.** The artefact's GPM takes 0.87 s for 1.1 GB (VGG16, f = 10), which is
   1.27 GB/s; its disk has about 0.70.
 - **Copies are faster here** in relation to a step: DRAM to DRAM, against PCIe in the paper.""",
@@ -194,7 +223,14 @@ over a run) and measured loads, in the time of the paper's models. After a preem
 what a restart gets; between preemptions it trains at its slowdown. "Ideal": a checkpoint after
 every step at no cost, and loads at the speed of the disk. Replacements do not interrupt the job.
 The artefact computes with f/2 or f lost steps, and counts a preemption for every four GPUs that are
-lost or replaced. Gemini loads from a peer that has survived.""",
+lost or replaced. Gemini loads from a peer that has survived. A preemption ends the machine with its
+memory: "PCcheck, in memory" loads what the idle disk had taken.""",
+    "process": """\
+Of a training process that dies alone, while the machine and its daemon go on. In each cell: the
+steps that are lost (done and not yet safe, on average over a run), and the slowdown of training.
+Safe are: with PCcheck what is copied, with Gemini what is sent, with all others what is in a file
+that is complete and synced, or in /dev/shm. "load": what a restart then takes, with the page cache
+as it is, for a state of the size above; neither the start of Python nor that of torch is in it.""",
     "fig10": """\
 PCcheck alone. The paper has persistent memory here. The engine mmap writes volumes through a
 mapping and the page cache, on the disk with the limit: the plumbing of persistent memory without
@@ -340,6 +376,8 @@ def write(run: Run, facts: dict[str, object]) -> None:
     for figure in figures:
         lines += _section(run, figure, found, pictures)
         common.result_path(f"figures-{figure}", ".csv").write_text(_csv(run, figure, found))
+    if run.results.process_loads:
+        lines += process_tables(run)
     lines += _models(run)
     document: dict[str, object] = {"facts": facts, "plan": run.plan, "bandwidth": run.bandwidth}
     document |= {"disks": [run.slow.facts(), run.fast.facts()], "results": run.results.document()}

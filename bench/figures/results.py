@@ -16,7 +16,7 @@ from bench.figures.registry import ALL, OTHERS
 HEADER = (
     "figure", "workload", "contender", "setting", "every", "runs",
     "slowdown", "slowdown_min", "slowdown_max", "held_ms", "safe_s", "safe_s_min", "safe_s_max",
-    "lag_steps", "printed_slowdown", "printed_in", "rerun",
+    "lag_steps", "process_lag_steps", "printed_slowdown", "printed_in", "rerun",
 )  # fmt: skip
 
 
@@ -47,6 +47,8 @@ class Results:
     seconds: dict[Cell, list[float]] = field(default_factory=dict)
     #: Contender -> seconds to load, one for each round.
     loads: dict[str, list[float]] = field(default_factory=dict)
+    #: The same where only the training process has died.
+    process_loads: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, cell: Cell, cost: Cost) -> None:
         self.costs.setdefault(cell, []).append(cost)
@@ -63,6 +65,7 @@ class Results:
             "costs": [asdict(cell) | {"runs": runs} for cell, runs in self.costs.items()],
             "seconds": [asdict(cell) | {"runs": runs} for cell, runs in self.seconds.items()],
             "loads": self.loads,
+            "process_loads": self.process_loads,
         }
 
 
@@ -90,6 +93,7 @@ def cost_row(cell: Cell, costs: Sequence[Cost]) -> list[object]:
         round(Spread.of([cost.held_ms for cost in costs]).median, 2),
         *(round(value, 4) for value in (safe.median, safe.low, safe.high)),
         round(Spread.of([cost.lag_steps for cost in costs]).median, 1),
+        round(Spread.of([cost.process_lag_steps for cost in costs]).median, 1),
         paper[0] and round(float(paper[0]), 3), paper[1], cell.command(),
     ]  # fmt: skip
 
@@ -98,7 +102,7 @@ def seconds_row(cell: Cell, seconds: Sequence[float]) -> list[object]:
     safe = Spread.of(seconds)
     return [
         cell.figure, cell.workload, cell.contender, cell.setting, "", safe.runs, "", "", "", "",
-        *(round(value, 5) for value in (safe.median, safe.low, safe.high)), "", "", "",
+        *(round(value, 5) for value in (safe.median, safe.low, safe.high)), "", "", "", "",
         cell.command(),
     ]  # fmt: skip
 

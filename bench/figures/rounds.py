@@ -3,6 +3,7 @@ without checkpoints."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +13,12 @@ from typing import TypeVar
 
 from bench.common import MIB
 from bench.figures import measure
+from bench.figures.contender import Contender
 from bench.figures.disk import Disk
 from bench.figures.measure import DISK_BOUND, NOT_DISK_BOUND
 from bench.figures.paper import DISK, LINK, MODELS, Model
 from bench.figures.plan import CPU, SENSITIVITY_MODEL, Plan, middle_model, sensitivity
-from bench.figures.registry import GEMINI, OURS, available, maker
+from bench.figures.registry import GEMINI, MEMORY, OTHERS, OURS, available, maker
 from bench.figures.results import Cell, Results
 from bench.figures.service import Service
 from bench.figures.trainers import Gpt, Paced
@@ -99,17 +101,29 @@ class Bench:
         make = maker(name, rivals, self.link)
         with measure.running(make, trainer, self.slow.path) as contender:
             for every in self.plan.intervals:
-                cost = measure.run(trainer, contender, every, self._counts(trainer, every), bare_s)
+                counts = self._counts(trainer, name, every)
+                cost = measure.run(trainer, contender, every, counts, bare_s)
                 for model in group:
                     self.results.add(Cell("fig8", model, name, every), cost)
                 self.say(f"fig8 {'/'.join(group)} {name} f={every}: {cost.slowdown:.2f}")
             if "fig9" in self.plan.figures and group == self.plan.model_groups()[0]:
-                seconds = measure.load(trainer, contender)
-                self.results.loads.setdefault(name, []).append(seconds)
-                self.say(f"load {name}: {seconds:.2f} s")
+                self._load(trainer, contender, name)
 
-    def _counts(self, trainer: Paced, every: int) -> tuple[int, int]:
+    def _load(self, trainer: Paced, contender: Contender, name: str) -> None:
+        found = {True: self.results.process_loads, False: self.results.loads}
+        for process, loads in found.items():
+            if process or name not in OTHERS:
+                seconds = measure.load(trainer, contender, process=process)
+                loads.setdefault(name, []).append(seconds)
+                self.say(f"load {name}{', process' * process}: {seconds:.2f} s")
+
+    def _counts(self, trainer: Paced, name: str, every: int) -> tuple[int, int]:
         written_s = trainer.payload_bytes / self.bandwidth
+        if name == MEMORY:  # the disk takes some of them: as many as if it took all
+            warm, counted = (
+                math.ceil(writes * written_s / (every * trainer.step_s)) for writes in DISK_BOUND
+            )
+            return warm, counted
         is_disk_bound = every * trainer.step_s < 1.2 * written_s
         return DISK_BOUND if is_disk_bound else NOT_DISK_BOUND
 
@@ -129,8 +143,10 @@ class Bench:
         trainer = Paced(size_bytes, 0.02)
         with Rivals(trainer.state) as rivals:
             for name in self._contenders(rivals, turn):
-                if name not in self.plan.beyond_fig8 or (name == GEMINI and not disk.limit):
-                    continue  # Gemini's link has no rate without a limit
+                if name not in self.plan.beyond_fig8 or name == MEMORY:
+                    continue  # in memory only, it has no time to durable of its own
+                if name == GEMINI and not disk.limit:
+                    continue  # its link has no rate without a limit
                 make = maker(name, rivals, self.link)
                 with measure.running(make, trainer, disk.path) as contender:
                     seconds = measure.persist(trainer, contender, 2)

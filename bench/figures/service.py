@@ -11,6 +11,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bench.common import MIB, BenchError
 from bench.figures.contender import Contender, Landed
@@ -31,11 +32,14 @@ class Knobs:
     writers: int = 2  # p
     engine: str = "pwrite"
     blocking: bool = False  # until durable, as GPM
+    durable_every: int | Literal["auto"] = 1  # "auto": in memory, and written by an idle disk
 
     def flags(self, payload_bytes: int) -> list[str]:
         # Chunks are whole MiB; the daemon takes memory for two of them at least.
         chunk = max(1, -(-payload_bytes // self.chunks // MIB)) * MIB
         dram = max(2 * chunk, int(self.dram * payload_bytes) // chunk * chunk)
+        if self.durable_every != 1:  # the manifest of a state may take a chunk of its own
+            dram += 3 * chunk
         return [
             "--slots", str(self.in_flight + 1), "--keep", "1", "--writers", str(self.writers),
             "--chunk", f"{chunk // MIB}MiB", "--dram", f"{dram // MIB}MiB",
@@ -54,7 +58,10 @@ class Service(Contender):
 
     def start(self) -> None:
         flags = self.knobs.flags(self.payload_bytes)
-        self.ours = Ours(self.state, self.storage, self.payload_bytes, *flags)
+        self.ours = Ours(
+            self.state, self.storage, self.payload_bytes, *flags,
+            durable_every=self.knobs.durable_every,
+        )  # fmt: skip
         self.ours.__enter__()
 
     def save(self, step: int) -> None:
@@ -72,13 +79,19 @@ class Service(Contender):
             self.handle.wait_durable(DURABLE_LIMIT_S)
 
     def landed(self) -> Landed:
+        return self._reached("durable")
+
+    def kept(self) -> Landed:
+        return self._reached("sealed")
+
+    def _reached(self, moment: str) -> Landed:
         """From the daemon's trace, where a checkpoint appears a moment after its handle's end."""
         assert self.ours is not None and self.handle is not None
         deadline = time.monotonic() + DURABLE_LIMIT_S
         with Observer(str(self.ours.daemon.socket)) as observer:
             while time.monotonic() < deadline:
                 found = rows(observer.trace(600), "checkpoints")
-                landed = [(one["step"], one["durable"] * 1e-9) for one in found if one["durable"]]  # type: ignore[operator]
+                landed = [(one["step"], one[moment] * 1e-9) for one in found if one[moment]]  # type: ignore[operator]
                 if any(step == self.handle.step for step, _ in landed):
                     return landed  # type: ignore[return-value]
                 time.sleep(0.005)
@@ -93,6 +106,10 @@ class Service(Contender):
         """A restarted trainer, and a daemon that has lost its memory."""
         assert self.ours is not None
         self.ours.reconnect(restart_daemon=True)
+
+    def reconnect(self) -> None:
+        assert self.ours is not None
+        self.ours.reconnect()
 
     def load(self) -> None:
         assert self.ours is not None

@@ -16,7 +16,7 @@ BENCHES = {
     "core": ("--sizes", "32MiB", "--engine", "pwrite", *SMALL),
     "call_overhead": ("--calls", "2", "--warm", "2"),
     "growth": ("--points", "2", *SMALL),
-    "kills": ("--kills", "1", "--mib", "8", "--settings", "2,5"),
+    "kills": ("--kills", "1", "--mib", "8", "--settings", "2,5 2,1,auto"),
     "first": ("--sizes", "8MiB", *SMALL),
     "recover": ("--sizes", "32MiB", *SMALL),
     "memory": ("--steps", "4", "--sizes", "8MiB", *SMALL),

@@ -7,6 +7,7 @@ import io
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,11 @@ def test_memory_for_less_than_two_chunks_becomes_two() -> None:
     assert flags[flags.index("--dram") + 1] == "32MiB"
 
 
+def test_three_states_in_memory_have_room_for_their_manifests() -> None:
+    flags = Knobs(dram=3.0, chunks=16, durable_every="auto").flags(16 * MIB)
+    assert flags[flags.index("--dram") + 1] == f"{3 * (16 + 1)}MiB"
+
+
 def test_the_order_rotates() -> None:
     assert [rotated("abc", turn) for turn in range(4)] == [
         ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"],
@@ -199,8 +205,8 @@ def test_the_command_of_a_cell_measures_just_that_cell(
 def results() -> Results:
     made = Results()
     for slowdown in (1.5, 1.1, 1.2):
-        made.add(Cell("fig8", "vgg16", "GPM", 10), Cost(0.1, slowdown, 30.0, 0.7, 12.0))
-    made.add(Cell("fig8", "vgg16", "PCcheck", 25), Cost(0.1, 1.01, 3.0, 0.7, 30.0))
+        made.add(Cell("fig8", "vgg16", "GPM", 10), Cost(0.1, slowdown, 30.0, 0.7, 12.0, 9.0))
+    made.add(Cell("fig8", "vgg16", "PCcheck", 25), Cost(0.1, 1.01, 3.0, 0.7, 30.0, 4.0))
     made.seconds[Cell("fig11", "any", "GPM", setting="4 MiB, limit")] = [0.2, 0.4]
     return made
 
@@ -229,15 +235,30 @@ def test_a_table_has_an_empty_place_for_what_was_not_measured() -> None:
     assert gpm.startswith("| GPM | 1.20 [1.10-1.50] n=3 (paper 2.37) |  |")
 
 
+def test_a_dead_process_costs_the_steps_that_it_loses() -> None:
+    """What was not measured has an empty place; the load of a dead machine is not here."""
+    made = results()
+    made.process_loads, made.loads = {"GPM": [0.5, 0.7, 0.4]}, {"PCcheck": [3.0]}
+    lines = report.process_tables(run_of(made, replace(FULL, models=("vgg16",))))
+    assert lines[-5:] == [
+        "| **VGG16** | f = 10 | f = 25 | load, s |", "|---|---|---|---|",
+        "| PCcheck |  | 4.0, 1.01 |  |",
+        "| GPM | 9.0, 1.20 |  | 0.500 [0.400-0.700] n=3 |", "",
+    ]  # fmt: skip
+
+
+def run_of(made: Results, plan: Plan = FULL) -> report.Run:
+    plain = disk.Disk(Path(), 25_000_000, 25e6, 25e6)
+    return report.Run(plan, made, plain, plain, trace(4, 3, 3), "", 25e6)
+
+
 def test_goodputs_are_in_the_time_of_the_papers_model() -> None:
     made = results()
     made.loads = {"GPM": [0.5]}
-    plain = disk.Disk(Path(), 25_000_000, 25e6, 25e6)
-    run = report.Run(FULL, made, plain, plain, trace(4, 3, 3), "", 25e6)
     model = paper.MODELS["vgg16"]
     scale = model.step_s / model.scaled(FULL.payload_bytes, 25e6)
     expected = goodput([10.0, 10.0], Costs(model.step_s, 1.2, 12.0, 0.5 * scale))
-    assert report.goodputs(run) == {"vgg16": {"GPM": {10: expected}}}
+    assert report.goodputs(run_of(made)) == {"vgg16": {"GPM": {10: expected}}}
 
 
 # -- what gives a torn checkpoint away, and the disk -------------------------------------------
