@@ -76,7 +76,7 @@ class StoredCheckpoint(NamedTuple):
 
     def held(self, *, usable: bool = True) -> Held:
         """For `group.py`: equal for the parts that several ranks have of one checkpoint."""
-        return Held(self.id.sequence, self.id.step, self.id.incarnation, self.id.world_size, usable)
+        return Held(*self.id[3:7], usable)
 
 
 class Unreadable(NamedTuple):
@@ -99,8 +99,8 @@ class Catalog(NamedTuple):
 
 def _checkpoint(info: VolumeInfo, entry: SlotEntry, path: Path) -> StoredCheckpoint:
     stored = CheckpointId(
-        info.uid, info.job, info.rank, entry.sequence, entry.step, entry.incarnation, entry.start,
-        entry.world_size, entry.digest,
+        info.uid, info.job, info.rank, entry.sequence, entry.step, entry.incarnation,
+        entry.world_size, entry.start, entry.digest,
     )  # fmt: skip
     of_slot = {
         name: value for name, value in entry._asdict().items() if name in StoredCheckpoint._fields

@@ -1,4 +1,4 @@
-"""What identifies a stored checkpoint, in tables, documents, messages and logs."""
+"""What identifies a checkpoint of a rank, on its way and stored, in tables, documents and logs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class CheckpointId(NamedTuple):
     uid: int
     job: str
     rank: int  # whose part it is: the shard that was stored
-    sequence: int
+    sequence: int  # 0: it has no number yet
     step: int
     incarnation: int  # orders the starts of a job
-    start: bytes  # the random id of the start that saved it, 16 bytes; or UNKNOWN
-    world_size: int  # of that start
-    digest: bytes  # of its manifest: of all its bytes, 16 bytes; b"": not known
+    world_size: int  # of the start that saved it
+    start: bytes = UNKNOWN  # the random id of that start, 16 bytes
+    digest: bytes = b""  # of its manifest: of all its bytes, 16 bytes; b"": not known
 
     def document(self) -> dict[str, object]:
         """As in the `--json` documents."""

@@ -316,7 +316,7 @@ def _described(found: RankCheckpoint, ledger: Ledger) -> messages.Described:
     reason, hint, _ = found.sentence
     newer = ledger.newer_than(found) if found.state is messages.CheckpointState.SUPERSEDED else None
     return messages.Described(
-        snapshot=found.snapshot, state=found.state, sequence=found.sequence, step=found.step,
+        snapshot=found.snapshot, state=found.state, sequence=found.id.sequence, step=found.id.step,
         reason=reason, hint=hint, newer_sequence=newer[0] if newer else 0,
         newer_step=newer[1] if newer else None,
     )  # fmt: skip

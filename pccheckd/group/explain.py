@@ -179,10 +179,10 @@ def standing(
     tenants = members.tenants.values()
     found = (tenant.volumes.checkpoint(newest) for tenant in tenants)
     lost = {
-        found.sequence
+        found.id.sequence
         for tenant in tenants
         for found in tenant.ledger.checkpoints.values()
-        if found.sequence > newest and found.state in (State.SKIPPED, State.FAILED)
+        if found.id.sequence > newest and found.state in (State.SKIPPED, State.FAILED)
     }
     waits_s = lateness.waits_s()
     live = any(known.asked is not None for known in ranks.values())

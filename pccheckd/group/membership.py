@@ -152,8 +152,8 @@ class Membership:
                 for found in tenant.volumes.checkpoints()
             ),
             pending=tenant.ledger.pending(),
-            parked=[found.sequence for found in tenant.ledger.parked()],
-            blocked=[found.sequence for found in tenant.ledger.parked() if found.blocked],
+            parked=[found.id.sequence for found in tenant.ledger.parked()],
+            blocked=[found.id.sequence for found in tenant.ledger.parked() if found.blocked],
             asked=passed,
             pinned=frozenset(tenant.retention.inherited if owner else tenant.retention.flagged),
         )

@@ -201,10 +201,8 @@ class Parked:
 
     def _step(self, one: Known) -> int:
         tenant = self._members.tenants[next(iter(one.places))]
-        if (live := tenant.ledger.of_sequence(one.sequence)) is not None:
-            return live.step
-        stored = tenant.volumes.checkpoint(one.sequence)
-        return stored.id.step if stored is not None else 0
+        found = tenant.ledger.of_sequence(one.sequence) or tenant.volumes.checkpoint(one.sequence)
+        return found.id.step if found is not None else 0
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -214,7 +212,7 @@ class Parked:
         for rank, tenant in self._members.tenants.items():
             hurry = tenant.readiness.stops or tenant.binding.state is BindingState.STOPPED
             for found in tenant.ledger.live():
-                one = found.sequence, _members(rank, found.world_size)
+                one = found.id.sequence, _members(rank, found.id.world_size)
                 places.setdefault(one, {})[rank] = _place(found)
                 if found.parks and (found.wanted or hurry):
                     wanted.add(one)

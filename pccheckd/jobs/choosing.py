@@ -78,12 +78,12 @@ async def settled(job: Job) -> Writing | None:
 
 def _writing(tenants: list[Tenant], last: int) -> Writing:
     """What is on its way, up to the sequence `last`."""
-    live = [one for t in tenants for one in t.ledger.live() if one.sequence <= last]
+    live = [one for t in tenants for one in t.ledger.live() if one.id.sequence <= last]
     ports = [t.binding.port for t in tenants if t.binding.port is not None and t.ledger.live()]
     left = sum(u.full_chunks * port.chunk_bytes for port in ports if (u := port.usage()))
     total = sum(one.payload_bytes for one in live)
-    newest = max(live, key=lambda one: one.sequence, default=None)
-    return Writing(newest.step if newest else 0, len(live), total, min(left, total))
+    newest = max(live, key=lambda one: one.id.sequence, default=None)
+    return Writing(newest.id.step if newest else 0, len(live), total, min(left, total))
 
 
 # -- of a group --------------------------------------------------------------------------------

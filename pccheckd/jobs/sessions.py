@@ -396,7 +396,7 @@ class Sessions:
 
 def _protected_step(tenant: Tenant) -> int | None:
     incarnation = tenant.readiness.incarnation
-    copied = (one for one in tenant.ledger.copied() if one.incarnation < incarnation)
+    copied = (one for one in tenant.ledger.copied() if one.id.incarnation < incarnation)
     return tenant.retention.protected_step(copied)
 
 

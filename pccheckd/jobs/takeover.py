@@ -8,6 +8,7 @@ import os
 import time
 
 from pccheck_native import _core
+from pccheck_native.identity import CheckpointId
 from pccheck_wire.ends import continues_not
 from pccheck_wire.errors import PccheckError, RefusedError
 from pccheckd.base.errors import translated
@@ -116,9 +117,8 @@ async def _continue(state: StoredState, tenant: Tenant) -> list[tuple[int, int, 
         if why:
             continue
         ledger.inherit(RankCheckpoint(
-            session=INHERITED, snapshot=sequence, step=step, payload_bytes=payload,
-            skip_when_busy=False,
-            incarnation=incarnation, world_size=world_size, sequence=sequence,
+            CheckpointId(*tenant.key, sequence, step, incarnation, world_size),
+            session=INHERITED, snapshot=sequence, payload_bytes=payload, skip_when_busy=False,
             requested_ns=time.monotonic_ns(), parks=True, wanted=True,
         ))  # fmt: skip
     return outcomes

@@ -161,7 +161,7 @@ def _ranks(ranks: Iterable[Tenant]) -> Iterator[Family]:
     yield each("failing", text, lambda t: t.ledger.failing if t.seat.owner else 0)
     yield each("in_flight", "Checkpoints in flight", lambda t: len(t.ledger.moving()))
     yield each("in_memory", "Checkpoints in memory only", lambda t: len(t.ledger.parked()))
-    memory = ((k, one.step) for k, t in rows for one in t.ledger.parked()[-1:])
+    memory = ((k, one.id.step) for k, t in rows for one in t.ledger.parked()[-1:])
     yield family("memory_step", "Step of the newest one in memory only", memory)
     yield each("waiting", "Waiting for a lane or slot", lambda t: len(t.queue))
     yield family(

@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 
+from pccheck_native.identity import CheckpointId
 from pccheckd.tenancy.checkpoint import Record
 from pccheckd.tenancy.volumes import Key
 
@@ -73,12 +74,12 @@ class Metrics:
     # -- counted on the loop -------------------------------------------------------------------
 
     def requested(self, item: Record) -> None:
-        rank = self._admit(item)
+        rank = self._admit(item.id)
         self._count("requests", rank, 1)
         self._count("stall_seconds", rank, item.held / 1e9)
 
     def ended(self, item: Record) -> None:
-        rank = self._admit(item)
+        rank = self._admit(item.id)
         self._count("checkpoints", (*rank, item.state), 1)
         if item.state == "failed":
             self._count("failures", (*rank, item.stage or "admission", item.error or "OTHER"), 1)
@@ -127,7 +128,7 @@ class Metrics:
             buckets=SECONDS, registry=self.registry,
         )  # fmt: skip
 
-    def _admit(self, item: Record | Key) -> _Rank:
+    def _admit(self, item: CheckpointId | Key) -> _Rank:
         """The labels of a rank, which gets series. Beyond SERIES_MAX, the least recently active
         rank of the user with the most series loses its own."""
         rank = str(item.uid), item.job, str(item.rank)

@@ -161,7 +161,7 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
     since_ns = max(0, now_ns - int(last_s * 1e9))
     records = registry.chronicle.ring.newest(asker_uid, since_ns)
     records += [
-        item.record(tenant.key)
+        item.record()
         for tenant in registry.tenants()
         if has_access(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
@@ -266,7 +266,7 @@ def chunks(tenant: Tenant) -> dict[str, int] | None:
 
 def _state(item: RankCheckpoint, tenant: Tenant) -> Document:
     """One recent checkpoint: its state, and how long each part took (None: not reached)."""
-    record = item.record(tenant.key)
+    known = item.record().document()
     names = ("session", "snapshot", "sequence", "step", "incarnation", "payload_bytes",
              "copied_bytes", "written_bytes", "state", "reason", "rehomed")  # fmt: skip
     reached = {
@@ -274,18 +274,18 @@ def _state(item: RankCheckpoint, tenant: Tenant) -> Document:
         "copied_s": item.at_ns.get(State.COPIED),
         "first_write_s": item.first_write_ns,
         "durable_s": item.at_ns.get(State.DURABLE),
-        "ended_s": record.ended,
+        "ended_s": known["ended"],
     }
     return {
-        **{name: getattr(record, name) for name in names},
-        "requested_s": _ago(record.requested),
+        **{name: known[name] for name in names},
+        "requested_s": _ago(known["requested"]),
         **{
-            name: round((at_ns - record.requested) / 1e9, 4) if at_ns else None
+            name: round((at_ns - known["requested"]) / 1e9, 4) if at_ns else None
             for name, at_ns in reached.items()
         },
         "times": item.times_ns,
         "in_memory": item.is_parked,
-        "lost": tenant.volumes.why_lost(record.sequence),
+        "lost": tenant.volumes.why_lost(item.id.sequence),
     }
 
 
@@ -334,10 +334,7 @@ def _memory(job: Job) -> Document | None:
 def in_memory(asker_uid: int, registry: Registry, job: str) -> list[Document]:
     """Checkpoints that the asker may see and that are on no disk, for `list`."""
     return [
-        {**tenant.key._asdict(), "in memory": True, **{
-            name: getattr(one, name)
-            for name in ("sequence", "step", "incarnation", "payload_bytes", "world_size")
-        }}
+        {**one.id.document(), "in memory": True, "payload_bytes": one.payload_bytes}
         for tenant in registry.tenants()
         if has_access(asker_uid, tenant.key.uid) and job in ("", tenant.key.job)
         for one in tenant.ledger.parked()

@@ -229,7 +229,7 @@ class Admission:
             try:
                 end = await self._help(first)
             except Exception:  # the edge of this checkpoint: the next ones continue
-                LOG.exception("%s: step %d cannot begin", self._binding.volumes.key, first.step)
+                LOG.exception("%s: step %d cannot begin", self._binding.volumes.key, first.id.step)
                 end = BROKEN
             if end is not None:
                 # The slot that was missing may be the one that this checkpoint has just got.
@@ -330,8 +330,8 @@ class Unparking:
     def write(self, parked: RankCheckpoint, *, must: bool) -> None:
         """Has it written soon. Unless it `must` be, it stays in memory when the disk has no room
         for it now."""
-        _, before = self._waiting.get(parked.sequence, (parked, False))
-        self._waiting[parked.sequence] = parked, must or before
+        _, before = self._waiting.get(parked.id.sequence, (parked, False))
+        self._waiting[parked.id.sequence] = parked, must or before
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -357,7 +357,7 @@ class Unparking:
             try:
                 done = await self._try(parked, must=must)
             except Exception:  # the edge of this checkpoint: the next ones continue
-                LOG.exception("step %d in memory cannot be written", parked.step)
+                LOG.exception("step %d in memory cannot be written", parked.id.step)
                 self._saves.drop(parked, BROKEN)
                 done = True
             if done:

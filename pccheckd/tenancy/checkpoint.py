@@ -4,14 +4,13 @@ status, metrics, trace and log render. A move that is not listed raises."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pccheck_native import _core
+from pccheck_native.identity import CheckpointId
 from pccheck_wire.ends import OF_THE_GROUP, Cause, Sentence, Why, sentence
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.moves import UnlistedMoveError, moved
-
-from .volumes import Key
 
 #: From each state to those that may follow. Writing starts during the copy (chunks are pipelined),
 #: but WRITING as a state comes after COPIED: only the disk is waited for.
@@ -57,14 +56,9 @@ class Record(NamedTuple):
     """All that is known of one checkpoint at one moment. Times are CLOCK_MONOTONIC ns; 0 = not
     reached."""
 
-    uid: int
-    job: str
-    rank: int
+    id: CheckpointId
     session: int
     snapshot: int
-    incarnation: int
-    step: int
-    sequence: int
     slot: int | None
     payload_bytes: int
     copied_bytes: int  # into DRAM: host memory that has not changed is not copied
@@ -88,6 +82,11 @@ class Record(NamedTuple):
     flushed: int
     durable: int
 
+    def document(self) -> dict[str, Any]:
+        """The fields of its id, then the others."""
+        found = self._asdict()
+        return {**found.pop("id").document(), **found}
+
     def seconds(self) -> dict[str, float]:
         """How long each part took; parts that were not reached are absent."""
         times = {name: (getattr(self, a), getattr(self, b)) for name, (a, b) in _PARTS.items()}
@@ -101,13 +100,11 @@ _TIMES = ("begin", "first_write", "sealed", "written", "flushed", "durable")
 class RankCheckpoint:
     """One snapshot of one session, from its request to its end. Owned by its tenant."""
 
+    id: CheckpointId  # its sequence is the same on every rank of a group
     session: int
     snapshot: int
-    step: int
     payload_bytes: int
     skip_when_busy: bool
-    incarnation: int
-    world_size: int
     requested_ns: int  # CLOCK_MONOTONIC
     in_memory: bool = False  # its level is memory ...
     parks: bool = False  # ... and it has neither a lane nor a slot: nothing writes it
@@ -118,7 +115,6 @@ class RankCheckpoint:
     held_ns: int = 0
     copied_bytes: int = 0
     written_bytes: int = 0
-    sequence: int = 0  # the same on every rank of a group; 0: it has no number yet
     slot: int | None = None
     state: State = State.REQUESTED
     #: Sequence and step of what replaced it in memory.
@@ -163,13 +159,13 @@ class RankCheckpoint:
         """Why it ended so, in words."""
         return sentence(self.why or Why())
 
-    def record(self, key: Key) -> Record:
+    def record(self) -> Record:
         why = self.why or Why()
         reason, hint, _ = self.sentence
         error = "GIVEN_UP" if self.is_given_up else why.code
         return Record(
-            *key, self.session, self.snapshot, self.incarnation, self.step,
-            self.sequence, self.slot, self.payload_bytes, self.copied_bytes, self.written_bytes,
+            self.id, self.session, self.snapshot,
+            self.slot, self.payload_bytes, self.copied_bytes, self.written_bytes,
             bool(self.map), self.in_memory, self.state.name.lower(), reason, hint, why.stage,
             error, self.rehomed, self.held_at_ns, self.held_ns, self.requested_ns, self.ended_ns,
             *(self.times_ns.get(name, 0) for name in _TIMES),
@@ -200,7 +196,7 @@ class RankCheckpoint:
 
     def note(self, event: _core.Event, now_ns: int) -> None:
         """What an event of the core says about its save, beside its state."""
-        self.sequence = event.sequence or self.sequence
+        self.id = self.id._replace(sequence=event.sequence or self.id.sequence)
         self.rehomed = event.rehomed
         self.times_ns = event.times._asdict()
         if event.kind in ("durable", "superseded", "given_up", "failed"):

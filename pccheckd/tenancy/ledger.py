@@ -63,13 +63,13 @@ class Ledger:
         others = [key for key, one in ended if one.state not in (State.DURABLE, State.GLOBAL)]
         for old in (*on_disk[:-HISTORY], *others[:-HISTORY]):
             forgotten = self.checkpoints.pop(old)
-            if self.by_sequence.get(forgotten.sequence) is forgotten:
-                del self.by_sequence[forgotten.sequence]
+            if self.by_sequence.get(forgotten.id.sequence) is forgotten:
+                del self.by_sequence[forgotten.id.sequence]
 
     def numbered(self, checkpoint: RankCheckpoint) -> None:
         """Call it when a checkpoint has got its sequence."""
-        if checkpoint.sequence:
-            self.by_sequence[checkpoint.sequence] = checkpoint
+        if checkpoint.id.sequence:
+            self.by_sequence[checkpoint.id.sequence] = checkpoint
 
     def failed(self, count: int, why: Why | None = None) -> None:
         """Counts failures. Without `why` they are those that the client reports, unchecked."""
@@ -100,7 +100,7 @@ class Ledger:
 
     def sequences(self, session: int) -> set[int]:
         """Those of one session's checkpoints."""
-        return {found.sequence for (one, _), found in self.checkpoints.items() if one == session}
+        return {found.id.sequence for (one, _), found in self.checkpoints.items() if one == session}
 
     def interval_s(self) -> float:
         """Between the last requests for the disk, on average; 0 when there were fewer than two."""
@@ -141,8 +141,8 @@ class Ledger:
     def pending(self) -> dict[int, int]:
         """Requested sequences that have not ended and that the volume does not list as durable,
         each with the world size of the start that requested it."""
-        live = (found for found in self.live() if found.sequence)
-        return {found.sequence: found.world_size for found in live} | self.appearing
+        live = (found for found in self.live() if found.id.sequence)
+        return {found.id.sequence: found.id.world_size for found in live} | self.appearing
 
     @property
     def in_flight(self) -> bool:
@@ -152,7 +152,7 @@ class Ledger:
     async def settled(self, limit_s: float, up_to: int) -> bool:
         """Waits until none with a sequence up to `up_to` is live; False at the limit."""
         return await self.until(
-            lambda: not any(found.sequence <= up_to for found in self.live()), limit_s
+            lambda: not any(found.id.sequence <= up_to for found in self.live()), limit_s
         )
 
     async def until(self, condition: Callable[[], bool], limit_s: float) -> bool:
@@ -203,15 +203,15 @@ class Ledger:
             self.counters["durable"] += 1
             self._succeeded()
             self._has_saved = self._has_saved or checkpoint.session == self._trainer
-            if checkpoint.world_size > 1:
+            if checkpoint.id.world_size > 1:
                 self._alone = [*self._alone[-HISTORY:], checkpoint]
-            self.newest = max(self.newest or (0, 0), (checkpoint.sequence, checkpoint.step))
+            self.newest = max(self.newest or (0, 0), (checkpoint.id.sequence, checkpoint.id.step))
         elif event.kind == "superseded":
             checkpoint.advance(State.COPYING, now_ns)
             checkpoint.end(State.SUPERSEDED, now_ns, Why(Cause.REPLACED))
             self.counters["superseded"] += 1
         elif event.kind == "given_up":
-            self.refuse(checkpoint, End(State.SKIPPED, why_given_up(checkpoint.sequence)))
+            self.refuse(checkpoint, End(State.SKIPPED, why_given_up(checkpoint.id.sequence)))
         elif event.kind == "failed":
             why = Why(Cause.CODE, os.geteuid(), event.stage, event.error_name, event.error)
             self.refuse(checkpoint, End(State.FAILED, why))
@@ -223,11 +223,11 @@ class Ledger:
         that this rank alone has durable is superseded."""
         now_ns = time.monotonic_ns()
         if (newer := self.of_sequence(newest)) is not None:
-            self._newest_global = newest, newer.step
-        moved = [found for found in self._alone if found.sequence <= newest]
-        self._alone = [found for found in self._alone if found.sequence > newest]
+            self._newest_global = newest, newer.id.step
+        moved = [found for found in self._alone if found.id.sequence <= newest]
+        self._alone = [found for found in self._alone if found.id.sequence > newest]
         for found in moved:
-            if found.sequence in common:
+            if found.id.sequence in common:
                 found.move(State.GLOBAL, now_ns)
                 found.why = None  # of one whose damage flag was removed
             else:
@@ -239,8 +239,8 @@ class Ledger:
         None until the event of that one, which may come later, has arrived."""
         if found.newer is not None:
             return found.newer
-        newest = self._newest_global if found.world_size > 1 else self.newest
-        return newest if newest is not None and newest[0] > found.sequence else None
+        newest = self._newest_global if found.id.world_size > 1 else self.newest
+        return newest if newest is not None and newest[0] > found.id.sequence else None
 
     def knows_newer(self, found: RankCheckpoint) -> bool:
         """False while the event of what superseded it has not come."""
@@ -248,19 +248,19 @@ class Ledger:
 
     def undecided(self) -> list[int]:
         """Sequences of checkpoints that are durable here, and may still become global."""
-        return [found.sequence for found in self._alone if found.why is None]
+        return [found.id.sequence for found in self._alone if found.why is None]
 
     def gave_up(self, why_never: Callable[[int], Why | None]) -> list[RankCheckpoint]:
         """Notes why checkpoints that are durable here will never be global, where `why_never` has
         a reason. Returns those that were not noted before."""
         open_ones = [found for found in self._alone if found.why is None]
         for found in open_ones:
-            found.why = why_never(found.sequence)
+            found.why = why_never(found.id.sequence)
         return [found for found in open_ones if found.why is not None]
 
     def is_late(self, newest: int) -> bool:
         """Whether a checkpoint became durable after all ranks had a newer one, `newest`."""
-        return any(found.sequence <= newest for found in self._alone)
+        return any(found.id.sequence <= newest for found in self._alone)
 
     def _notify(self) -> None:
         for waiter in self._waiters:

@@ -48,9 +48,9 @@ class Ring:
         self._kept: OrderedDict[int, deque[Record]] = OrderedDict()
 
     def add(self, item: Record) -> None:
-        kept = self._kept.setdefault(item.uid, deque(maxlen=self._per_uid))
+        kept = self._kept.setdefault(item.id.uid, deque(maxlen=self._per_uid))
         kept.append(item)
-        self._kept.move_to_end(item.uid)
+        self._kept.move_to_end(item.id.uid)
         if len(self._kept) > self._uids:
             self._kept.popitem(last=False)
 
@@ -80,15 +80,15 @@ class Chronicle:
         """From now on `metrics` counts, too."""
         self._metrics = metrics
 
-    def requested(self, key: Key, item: RankCheckpoint) -> None:
+    def requested(self, item: RankCheckpoint) -> None:
         metrics = self._metrics
         if metrics is not None and self._enabled():
-            self._guard(lambda: metrics.requested(item.record(key)))
+            self._guard(lambda: metrics.requested(item.record()))
 
-    def ended(self, key: Key, item: RankCheckpoint) -> None:
+    def ended(self, item: RankCheckpoint) -> None:
         """It is durable, superseded, skipped, or has failed."""
         if self._enabled():
-            self._guard(lambda: self._ended(key, item.record(key)))
+            self._guard(lambda: self._ended(item.record()))
 
     def unrequested(self, key: Key, count: int, error: str) -> None:
         """Checkpoints failed before they were requested, as their trainer reports."""
@@ -96,11 +96,11 @@ class Chronicle:
         if metrics is not None and self._enabled():
             self._guard(lambda: metrics.unrequested(key, count, error))
 
-    def _ended(self, key: Key, item: Record) -> None:
+    def _ended(self, item: Record) -> None:
         self.ring.add(item)
         LOG.log(
             logging.WARNING if item.state == "failed" else logging.INFO,
-            "%s: step %d %s", key, item.step, sentence(item),
+            "%s: step %d %s", Key(*item.id[:3]), item.id.step, sentence(item),
             # Each durable checkpoint has its line; of the others a loop may make thousands.
             extra={"fields": fields(item), "always": item.state == "durable"},
         )  # fmt: skip
@@ -129,15 +129,16 @@ def sentence(item: Record) -> str:
     parts = ", ".join(f"{word} {seconds:.3f}" for word, seconds in took.items())
     return (
         f"is durable {total:.3f} s after its request: {parts} s "
-        f"({size}, sequence {item.sequence}, slot {item.slot}{moved})"
+        f"({size}, sequence {item.id.sequence}, slot {item.slot}{moved})"
     )
 
 
 def fields(item: Record) -> dict[str, object]:
     """The same for machines."""
-    found: dict[str, object] = {"event": item.state, "run": item.incarnation}
-    found |= {name: getattr(item, name) for name in _FIELDS}
-    found |= {name: value for name in _IF_ANY if (value := getattr(item, name))}
+    known = item.document()
+    found: Document = {"event": item.state, "run": item.id.incarnation}
+    found |= {name: known[name] for name in _FIELDS}
+    found |= {name: value for name in _IF_ANY if (value := known[name])}
     if item.slot is not None:
         found["slot"] = item.slot
     found["transfer"] = "pull" if item.pulled else "push"
@@ -153,6 +154,6 @@ def document(records: list[Record], *, since_ns: int, now_ns: int, wall_ns: int)
         "now_ns": now_ns,
         "wall_ns": wall_ns,
         "checkpoints": [
-            item._asdict() for item in sorted(records, key=lambda item: item.requested)
+            item.document() for item in sorted(records, key=lambda item: item.requested)
         ],
     }

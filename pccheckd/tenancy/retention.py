@@ -166,7 +166,7 @@ class Retention:
             return None
         durable = self._volumes.checkpoints()
         kept = [(c.id.sequence, c.id.step) for c in durable if c.id.sequence in self.protected]
-        return max(kept + [(c.sequence, c.step) for c in copied], default=(0, None))[1]
+        return max(kept + [(c.id.sequence, c.id.step) for c in copied], default=(0, None))[1]
 
     async def release(self) -> None:
         """The job's ranks have restored: the previous run's checkpoints may be recycled."""

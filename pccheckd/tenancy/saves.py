@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core
+from pccheck_native.identity import CheckpointId
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
@@ -62,14 +63,14 @@ class Saves:
         in_memory = asked.level == _core.LEVEL_MEMORY
         self.interval_steps = asked.interval
         checkpoint = RankCheckpoint(
-            session=event.session, snapshot=event.id, step=asked.step,
+            CheckpointId(*self._key, 0, asked.step, self._readiness.incarnation, owner.world_size),
+            session=event.session, snapshot=event.id,
             payload_bytes=asked.payload_bytes, skip_when_busy=asked.skip,
-            incarnation=self._readiness.incarnation, world_size=owner.world_size,
             requested_ns=asked.taken_ns, in_memory=in_memory, parks=in_memory, map=asked.map,
             held_at_ns=asked.held_at_ns, held_ns=asked.held_ns,
         )  # fmt: skip
         self._ledger.add(checkpoint)
-        self._chronicle.requested(self._key, checkpoint)
+        self._chronicle.requested(checkpoint)
         if asked.cause:  # the core has refused it
             self.ended(checkpoint, failed(Cause(asked.cause), asked.argument))
             return
@@ -86,45 +87,46 @@ class Saves:
             return failed(Cause.STOPPING)
         if self._binding.volumes.current is None and not self._readiness.room_bytes:
             return failed(Cause.NO_ROOM)
-        given = self._group.number(self._key.rank, asked)
-        checkpoint.incarnation, checkpoint.sequence, end = given
+        run, sequence, end = self._group.number(self._key.rank, asked)
+        checkpoint.id = checkpoint.id._replace(incarnation=run, sequence=sequence)
         self._ledger.numbered(checkpoint)
-        if end is None and checkpoint.sequence:
+        if end is None and checkpoint.id.sequence:
             end = self._given_up(checkpoint) or self._tell_number(checkpoint, port)
         return end
 
     def _tell_number(self, checkpoint: RankCheckpoint, port: Port) -> End | None:
+        name = checkpoint.id
         try:
             port.native.number(
-                checkpoint.snapshot, checkpoint.sequence, checkpoint.incarnation,
-                checkpoint.world_size,
-            )  # fmt: skip
+                checkpoint.snapshot, name.sequence, name.incarnation, name.world_size
+            )
         except (OSError, _core.NativeError):  # a sequence that is in use: no two are given out
-            LOG.exception("%s: step %d got no number", self._key, checkpoint.step)
+            LOG.exception("%s: step %d got no number", self._key, name.step)
             return BROKEN
         return None
 
-    def begun(self, checkpoint: RankCheckpoint, sequence: int) -> None:
-        """The core has found lane and slot for it."""
-        if not checkpoint.sequence:  # of a rank alone
-            checkpoint.sequence = self._group.took(self._key.rank, sequence)
+    def begun(self, checkpoint: RankCheckpoint, given: int) -> None:
+        """The core has found lane and slot for it, and has `given` it a sequence; 0: it has not."""
+        if not checkpoint.id.sequence:  # of a rank alone
+            sequence = self._group.took(self._key.rank, given)
+            checkpoint.id = checkpoint.id._replace(sequence=sequence)
             self._ledger.numbered(checkpoint)
             port = self._binding.port_of(checkpoint.session)
-            if not sequence and port is not None and self._tell_number(checkpoint, port):
+            if not given and port is not None and self._tell_number(checkpoint, port):
                 self.refuse(checkpoint, BROKEN)
                 return
-        self._ledger.passed(checkpoint.sequence)
+        self._ledger.passed(checkpoint.id.sequence)
         checkpoint.advance(State.COPYING, time.monotonic_ns())
 
     def _given_up(self, checkpoint: RankCheckpoint) -> End | None:
-        if not self._group.gives_up(checkpoint.sequence):
+        if not self._group.gives_up(checkpoint.id.sequence):
             return None
-        return End(State.SKIPPED, self._group.why_given_up(checkpoint.sequence))
+        return End(State.SKIPPED, self._group.why_given_up(checkpoint.id.sequence))
 
     def refuse_given_up(self) -> None:
         """The ranks have decided: what has not begun and was given up ends."""
         for checkpoint in self._ledger.live():
-            if checkpoint.state is State.REQUESTED and checkpoint.sequence:
+            if checkpoint.state is State.REQUESTED and checkpoint.id.sequence:
                 end = self._given_up(checkpoint)
                 if end is not None:
                     self.refuse(checkpoint, end)
@@ -136,7 +138,7 @@ class Saves:
         an event says how it went on."""
         port, why = self._binding.port_of(checkpoint.session), end.why
         if port is not None and port.native.refuse(
-            checkpoint.snapshot, int(end.to), checkpoint.sequence, cause=int(why.cause),
+            checkpoint.snapshot, int(end.to), checkpoint.id.sequence, cause=int(why.cause),
             error=why.number, argument=int(why.argument),
         ):  # fmt: skip
             self.ended(checkpoint, end)
@@ -146,7 +148,7 @@ class Saves:
         if checkpoint.live:
             self._ledger.refuse(checkpoint, end)
             self._group.decide_soon()
-            self._chronicle.ended(self._key, checkpoint)
+            self._chronicle.ended(checkpoint)
 
     def on_event(self, event: _core.Event) -> None:
         """What became of a checkpoint that has begun."""
@@ -159,7 +161,7 @@ class Saves:
         self._pulling.note(checkpoint, event)
         if event.kind == "durable":
             self._seat.saved(checkpoint.requested_ns)
-            self._ledger.appearing[checkpoint.sequence] = checkpoint.world_size
+            self._ledger.appearing[checkpoint.id.sequence] = checkpoint.id.world_size
             self._tasks.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
             self._binding.lose()
@@ -168,7 +170,7 @@ class Saves:
         elif event.kind == "failed" and event.stage == "publish":
             self._binding.stop()
         if not checkpoint.live:
-            self._chronicle.ended(self._key, checkpoint)
+            self._chronicle.ended(checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
             self._group.decide_soon()
             self._tasks.spawn(self._retire())
@@ -199,7 +201,7 @@ class Saves:
         if port is None:
             return "ENODEV"
         try:
-            port.native.write(parked.sequence)
+            port.native.write(parked.id.sequence)
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, "EIO")
         except _core.NativeError as error:
@@ -217,7 +219,7 @@ class Saves:
             return
         with contextlib.suppress(ValueError):  # closed
             if port.native.drop(
-                parked.sequence, int(end.to), newer[0] if newer else 0, cause=int(why.cause),
+                parked.id.sequence, int(end.to), newer[0] if newer else 0, cause=int(why.cause),
                 argument=int(why.argument),
             ):  # fmt: skip
                 parked.newer = newer
@@ -241,7 +243,7 @@ class Saves:
         """Writes to the page of its trainer, if that one is still here. `newer`: the sequence that
         superseded it."""
         if (port := self._binding.port_of(found.session)) is not None:
-            port.native.set_outcome(found.snapshot, int(outcome), found.sequence, newer)
+            port.native.set_outcome(found.snapshot, int(outcome), found.id.sequence, newer)
 
     # -- the volumes ---------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class Saves:
         await self._binding.volumes.refresh()
         if self._binding.state is not BindingState.LOST:
             self._binding.volumes.settled()
-        self._ledger.appearing.pop(checkpoint.sequence, None)
+        self._ledger.appearing.pop(checkpoint.id.sequence, None)
         self._group.decide_soon()
         await self._retire()
         owner = self._seat.owner

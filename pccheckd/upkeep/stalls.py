@@ -76,5 +76,5 @@ def _mark(tenant: Tenant) -> object:
         return None  # the trainer has to copy first
     return (
         usage.full_chunks, usage.cached_chunks, usage.free_chunks,
-        tuple((one.sequence, one.state) for one in admitted),
+        tuple((one.id.sequence, one.state) for one in admitted),
     )  # fmt: skip

@@ -11,12 +11,13 @@ from typing import Any
 
 from pccheck_native import _core, catalog
 from pccheck_native.group import Agreement
-from pccheck_native.identity import UNKNOWN, CheckpointId
+from pccheck_native.identity import CheckpointId
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Arrival
+from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.volumes import Key
 
 CONFIG = Config(Path("/none"), Path("/none/socket"), dram_bytes=1 << 24)
@@ -44,10 +45,22 @@ def kept(
     sequence: int, *, world: int = 2, run: int = 1, rank: int = 0, damaged: bool = False
 ) -> catalog.StoredCheckpoint:
     """A durable checkpoint; the step is ten times the sequence."""
-    stored = CheckpointId(7, "j", rank, sequence, 10 * sequence, run, UNKNOWN, world, b"")
+    stored = CheckpointId(7, "j", rank, sequence, 10 * sequence, run, world)
     return catalog.StoredCheckpoint(
         stored, flags=_core.SLOT_DAMAGED if damaged else 0, wall_ns=sequence, payload_bytes=100,
         tree_offset=90, tree_bytes=10, slot=0, volume_path=Path("v"),
+    )  # fmt: skip
+
+
+def saving(
+    step: int = 1, sequence: int = 0, *, world: int = 1, run: int = 1, session: int = 1,
+    snapshot: int = 1, payload_bytes: int = 1, requested_ns: int = 1, **about: Any,
+) -> RankCheckpoint:  # fmt: skip
+    """What a trainer has requested."""
+    name = CheckpointId(7, "gpt", 3, sequence, step, run, world)
+    return RankCheckpoint(
+        name, session, snapshot, payload_bytes, skip_when_busy=False, requested_ns=requested_ns,
+        **about,
     )  # fmt: skip
 
 

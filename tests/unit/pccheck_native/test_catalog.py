@@ -16,7 +16,7 @@ from pccheck_native.catalog import (
     newest_first,
     scan,
 )
-from pccheck_native.identity import UNKNOWN, CheckpointId
+from pccheck_native.identity import CheckpointId
 from tests.support.coreloop import Loop
 
 
@@ -25,7 +25,7 @@ def made(
     flags: int = 0, job: str = "job", uid: int = 7,
 ) -> StoredCheckpoint:  # fmt: skip
     return StoredCheckpoint(
-        CheckpointId(uid, job, rank, sequence, step, incarnation, UNKNOWN, world_size, b""),
+        CheckpointId(uid, job, rank, sequence, step, incarnation, world_size),
         payload_bytes=1, tree_offset=0, tree_bytes=1, wall_ns=0, flags=flags, slot=0,
         volume_path=Path("v"),
     )  # fmt: skip

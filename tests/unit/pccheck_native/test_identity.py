@@ -6,7 +6,7 @@ import pytest
 
 from pccheck_native.identity import UNKNOWN, CheckpointId
 
-STORED = CheckpointId(7, "job", 1, 9, -4, 3, bytes(range(16)), 2, b"\xff" * 16)
+STORED = CheckpointId(7, "job", 1, 9, -4, 3, 2, bytes(range(16)), b"\xff" * 16)
 
 
 @pytest.mark.parametrize("one", [STORED, STORED._replace(start=UNKNOWN, digest=b"")])

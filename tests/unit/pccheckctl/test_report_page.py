@@ -61,9 +61,8 @@ def test_every_checkpoint_is_there_with_its_numbers() -> None:
 
 
 def test_names_and_reasons_of_others_are_text() -> None:
-    evil = record(1, 10, 20, state="failed")._replace(
-        job="<script>alert(1)</script>", reason='"><img src=x onerror=y>'
-    )
+    evil = record(1, 10, 20, job="<script>alert(1)</script>", state="failed")
+    evil = evil._replace(reason='"><img src=x onerror=y>')
     found = parsed(page(saves(evil)))
     assert "<script>alert(1)</script> 0" in found.said
     assert any('"><img' in one for one in found.said)
@@ -103,8 +102,8 @@ def test_the_disk_s_rate_adds_up_to_what_was_written() -> None:
 
 
 def test_ranks_are_compared_checkpoint_by_checkpoint() -> None:
-    late = [record(n, 10 * n, 10 * n + 8 + n)._replace(rank=1) for n in (1, 2, 3)]
-    alone = record(9, 90, 99)._replace(job="alone")
+    late = [record(n, 10 * n, 10 * n + 8 + n, rank=1) for n in (1, 2, 3)]
+    alone = record(9, 90, 99, job="alone")
     found = lags(saves(*(record(n, 10 * n, 10 * n + 8) for n in (1, 2, 3)), *late, alone).items)
     ((key, three),) = found.items()
     assert key == (7, "job")

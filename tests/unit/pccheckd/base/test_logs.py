@@ -22,6 +22,7 @@ from pccheckd.base.repeats import BURST, WINDOW_S, Repeats
 from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.volumes import Key
+from tests.support.jobs import saving
 
 KEY = Key(7, "gpt", 3)
 S = 1_000_000_000
@@ -32,11 +33,8 @@ TIMES = {
 
 
 def checkpoint(state: State = State.DURABLE, **changes: object) -> RankCheckpoint:
-    made = RankCheckpoint(
-        session=1, snapshot=4, step=100, payload_bytes=3 << 20,
-        skip_when_busy=False, incarnation=2, world_size=1, requested_ns=10 * S,
-    )  # fmt: skip
-    made.state, made.sequence, made.slot, made.times_ns = state, 9, 1, dict(TIMES)
+    made = saving(100, 9, snapshot=4, payload_bytes=3 << 20, run=2, requested_ns=10 * S)
+    made.state, made.slot, made.times_ns = state, 1, dict(TIMES)
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -63,7 +61,7 @@ def written(capfd: pytest.CaptureFixture[str]) -> CaptureResult[str]:
 
 def test_a_durable_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
-    Chronicle().ended(KEY, checkpoint())
+    Chronicle().ended(checkpoint())
     (line,) = written(capfd).err.splitlines()
     assert line.endswith(
         "INFO job 'gpt' rank 3 of uid 7: step 100 is durable 8.000 s after its request: waited "
@@ -75,10 +73,9 @@ def test_a_durable_checkpoint_is_one_line(capfd: pytest.CaptureFixture[str]) -> 
 def test_a_failure_says_why_and_what_helps(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
     Chronicle().ended(
-        KEY,
         checkpoint(
             State.FAILED, why=Why(Cause.DESCRIBED, words="write: EIO", hint="check the disk")
-        ),
+        )
     )
     err = written(capfd).err
     assert "WARNING" in err and "step 100 failed: write: EIO; check the disk" in err
@@ -86,7 +83,7 @@ def test_a_failure_says_why_and_what_helps(capfd: pytest.CaptureFixture[str]) ->
 
 def test_json_lines_carry_fields(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("json")
-    Chronicle().ended(KEY, checkpoint())
+    Chronicle().ended(checkpoint())
     line = json.loads(written(capfd).err)
     assert line["level"] == "info" and line["message"].startswith("job 'gpt'")
     wanted = {
@@ -119,9 +116,7 @@ def test_the_journal_gets_fields(tmp_path: Path, capfd: pytest.CaptureFixture[st
         handler = Queued(output)
         LOG.handlers[:], LOG.propagate = [handler], False
         LOG.setLevel(logging.INFO)
-        Chronicle().ended(
-            KEY, checkpoint(State.FAILED, why=Why(Cause.DESCRIBED, words="disk\nfull"))
-        )
+        Chronicle().ended(checkpoint(State.FAILED, why=Why(Cause.DESCRIBED, words="disk\nfull")))
         entry = ears.recv(1 << 16)
     lines = entry.split(b"\n")
     assert b"PRIORITY=4" in lines and b"SYSLOG_IDENTIFIER=pccheckd" in lines
@@ -173,15 +168,15 @@ def test_trouble_with_the_record_does_not_reach_the_checkpoint(
         ended = requested
 
     chronicle.count_with(Broken())
-    chronicle.requested(KEY, checkpoint())
-    chronicle.ended(KEY, checkpoint())
+    chronicle.requested(checkpoint())
+    chronicle.ended(checkpoint())
     assert written(capfd).err.count("could not be recorded") == 2
 
 
 def test_nothing_is_told_when_it_is_off(capfd: pytest.CaptureFixture[str]) -> None:
     logs.set_up("plain")
     chronicle = Chronicle(enabled=lambda: False)
-    chronicle.ended(KEY, checkpoint())
+    chronicle.ended(checkpoint())
     assert written(capfd).err == "" and not list(chronicle.ring.newest(0, 0))
 
 

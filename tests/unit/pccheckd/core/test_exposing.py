@@ -17,8 +17,8 @@ from pccheck_wire.errors import RefusedError, UsageError
 from pccheck_wire.messages import Chose, Expose, Request
 from pccheckd.core import gpus
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing, checked
-from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.pulling import Pulling
+from tests.support.jobs import saving
 
 ROOM = UNFINISHED_BYTES_MAX
 
@@ -97,13 +97,9 @@ def ended(
     pulling: Pulling, kind: str, error: str = "", *, stage: str = "copy", session: int = 1,
     number: int = 1,
 ) -> None:  # fmt: skip
-    checkpoint = RankCheckpoint(
-        session=session, snapshot=1, step=1, payload_bytes=1,
-        skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0, map=number,
-    )  # fmt: skip
     times = SaveTimes(*[0] * len(SaveTimes._fields))
     event = Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, times, None)
-    pulling.note(checkpoint, event)
+    pulling.note(saving(session=session, map=number), event)
 
 
 def test_failed_copies_of_a_session_are_counted() -> None:

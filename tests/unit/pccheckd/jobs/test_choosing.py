@@ -13,7 +13,7 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Open, Role
 from pccheckd.jobs import choosing
 from pccheckd.jobs.sessions import Session
-from tests.support.jobs import Ranks
+from tests.support.jobs import Ranks, saving
 
 
 def connected(world: int = 2) -> Ranks:
@@ -91,9 +91,7 @@ def test_a_new_start_tries_again_what_could_not_be_read() -> None:
 def test_what_is_still_being_written_is_reported_with_its_size() -> None:
     ranks = connected()
     number = ranks.ask(0, 5)[1]
-    item = SimpleNamespace(
-        live=True, sequence=number, step=5, payload_bytes=64, reason="", state=State.COPIED
-    )
+    item = saving(5, number, payload_bytes=64, state=State.COPIED)
     ranks.tenants[0].ledger.checkpoints[number] = item
     ranks.tenants[0].ledger.ends = False
     usage = SimpleNamespace(full_chunks=3)

@@ -12,7 +12,7 @@ from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError, U
 from pccheck_wire.messages import Empty, Open, Opened, Read, Role, Writing
 from pccheckd.jobs import recovery
 from pccheckd.jobs.sessions import Session
-from tests.support.jobs import Ranks, kept
+from tests.support.jobs import Ranks, kept, saving
 
 ENGINE: Any = SimpleNamespace(directory=None)  # of no private daemon
 
@@ -85,7 +85,7 @@ def test_only_the_newest_counts_as_restored() -> None:
 
 def test_what_is_being_written_is_waited_for() -> None:
     ranks, who = alone()
-    on_its_way = SimpleNamespace(live=True, sequence=0, step=4, payload_bytes=10)
+    on_its_way = saving(4, payload_bytes=10)
     ranks.tenants[0].ledger.checkpoints[0] = on_its_way
     ranks.tenants[0].ledger.ends = False
     ranks.tenants[0].binding.port = SimpleNamespace(

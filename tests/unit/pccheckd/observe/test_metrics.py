@@ -17,6 +17,7 @@ from pccheckd.observe.gauges import Family
 from pccheckd.observe.metrics import Metrics
 from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.volumes import Key
+from tests.support.jobs import saving
 
 KEY = Key(7, "gpt", 3)
 RANK = {"uid": "7", "job_name": "gpt", "rank": "3"}
@@ -24,10 +25,7 @@ DEPLOY = Path(__file__).parents[4] / "deploy"
 
 
 def checkpoint(state: State = State.DURABLE, **changes: object) -> RankCheckpoint:
-    made = RankCheckpoint(
-        session=1, snapshot=4, step=100, payload_bytes=4096,
-        skip_when_busy=False, incarnation=2, world_size=1, requested_ns=1_000_000_000,
-    )  # fmt: skip
+    made = saving(100, snapshot=4, payload_bytes=4096, run=2, requested_ns=1_000_000_000)
     made.state = state
     for name, value in changes.items():
         setattr(made, name, value)
@@ -48,10 +46,10 @@ def test_an_end_is_counted_by_its_result() -> None:
     metrics = Metrics()
     for state in (State.DURABLE, State.DURABLE, State.SKIPPED, State.SUPERSEDED):
         item = checkpoint(state, held_ns=500_000_000)
-        metrics.requested(item.record(KEY))
-        metrics.ended(item.record(KEY))
+        metrics.requested(item.record())
+        metrics.ended(item.record())
     failed = checkpoint(State.FAILED, why=Why(stage="write", code="EIO"), rehomed=2)
-    metrics.ended(failed.record(KEY))
+    metrics.ended(failed.record())
     found = read(metrics)
     rank = ("gpt", "3")
     assert found["pccheck_requests_total"][(*rank, "7")] == 4
@@ -79,8 +77,8 @@ def test_parts_of_durable_ones_are_observed() -> None:
         "begin": 1_125_000_000, "sealed": 1_375_000_000, "first_write": 1_250_000_000,
         "written": 1_750_000_000, "flushed": 0, "durable": 2_000_000_000,
     }  # fmt: skip
-    metrics.ended(checkpoint(times_ns=times_ns).record(KEY))
-    metrics.ended(checkpoint(State.FAILED, times_ns=times_ns).record(KEY))
+    metrics.ended(checkpoint(times_ns=times_ns).record())
+    metrics.ended(checkpoint(State.FAILED, times_ns=times_ns).record())
     found = read(metrics)
     for name, sum_s in (
         ("admission_wait", 0.125),
@@ -97,11 +95,11 @@ def test_a_user_with_many_jobs_pushes_out_his_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "SERIES_MAX", 10)
     metrics = Metrics()
     item = checkpoint(times_ns={"durable": 2_000_000_000}, copied_bytes=4096, written_bytes=4096)
-    metrics.ended(item.record(KEY))
+    metrics.ended(item.record())
     for number in range(100):
-        key = Key(8, f"job-{number}", 0)
-        metrics.requested(item.record(key))
-        metrics.ended(item.record(key))
+        item.id = item.id._replace(uid=8, job=f"job-{number}", rank=0)
+        metrics.requested(item.record())
+        metrics.ended(item.record())
     found = read(metrics)
     jobs = {key[0] for key in found["pccheck_checkpoints_total"]}
     assert jobs == {"gpt"} | {f"job-{number}" for number in range(91, 100)}
@@ -133,8 +131,9 @@ def test_it_may_be_told_while_it_renders() -> None:
     try:
         for number in range(60):
             item = checkpoint()
-            metrics.requested(item.record(Key(7, f"job-{number}", 0)))
-            metrics.ended(item.record(Key(7, f"job-{number}", 0)))
+            item.id = item.id._replace(job=f"job-{number}", rank=0)
+            metrics.requested(item.record())
+            metrics.ended(item.record())
     finally:
         stop.set()
         thread.join()

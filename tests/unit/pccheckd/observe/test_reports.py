@@ -32,7 +32,7 @@ from pccheckd.tenancy.checkpoint import End, RankCheckpoint, Record
 from pccheckd.tenancy.ledger import HISTORY, Ledger
 from pccheckd.tenancy.outcomes import Document
 from pccheckd.tenancy.volumes import Key
-from tests.support.jobs import kept
+from tests.support.jobs import kept, saving
 from tests.unit.pccheckd.observe.test_trace import record
 
 LIMIT_S = 90.0
@@ -103,7 +103,7 @@ async def test_a_users_traces_are_made_one_after_another(
 
     def held(records: list[Record], **times: int) -> Document:
         begun.release()
-        if records[0].uid == 7:
+        if records[0].id.uid == 7:
             let_go.wait(LIMIT_S)
         return made(records, **times)
 
@@ -170,11 +170,8 @@ def test_verify_leaves_out_what_newer_ones_replaced(monkeypatch: pytest.MonkeyPa
 # -- what they are made of ---------------------------------------------------------------------
 
 
-def checkpoint(snapshot: int, *, session: int = 1) -> RankCheckpoint:
-    return RankCheckpoint(
-        session=session, snapshot=snapshot, step=snapshot, payload_bytes=1,
-        skip_when_busy=False, incarnation=session, world_size=1, requested_ns=1,
-    )  # fmt: skip
+def checkpoint(snapshot: int, sequence: int = 0, *, session: int = 1) -> RankCheckpoint:
+    return saving(snapshot, sequence, snapshot=snapshot, session=session, run=session)
 
 
 def test_the_ledger_knows_what_moves_without_looking_at_what_has_ended() -> None:
@@ -197,9 +194,8 @@ def test_the_ledger_knows_what_moves_without_looking_at_what_has_ended() -> None
 
 async def test_a_restore_waits_for_what_was_asked_for_before_it() -> None:
     ledger = Ledger()
-    items = [checkpoint(number) for number in (1, 2)]
+    items = [checkpoint(number, number) for number in (1, 2)]
     for item in items:
-        item.sequence = item.snapshot
         ledger.add(item)
     assert await ledger.settled(0, 0)
     assert not await ledger.settled(0, 1)
@@ -220,9 +216,9 @@ def test_a_long_document_is_packed_row_by_row(monkeypatch: pytest.MonkeyPatch) -
             packed.append(value)
             return cast(bytes, super().pack(value))
 
+    records = [record(step, 1, 2).document() for step in range(9)]
     document: Document = {
-        "schema": 1, "none": [], "checkpoints": [record(step, 1, 2)._asdict() for step in range(9)],
-        "pool": {"used": 1},
+        "schema": 1, "none": [], "checkpoints": records, "pool": {"used": 1},
     }  # fmt: skip
     whole = msgpack.packb(
         {"t": "reply", "number": 1, "body": {"t": "report", "document": document}}
@@ -230,4 +226,4 @@ def test_a_long_document_is_packed_row_by_row(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(msgpack, "Packer", Packer)
     assert codec.encode(Reply(1, Report(document))) == whole
     longest = max(len(value) for value in packed if isinstance(value, dict))
-    assert longest == len(Record._fields) and not [v for v in packed if isinstance(v, list)]
+    assert longest == len(records[0]) and not [v for v in packed if isinstance(v, list)]

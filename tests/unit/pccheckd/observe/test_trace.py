@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterable
 
+from pccheck_native.identity import CheckpointId
 from pccheckctl.commands import trace as viewer
 from pccheckctl.output.documents import Document, rows, whole
 from pccheckd.tenancy.checkpoint import Record
@@ -14,11 +15,13 @@ from pccheckd.tenancy.outcomes import Ring, document
 MS = 1_000_000
 
 
-def record(step: int, begin: int, end: int, *, uid: int = 7, state: str = "durable") -> Record:
+def record(
+    step: int, begin: int, end: int, *, uid: int = 7, job: str = "job", rank: int = 0,
+    state: str = "durable",
+) -> Record:  # fmt: skip
     """One that was asked for 2 ms before `begin` and written from 1 ms after it, all in ms."""
     return Record(
-        uid=uid, job="job", rank=0, session=1, snapshot=step, incarnation=1, step=step,
-        sequence=step, slot=0,
+        CheckpointId(uid, job, rank, step, step, 1, 1), session=1, snapshot=step, slot=0,
         payload_bytes=1 << 20, copied_bytes=1 << 20, written_bytes=1 << 20, pulled=False,
         in_memory=False,
         state=state, reason="",
@@ -43,11 +46,11 @@ def test_nobody_pushes_another_s_out() -> None:
     ring.add(record(1, 10, 20, uid=8))
     for step in range(10):
         ring.add(record(step, 10 + step, 20 + step))
-    assert [one.step for one in ring.newest(7, 0)] == [9, 8, 7]
-    assert [one.step for one in ring.newest(8, 0)] == [1]
+    assert [one.id.step for one in ring.newest(7, 0)] == [9, 8, 7]
+    assert [one.id.step for one in ring.newest(8, 0)] == [1]
     assert len(list(ring.newest(0, 0))) == 4
     assert not list(ring.newest(9, 0))
-    assert [one.step for one in ring.newest(7, 29 * MS)] == [9]
+    assert [one.id.step for one in ring.newest(7, 29 * MS)] == [9]
     ring.add(record(1, 10, 20, uid=9))  # the user longest quiet goes
     assert not list(ring.newest(8, 0))
 
@@ -96,7 +99,7 @@ def test_one_that_failed_ends_where_it_failed_and_one_in_flight_goes_on_until_no
     moving = record(2, 990, 0, state="copying")._replace(
         ended=0, sealed=0, first_write=0, written=0, flushed=0, durable=0
     )
-    waiting = moving._replace(step=3, begin=0)
+    waiting = moving._replace(id=moving.id._replace(step=3), begin=0)
     found = {str(e["name"]): e for e in slices(viewer.chrome(made([failed], [moving, waiting])))}
     assert found["write 1"]["dur"] == 29_000.0 and found["write 1"]["cname"] == "terrible"
     assert found["copy 2"]["dur"] == 10_000.0

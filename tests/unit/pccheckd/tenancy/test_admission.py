@@ -185,9 +185,14 @@ def test_a_rank_alone_is_numbered_by_the_core() -> None:
     desk.readiness.instruct()
     assert desk.core.policies == [{"held": False, "numbers": True, "incarnation": 5, "above": 40}]
     found = desk.request(step=7, interval=50)
-    assert (found.step, found.sequence, desk.saves.interval_steps, len(desk.queue)) == (7, 0, 50, 1)
+    assert (found.id.step, found.id.sequence, desk.saves.interval_steps, len(desk.queue)) == (
+        7,
+        0,
+        50,
+        1,
+    )
     desk.begin(sequence=44)
-    assert (found.sequence, found.state, len(desk.queue)) == (44, State.COPYING, 0)
+    assert (found.id.sequence, found.state, len(desk.queue)) == (44, State.COPYING, 0)
     assert desk.ledger.of_sequence(44) is found and desk.ledger.last_sequence == 44
     assert desk.core.calls == [("noted",)]
 
@@ -196,17 +201,17 @@ def test_a_rank_alone_that_began_without_a_number_gets_one() -> None:
     desk = Desk()
     found = desk.request()
     desk.begin()
-    assert found.sequence == 41 and ("number", 1, 41, 5, 1) in desk.core.calls
+    assert found.id.sequence == 41 and ("number", 1, 41, 5, 1) in desk.core.calls
 
 
 def test_one_of_several_ranks_is_numbered_at_its_request() -> None:
     desk = Desk(grouped=True)
     desk.group.given = Numbered(6, 12)
     found = desk.request()
-    assert (found.incarnation, found.sequence) == (6, 12)
+    assert (found.id.incarnation, found.id.sequence) == (6, 12)
     assert desk.core.calls == [("noted",), ("number", 1, 12, 6, 2)]
     desk.begin()
-    assert (found.sequence, found.state) == (12, State.COPYING)
+    assert (found.id.sequence, found.state) == (12, State.COPYING)
 
 
 def test_a_fenced_one_is_refused_while_it_is_copied() -> None:
@@ -386,4 +391,4 @@ async def test_one_that_got_the_missing_slot_meanwhile_is_not_refused() -> None:
     found = desk.request()
     desk.undelivered.append(event("begun", sequence=44))
     await desk.waits("NO_SLOT")
-    assert (found.state, found.sequence) == (State.COPYING, 44)
+    assert (found.state, found.id.sequence) == (State.COPYING, 44)

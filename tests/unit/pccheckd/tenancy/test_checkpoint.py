@@ -11,17 +11,13 @@ from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.tenancy.checkpoint import LIVE, MOVES, RankCheckpoint, UnlistedMoveError
 from pccheckd.tenancy.ledger import Ledger
+from tests.support.jobs import saving
 
 ENDS = {State.GLOBAL, State.SUPERSEDED, State.SKIPPED, State.FAILED}
 
 
-def checkpoint(state: State = State.REQUESTED) -> RankCheckpoint:
-    made = RankCheckpoint(
-        session=1, snapshot=1, step=5, payload_bytes=10,
-        skip_when_busy=False, incarnation=1, world_size=1, requested_ns=0,
-    )  # fmt: skip
-    made.state = state
-    return made
+def checkpoint(state: State = State.REQUESTED, sequence: int = 0) -> RankCheckpoint:
+    return saving(5, sequence, state=state)
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(State, State)))
@@ -53,13 +49,11 @@ def test_nothing_durable_is_ever_lost_by_a_move() -> None:
 def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
     start: State, kind: str
 ) -> None:
-    ledger, item = Ledger(), checkpoint(start)
-    item.sequence = 7
+    ledger, item = Ledger(), checkpoint(start, 7)
     ledger.add(item)
     ledger.apply(event(kind), lambda _: Why(Cause.RANK_NEVER, 1))
     assert item.state is not State.SKIPPED and not item.is_given_up
-    ledger, item = Ledger(), checkpoint(start)
-    item.sequence = 7
+    ledger, item = Ledger(), checkpoint(start, 7)
     ledger.add(item)
     assert ledger.apply(event("given_up"), lambda _: Why(Cause.RANK_NEVER, 1)) is item
     assert (item.state, item.is_given_up, item.live) == (State.SKIPPED, True, False)
@@ -74,8 +68,7 @@ def event(kind: str, ended: int = 0) -> Event:
 @pytest.mark.parametrize("kind", ["durable", "superseded", "failed"])
 def test_it_ended_when_the_core_freed_its_lane(kind: str) -> None:
     """Not when the event loop noticed the end: the next checkpoint may have begun before."""
-    ledger, item = Ledger(), checkpoint(State.COPYING)
-    item.sequence = 7
+    ledger, item = Ledger(), checkpoint(State.COPYING, 7)
     ledger.newest = (8, 8)
     ledger.add(item)
     assert ledger.apply(event(kind, ended=5), lambda _: Why()) is item

@@ -10,6 +10,7 @@ from pccheck_wire.ends import Cause, Why
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.tenancy.checkpoint import End, RankCheckpoint
 from pccheckd.tenancy.ledger import COUNT_MAX, HISTORY, Ledger
+from tests.support.jobs import saving
 
 
 def test_failures_in_a_row_outlive_their_trainer() -> None:
@@ -35,12 +36,9 @@ def test_a_client_that_lies_counts_no_further_than_a_document_holds() -> None:
     assert ledger.counters["failed"] == ledger.failing == COUNT_MAX
 
 
-def durable(ledger: Ledger, sequence: int) -> RankCheckpoint:
+def durable(ledger: Ledger, sequence: int, *, world: int = 2) -> RankCheckpoint:
     """One of two ranks' checkpoints that has become durable here."""
-    made = RankCheckpoint(
-        session=1, snapshot=sequence, step=sequence, payload_bytes=1,
-        skip_when_busy=False, incarnation=1, world_size=2, requested_ns=1, sequence=sequence,
-    )  # fmt: skip
+    made = saving(sequence, sequence, snapshot=sequence, world=world)
     ledger.add(made)
     about: Any = SimpleNamespace(
         kind="durable", session=1, id=sequence, error=0, sequence=sequence, rehomed=0, slot=0,
@@ -54,8 +52,7 @@ def durable(ledger: Ledger, sequence: int) -> RankCheckpoint:
 def test_what_superseded_a_checkpoint_is_named_once_its_own_event_has_come() -> None:
     """The two events come from two threads."""
     ledger = Ledger()
-    first = durable(ledger, 5)
-    first.world_size = 1
+    first = durable(ledger, 5, world=1)
     assert ledger.newer_than(first) is None
     durable(ledger, 7)
     durable(ledger, 6)
@@ -107,10 +104,7 @@ def test_what_is_durable_is_remembered_beside_many_that_were_in_memory_only() ->
     ledger = Ledger()
     old = durable(ledger, 1)
     for number in range(2, 2 * HISTORY):
-        replaced = RankCheckpoint(
-            session=1, snapshot=number, step=number, payload_bytes=1, skip_when_busy=False,
-            incarnation=1, world_size=1, requested_ns=number, in_memory=True, sequence=number,
-        )  # fmt: skip
+        replaced = saving(number, number, snapshot=number, requested_ns=number, in_memory=True)
         ledger.add(replaced)
         replaced.advance(State.COPIED, number)
         ledger.refuse(replaced, End(State.SUPERSEDED, Why(Cause.REPLACED_IN_MEMORY, number + 1)))

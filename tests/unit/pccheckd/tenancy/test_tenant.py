@@ -15,10 +15,9 @@ from pccheck_native import Volume, layout
 from pccheck_wire.errors import RefusedError
 from pccheckd.core.port import Port
 from pccheckd.jobs.registry import Registry
-from pccheckd.tenancy.checkpoint import RankCheckpoint
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import DAMAGED, PROTECTED
-from tests.support.jobs import arrival
+from tests.support.jobs import arrival, saving
 from tests.support.loaded import KEY, owner, trainer_of
 
 
@@ -35,7 +34,7 @@ def durable(
     tenant: Tenant, patch: pytest.MonkeyPatch, sequence: int, *, requested_ns: int = 1
 ) -> None:
     """A checkpoint of a session that has ended is durable, and not yet read from the volume."""
-    saved = RankCheckpoint(9, 1, 1, 10, False, 1, 1, requested_ns, sequence=sequence)
+    saved = saving(1, sequence, session=9, requested_ns=requested_ns)
     patch.setattr(tenant.ledger, "apply", lambda *_: saved)
     tenant.saves.on_event(SimpleNamespace(kind="durable", session=9))  # type: ignore[arg-type]
 

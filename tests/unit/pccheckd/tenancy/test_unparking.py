@@ -13,6 +13,7 @@ from pccheck_wire.messages import CheckpointState as State
 from pccheckd.tenancy.admission import Unparking
 from pccheckd.tenancy.checkpoint import End, RankCheckpoint, failed
 from pccheckd.tenancy.ledger import Ledger
+from tests.support.jobs import saving
 
 CHUNK = 10
 STATE = 6 * CHUNK - 5  # six chunks
@@ -42,10 +43,9 @@ class Desk:
     def add(
         self, sequence: int, state: State, *, parks: bool = True, wanted: bool = False
     ) -> RankCheckpoint:
-        found = RankCheckpoint(
-            session=1, snapshot=sequence, step=sequence, payload_bytes=STATE, skip_when_busy=False,
-            incarnation=1, world_size=1, requested_ns=0, in_memory=parks, parks=parks,
-            wanted=wanted, sequence=sequence, state=state,
+        found = saving(
+            sequence, sequence, snapshot=sequence, payload_bytes=STATE, in_memory=parks,
+            parks=parks, wanted=wanted, state=state,
         )  # fmt: skip
         self.ledger.add(found)
         return found
@@ -60,11 +60,11 @@ class Desk:
         if self.codes and (code := self.codes.pop(0)):
             return code
         parked.parks = False
-        self.written.append(parked.sequence)
+        self.written.append(parked.id.sequence)
         return ""
 
     def _drop(self, parked: RankCheckpoint, end: End, _: object = None) -> None:
-        self.dropped.append((parked.sequence, end.why.cause))
+        self.dropped.append((parked.id.sequence, end.why.cause))
         parked.state = end.to
 
 
