@@ -73,7 +73,8 @@ class Followed:
                 save.ask()  # by which one: nobody can ask a daemon that has ended
             self.drop(save)
         elif phase in EXPLAINED:
-            if SHOWN[phase] in NOT_SAVED and SHOWN[before] not in NOT_SAVED:
+            ends_now = SHOWN[phase] in NOT_SAVED and SHOWN[before] not in NOT_SAVED
+            if ends_now and not _is_harmless(save):
                 self._failures.failed(save)
             if not told:
                 self._explain(save)
@@ -90,7 +91,7 @@ class Followed:
             return  # until the answer has come
         if now is not Phase.UNKNOWN:  # until another daemon has said what became of it
             self.drop(save)
-        if save.why.cause == Cause.MEMORY_BUSY:  # a newer one comes soon, and the older one is safe
+        if _is_harmless(save):
             self._failures.report(save.step, reason, SHOWN[now])
         elif now not in REPORTED and SHOWN[now] in WORDS:  # not superseded meanwhile
             self._failures.failed_later(save.step, reason, SHOWN[now])
@@ -148,3 +149,8 @@ class Followed:
             durable = saved(save, left_s, everywhere=everywhere and not found)
             found = found or durable
             self.note_saved(saved(save, 0, everywhere=True))
+
+
+def _is_harmless(save: InFlight) -> bool:
+    """Memory was busy: a newer one comes soon, and the one before is safe."""
+    return save.why.cause == Cause.MEMORY_BUSY

@@ -420,6 +420,7 @@ def test_a_memory_that_is_full_warns_and_never_raises(tmp_path: Path, fakes: Fak
         kit.checkpoint()
     kit.native.copied(2)
     kit.checkpoint()
+    assert kit.client._saver.failures.count == 0, "close() would say that it failed"
 
 
 def test_a_plan_that_was_interrupted_is_made_anew(
