@@ -22,6 +22,7 @@ from pccheckd.tenancy.tenant import Tenant
 from . import explain
 from .decisions import Decisions
 from .explain import Lateness, Standing
+from .idle import IdleDisk
 from .membership import Membership
 from .numbering import Given
 from .parked import Parked
@@ -33,8 +34,9 @@ class Job:
     """Owned by the registry; its tenants come and go, its incarnations only grow."""
 
     def __init__(
-        self, uid: int, name: str, config: Config, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, uid: int, name: str, config: Config, disk: IdleDisk,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.uid = uid
         self.name = name
         self._config = config
@@ -43,8 +45,9 @@ class Job:
         self.tenants = self.members.tenants
         self.lateness = Lateness(uid, name)
         self.decisions = Decisions(self.members, self.lateness, config)
-        self.parked = Parked(self.members, self.decisions)
         self._schedule = Schedule(self._decide, clock)
+        self._disk = disk
+        self.parked = Parked(self.members, self.decisions, disk, self._schedule.soon)
 
     # -- as the registry sees it ---------------------------------------------------------------
 
@@ -236,6 +239,7 @@ class Job:
 
     def decide_soon(self) -> None:
         """The ranks may have to decide again. A single rank decides what is in memory only."""
+        self._disk.moved()
         if self.is_shared or self.parked:
             self._schedule.soon()
 

@@ -7,7 +7,7 @@ until it is durable: the disk may fail, and what is parked beside it takes no mo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from pccheckd.tenancy.tenant import Tenant
 
 from .decisions import Decisions
 from .explain import LOST
+from .idle import IdleDisk
 from .membership import Membership
 
 
@@ -65,8 +66,8 @@ class ParkedMoves(NamedTuple):
 
 
 def decide(every: Collection[Known], *, idle: bool) -> ParkedMoves:
-    """Which parked checkpoints of a job are dropped, and which are written. `idle`: no checkpoint
-    of the job is on a lane, or waits for one."""
+    """Which parked checkpoints of a job are dropped, and which are written. `idle`: the disk has
+    nothing else to do (idle.py)."""
     safe = [one for one in every if one.is_safe]
     copied = [one for one in every if one.is_parked]
     decision = ParkedMoves([], [])
@@ -123,9 +124,14 @@ class DeathCosts(NamedTuple):
 class Parked:
     """Owned by the job."""
 
-    def __init__(self, members: Membership, decisions: Decisions) -> None:
+    def __init__(
+        self, members: Membership, decisions: Decisions, disk: IdleDisk, look: Callable[[], None]
+    ) -> None:
+        """`look`: has the job look again soon."""
         self._members = members
         self._decisions = decisions
+        self._disk = disk
+        self._look = look
 
     def __bool__(self) -> bool:
         return any(tenant.ledger.parked() for tenant in self._members.tenants.values())
@@ -135,11 +141,8 @@ class Parked:
         if not self:
             return
         tenants = self._members.tenants.values()
-        is_idle = not any(tenant.ledger.moving() for tenant in tenants) and all(
-            tenant.unparking.fills_disk or tenant.seat.owner is None for tenant in tenants
-        )
         starved = any(tenant.unparking.is_starved for tenant in tenants)
-        decision = decide(self._known(), idle=is_idle or starved)
+        decision = decide(self._known(), idle=starved or self._disk.takes(tenants, self._look))
         for one, newer in decision.drop:
             self._drop(one, newer)
         for one in decision.write:

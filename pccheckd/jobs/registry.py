@@ -12,6 +12,7 @@ from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
+from pccheckd.group.idle import IdleDisk
 from pccheckd.group.job import Job
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.tenant import Tenant
@@ -35,6 +36,7 @@ class Registry:
         self.survey = Survey()  # of the start
         self.jobs: dict[tuple[int, str], Job] = {}
         self.memory = Dram(engine, self.tenants)
+        self._disk = IdleDisk(self.tenants)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
     async def close(self) -> None:
@@ -165,7 +167,7 @@ class Registry:
         """The job, loaded if necessary. The caller holds the lock for loading and closing jobs."""
         job = self.jobs.get((uid, name))
         if job is None:
-            job = Job(uid, name, self.config)
+            job = Job(uid, name, self.config, self._disk)
             try:
                 files = await self.engine.call(
                     uid, layout.list_volumes, self.config.storage, uid=uid, job=name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections import Counter, OrderedDict, deque
@@ -44,6 +45,7 @@ class Ledger:
         #: CLOCK_MONOTONIC; 0 before the first. The first one is of the present session.
         self.first_request_ns = self.last_request_ns = 0
         self._requested_ns: deque[int] = deque(maxlen=REQUESTS + 1)
+        self.bytes_per_s = 0.0  # from the first write to durable, at best; 0: not known
         #: Durable and not yet read from the volume: sequence and world size.
         self.appearing: dict[int, int] = {}
         self._waiters: set[asyncio.Event] = set()
@@ -106,6 +108,13 @@ class Ledger:
         """Between the last requests for the disk, on average; 0 when there were fewer than two."""
         asked = self._requested_ns
         return (asked[-1] - asked[0]) / (len(asked) - 1) / 1e9 if len(asked) > 1 else 0.0
+
+    def next_s(self, now_ns: int) -> float:
+        """Until the next request for the disk, as far as the last ones tell; inf before the first.
+        One that is late by some time is expected to stay away for as long again."""
+        if not self._requested_ns:
+            return math.inf
+        return abs(self.interval_s() - (now_ns - self._requested_ns[-1]) / 1e9)
 
     def recent(self, count: int, session: int | None = None) -> list[RankCheckpoint]:
         """The last ones, of one session or of all; oldest first."""
@@ -201,6 +210,7 @@ class Ledger:
         elif event.kind == "durable":
             checkpoint.advance(State.DURABLE, now_ns)
             self.counters["durable"] += 1
+            self._note_speed(checkpoint)
             self._succeeded()
             self._has_saved = self._has_saved or checkpoint.session == self._trainer
             if checkpoint.id.world_size > 1:
@@ -217,6 +227,12 @@ class Ledger:
             self.refuse(checkpoint, End(State.FAILED, why))
         self._notify()
         return checkpoint
+
+    def _note_speed(self, durable: RankCheckpoint) -> None:
+        begun_ns, ended_ns = (durable.times_ns.get(name, 0) for name in ("first_write", "durable"))
+        if begun_ns and ended_ns > begun_ns:
+            speed = durable.written_bytes / ((ended_ns - begun_ns) / 1e9)
+            self.bytes_per_s = max(self.bytes_per_s, speed)
 
     def became_global(self, newest: int, common: Collection[int]) -> list[RankCheckpoint]:
         """All ranks have the sequences in `common`, up to `newest`; the checkpoints that moved. One

@@ -137,6 +137,19 @@ def test_memory_for_three_states_skips_none_beside_one_on_the_disk(start_daemon:
         assert [handle for handle in handles if handle.state is CheckpointState.SKIPPED] == []
 
 
+def test_a_disk_that_writes_for_another_job_is_not_idle(start_daemon: Start) -> None:
+    daemon = start_daemon(*SLOW)
+    with client_of(daemon, **AUTO) as client:
+        with PCcheckClient(job="other", socket=daemon.socket, on_error="raise") as other:
+            on_disk = save(other, 1)
+            handle = save(client, 1)
+            state = handle.state
+            while not on_disk.done():
+                assert state is CheckpointState.COPIED
+                state = handle.state
+        until(lambda: handle.state is CheckpointState.DURABLE)
+
+
 def test_a_callback_wants_nothing_written(start_daemon: Start) -> None:
     called: list[int] = []
     with client_of(start_daemon(*SLOW), **AUTO) as client:

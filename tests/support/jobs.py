@@ -15,6 +15,7 @@ from pccheck_native.identity import CheckpointId
 from pccheck_wire.errors import PccheckError
 from pccheckd.config.sources import Config
 from pccheckd.core.port import Owner
+from pccheckd.group.idle import IdleDisk
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Arrival
 from pccheckd.tenancy.checkpoint import RankCheckpoint
@@ -221,7 +222,8 @@ class Ranks:
     def __init__(self, world: int = 2) -> None:
         self.world = world
         self.ended: Any = None  # how the last request ended; None: it was accepted
-        self.job = Job(7, "gpt", CONFIG, clock=lambda: 0.0)  # decisions take no time
+        # Decisions take no time.
+        self.job = Job(7, "gpt", CONFIG, IdleDisk(tuple), clock=lambda: 0.0)
         self.tenants = [Tenant(rank) for rank in range(world)]
         for tenant in self.tenants:
             tenant.volumes.current = SimpleNamespace(

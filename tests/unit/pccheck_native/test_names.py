@@ -18,6 +18,7 @@ import pytest
 
 from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
+from pccheckd.group.idle import IdleDisk
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Starts
 from tests.support.jobs import CONFIG, Tenant, arrival, owner, save_request
@@ -249,7 +250,7 @@ class Player:
 
 
 def job(world: int) -> Job:
-    made = Job(7, "gpt", CONFIG, clock=lambda: 0.0)
+    made = Job(7, "gpt", CONFIG, IdleDisk(tuple), clock=lambda: 0.0)
     for rank in range(world):
         made.loaded(Tenant(rank))  # type: ignore[arg-type]
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,14 +37,17 @@ def test_a_client_that_lies_counts_no_further_than_a_document_holds() -> None:
     assert ledger.counters["failed"] == ledger.failing == COUNT_MAX
 
 
-def durable(ledger: Ledger, sequence: int, *, world: int = 2) -> RankCheckpoint:
+def durable(
+    ledger: Ledger, sequence: int, *, world: int = 2, written_bytes: int = 0, took_ns: int = 0
+) -> RankCheckpoint:
     """One of two ranks' checkpoints that has become durable here."""
     made = saving(sequence, sequence, snapshot=sequence, world=world)
     ledger.add(made)
+    times = _core.SaveTimes(*[0] * len(_core.SaveTimes._fields))
     about: Any = SimpleNamespace(
         kind="durable", session=1, id=sequence, error=0, sequence=sequence, rehomed=0, slot=0,
-        stage="", error_name="", copied_bytes=0, written_bytes=0,
-        times=_core.SaveTimes(*[0] * len(_core.SaveTimes._fields)),
+        stage="", error_name="", copied_bytes=0, written_bytes=written_bytes,
+        times=times._replace(first_write=5, durable=5 + took_ns),
     )  # fmt: skip
     assert ledger.apply(about, lambda _: Why()) is made
     return made
@@ -110,3 +114,28 @@ def test_what_is_durable_is_remembered_beside_many_that_were_in_memory_only() ->
         ledger.refuse(replaced, End(State.SUPERSEDED, Why(Cause.REPLACED_IN_MEMORY, number + 1)))
     assert ledger.of_sequence(1) is old
     assert len(ledger.checkpoints) <= HISTORY + 2
+
+
+def test_the_next_request_for_the_disk_is_expected_after_the_usual_interval() -> None:
+    ledger = Ledger()
+    assert ledger.next_s(0) == math.inf
+    for second in range(0, 30, 10):
+        asked(ledger, second)
+    asked(ledger, 23, in_memory=True)
+    assert [ledger.next_s(n * 10**9) for n in (24, 30, 34)] == [6, 0, 4]
+
+
+def asked(ledger: Ledger, second: int, *, in_memory: bool = False) -> None:
+    ledger.add(
+        RankCheckpoint(
+            session=1, snapshot=second, step=1, payload_bytes=1, skip_when_busy=False,
+            incarnation=1, world_size=1, requested_ns=second * 10**9, in_memory=in_memory,
+        )
+    )  # fmt: skip
+
+
+def test_the_disk_is_as_fast_as_its_fastest_write() -> None:
+    ledger = Ledger()
+    for sequence, (written, took_ns) in enumerate([(0, 0), (500, 10**9), (300, 10**9)], 1):
+        durable(ledger, sequence, written_bytes=written, took_ns=took_ns)
+    assert ledger.bytes_per_s == 500.0
