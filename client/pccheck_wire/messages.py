@@ -263,17 +263,18 @@ class Part(Message):
 
 @message("opened")
 class Opened(Message):
+    #: Fields of CheckpointId, in its order; the peer's session has the uid and the job.
+    rank: int
     sequence: int
     step: int
     incarnation: int
-    start: bytes  # the id of the start that saved it; zeros: not known
-    digest: bytes  # of the manifest of `rank`
+    world_size: int
+    start: bytes
+    digest: bytes
     payload_bytes: int
     tree_offset: int
     tree_bytes: int
     skipped: list[Skipped] = field(default_factory=list)
-    world_size: int = 1  # of the run that saved it
-    rank: int | None = None  # whose payload this is; None: the peer's own
     parts: list[Part] = field(default_factory=list)  # of a group: every rank's payload
     wall_ns: int = 0  # when it became durable, since 1970
 

@@ -45,11 +45,9 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
             await engine.call(session.uid, _require_no_other, engine.directory.directory, session)
         return Empty(skipped)
     return Opened(
-        sequence=chosen.id.sequence, step=chosen.id.step, incarnation=chosen.id.incarnation,
-        start=chosen.id.start, digest=chosen.id.digest,
-        payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
-        tree_bytes=chosen.tree_bytes, skipped=skipped, world_size=chosen.id.world_size,
-        rank=chosen.id.rank, parts=_parts(job, chosen), wall_ns=chosen.wall_ns,
+        *chosen.id[2:], payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
+        tree_bytes=chosen.tree_bytes, skipped=skipped, parts=_parts(job, chosen),
+        wall_ns=chosen.wall_ns,
     )  # fmt: skip
 
 

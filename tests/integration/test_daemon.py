@@ -250,7 +250,7 @@ def test_a_bad_request_fails_that_request_only(daemon: Daemon) -> None:
         with pytest.raises(NoCheckpointError):
             rank.describe(99)
         with pytest.raises(PccheckError):
-            rank.load(Opened(77, 1, 1, b"", b"", 100, 0, 8))
+            rank.load(Opened(0, 77, 1, 1, 1, b"", b"", 100, 0, 8))
         rank.save(2, payload_of(2, SIZE))
 
 

@@ -286,7 +286,7 @@ class Recovery:
                 "restored. The interrupted epoch begins again on every rank, and training gets its "
                 "first batches a second time",
             )
-        if opened.rank in (None, identity.rank) or RNG not in wanted:
+        if opened.rank == identity.rank or RNG not in wanted:
             return places
         self._warner.once(
             "left",

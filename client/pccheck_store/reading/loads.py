@@ -65,7 +65,7 @@ class DaemonPayloads:
         self.opened = opened
         self.cached_bytes = self.read_bytes = 0  #: from the daemon's memory; from the volume
         self._session = session
-        own = Part(opened.rank or 0, opened.payload_bytes, opened.tree_offset, opened.tree_bytes)
+        own = Part(opened.rank, opened.payload_bytes, opened.tree_offset, opened.tree_bytes)
         self.rank = own.rank  #: the one whose state was opened
         self._parts = {part.rank: part for part in (*opened.parts, own)}
 

@@ -3,6 +3,7 @@ ones replaced it; and how long it waits for one that is being written."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 from types import SimpleNamespace
@@ -31,10 +32,8 @@ MIB = 1 << 20
 
 
 def opened(sequence: int, **about: Any) -> Opened:
-    return Opened(
-        sequence=sequence, step=10 * sequence, incarnation=1, start=bytes(16), digest=b"d",
-        payload_bytes=100, tree_offset=60, tree_bytes=40, skipped=about.pop("skipped", []), **about,
-    )  # fmt: skip
+    found = Opened(0, sequence, 10 * sequence, 1, 1, bytes(16), b"d", 100, 60, 40)
+    return dataclasses.replace(found, **about)
 
 
 class Daemon:
