@@ -126,12 +126,7 @@ def test_the_next_request_for_the_disk_is_expected_after_the_usual_interval() ->
 
 
 def asked(ledger: Ledger, second: int, *, in_memory: bool = False) -> None:
-    ledger.add(
-        RankCheckpoint(
-            session=1, snapshot=second, step=1, payload_bytes=1, skip_when_busy=False,
-            incarnation=1, world_size=1, requested_ns=second * 10**9, in_memory=in_memory,
-        )
-    )  # fmt: skip
+    ledger.add(saving(snapshot=second, requested_ns=second * 10**9, in_memory=in_memory))
 
 
 def test_the_disk_is_as_fast_as_its_fastest_write() -> None:
