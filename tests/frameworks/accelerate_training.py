@@ -50,6 +50,7 @@ def run(
     socket: str = "", kill_at: int = 0, every: int = 2, stateful: bool = False,
     seedable: bool = False, workers: int = 0, between: bool = False,
     stream: bool = False, dispatch: bool | None = None, split: bool = False,
+    durable_every: int = 1,
 ) -> None:  # fmt: skip
     """Without a socket it trains without PCcheck. `between`: it saves after each micro-batch, and
     ends after the first one of a step."""
@@ -77,8 +78,9 @@ def run(
     client = None
     if socket:
         client = PCcheckClient(
-            "accelerate", socket=socket, replicated=accelerator.num_processes > 1
-        )
+            "accelerate", socket=socket, replicated=accelerator.num_processes > 1,
+            durable_every=durable_every,
+        )  # fmt: skip
         attach(client, accelerator)
         step = client.restore().step
         first, done = divmod(step, per_epoch)
@@ -101,7 +103,7 @@ def run(
                 if client is not None and step % every == 0:
                     last = client.checkpoint(step=step)
                 if step == kill_at and not between:
-                    last.wait_global(60)
+                    (last.wait_global if durable_every == 1 else last.wait_copied)(60)
                     os.kill(os.getpid(), signal.SIGKILL)
             elif client is not None and between:
                 client.checkpoint(step=step)

@@ -69,7 +69,7 @@ def run(
     folder: str, socket: str = "", stage: int = 1, half: bool = False, hidden: int = 16,
     kill_at: int = 0, every: int = 2, stop_at: int = 10_000, unnamed: bool = False,
     daemon: int = 0, load: dict[str, Any] | None = None, own: bool = False, closed: bool = False,
-    between: str = "",
+    between: str = "", durable_every: int = 1,
 ) -> None:  # fmt: skip
     """Without a socket it saves DeepSpeed's own files. `load` has options of load_checkpoint(),
     `own` calls checkpoint() without the engine, and `closed` closes the client. `between`: it also
@@ -86,7 +86,10 @@ def run(
     saved = None
     if socket:
         classes = [] if unnamed else [argparse.Namespace]
-        saved = install(engine, loader=loader, classes=classes, job="deepspeed", socket=socket)
+        saved = install(
+            engine, loader=loader, classes=classes, job="deepspeed", socket=socket,
+            durable_every=durable_every,
+        )  # fmt: skip
         if daemon:
             Order(engine, saved, daemon)
         if own:
@@ -124,7 +127,8 @@ def run(
                 print(f"SAVE {step} {weights(engine)}", flush=True)
             if step == kill_at and bool(given.batches % 2) == bool(between):
                 if saved is not None and saved.checkpoint is not None:
-                    saved.checkpoint.wait_global(60)
+                    last = saved.checkpoint
+                    (last.wait_global if durable_every == 1 else last.wait_copied)(60)
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == stop_at:
                 engine.save_16bit_model(folder, "weights.pt")

@@ -41,6 +41,7 @@ class Meddler(TrainerCallback):
         self.kill_at = kill_at
         self.saves: PCcheckCallback | None = None
         self.clash = ""
+        self.flushes = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         with torch.no_grad():
@@ -61,7 +62,10 @@ class Meddler(TrainerCallback):
             self.clash = ""
         if self.kill_at and state.global_step == self.kill_at:
             assert self.saves is not None and self.saves._client is not None
-            self.saves._client.flush(60)
+            if self.flushes:
+                self.saves._client.flush(60)
+            else:
+                self.saves._client.gate()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -77,6 +81,7 @@ def run(
     ignored: bool = False,
     runs: int = 1,
     settings: dict[str, Any] | None = None,
+    durable_every: int = 1,
 ) -> None:
     """Without a socket it trains without PCcheck. `runs`: in this process, as the folds of a cross
     validation."""
@@ -91,12 +96,13 @@ def run(
         vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.1
     )
     meddler = Meddler(kill_at)
+    meddler.flushes = durable_every == 1
     callbacks: list[TrainerCallback] = [meddler]
     given = PCcheckClient("hf", socket=socket) if client else None
     if given is not None:
         meddler.saves = PCcheckCallback(every, client=given)
     elif socket:
-        meddler.saves = PCcheckCallback(every, "hf", socket=socket)
+        meddler.saves = PCcheckCallback(every, "hf", socket=socket, durable_every=durable_every)
     if meddler.saves is not None:
         callbacks.insert(0, meddler.saves)
     if patience:
