@@ -48,6 +48,7 @@ from pccheckctl.output.documents import rows, whole
 
 STEPS_MAX = 100_000
 LIMIT_S = 120.0
+CHUNK_MIB = 16  # pccheckd's default
 SETTINGS = "1,10 2,5 2,20 4,5 2,1,auto"
 DurableEvery = int | Literal["auto"]
 VICTIMS = ("trainer", "trainer and daemon")
@@ -163,10 +164,12 @@ class Victim:
 
     def __init__(self, options: argparse.Namespace, setting: Setting, scratch: Path):
         self.options, self.setting = options, setting
-        states = setting.in_flight + 1 + (setting.durable_every != 1)
-        dram = max(32, options.mib * states)
+        dram = max(32, options.mib * (setting.in_flight + 1))
+        if setting.durable_every != 1:  # the manifest of each state may take a chunk of its own
+            dram += 3 * CHUNK_MIB
         self.daemon = Daemon(
             "--slots", str(setting.in_flight + 1), "--keep", "1", "--dram", f"{dram}MiB",
+            "--chunk", f"{CHUNK_MIB}MiB",
             "--max-bandwidth", f"{options.mib_per_s}MiB", storage=scratch / "storage",
         )  # fmt: skip
         self._path = scratch / "progress"
