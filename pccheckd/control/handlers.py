@@ -314,12 +314,9 @@ def _require_pull(offer: Decision) -> None:
 
 def _described(found: RankCheckpoint, ledger: Ledger) -> messages.Described:
     reason, hint, _ = found.sentence
-    newer = ledger.newer_than(found) if found.state is messages.CheckpointState.SUPERSEDED else None
-    return messages.Described(
-        snapshot=found.snapshot, state=found.state, sequence=found.id.sequence, step=found.id.step,
-        reason=reason, hint=hint, newer_sequence=newer[0] if newer else 0,
-        newer_step=newer[1] if newer else None,
-    )  # fmt: skip
+    superseded = found.state is messages.CheckpointState.SUPERSEDED
+    newer = (ledger.newer_than(found) if superseded else None) or (0, None)
+    return messages.Described(found.snapshot, found.state, *found.id[3:5], reason, hint, *newer)
 
 
 def _became(tenant: Tenant, body: messages.Describe) -> messages.Described:
@@ -328,9 +325,7 @@ def _became(tenant: Tenant, body: messages.Describe) -> messages.Described:
     if (inherited := tenant.ledger.of_sequence(body.sequence)) is not None:
         return _described(inherited, tenant.ledger)
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
-        return messages.Described(
-            body.snapshot, messages.CheckpointState.DURABLE, found.id.sequence, found.id.step
-        )
+        return messages.Described(body.snapshot, messages.CheckpointState.DURABLE, *found.id[3:5])
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from pccheck_native import catalog, group
+from pccheck_native.identity import CheckpointId
 from pccheck_store import directory, selection
 from pccheck_store.reading.errors import RecycledError
 from pccheck_store.reading.source import Source
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             rank: directory.matching(mine, step=arguments.step, sequence=arguments.sequence)
             for rank, mine in stored.items()
         }
-        without = {key_of(one) for one, _ in skipped}
+        without = {one.id for one, _ in skipped}
         try:
             world_size = directory.ranks_of(stored)
             chosen = choose(storage, ranks, world_size, arguments, without)
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             (one, "an earlier read found it damaged")
             for rank, taken in chosen.items()
             for one in ranks[rank]
-            if one.is_damaged and one.id.sequence > taken.id.sequence and key_of(one) not in without
+            if one.is_damaged and one.id.sequence > taken.id.sequence and one.id not in without
         ]
         return _report(arguments, written, [*flagged, *skipped])
     if skipped:
@@ -112,20 +113,16 @@ def check(arguments: argparse.Namespace) -> None:
 # -- choosing ----------------------------------------------------------------------------------
 
 
-def key_of(one: catalog.StoredCheckpoint) -> tuple[int, int]:
-    return one.id.rank, one.id.sequence
-
-
 def choose(
     storage: Source,
     ranks: Ranks,
     world_size: int,
     arguments: argparse.Namespace,
-    without: set[tuple[int, int]],
+    without: set[CheckpointId],
 ) -> Chosen:
     """One checkpoint for each rank that is written. Raises NoCheckpointError, UsageError."""
     usable = {
-        rank: [one for one in found if not one.is_damaged and key_of(one) not in without]
+        rank: [one for one in found if not one.is_damaged and one.id not in without]
         for rank, found in ranks.items()
     }
     if arguments.rank is None and arguments.step is None and arguments.sequence is None:
