@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from pccheck_native import catalog
 from pccheck_wire.basics import some
 from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
@@ -16,14 +18,19 @@ from .sessions import Session
 #: Beside pinned checkpoints a volume needs slots for the newest one, for one that is protected for
 #: a run that has not restored, and for the next one.
 SLOTS_BESIDE_MIN = 3
+#: A client waits half a minute for the answer.
+WRITE_LIMIT_S = 20.0
 
 
 async def pin(session: Session, body: Pin) -> None:
-    """Raises NoCheckpointError when no such checkpoint is durable, RefusedError with the numbers
+    """Has it written first if it is in memory only. Raises NoCheckpointError when no such
+    checkpoint is durable, RefusedError with the numbers
     when too few slots would be left, and what the disk answers when it cannot be written. Pinning
     twice is no error: every rank may ask."""
     job, own = session.job, session.tenant
     assert job is not None and own is not None
+    if body.pinned:
+        await _write(job, own, body.step)
     async with job.joining:  # meanwhile nothing is protected for a run that begins
         tenants = [own] if session.solo else list(job.tenants.values())
         for tenant in tenants:
@@ -46,6 +53,22 @@ async def pin(session: Session, body: Pin) -> None:
                 await one.retention.flag(sequence, clear=PINNED, now=True)
                 await one.volumes.refresh()
             raise
+
+
+async def _write(job: Job, own: Tenant, step: int) -> None:
+    """Returns when the newest one of this step, if it is in memory only, has ended on every rank.
+    A newer one in memory does not replace it meanwhile."""
+    mine = [one for one in own.ledger.live() if one.in_memory and one.id.step == step]
+    if not mine:
+        return
+    mine[-1].wanted = True
+    job.settle()
+    sequence, deadline = mine[-1].id.sequence, time.monotonic() + WRITE_LIMIT_S
+    for tenant in list(job.tenants.values()):
+        part = tenant.ledger.of_sequence(sequence)
+        if part is not None:
+            left_s = max(0.0, deadline - time.monotonic())
+            await tenant.ledger.until(lambda part=part: not part.live, left_s)  # type: ignore[misc]
 
 
 async def _undo_halves(tenants: list[Tenant]) -> None:

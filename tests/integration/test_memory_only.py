@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from pccheck import CheckpointState, PCcheckClient, UsageError
+from pccheck_native import LEVEL_MEMORY
 from pccheck_wire.errors import NoCheckpointError
+from pccheck_wire.messages import Pin
 from tests.integration.test_group import end, ranks, restored
 from tests.support.daemon import Daemon, Start
+from tests.support.rank import Rank, payload_of
 from tests.support.trainer import Connect, Trainer
 from tests.support.waiting import until
 
@@ -135,6 +138,23 @@ def test_memory_for_three_states_skips_none_beside_one_on_the_disk(start_daemon:
             assert on_disk.state is CheckpointState.DURABLE
         client.gate()
         assert [handle for handle in handles if handle.state is CheckpointState.SKIPPED] == []
+
+
+def test_a_pin_has_the_daemon_write_what_is_in_memory(start_daemon: Start) -> None:
+    """Also of a client that did not ask for that. The disk is not idle meanwhile."""
+    daemon = start_daemon(*SLOW)
+    with client_of(daemon, **AUTO) as other, Rank(daemon.socket, job="mine") as link:
+        link.open()
+        link.register(300_000, memory=True)
+        on_disk = save(other, 1, to="disk")
+        for step in (1, 2):
+            number = link.begin(step, payload_of(step, 300_000), level=LEVEL_MEMORY, row=step)
+            until(lambda number=number: link.native.state(number).outcome == CheckpointState.COPIED)
+        assert not on_disk.done()
+        with pytest.raises(NoCheckpointError):
+            link.ask(Pin(1))  # replaced
+        link.ask(Pin(2))
+        assert link.native.state(number).outcome == CheckpointState.DURABLE
 
 
 def test_a_disk_that_writes_for_another_job_is_not_idle(start_daemon: Start) -> None:

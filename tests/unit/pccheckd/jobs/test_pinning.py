@@ -44,6 +44,7 @@ class Tenant:
     def __init__(self, why: PccheckError | None) -> None:
         self.volumes = Volumes()
         self.why = why
+        self.ledger = SimpleNamespace(live=list)
         self.retention = SimpleNamespace(
             flag=self.flag, flag_or_raise=self.flag_or_raise, is_usable=lambda _: True
         )
