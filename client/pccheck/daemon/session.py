@@ -172,6 +172,10 @@ class Session:
             answer.slots, rounded / MIB, answer.volume, answer.effective_in_flight,
         )  # fmt: skip
 
+    def state_bytes(self, chunk_bytes: int) -> int:
+        """The daemon's memory that one checkpoint takes, in whole chunks."""
+        return -(-self._registered_bytes // chunk_bytes) * chunk_bytes
+
     def _warn_if_ranks_are_absent(self, answer: Registered) -> None:
         """A group's checkpoint is complete only when every rank has it."""
         if answer.absent:

@@ -46,18 +46,19 @@ class Levels:
             self.used |= 1 << LEVEL_MEMORY
         return level
 
-    def fitting(self, level: int, payload_bytes: int, room_bytes: int) -> int:
-        """The level of a checkpoint of this size where the daemon's memory has room for so much of
-        this rank. With room for two states the daemon skips those whose copy would have to wait."""
-        states = room_bytes // max(1, payload_bytes)
+    def fitting(self, level: int, state_bytes: int, room_bytes: int) -> int:
+        """The level of a checkpoint that takes `state_bytes` of the daemon's memory, which has room
+        for `room_bytes` of this rank. With room for two states the daemon skips those whose copy
+        would have to wait."""
+        states = room_bytes // max(1, state_bytes)
         if level == LEVEL_DISK or states >= STATES:
             return level
         self._warner.once(
             "memory only",
-            f"memory-only checkpoints need room for {STATES} states of {payload_bytes / MIB:.0f} "
-            "MiB in pccheckd's memory (one is copied, one is safe, one is written), and this rank "
-            f"gets {room_bytes / MIB:.0f} MiB: "
+            f"memory-only checkpoints need room for {STATES} states of {state_bytes // MIB} MiB "
+            "in pccheckd's memory (one is copied, one is safe, one is written), and this rank "
+            f"gets {room_bytes // MIB} MiB: "
             f"{'some are skipped' if states >= 2 else 'they go to the disk'}. Give pccheckd "
-            f"{(STATES * payload_bytes - room_bytes) / MIB:.0f} MiB more for each rank: --dram",
+            f"{-(-(STATES * state_bytes - room_bytes) // MIB)} MiB more for each rank: --dram",
         )
         return level if states >= 2 else LEVEL_DISK

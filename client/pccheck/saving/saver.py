@@ -94,7 +94,8 @@ class Saver:
         back. Raises NoStagingError before anything has begun."""
         wait = snapshot.wait
         handover = self._prepare(connection, snapshot)
-        level = self.levels.fitting(level, snapshot.payload_bytes, self._session.room_bytes)
+        state_bytes = self._session.state_bytes(connection.native.chunk_bytes)
+        level = self.levels.fitting(level, state_bytes, self._session.room_bytes)
         in_memory = level == LEVEL_MEMORY
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
