@@ -225,10 +225,10 @@ def test_one_rank_that_asks_for_the_disk_asks_for_all(
 
 def test_a_memory_too_small_is_said(start_daemon: Start, start_trainer: Connect) -> None:
     """A state of 1.2 MB takes two chunks of 1 MiB, and three states six."""
-    trainer = start_trainer(start_daemon(*SLOW, "--dram", "2560KiB"), [300_000], **AUTO)
+    trainer = start_trainer(start_daemon(*SLOW, "--dram", "5MiB"), [300_000], **AUTO)
     for _ in range(4):
         trainer.step()
         trainer.checkpoint()
     assert "failed" not in trainer.states()
     told = [one for one in trainer.warnings if "--dram" in one]
-    assert sum("3 states of 1 MiB" in one for one in told) == 1
+    assert sum("3 states of 2 MiB" in one for one in told) == 1
