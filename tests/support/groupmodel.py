@@ -47,11 +47,15 @@ wait for ever?
 
 Sequences, steps and incarnations are counted from the smallest one that still matters. So a job
 that never ends has finitely many states, and the search can be complete.
+
+In most jobs (`has_equal_ranks`) no rule asks which rank is which. Two states that differ only in
+the places of their ranks then have the same future: one of them is searched, all are counted.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import types
 from bisect import bisect_right
@@ -119,6 +123,13 @@ class Config(NamedTuple):
     def is_enough(self) -> bool:
         """With so many slots, in lockstep and without faults, no rank waits for a waiting rank."""
         return self.is_faultless and self.lead <= 1 and self.slots >= self.lanes + self.keep
+
+    @property
+    def has_equal_ranks(self) -> bool:
+        """Whether ranks may change places: no start has fewer ranks or begins without one, and no
+        daemon opens volume after volume, of which the later ones know more."""
+        whole = self.world > 1 and not self.worlds and not self.late
+        return whole and not (self.daemons and self.store)
 
     @property
     def budget(self) -> tuple[int, ...]:
@@ -321,10 +332,12 @@ class Rules:
 
 
 class Search:
-    """All states of one config, and whether the invariants hold in each."""
+    """All states of one config, and whether the invariants hold in each. `in_places`: also those
+    that differ from others only in the places of their ranks are searched."""
 
-    def __init__(self, config: Config, rules: Rules) -> None:
+    def __init__(self, config: Config, rules: Rules, *, in_places: bool = False) -> None:
         self.config = config
+        self.in_places = in_places or not config.has_equal_ranks
         self.rules = rules
         self.late = config.mode != "prompt"
         self.stale = config.mode == "stale"
@@ -350,7 +363,10 @@ class Search:
         gc.disable()  # states have no cycles, and there are millions
         try:
             outcome = self._walk(None)
-            return self._walk({}) if outcome.violation else outcome  # again, to record the trace
+            if not outcome.violation:
+                return outcome
+            self.in_places = True
+            return self._walk({})  # again, to record the trace
         finally:
             gc.enable()
 
@@ -358,30 +374,49 @@ class Search:
         config = self.config
         frontier = [self.first()]
         seen = set(frontier)
+        states = 1
         met: set[State] = set()  # before canonical(): half of them come again
         while frontier:
             following: list[State] = []
             for state in frontier:
-                for label, raw in self.successors(state):
+                for label, found in self.successors(state):
+                    raw = self._in_order(found)
                     known = len(met)  # a state is hashed once: its hash takes longer than the rest
                     met.add(raw)
                     if len(met) == known:
                         continue
-                    made = self.canonical(raw)
+                    made = self._in_order(self.canonical(raw))
                     known = len(seen)
                     seen.add(made)
                     if len(seen) == known:
                         continue
+                    states += self._places(made)
                     if parents is not None:
                         parents[made] = state, label
                     wrong = self.violation(made)
                     if wrong:
-                        return Outcome(config, len(seen), False, wrong, self._way(parents, made))
+                        return Outcome(config, states, False, wrong, self._way(parents, made))
                     following.append(made)
-                if len(seen) >= config.limit:
-                    return Outcome(config, len(seen), False, "", [])
+                if states >= config.limit:
+                    return Outcome(config, states, False, "", [])
             frontier = following
-        return Outcome(config, len(seen), True, "", [])
+        return Outcome(config, states, True, "", [])
+
+    def _in_order(self, state: State) -> State:
+        """The state that stands for all with these ranks in other places."""
+        ranks = state[0]
+        if self.in_places or ranks == (ordered := tuple(sorted(ranks))):
+            return state
+        return tuple.__new__(State, (ordered, *state[1:]))
+
+    def _places(self, state: State) -> int:
+        """For how many states it stands."""
+        if self.in_places:
+            return 1
+        ranks = state.ranks
+        return math.factorial(len(ranks)) // math.prod(
+            math.factorial(ranks.count(rank)) for rank in set(ranks)
+        )
 
     def _way(self, parents: dict[State, tuple[State, Label]] | None, state: State) -> list[str]:
         way: list[str] = []

@@ -358,6 +358,21 @@ def test_every_state_is_safe(config: Config) -> None:
     assert found.closed or config.name not in ALL_STATES
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config("a start", 2, 2, 1, 1, "late", deaths=1, starts=1),
+        Config("three ranks", 3, 2, 1, 1, fails=1, limit=20_000),
+        Config("damage", 2, 2, 1, 1, "late", damages=1),
+    ],
+    ids=lambda config: config.name,
+)
+def test_ranks_that_change_places_reach_the_same_states(config: Config) -> None:
+    """So it is enough to search one of the states that differ in nothing else."""
+    each = Search(config, Rules(), in_places=True).run()
+    assert each.closed and each.states == search(config, Rules).states
+
+
 def test_a_million_states() -> None:
     """Each search has asserted its own part of them."""
     assert {config.name for config in CONFIGS if config.limit > STATES_MIN} == ALL_STATES.keys()
