@@ -301,12 +301,15 @@ def lockstep(calls: Sequence[Sequence[str]]) -> Iterator[list[int]]:
     parts = [_parts(one) for one in calls]
     count = max(map(len, parts))
     ranks = range(len(calls))
+    met: set[tuple[int, ...]] = set()  # who is first in an empty part makes no difference
     for firsts in itertools.product(ranks, repeat=count):
         order: list[int] = []
         for part, first in enumerate(firsts):
             for rank in (first, *(other for other in ranks if other != first)):
                 order += [rank] * (len(parts[rank][part]) if part < len(parts[rank]) else 0)
-        yield order
+        if (key := tuple(order)) not in met:
+            met.add(key)
+            yield order
 
 
 def _parts(calls: Sequence[str]) -> list[list[str]]:
@@ -348,7 +351,7 @@ def test_a_restore_by_all_heals_a_restore_on_one_rank(saves: int) -> None:
             assert not (wrong := unsafe(players)), f"{moves} {order}: {wrong}"
             mine, its = (one.saved[-after:] for one in players)
             assert mine == its and all(mine), f"{moves} {order}: {mine} {its}"
-    assert played > 500
+    assert played > 300
 
 
 def is_lost(players: list[Player], moves: Sequence[str], at: int, odd: str) -> bool:
