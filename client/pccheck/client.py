@@ -622,6 +622,13 @@ class PCcheckClient(Closing):
             self._came_from = -1
             self._saver.followed.note_saved(self._recovery.newest)
 
+    def settle(self) -> None:
+        """Waits until all that was copied is written, as `restore()` does before it reads: what is
+        in memory only, too. A `Reader` sees only what is durable. Raises DaemonUnreachableError and
+        the like."""
+        with self._calling("settle()"):
+            self._recovery.settle(self._connection())
+
     def steps(self) -> list[Saved]:
         """What `restore(step=...)` can restore, newest first; with several ranks what all of them
         have. And pinned checkpoints whose step was saved again: `.sequence` tells them apart, and a

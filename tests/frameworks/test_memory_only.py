@@ -14,7 +14,9 @@ import torch
 from pccheck import CheckpointState, PCcheckClient
 from pccheck_native import catalog
 from tests.frameworks.forked import Forks, printed
-from tests.support.daemon import Daemon
+from tests.integration.test_group import COUNTS, end, ranks
+from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect, expected
 
 EVERY = 1000  # the disk gets none before the training ends, or dies
 KILL_AT = 5
@@ -81,6 +83,15 @@ def test_lightning(daemon: Daemon, tmp_path: Path) -> None:
     assert on_disk(daemon)[-1] == 6
 
 
+def test_a_tag_of_deepspeed_in_memory_only_is_found(daemon: Daemon) -> None:
+    from pccheck.integrations.deepspeed_files import tags_of
+
+    with PCcheckClient("job", socket=daemon.socket, durable_every=EVERY) as client:
+        client.checkpoint([torch.zeros(3)], step=7, metadata={"tag": "best"}).wait_copied(60)
+        assert on_disk(daemon) == []
+        assert tags_of(client) == {"best": 7}
+
+
 def test_dcp(daemon: Daemon) -> None:
     from pccheck.integrations import dcp
 
@@ -91,9 +102,31 @@ def test_dcp(daemon: Daemon) -> None:
             handle.wait_copied(60)
             state["a"] += 1
         assert handle.state is CheckpointState.COPIED and on_disk(daemon) == []
-        client.flush()  # load() reads what is on the disk
         assert dcp.load(state, client=client).step == 3
         assert state["a"].tolist() == [2.0] * 1000
         dcp.save(state, client=client, step=4)  # waits for the disk
         assert on_disk(daemon)[-1] == 4
     assert set(replaced(daemon)) & {1, 2}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dcp_after_a_kill(start_daemon: Start, start_trainer: Connect, world: int) -> None:
+    """The disk is slow: it has step 1 when all ranks die."""
+    from pccheck.integrations import dcp
+
+    daemon = start_daemon("--slots", "4", "--chunk", "64KiB", "--max-bandwidth", "1MiB")
+    group = ranks(start_trainer, daemon, "0", world, durable_every=EVERY)
+    for trainer in group:
+        trainer.step()
+        trainer.post("checkpoint", to="disk")
+    for trainer in group:
+        assert trainer.wait_global(trainer.answer()) in ("durable", "global")
+    for trainer in group * 3:
+        trainer.step()
+        trainer.wait_copied(trainer.checkpoint())
+    end(group)
+    state = {"model": {f"parts.{i}": torch.zeros(count) for i, count in enumerate(COUNTS)}}
+    with PCcheckClient("job", socket=daemon.socket) as client:
+        assert dcp.load(state, client=client).step == 4
+    for i, count in enumerate(COUNTS):
+        assert torch.equal(state["model"][f"parts.{i}"], expected(4, i, count))

@@ -77,6 +77,7 @@ def tags_of(client: PCcheckClient) -> dict[str, int]:
     """The step of each tag that can be restored; of several with one tag the newest."""
     found: dict[str, int] = {}
     newest: dict[int, Saved] = {}  # of each step: restore(step) gives this one
+    client.settle()
     for saved in client.steps():
         newest.setdefault(saved.step, saved)
     with Reader(client.place[0], socket=client.where()) as reader:

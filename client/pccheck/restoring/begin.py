@@ -101,7 +101,7 @@ class Recovery:
         only: Collection[str] | None,
     ) -> tuple[RestoreResult, bool, int]:
         """Restores what is attached. Also returns whether it has GPU tensors, and payload bytes."""
-        newest = self._newest(connection) if step is not None else None
+        newest = self.settle(connection) if step is not None else None
 
         def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
             self._require(opened, described)
@@ -174,9 +174,18 @@ class Recovery:
 
     def adopt(self, connection: Connection) -> None:
         """What there is counts as restored."""
-        newest = self._newest(connection)
+        newest = self.settle(connection)
         self._session.took_over(connection, newest.sequence if newest else 0)
         self.newest = newest
+
+    def settle(self, connection: Connection) -> Durable | None:
+        """The newest checkpoint, once all that was copied is written; None without one. Nothing
+        counts as restored."""
+        try:
+            opened = ask_open(connection, Open(None, None, self._reads_all))
+        except (DamagedError, UnreadableError, NoCheckpointError):
+            return None
+        return Durable(opened.sequence, opened.step) if isinstance(opened, Opened) else None
 
     def saved(self, connection: Connection, *, limit_s: float = LIST_LIMIT_S) -> list[Saved]:
         """What `restore(step=...)` can restore, and what else is pinned, newest first. Raises
@@ -232,14 +241,6 @@ class Recovery:
                 f"are on the disk of that node: start the job with rank {identity.rank} there "
                 "(torchrun --node-rank)",
             )
-
-    def _newest(self, connection: Connection) -> Durable | None:
-        """The newest checkpoint, unprotected once the user chooses another; None without one."""
-        try:
-            opened = ask_open(connection, Open(None, None, self._reads_all))
-        except (DamagedError, UnreadableError, NoCheckpointError):
-            return None
-        return Durable(opened.sequence, opened.step) if isinstance(opened, Opened) else None
 
     def _require(self, opened: Opened, described: tree.Tree) -> None:
         """Raises StateMismatchError for a part of a sharded state in a world of another size,

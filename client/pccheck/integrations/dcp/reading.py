@@ -44,24 +44,16 @@ def load(
     ranks have, or from that of `step`. All ranks of `process_group` call it, in any number and any
     mesh; without torch.distributed one process does.
 
-    With a `client` its job is read, and counts as restored. Otherwise `job`, `storage` and `socket`
-    are those of `pccheck.Reader`.
+    With a `client` its job is read, as `client.restore()` does: what is in memory only, too; and
+    counts as restored. Otherwise `job`, `storage` and `socket` are those of `pccheck.Reader`, which
+    sees only what is durable.
 
     Returns what was loaded; a falsy result, with nothing changed, when the job has no checkpoint.
     Raises on all ranks what one rank meets: NoCheckpointError without a complete checkpoint of that
     step, StateMismatchError for a tensor of which some blocks are missing, DaemonUnreachableError
     and the like; and torch's CheckpointException for a state that does not fit.
     """
-    if client is not None:
-        if job not in (None, client.place[0]) or storage is not None or socket is not None:
-            raise UsageError(
-                "client= was given together with another job=, with storage= or socket=",
-                hint="leave client= out to read what another job has saved",
-            )
-        _require_named(client)
-        job, socket = client.place[0], client.where()
-        client.gate()  # a checkpoint in flight may still read the tensors
-    reader = PCcheckReader(job, storage=storage, socket=socket, step=step)
+    reader = PCcheckReader(job, storage=storage, socket=socket, step=step, client=client)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -104,7 +96,9 @@ class _NothingError(NoCheckpointError):
 
 class PCcheckReader(WithoutId, StorageReader):
     """For `torch.distributed.checkpoint.load(state, storage_reader=PCcheckReader(job))`; arguments
-    as of `pccheck.Reader`, and a `step` (None: the newest that all ranks have).
+    as of `pccheck.Reader`, and a `step` (None: the newest that all ranks have). With a `client`
+    its job is read, and what is in memory only is written first; `client.adopt()` afterwards says
+    that this run continues the job.
 
     Reads what `save`, PCcheckWriter, `client.checkpoint(state)` and attached clients have saved.
     Names are paths with dots, as `pccheckctl show` prints them: what was attached as `model=` has
@@ -123,8 +117,18 @@ class PCcheckReader(WithoutId, StorageReader):
         storage: str | os.PathLike[str] | None = None,
         socket: str | os.PathLike[str] | None = None,
         step: int | None = None,
+        client: PCcheckClient | None = None,
     ) -> None:
+        if client is not None:
+            if job not in (None, client.place[0]) or storage is not None or socket is not None:
+                raise UsageError(
+                    "client= was given together with another job=, with storage= or socket=",
+                    hint="leave client= out to read what another job has saved",
+                )
+            _require_named(client)
+            job, socket = client.place[0], client.where()
         self.result = RestoreResult()  #: what was read
+        self._client = client
         self._place: dict[str, Any] = {"job": job, "storage": storage, "socket": socket}
         self._step = step
         self._reader: Reader | None = None
@@ -142,6 +146,8 @@ class PCcheckReader(WithoutId, StorageReader):
         """Leaves errors to `set_up_storage_reader`: torch replaces what is raised here."""
         self._error = None
         try:
+            if self._client is not None:
+                self._client.settle()  # also gates: a checkpoint in flight may read the tensors
             self._open(self._step)
         except PccheckError as error:
             self._error = error
