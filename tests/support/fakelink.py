@@ -227,6 +227,9 @@ class FakeSession:
         assert levels
         connection.sent.append(("register", payload_bytes))
 
+    def state_bytes(self, chunk_bytes: int) -> int:
+        return chunk_bytes
+
     def warn_if_unrestored(self) -> None:
         pass
 
