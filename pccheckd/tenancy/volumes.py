@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -66,6 +67,9 @@ class OpenVolume:
     checkpoints: list[catalog.StoredCheckpoint] = field(default_factory=list)
     quarantined: int = 0
     begun: int = -1  # the incarnation whose beginning this daemon has written to it
+    _reads: int = 0  # that have begun ...
+    _known: int = 0  # ... and the one whose result is here
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -80,10 +84,18 @@ class OpenVolume:
         return {found.id.sequence for found in self.checkpoints if found.is_pinned}
 
     def read(self) -> None:
-        """Reads the newest record again. Blocks."""
-        self.info = self.volume.info()
-        self.checkpoints = catalog.checkpoints_of(self.volume, self.path)
-        self.quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
+        """Reads the newest record again, in any thread. Blocks. From its return on, all that was
+        durable when it began is known: a read that began earlier, and ends later, changes nothing.
+        A checkpoint that is missing for a moment would be given up on the other ranks."""
+        with self._lock:
+            self._reads = turn = self._reads + 1
+        info = self.volume.info()
+        checkpoints = catalog.checkpoints_of(self.volume, self.path)
+        quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
+        with self._lock:
+            if turn > self._known:
+                self._known = turn
+                self.info, self.checkpoints, self.quarantined = info, checkpoints, quarantined
 
 
 def _close_in_place(volume: _core.Volume) -> bool:
