@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccheck_native import LEVEL_DISK, LEVEL_MEMORY, OUTCOME_GIVEN_UP
+from pccheck_store.observer import TRACE_S_MAX, Observer
 from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, PccheckError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Opened, Restored
@@ -45,6 +46,7 @@ WORLDS = (1, 1, 2, 2, 4)
 DEATHS = ("all", "one", "daemon with a store, then all", "daemon, then all")
 SIZES = (300_000, 1 << 20, 1_500_000)
 STARTS, STEPS_MAX, RANKS_MAX = 3, 256, 4
+EVIDENCE = 80  # lines of the trace and of the log that are kept with a violation
 REQUESTED, READ, COPIED, DURABLE, SKIPPED = 1, 2, 4, 8, 16
 _SEEN: dict[int, int] = {
     State.COPIED: COPIED, State.WRITING: COPIED, State.DURABLE: COPIED | DURABLE,
@@ -76,6 +78,11 @@ class Board:
         steps = range(STEPS_MAX - 1, 0, -1)
         every = (all(self._map[r * STEPS_MAX + n] & flag for r in range(world)) for n in steps)
         return next((n for n, has in zip(steps, every, strict=True) if has), 0)
+
+    def of(self, rank: int) -> dict[int, int]:
+        """The flags of the steps that a rank has requested."""
+        its = self._map[rank * STEPS_MAX : (rank + 1) * STEPS_MAX]
+        return {step: flags for step, flags in enumerate(its) if flags}
 
     def has(self, flag: int) -> bool:
         return any(one & flag for one in self._map[:])
@@ -152,6 +159,7 @@ class Round:
             daemon.start()
             for start in range(STARTS):
                 death = self.rng.choice(DEATHS)
+                known = len(self.tally.violations)
                 self._start(daemon, start, death)
                 where = f"{label}, start {start}, {self.group}, {death}"
                 try:
@@ -160,7 +168,27 @@ class Round:
                     if self.least:
                         self.tally.violations.append(f"{where}, {self.least} was safe: {error}")
                     self.tally.empty += 1
+                    self._keep_evidence(daemon, start, known)
                     return
+                self._keep_evidence(daemon, start, known)
+
+    def _keep_evidence(self, daemon: ServedDaemon, start: int, known: int) -> None:
+        """Adds to violations that are new how each checkpoint ended, and the end of the log."""
+        if len(self.tally.violations) == known:
+            return
+        with Observer(str(daemon.socket)) as observer:
+            ended = observer.trace(TRACE_S_MAX)["checkpoints"]
+        lines = [
+            f"  rank {one['rank']} step {one['step']} (sequence {one['sequence']}, run "
+            f"{one['incarnation']}, {'memory' if one['in_memory'] else 'disk'}) requested "
+            f"{one['requested'] / 1e9:.4f}, ended {one['ended'] / 1e9:.4f} {one['state']}: "
+            f"{one['error']} {one['reason']}"
+            for one in ended[-EVIDENCE:]
+        ]
+        board = Board(self.root / f"{self.number}-{start}")
+        lines += [f"  rank {rank} had seen {board.of(rank)}" for rank in range(self.group.world)]
+        lines += [f"  {line}" for line in daemon.log.read_text().splitlines()[-EVIDENCE:]]
+        self.tally.violations[-1] += "\n" + "\n".join(lines)
 
     def _start(self, daemon: ServedDaemon, start: int, death: str) -> None:
         board = Board(self.root / f"{self.number}-{start}")
