@@ -135,14 +135,15 @@ async def _serve(
                 notifier.send("STOPPING=1")
         LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
         sessions.drain()
-        if not await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s)):
-            if unfinished := sum(len(tenant.ledger.live()) for tenant in registry.tenants()):
-                LOG.error("stopped with %d checkpoints that are not durable", unfinished)
+        drained = await _drained(work, hurry, supervisor.while_draining(config.drain_limit_s))
+        if unfinished := sum(len(tenant.ledger.live()) for tenant in registry.tenants()):
+            LOG.error("stopped with %d checkpoints that are not durable", unfinished)
+        if not drained:
             for one in (work, parts):  # the caller ends the process: nothing more is waited for
                 one.pop_all()
             return False
     LOG.info("stopped")
-    return True
+    return not unfinished
 
 
 async def _drained(

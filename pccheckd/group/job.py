@@ -171,6 +171,15 @@ class Job:
     def is_shared(self) -> bool:
         return self.members.is_shared
 
+    @property
+    def is_writing(self) -> bool:
+        """Some rank writes, or soon will: at the end of that another rank may get a slot."""
+        ledgers = [tenant.ledger for tenant in self.tenants.values()]
+        return any(
+            one.in_flight or one.appearing or any(not next_.blocked for next_ in one.parked()[:1])
+            for one in ledgers
+        )
+
     def incarnation(self, rank: int, owner: Owner) -> int:
         """The incarnation of the newest start that a process belongs to."""
         return self.members.of(rank, owner.process).incarnation

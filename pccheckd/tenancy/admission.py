@@ -81,6 +81,11 @@ class Slots:
                 return True
         return self._leases.oldest_for_room() is not None
 
+    @property
+    def may_come(self) -> bool:
+        """The job's ranks write: when they have, a slot may be free."""
+        return self._group.is_writing
+
     def taken(self) -> None:
         """A checkpoint has got one: no rank is waited for any more."""
         self._late = []
@@ -369,6 +374,7 @@ class Unparking:
         """Whether nothing more is to be done for it."""
         if not parked.is_parked:
             return True
+        is_last = self._readiness.stops and not self._slots.may_come
         code = self._saves.write(parked)
         if not code or code in _SOON:
             return not code or not must
@@ -380,7 +386,7 @@ class Unparking:
                 return False
             end = await self._slots.end_without()
             if end is None:  # a slot may become free
-                return not must or (self._readiness.stops and not self._ledger.in_flight)
+                return is_last or not must
         if must and end is not None:
             self._saves.drop(parked, end)
         return True

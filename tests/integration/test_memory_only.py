@@ -232,3 +232,35 @@ def test_a_memory_too_small_is_said(start_daemon: Start, start_trainer: Connect)
     assert "failed" not in trainer.states()
     told = [one for one in trainer.warnings if "--dram" in one]
     assert sum("3 states of 2 MiB" in one for one in told) == 1
+
+
+def test_a_stopping_daemon_waits_for_a_slow_rank(
+    start_daemon: Start, start_trainer: Connect
+) -> None:
+    """Rank 0 has slots for two checkpoints, and none for step 3 until rank 1 has written step 2."""
+    daemon = start_daemon("--slots", "2", *SLOW[2:])
+
+    def connect(launch: str, **options: Any) -> list[Trainer]:
+        named = {"TORCHELASTIC_RUN_ID": launch, "LOCAL_WORLD_SIZE": "2"}
+        return [
+            start_trainer(
+                daemon, [count], rank=rank, world_size=2, environment=named, **AUTO, **options
+            )
+            for rank, count in enumerate((1000, 1_000_000))
+        ]
+
+    group = connect("0", fresh=True)
+    saves(group[0], 1, to="disk")
+    end(group)
+    assert daemon.stop() == 0
+    daemon.start("--slots", "4")
+    group = connect("1", fresh=True)
+    first = [saves(trainer, 1, to="disk")[0] for trainer in group]
+    assert [t.wait_global(at) for t, at in zip(group, first, strict=True)] == ["global"] * 2
+    for options in ({"to": "disk"}, {}):
+        for trainer in group:
+            saves(trainer, 1, **options)
+    assert daemon.stop() == 0
+    end(group)
+    daemon.start()
+    assert restored(connect("2")) == [3, 3]

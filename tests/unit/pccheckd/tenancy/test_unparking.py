@@ -36,9 +36,11 @@ class Desk:
         binding: Any = SimpleNamespace(
             port=port, usage=lambda: SimpleNamespace(full_chunks=self.full_chunks)
         )
-        slots: Any = SimpleNamespace(free=self._free, end_without=self._end_without)
+        self.slots: Any = SimpleNamespace(
+            free=self._free, end_without=self._end_without, may_come=False
+        )
         saves: Any = SimpleNamespace(write=self._write, drop=self._drop)
-        self.unparking = Unparking(self.ledger, binding, self.readiness, slots, saves)
+        self.unparking = Unparking(self.ledger, binding, self.readiness, self.slots, saves)
 
     def add(
         self, sequence: int, state: State, *, parks: bool = True, wanted: bool = False
@@ -199,3 +201,24 @@ async def test_a_stopping_daemon_waits_only_for_what_frees_a_slot() -> None:
     desk.unparking.write(parked, must=True)
     await desk.unparking.finished()
     assert parked.is_parked and parked.blocked
+
+
+async def test_a_stopping_daemon_waits_for_other_ranks_that_write() -> None:
+    """The slot may come with their ends, also of one that ends while this rank looks for a slot."""
+    desk = Desk()
+    desk.readiness.stops, desk.slots.may_come = True, True
+    parked = desk.add(1, State.COPIED)
+    desk.codes = ["NO_SLOT", "NO_SLOT"]
+
+    async def free(_: RankCheckpoint) -> bool:
+        desk.slots.may_come = False
+        return False
+
+    desk.slots.free = free
+    desk.unparking.write(parked, must=True)
+    await passes()
+    assert parked.blocked
+    desk.slots.free, desk.frees = desk._free, [True]
+    desk.unparking.look()
+    await desk.unparking.finished()
+    assert desk.written == [1]
