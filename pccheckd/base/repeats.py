@@ -22,13 +22,13 @@ class _Seen:
 
 class Repeats(logging.Filter):
     """Passes BURST lines of a kind in every WINDOW_S; the next one has the count of those left
-    out. A kind is the line's text without its values, and the first value: whose line it is. Lines
-    that carry `always` are not counted."""
+    out. A kind is the line's level, its text without values, and the first value: whose line it is.
+    Lines that carry `always` are not counted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._seen: OrderedDict[tuple[str, str], _Seen] = OrderedDict()
+        self._seen: OrderedDict[tuple[int, str, str], _Seen] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if getattr(record, "always", False):
@@ -47,7 +47,7 @@ class Repeats(logging.Filter):
 
     def _kind(self, record: logging.LogRecord) -> _Seen:
         first = record.args[0] if isinstance(record.args, tuple) and record.args else ""
-        kind = str(record.msg), str(first)
+        kind = record.levelno, str(record.msg), str(first)
         seen = self._seen.setdefault(kind, _Seen(self._clock()))
         self._seen.move_to_end(kind)
         if len(self._seen) > KINDS_MAX:

@@ -99,7 +99,7 @@ class Chronicle:
     def _ended(self, item: Record) -> None:
         self.ring.add(item)
         LOG.log(
-            logging.WARNING if item.state == "failed" else logging.INFO,
+            _level(item),
             "%s: step %d %s", Key(*item.id[:3]), item.id.step, sentence(item),
             # Each durable checkpoint has its line; of the others a loop may make thousands.
             extra={"fields": fields(item), "always": item.state == "durable"},
@@ -112,6 +112,13 @@ class Chronicle:
             work()
         except Exception:
             LOG.exception("a checkpoint could not be recorded; the checkpoint is not affected")
+
+
+def _level(item: Record) -> int:
+    if item.state == "failed":
+        return logging.WARNING
+    # A job that saves every step has one replaced in memory per step and rank.
+    return logging.DEBUG if item.in_memory and item.state == "superseded" else logging.INFO
 
 
 def sentence(item: Record) -> str:

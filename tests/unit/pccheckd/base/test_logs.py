@@ -155,6 +155,21 @@ def test_a_loop_cannot_fill_the_log() -> None:
     assert "left out" not in passes("%s: step %d failed", KEY, 8)
 
 
+def test_replaced_checkpoints_in_memory_hide_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    """A job that saves every step has one of them per step."""
+    logs.set_up("plain")
+    chronicle = Chronicle()
+    for _ in range(2 * BURST):
+        why = Why(Cause.REPLACED_IN_MEMORY, 101)
+        chronicle.ended(checkpoint(State.SUPERSEDED, in_memory=True, why=why))
+    assert written(capfd).err == ""
+    for _ in range(2 * BURST):
+        chronicle.ended(checkpoint(State.SUPERSEDED, why=Why(Cause.REPLACED)))
+    chronicle.ended(checkpoint(State.FAILED, why=Why(Cause.DESCRIBED, words="write: EIO")))
+    lines = written(capfd).err.splitlines()
+    assert len(lines) == BURST + 1 and lines[-1].endswith("step 100 failed: write: EIO")
+
+
 def test_trouble_with_the_record_does_not_reach_the_checkpoint(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
