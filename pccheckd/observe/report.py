@@ -333,8 +333,12 @@ def _memory(job: Job) -> Document | None:
 
 def in_memory(asker_uid: int, registry: Registry, job: str) -> list[Document]:
     """Checkpoints that the asker may see and that are on no disk, for `list`."""
+    now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
     return [
-        {**one.id.document(), "in memory": True, "payload_bytes": one.payload_bytes}
+        {
+            **one.id.document(), "in_memory": True, "payload_bytes": one.payload_bytes,
+            "wall_ns": wall_ns - now_ns + one.at_ns[State.COPIED],
+        }
         for tenant in registry.tenants()
         if has_access(asker_uid, tenant.key.uid) and job in ("", tenant.key.job)
         for one in tenant.ledger.parked()
@@ -421,6 +425,8 @@ def _unsaved(tenant: Tenant) -> str:
         return ""
     if ledger.newest is None:
         return f"the {failed}; there is no older checkpoint"
+    if parked := ledger.parked():
+        return f"the {failed}; step {parked[-1].id.step} is in memory only"
     return f"the {failed}; a restart resumes from an older checkpoint"
 
 

@@ -207,7 +207,8 @@ def test_status_and_list_say_what_is_in_memory(
     assert "memory   job: step 3 in memory; a dead process costs 1 step (" in said
     assert "a dead node all steps (" in said
     listed = ctl(None, "list", "job", "--socket", daemon.socket).out.splitlines()
-    assert len([line for line in listed if "in memory" in line]) == 3  # step 4 on rank 0 only
+    in_memory = [line for line in listed if "in memory" in line]
+    assert len(in_memory) == 3 and all(" ago " in line for line in in_memory)  # 4 on rank 0 only
 
 
 def test_metrics_say_what_is_in_memory(start_daemon: Start, members: Members) -> None:

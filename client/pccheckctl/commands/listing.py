@@ -93,7 +93,7 @@ def as_text(document: Document, *, now_s: float | None = None) -> str:
 
 
 def age_s(one: Document, now_s: float) -> float | None:
-    """Seconds since it became durable, None when that is not known."""
+    """Seconds since it became durable, or was copied to memory; None when that is not known."""
     wall_ns = number(one, "wall_ns")
     return None if wall_ns is None else now_s - wall_ns / 1e9
 
@@ -105,5 +105,5 @@ def job_of(one: Document, among: list[Document]) -> str:
 
 
 def flags(one: Document) -> str:
-    shown = ("in memory", "global", "pinned", "protected", "damaged", "stale", "finished")
-    return ", ".join(name for name in shown if one.get(name) is True)
+    shown = ("in_memory", "global", "pinned", "protected", "damaged", "stale", "finished")
+    return ", ".join(name.replace("_", " ") for name in shown if one.get(name) is True)

@@ -22,7 +22,7 @@ from pccheckctl.output.documents import Document
 from pccheckd.group.explain import Standing
 from pccheckd.observe import report
 from pccheckd.tenancy.binding import BindingState
-from tests.support.jobs import kept
+from tests.support.jobs import kept, saving
 from tests.unit.repository.test_messages import PRIVATE
 
 # -- warnings of a daemon: `pccheckctl status`, systemd's STATUS line, doctor -------------------
@@ -46,9 +46,10 @@ def tenant(**changed: Any) -> Any:
     volumes = SimpleNamespace(
         unreadable={}, loss=changed.pop("loss", ""), open=[changed.pop("volume", volume())]
     )
+    parked = changed.pop("parked", [])
     ledger = SimpleNamespace(
         failing=changed.pop("failing", 0), last_failure="write: EIO",
-        newest=changed.pop("newest", (9, 90)),
+        newest=changed.pop("newest", (9, 90)), parked=lambda: parked,
     )  # fmt: skip
     binding = SimpleNamespace(
         state=changed.pop("state", BindingState.BOUND), stalled=changed.pop("stalled", "")
@@ -99,6 +100,10 @@ STATUS: dict[str, tuple[Callable[[], str], str]] = {
     "failed once": (
         lambda: troubles(tenant(failing=1)),
         "gpt: the last checkpoint failed: write: EIO; a restart resumes from an older checkpoint",
+    ),
+    "failing, one in memory": (
+        lambda: troubles(tenant(failing=3, parked=[saving(93, 12)])),
+        "gpt: the last 3 checkpoints failed: write: EIO; step 93 is in memory only",
     ),
     "failing, nothing durable": (
         lambda: troubles(tenant(failing=3, newest=None)),
