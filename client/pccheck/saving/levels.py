@@ -31,7 +31,7 @@ class Levels:
 
     def choose(self, to: str | None) -> int:
         """The level of this call of `checkpoint(to=...)`. Raises UsageError."""
-        if to is not None and to not in _NAMES:
+        if to not in (None, *_NAMES):
             what = "is not built yet" if to == "device" else "is no level"
             raise UsageError(
                 f"to={to!r} {what}",

@@ -408,7 +408,8 @@ def as_text(rates: Rates, given: Workload, advice: Tuning) -> str:
 
 def _in_memory(found: InMemory, given: Workload) -> list[str]:
     if found.durable_every == 1:
-        return ["in memory   no gain (durable_every): the copy sets the interval, not the disk"]
+        limit = "the disk takes every step" if found.interval == 1 else "the copy sets the interval"
+        return [f"in memory   no gain (durable_every): {limit}"]
     steps, dram = render.plural(found.interval, "step"), render.size(found.dram_bytes)
     lines = [
         f"in memory   every {steps}, and one of {found.durable_every} on the disk: "

@@ -203,4 +203,11 @@ def test_in_memory_a_copy_that_waits_is_as_rare_as_allowed() -> None:
     assert tune.in_memory(slow, given(step_s=1.0, slowdown=1.05))[:2] == (7, 3)
     assert tune.in_memory(slow, given(step_s=0.25))[:2] == (4, 20)  # a copy takes four steps
     no = given(step_s=1.0, slowdown=1.05)
-    assert "in memory   no gain" in tune.as_text(PLAIN, no, tune.advise(PLAIN, no))
+    text = tune.as_text(PLAIN, no, tune.advise(PLAIN, no))
+    assert "no gain (durable_every): the copy sets the interval" in text
+
+
+def test_a_disk_that_takes_each_step_needs_no_memory_only_ones() -> None:
+    slow = given(step_s=1000.0)
+    text = tune.as_text(PLAIN, slow, tune.advise(PLAIN, slow))
+    assert "no gain (durable_every): the disk takes every step" in text

@@ -49,6 +49,8 @@ def test_a_level_that_is_not_built_is_refused(to: str, what: str) -> None:
     made = make()
     with pytest.raises(UsageError, match=f"to='{to}' is {what}.*to=\"memory\""):
         made.choose(to)
+    with pytest.raises(UsageError, match="is no level"):
+        made.choose(["memory"])  # type: ignore[arg-type]
     assert made.used == 1
 
 
