@@ -6,6 +6,7 @@ await."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import threading
@@ -133,6 +134,7 @@ class VolumeSet:
         self.lost: list[catalog.StoredCheckpoint] = []
         self._known: set[Path] = set()  # were open here, so their sequences are known ...
         self._passed = 0  # ... of those that are gone
+        self._recycling = asyncio.Lock()
 
     @property
     def current(self) -> OpenVolume | None:
@@ -301,18 +303,24 @@ class VolumeSet:
                 await self._engine.call(self.key.uid, item.read)
 
     async def recycle(self) -> bool:
-        """Frees slots of the current file that are no longer kept; whether one is free now."""
-        current = self.current
-        try:
-            if current is None or not current.volume.has_expendable():
+        """Frees slots of the current file that are no longer kept; whether one is free now. Two
+        may ask at once: the second waits for the record by which the first frees them."""
+        is_second = self._recycling.locked()
+        async with self._recycling:
+            current = self.current
+            try:
+                if current is None:
+                    return False
+                if current.volume.has_expendable():
+                    await self._engine.call(self.key.uid, current.volume.recycle)
+                elif not is_second:
+                    return False
+                await self._engine.call(self.key.uid, current.read)
+            except (OSError, ValueError, _core.NativeError) as error:
+                LOG.warning("%s: cannot recycle slots: %s", self.key, error)
+                await self.refresh()  # it may have stopped
                 return False
-            await self._engine.call(self.key.uid, current.volume.recycle)
-            await self._engine.call(self.key.uid, current.read)
-        except (OSError, ValueError, _core.NativeError) as error:
-            LOG.warning("%s: cannot recycle slots: %s", self.key, error)
-            await self.refresh()  # it may have stopped
-            return False
-        return current.info.free_slots > 0
+            return current.info.free_slots > 0
 
     async def make(
         self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,4 +37,38 @@ async def test_a_read_that_ends_late_takes_back_nothing(
     assert item.pinned == {newest}
     assert await tenant.retention.flag(newest, clear=PINNED, now=True)  # it reads, too
     assert not item.pinned
+    await tenant.close()
+
+
+class Recycling:
+    """A volume whose slots leave its table at once, and are free once `commits` is set."""
+
+    def __init__(self, volume: _core.Volume) -> None:
+        self._volume = volume
+        self.has_begun, self.commits = asyncio.Event(), threading.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._volume, name)
+
+    def has_expendable(self) -> bool:
+        return not self.has_begun.is_set()
+
+    def recycle(self) -> None:
+        self._loop.call_soon_threadsafe(self.has_begun.set)
+        assert self.commits.wait(60)
+        self._volume.recycle()
+
+
+async def test_who_looks_for_a_slot_waits_for_one_that_is_being_freed(registry: Registry) -> None:
+    """Else what is in memory only would end without a slot, beside a request that frees some."""
+    _, tenant = await registry.tenant(KEY)
+    item = tenant.volumes.open[0]
+    item.volume = volume = Recycling(item.volume)  # type: ignore[assignment]
+    first = asyncio.create_task(tenant.volumes.recycle())
+    await volume.has_begun.wait()
+    second = asyncio.create_task(tenant.volumes.recycle())
+    await asyncio.sleep(0)
+    volume.commits.set()
+    assert await asyncio.gather(first, second) == [True, True]
     await tenant.close()
