@@ -114,7 +114,7 @@ def test_every_third_checkpoint_goes_to_the_disk(start_daemon: Start) -> None:
         assert {3, 6, 9} <= set(steps(client))
 
 
-def test_memory_for_three_states_skips_none_beside_one_on_the_disk(start_daemon: Start) -> None:
+def test_three_states_of_memory_skip_none_beside_a_write(start_daemon: Start) -> None:
     """Copies overlap: while one for the disk is copied, the one before it in memory may be, too."""
     daemon = start_daemon(*SLOW, "--max-bandwidth", "32MiB", "--dram", "24MiB")
     layer = torch.nn.Linear(1024, 2044, bias=False)

@@ -12,7 +12,7 @@ from pccheck_wire.errors import UsageError
 from pccheck_wire.units import MIB
 
 _NAMES = {"disk": LEVEL_DISK, "memory": LEVEL_MEMORY}
-#: One state that is being copied, one that is safe, one that is being written.
+#: One that is being copied, one that is copied on all ranks, one that is being written.
 STATES = 3
 
 
@@ -56,8 +56,8 @@ class Levels:
         self._warner.once(
             "memory only",
             f"memory-only checkpoints need room for {STATES} states of {state_bytes // MIB} MiB "
-            "in pccheckd's memory (one is copied, one is safe, one is written), and this rank "
-            f"gets {room_bytes // MIB} MiB: "
+            "in pccheckd's memory (one is being copied, one is copied, one is written), and this "
+            f"rank gets {room_bytes // MIB} MiB: "
             f"{'some are skipped' if states >= 2 else 'they go to the disk'}. Give pccheckd "
             f"{-(-(STATES * state_bytes - room_bytes) // MIB)} MiB more for each rank: --dram",
         )
