@@ -164,6 +164,7 @@ class Volume:
     def finish(self, keep: int, /) -> None: ...  # only the newest stay; durable on return
     def set_group(self, *, oldest: int, newest: int, given_up: Sequence[int]) -> None: ...
     def has_expendable(self) -> bool: ...  # whether a slot may be recycled now
+    def is_full(self) -> bool: ...  # no slot is free, may be recycled, or becomes free by itself
     def recycle(self) -> None: ...  # durably, when no slot is free
     def own_bytes(self, sequence: int, /) -> int: ...  # of its payload, not in its base's slot
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees

@@ -216,6 +216,7 @@ static PyObject *volume_set_group(PyObject *self, PyObject *args, PyObject *kwar
 }
 
 PCC_PY_CALLS(volume_has_expendable, PCC_PY_RETURN_BOOL, pcc_volume_has_expendable)
+PCC_PY_CALLS(volume_is_full, PCC_PY_RETURN_BOOL, pcc_volume_is_full)
 
 /* -- verified reads of one checkpoint ---------------------------------------------------------- */
 
@@ -341,6 +342,7 @@ static PyMethodDef methods[] = {
     {"finish", volume_finish, METH_O, NULL},
     PCC_PY_METHOD("set_group", volume_set_group),
     {"has_expendable", volume_has_expendable, METH_NOARGS, NULL},
+    {"is_full", volume_is_full, METH_NOARGS, NULL},
     {"recycle", volume_recycle, METH_NOARGS, NULL},
     {"own_bytes", volume_own_bytes, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),

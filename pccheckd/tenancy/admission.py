@@ -31,6 +31,7 @@ from .ledger import Ledger
 from .readiness import Readiness
 from .retention import Leases, Retention
 from .saves import Saves
+from .volumes import OpenVolume
 
 #: The events that it answers.
 EVENTS = frozenset({"requested", "begun", "waits", "refused"})
@@ -122,15 +123,16 @@ class Slots:
         """How a checkpoint ends for which no slot will become free; None while one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
             return End(State.SKIPPED, Why(Cause.SLOTS_LATE, self._late[0]))
-        if self._ledger.in_flight or self._uses.reads:  # a reader holds the slot it reads
+        if self._uses.reads:  # a reader holds the slot it reads
+            return None
+        current = self._binding.volumes.current
+        # The core is asked, not the ledger: the loop may not know yet of a save that has begun, nor
+        # which slots a record under way gives back.
+        if current is None or not _is_full(current):
             return None
         await self._binding.volumes.refresh()
-        current = self._binding.volumes.current
-        if current is None or current.info.free_slots or self._ledger.in_flight:
-            return None  # one in memory may have taken a slot meanwhile
-        with contextlib.suppress(ValueError):  # it is being reopened
-            if current.volume.has_expendable():  # since a moment ago
-                return None
+        if not _is_full(current):  # since a moment ago
+            return None
         newest = self._group.newest_common
         if self._group.is_shared and any(one.id.sequence > newest for one in current.checkpoints):
             return None  # until the other ranks have caught up
@@ -390,6 +392,12 @@ class Unparking:
         if must and end is not None:
             self._saves.drop(parked, end)
         return True
+
+
+def _is_full(item: OpenVolume) -> bool:
+    with contextlib.suppress(ValueError):  # it is being reopened
+        return item.volume.is_full()
+    return False
 
 
 def _chunks(port: Port, checkpoints: Iterable[RankCheckpoint]) -> list[int]:

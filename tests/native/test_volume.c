@@ -745,6 +745,45 @@ static void test_a_full_volume_lets_go_of_what_lost_its_flag(void)
     done_with(volume, media);
 }
 
+struct under_way {
+    struct pcc_volume *volume;
+    bool has_slot, has_expendable, is_full;
+};
+
+static void look_at_record(void *context)
+{
+    struct under_way *seen = context;
+
+    seen->has_slot = pcc_volume_free_slots(seen->volume) > 0;
+    seen->has_expendable = pcc_volume_has_expendable(seen->volume);
+    seen->is_full = pcc_volume_is_full(seen->volume);
+}
+
+/* What a save has, or the record under way gives back, becomes free. */
+static void test_a_volume_is_full_once_no_slot_becomes_free(void)
+{
+    struct memory_io *media = formatted(2, 1);
+    struct pcc_volume *volume = opened(media);
+    struct under_way seen = {.volume = volume, .has_slot = true};
+    enum pcc_published published;
+    uint64_t first = 0, sequence = 0;
+    uint32_t slot;
+
+    CHECK_EQUAL(publish_next(volume, &first), 0);
+    CHECK(!pcc_volume_is_full(volume));
+    CHECK_EQUAL(pcc_volume_take_slot(volume, &slot), 0);
+    CHECK(!pcc_volume_has_expendable(volume) && !pcc_volume_is_full(volume));
+    const struct pcc_slot_entry entry = entry_of(pcc_volume_take_sequence(volume, 0));
+    CHECK_EQUAL(pcc_volume_publish(volume, slot, &entry, &published, look_at_record, &seen), 0);
+    CHECK(!has(volume, first) && !seen.has_slot && !seen.has_expendable && !seen.is_full);
+    CHECK_EQUAL(pcc_volume_flag(volume, entry.sequence, PCC_SLOT_PROTECTED, 0, false), 0);
+    CHECK_EQUAL(publish_next(volume, &sequence), 0);
+    CHECK(pcc_volume_is_full(volume));
+    CHECK_EQUAL(pcc_volume_flag(volume, entry.sequence, 0, PCC_SLOT_PROTECTED, false), 0);
+    CHECK(!pcc_volume_is_full(volume));
+    done_with(volume, media);
+}
+
 static void test_incarnation_and_done(void)
 {
     struct memory_io *media = formatted(6, 2);
@@ -799,6 +838,7 @@ int main(void)
     RUN(test_quarantine_lasts_until_nothing_is_left);
     RUN(test_quarantine_lasts_while_something_is_expendable);
     RUN(test_a_full_volume_lets_go_of_what_lost_its_flag);
+    RUN(test_a_volume_is_full_once_no_slot_becomes_free);
     RUN(test_incarnation_and_done);
     return 0;
 }

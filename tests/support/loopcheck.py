@@ -35,7 +35,15 @@ LOCK_ONLY = {
         "usage",
         "write",
     },
-    "Volume": {"bytes_per_second", "engine", "has_expendable", "limit", "set_group", "spare"},
+    "Volume": {
+        "bytes_per_second",
+        "engine",
+        "has_expendable",
+        "is_full",
+        "limit",
+        "set_group",
+        "spare",
+    },
     "Pool": {"stored", "usage"},
 }
 _FUNCTIONS = ("Tenant", "Volume", "create_volume", "cuda_driver", "cuda_missing")

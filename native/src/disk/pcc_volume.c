@@ -270,6 +270,19 @@ bool pcc_volume_has_expendable(struct pcc_volume *volume)
     return expendable(volume, volume->staged.keep, &volume->group) != 0;
 }
 
+bool pcc_volume_is_full(struct pcc_volume *volume)
+{
+    PCC_LOCKED(&volume->lock);
+    for (uint32_t slot = 0; slot < volume->geometry.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &volume->staged.slots[slot];
+        const bool is_durable = entry->state == PCC_SLOT_DURABLE &&
+                                volume->durable.slots[slot].sequence == entry->sequence;
+        if (!is_durable && (entry->flags & PCC_SLOT_QUARANTINED) == 0)
+            return false; /* free; or a save, a reader or the record under way has it */
+    }
+    return expendable(volume, volume->staged.keep, &volume->group) == 0;
+}
+
 /* -- slots -- */
 
 /* With `lock` held. */

@@ -109,6 +109,9 @@ PCC_MUST_CHECK int pcc_volume_set_group(struct pcc_volume *volume,
                                         const struct pcc_volume_group *group);
 /* Whether a slot may be recycled now. */
 bool pcc_volume_has_expendable(struct pcc_volume *volume);
+/* Whether no slot becomes free by itself: each is in quarantine, or holds a checkpoint that is
+ * durable and stays. */
+bool pcc_volume_is_full(struct pcc_volume *volume);
 
 /* -- used by pcc_save -- */
 /* What is below this sequence and not durable yet is superseded: the newest undamaged durable one

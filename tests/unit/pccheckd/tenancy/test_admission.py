@@ -112,10 +112,11 @@ class Desk:
         self.port: Any = SimpleNamespace(native=self.core)
         self.stops = self.readied = 0
         self.recycles: list[bool] = []
+        self.frees_slots = False  # what the loop does not know of has one
         full = SimpleNamespace(
             info=SimpleNamespace(free_slots=0, stopped=False), quarantined=2, path="v",
             checkpoints=[],
-            volume=SimpleNamespace(has_expendable=lambda: False),
+            volume=SimpleNamespace(has_expendable=lambda: False, is_full=self._is_full),
         )  # fmt: skip
         self.volumes: Any = SimpleNamespace(
             key=self.key, recycle=self._recycle, refresh=self._refresh, current=full,
@@ -158,6 +159,9 @@ class Desk:
         return self.recycles.pop(0) if self.recycles else False
 
     async def _refresh(self) -> None: ...
+
+    def _is_full(self) -> bool:
+        return not (self.ledger.in_flight or self.frees_slots)
 
     def request(self, snapshot: int = 1, **about: Any) -> RankCheckpoint:
         asked = event("requested", snapshot)
@@ -336,6 +340,19 @@ async def test_a_slot_that_never_comes_fails_at_once() -> None:
     found = desk.request()
     await desk.waits("NO_SLOT")
     assert found.state is State.FAILED and "up to sequence 4" in found.sentence.reason
+
+
+async def test_a_slot_that_the_loop_knows_nothing_of_is_waited_for() -> None:
+    """A save of which it has not heard, or another task's record, gives it back."""
+    desk = Desk()
+    desk.frees_slots = True
+    found = desk.request()
+    await desk.waits("NO_SLOT")
+    assert found.state is State.REQUESTED
+    desk.frees_slots = False
+    desk.queue.look()
+    await passes()
+    assert found.state is State.FAILED
 
 
 async def test_a_volume_that_stopped_while_it_freed_a_slot_is_opened_again() -> None:
