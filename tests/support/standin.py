@@ -6,15 +6,17 @@ trainer) calls `load()` before libcuda.so.1 is opened.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,12 +45,26 @@ def build() -> Path:
 
 
 def new_directory() -> Path:
-    """A directory for the device memory of one test, in DRAM if possible. The caller removes it."""
+    """A directory for the device memory of one test, in DRAM if possible. The caller removes it, or
+    the next caller does once this process has been killed: such a directory may hold a GiB."""
     shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix="pcc-gpu-", dir=parent))
+    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    for left in parent.glob("pcc-gpu-*-*"):
+        if not Path("/proc", left.name.split("-")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"pcc-gpu-{os.getpid()}-", dir=parent))
     directory.chmod(0o777)
     return directory
+
+
+@contextlib.contextmanager
+def device_memory() -> Iterator[Path]:
+    """As `new_directory`, and removed in the end."""
+    made = new_directory()
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
 
 
 def environment(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,9 +44,8 @@ LONG_S = 20  #: a lie shows much earlier, and this wait ends when it does
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    made = standin.new_directory()
-    yield made
-    shutil.rmtree(made)
+    with standin.device_memory() as made:
+        yield made
 
 
 def beliefs(directory: Path, *options: str, lie: str = "") -> dict[str, dict[str, Any]]:

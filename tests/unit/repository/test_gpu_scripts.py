@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ def command_of(part: check.Part) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_parts_of_the_probe_on_the_stand_in_end_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = standin.new_directory()
+def test_parts_of_the_probe_on_the_stand_in_end_ok(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = stack.enter_context(standin.device_memory())
     for name, value in fakegpu.environment(gpus, dead="keep").items():
         monkeypatch.setenv(name, value)
     ran = subprocess.run(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -27,9 +28,8 @@ OUT = "out"  # an argument: room for a result that nobody looks at
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    made = standin.new_directory()
-    yield made
-    shutil.rmtree(made)
+    with standin.device_memory() as made:
+        yield made
 
 
 @pytest.fixture
@@ -353,3 +353,12 @@ def test_other_calls_fail_on_demand(start: Callable[..., Peer]) -> None:
     late = start("late")
     late.faults.set(init_fail_code=100)
     assert late(without_context, "cuInit", 0) == 100
+
+
+def test_memory_of_a_killed_test_goes_with_the_next() -> None:
+    with subprocess.Popen(["sleep", "0"]) as ended:
+        left = Path(tempfile.mkdtemp(prefix=f"pcc-gpu-{ended.pid}-", dir="/dev/shm"))
+    with standin.device_memory() as first, standin.device_memory() as second:
+        assert not left.exists()
+        assert first.exists() and second.exists()
+    assert not first.exists() and not second.exists()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 
 from tests.support import fakegpu
 from tests.support.fakegpu import DriftingBuffer, StandGpu, StreamSGD
-from tests.support.standin import Driver, new_directory
+from tests.support.standin import Driver, device_memory
 from tests.support.standinpeer import Peer
 
 BIG = 3 << 20  # float32 elements: an allocation of its own
@@ -22,10 +20,8 @@ BIG = 3 << 20  # float32 elements: an allocation of its own
 
 @contextmanager
 def started(**options: Any) -> Iterator[Peer]:
-    directory: Path = new_directory()
-    with Peer(directory, "peer", **options) as peer:
+    with device_memory() as directory, Peer(directory, "peer", **options) as peer:
         yield peer
-    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module")
