@@ -18,6 +18,7 @@ from typing import Any, Literal, Never, NoReturn, SupportsIndex
 
 import torch
 
+from pccheck_native import LEVEL_MEMORY
 from pccheck_wire import tree
 from pccheck_wire.basics import Closing, socket_name
 from pccheck_wire.errors import (
@@ -305,11 +306,14 @@ class PCcheckClient(Closing):
                 self._planner.hooks.put(self._before_step, stepped, self._after_step)
             connection = self._session.current()
             if self._options.writes_every > 1:
-                welcome = connection.welcome if connection is not None else None
-                warn_if_together(self._warner, welcome, private=self._private is not None)
+                self._warn_if_together(connection)
             if connection is not None and self._planner.on_gpu():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
                 self._expose(connection, self._step)
+
+    def _warn_if_together(self, connection: Connection | None) -> None:
+        welcome = connection.welcome if connection is not None else None
+        warn_if_together(self._warner, welcome, private=self._private is not None)
 
     def gate(self) -> None:
         """Call this before a change of tensors that a checkpoint may still be reading
@@ -459,6 +463,8 @@ class PCcheckClient(Closing):
                 hint="call it before or after the recording",
             )
         connection = self._saver.ready()
+        if level == LEVEL_MEMORY:  # also without attach(), or for this call only
+            self._warn_if_together(connection)
         self._planner.retry_staging()
         self._session.warn_if_unrestored()
         if state is None:

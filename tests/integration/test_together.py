@@ -1,4 +1,4 @@
-"""attach() warns where the daemon ends with the trainer, and keeps checkpoints in memory only."""
+"""A client warns where the daemon ends with the trainer, and keeps checkpoints in memory only."""
 
 from __future__ import annotations
 
@@ -27,6 +27,23 @@ def test_in_one_step_of_slurm(
     )
     words = [one for one in trainer.warnings if "same Slurm step 12.0" in one]
     assert len(words) == len(trainer.warnings) == told
+
+
+@pytest.mark.parametrize("step", ["0", "1"])
+def test_a_checkpoint_that_asks_for_memory(
+    start_daemon: Start, start_trainer: Connect, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """attach() does not know it."""
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    trainer = start_trainer(start_daemon(), environment=SLURM | {"SLURM_STEP_ID": step})
+    told = []
+    for to in ("disk", "memory", "memory"):
+        trainer.step()
+        trainer.checkpoint(to=to)
+        told.append(len(trainer.warnings))
+    assert told == ([0, 1, 1] if step == "0" else [0, 0, 0])
+    assert all("same Slurm step 12.0" in one for one in trainer.warnings)
 
 
 #: A daemon and a trainer in namespaces of their own, as in a container; prints the warnings.
