@@ -4,6 +4,7 @@ chunk comes from memory if it is cached there, else from the volume: `send_cache
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pccheck_native import catalog, layout
@@ -52,24 +53,29 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
 
 
 def _parts(job: Job, chosen: catalog.StoredCheckpoint) -> list[Part]:
-    """The other ranks' payloads of the same checkpoint."""
-    if chosen.id.world_size < 2:
-        return []
+    """The payloads of all ranks that have a part of it; [] of what a rank saved alone."""
     return [
-        Part(rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
-        for rank, tenant in sorted(job.tenants.items())
-        if (one := tenant.volumes.checkpoint(chosen.id.sequence)) is not None
+        Part(one.id.rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
+        for _, one in _holders(job, chosen)
     ]
+
+
+def _holders(
+    job: Job, chosen: catalog.StoredCheckpoint
+) -> Iterator[tuple[Tenant, catalog.StoredCheckpoint]]:
+    """By rank. A volume that was away may have another start's checkpoint with the same number."""
+    for _, tenant in sorted(job.tenants.items()) if chosen.id.world_size > 1 else ():
+        one = tenant.volumes.checkpoint(chosen.id.sequence)
+        if one is not None and one.held() == chosen.held():
+            yield tenant, one
 
 
 def _lease(session: Session, job: Job, own: Tenant, chosen: catalog.StoredCheckpoint) -> None:
     """A reader's checkpoint stays on every rank that has a part of it until the session ends.
     Raises NoCheckpointError when it was recycled meanwhile."""
     own.leases.take(chosen.id.sequence, session.number)
-    for tenant in job.tenants.values() if chosen.id.world_size > 1 else ():
-        one = tenant.volumes.checkpoint(chosen.id.sequence)
-        if one is not None and one.held() == chosen.held():
-            tenant.leases.take(one.id.sequence, session.number)
+    for tenant, one in _holders(job, chosen):
+        tenant.leases.take(one.id.sequence, session.number)
 
 
 async def read(session: Session, memory: Dram, body: Read) -> None:

@@ -378,3 +378,18 @@ def test_a_common_checkpoint_that_is_away_leaves_no_step() -> None:
     ranks.settle()
     found = ranks.job.standing()
     assert found is not None and (found.sequence, found.step) == (1, None)
+
+
+def test_a_job_that_is_held_decides_when_it_is_let_go() -> None:
+    """Rank 1 is not taken over yet, and looks like one that lacks everything."""
+    ranks = connected()
+    ranks.job.hold(held=True)
+    ranks.hold(1, ranks=(0,))
+    decided = len(ranks.tenants[0].obeyed)
+    ranks.settle()
+    ranks.job.loaded(ranks.tenants[1])  # type: ignore[arg-type]
+    assert len(ranks.tenants[0].obeyed) == decided
+    ranks.hold(1, ranks=(1,))
+    ranks.job.hold(held=False)
+    assert ranks.tenants[0].obeyed[decided:] == [ranks.job.decisions.agreement]
+    assert ranks.job.newest_common == 1

@@ -109,6 +109,15 @@ def test_a_reader_leases_the_parts_of_all_ranks() -> None:
     assert [one.calls[-1] for one in ranks.tenants] == ["lease 3", "look"]
 
 
+def test_parts_of_another_start_with_the_same_number_are_no_parts() -> None:
+    """A rank that was away numbered its own."""
+    ranks = Ranks()
+    ranks.hold(3)
+    ranks.tenants[1].volumes.held = [kept(3, run=2, rank=1)]
+    found = opened(session(ranks, role=Role.READER))
+    assert [part.rank for part in found.parts] == [0]
+
+
 def test_every_rank_of_a_group_opens_the_common_one_with_the_parts_of_all() -> None:
     ranks = Ranks()
     ranks.hold(1, 2)
