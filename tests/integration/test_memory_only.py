@@ -107,10 +107,11 @@ def test_what_is_wanted_on_the_disk_is_written(start_daemon: Start, wait: str) -
 def test_every_third_checkpoint_goes_to_the_disk(start_daemon: Start) -> None:
     daemon = start_daemon("--slots", "12", "--keep", "10", "--chunk", "64KiB")
     with client_of(daemon, durable_every=3) as client:
-        handles = [save(client, step) for step in range(1, 10)]
-        for handle in handles[2::3]:
-            until(handle.done)
-        assert [handle.state for handle in handles[2::3]] == [CheckpointState.DURABLE] * 3
+        for step in range(1, 10):
+            handle = save(client, step)
+            if step % 3 == 0:
+                until(handle.done)  # two that are written at once leave too little memory
+                assert handle.state is CheckpointState.DURABLE
         assert {3, 6, 9} <= set(steps(client))
 
 
