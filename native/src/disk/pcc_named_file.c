@@ -10,9 +10,11 @@ int pcc_named_file_take(int fd, const char *path, struct pcc_named_file *out)
 
     if (fstat(fd, &status) != 0)
         return -errno;
-    char *const own = strdup(path);
+    const size_t length = strlen(path) + 1;
+    char *const own = malloc(length);
     if (!own)
         return -ENOMEM;
+    (void)memcpy(own, path, length);
     *out = (struct pcc_named_file){
         .path = own,
         .device = (uint64_t)status.st_dev,
