@@ -119,6 +119,11 @@ class Slots:
         )
         return not (waits and late) and self._leases.end_for_room()
 
+    async def has_free(self) -> bool:
+        await self._binding.volumes.refresh()
+        current = self._binding.volumes.current
+        return current is not None and current.info.free_slots > 0
+
     async def end_without(self) -> End | None:
         """How a checkpoint ends for which no slot will become free; None while one may."""
         if self._late and time.monotonic() - self._late_since_s > LAG_LIMIT_S:
@@ -259,7 +264,10 @@ class Admission:
         if self._why == "NO_SLOT":
             if not await self._slots.free(first) and not self._is_stopped():
                 end = await self._slots.end_without()
-                return _SKIPPED if end is None and first.skip_when_busy else end
+                if end is not None or not first.skip_when_busy:
+                    return end
+                if not await self._slots.has_free():  # else it has not taken that slot yet
+                    return _SKIPPED
         elif self._why == "STOPPED" and self._reopened is first:
             return self._failed(_error_of("STOPPED"))
         else:

@@ -334,6 +334,15 @@ async def test_without_a_slot_one_waits_and_another_is_skipped() -> None:
     await desk.queue.close()
 
 
+async def test_a_free_slot_that_the_core_has_not_taken_is_no_skip() -> None:
+    """The slot was freed a moment ago, and on a loaded machine the core has not looked again."""
+    desk = Desk()
+    desk.frees_slots, desk.volumes.current.info.free_slots = True, 1
+    found = desk.request(skip=True)
+    await desk.waits("NO_SLOT")
+    assert found.state is State.REQUESTED and ("retry",) in desk.core.calls
+
+
 async def test_a_slot_that_never_comes_fails_at_once() -> None:
     desk = Desk()
     desk.retention.protected = {4}
