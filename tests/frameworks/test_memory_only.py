@@ -27,6 +27,12 @@ def needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"{name} is not installed")
 
 
+@pytest.fixture
+def daemon(start_daemon: Start) -> Daemon:
+    """Its log names what is replaced in memory."""
+    return start_daemon("--log-level", "debug")
+
+
 def replaced(daemon: Daemon) -> list[int]:
     """Steps that newer ones have replaced in memory."""
     found = re.findall(r"step (\d+) was superseded: .* is in memory", daemon.log.read_text())

@@ -123,7 +123,7 @@ class Rank(SimpleNamespace):
 
 
 def tenant(state: State, **usage: int) -> Rank:
-    one = SimpleNamespace(sequence=5, state=state)
+    one = SimpleNamespace(id=SimpleNamespace(sequence=5), state=state)
     return Rank(
         key="job", stalled="", usage=lambda: Usage(**usage),
         ledger=SimpleNamespace(moving=lambda: [one]), one=one,
@@ -154,7 +154,7 @@ def test_a_disk_that_finishes_nothing_is_found_and_forgiven(config: Config) -> N
     clock.now += 1
     watch.look()
     assert "finished nothing for 31 s" in stuck.stalled
-    stuck.one.sequence += 1  # that one ended, the next has begun
+    stuck.one.id.sequence += 1  # that one ended, the next has begun
     watch.look()
     assert not stuck.stalled
 
