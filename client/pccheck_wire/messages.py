@@ -167,6 +167,11 @@ class Failure(Message):
 # -- requests ----------------------------------------------------------------------------------
 
 
+#: Of a rank that keeps checkpoints in memory only: one that is being copied, one that is copied on
+#: all ranks, one that is being written.
+STATES_IN_MEMORY = 3
+
+
 @message("register")
 class Register(Message):
     """Makes room: a volume whose slots hold `payload_bytes`, and DRAM. -> `Registered`."""

@@ -10,7 +10,7 @@ UNKNOWN = bytes(16)  # the id of a start that is not known
 class CheckpointId(NamedTuple):
     """One rank's part of a checkpoint. A number may repeat when a volume was away while a start
     began; the id of the start and the digest do not. Callers rely on the order: [:3] says whose it
-    is, [3:5] which one, [3:7] what is equal on all ranks."""
+    is, [3:7] what is equal on all ranks."""
 
     uid: int
     job: str

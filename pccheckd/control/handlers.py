@@ -184,7 +184,7 @@ class Handlers:
         assert job is not None
         volume = await tenant.readiness.register(body.payload_bytes)
         memory = self._registry.memory
-        states = 3 if body.levels >> _core.LEVEL_MEMORY & 1 else 2
+        states = messages.STATES_IN_MEMORY if body.levels >> _core.LEVEL_MEMORY & 1 else 2
         tenant.unparking.fills_disk = not body.levels >> _core.LEVEL_DISK & 1
         wanted = memory.wanted_for(tenant, body.payload_bytes, states=states)
         granted = await memory.claim(session, wanted)
@@ -316,7 +316,9 @@ def _described(found: RankCheckpoint, ledger: Ledger) -> messages.Described:
     reason, hint, _ = found.sentence
     superseded = found.state is messages.CheckpointState.SUPERSEDED
     newer = (ledger.newer_than(found) if superseded else None) or (0, None)
-    return messages.Described(found.snapshot, found.state, *found.id[3:5], reason, hint, *newer)
+    return messages.Described(
+        found.snapshot, found.state, found.id.sequence, found.id.step, reason, hint, *newer
+    )
 
 
 def _became(tenant: Tenant, body: messages.Describe) -> messages.Described:
@@ -325,7 +327,8 @@ def _became(tenant: Tenant, body: messages.Describe) -> messages.Described:
     if (inherited := tenant.ledger.of_sequence(body.sequence)) is not None:
         return _described(inherited, tenant.ledger)
     if (found := tenant.volumes.checkpoint(body.sequence)) is not None:
-        return messages.Described(body.snapshot, messages.CheckpointState.DURABLE, *found.id[3:5])
+        state, name = messages.CheckpointState.DURABLE, found.id
+        return messages.Described(body.snapshot, state, name.sequence, name.step)
     raise NoCheckpointError(f"{tenant.key} has no durable checkpoint {body.sequence}")
 
 

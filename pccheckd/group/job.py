@@ -174,10 +174,9 @@ class Job:
     @property
     def is_writing(self) -> bool:
         """Some rank writes, or soon will: at the end of that another rank may get a slot."""
-        ledgers = [tenant.ledger for tenant in self.tenants.values()]
         return any(
-            one.in_flight or one.appearing or any(not next_.blocked for next_ in one.parked()[:1])
-            for one in ledgers
+            ledger.in_flight or ledger.appearing or any(not o.blocked for o in ledger.parked()[:1])
+            for ledger in (tenant.ledger for tenant in self.tenants.values())
         )
 
     def incarnation(self, rank: int, owner: Owner) -> int:

@@ -24,9 +24,8 @@ WRITE_LIMIT_S = 20.0
 
 async def pin(session: Session, body: Pin) -> None:
     """Has it written first if it is in memory only. Raises NoCheckpointError when no such
-    checkpoint is durable, RefusedError with the numbers
-    when too few slots would be left, and what the disk answers when it cannot be written. Pinning
-    twice is no error: every rank may ask."""
+    checkpoint is durable, RefusedError with the numbers when too few slots would be left, and what
+    the disk answers when it cannot be written. Pinning twice is no error: every rank may ask."""
     job, own = session.job, session.tenant
     assert job is not None and own is not None
     if body.pinned:

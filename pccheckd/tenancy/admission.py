@@ -120,6 +120,7 @@ class Slots:
         return not (waits and late) and self._leases.end_for_room()
 
     async def has_free(self) -> bool:
+        """A slot is free now: the first checkpoint that waits has not taken it yet."""
         await self._binding.volumes.refresh()
         current = self._binding.volumes.current
         return current is not None and current.info.free_slots > 0
@@ -384,6 +385,7 @@ class Unparking:
         """Whether nothing more is to be done for it."""
         if not parked.is_parked:
             return True
+        # Before the try: what ends during the try may have freed a slot.
         is_last = self._readiness.stops and not self._slots.may_come
         code = self._saves.write(parked)
         if not code or code in _SOON:

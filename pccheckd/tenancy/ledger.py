@@ -59,11 +59,12 @@ class Ledger:
         self.first_request_ns = self.first_request_ns or checkpoint.requested_ns
         if not checkpoint.in_memory:
             self._requested_ns.append(checkpoint.requested_ns)
-        ended = [(key, one) for key, one in self.checkpoints.items() if not one.live]
         # Between two on the disk there may be any number that were in memory only.
-        on_disk = [key for key, one in ended if one.state in (State.DURABLE, State.GLOBAL)]
-        others = [key for key, one in ended if one.state not in (State.DURABLE, State.GLOBAL)]
-        for old in (*on_disk[:-HISTORY], *others[:-HISTORY]):
+        ended: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        for key, one in self.checkpoints.items():
+            if not one.live:
+                ended[one.state in (State.DURABLE, State.GLOBAL)].append(key)
+        for old in (*ended[True][:-HISTORY], *ended[False][:-HISTORY]):
             forgotten = self.checkpoints.pop(old)
             if self.by_sequence.get(forgotten.id.sequence) is forgotten:
                 del self.by_sequence[forgotten.id.sequence]

@@ -9,11 +9,10 @@ from pccheck.options import Options
 from pccheck.warn import Warner
 from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
 from pccheck_wire.errors import UsageError
+from pccheck_wire.messages import STATES_IN_MEMORY as STATES
 from pccheck_wire.units import MIB
 
 _NAMES = {"disk": LEVEL_DISK, "memory": LEVEL_MEMORY}
-#: One that is being copied, one that is copied on all ranks, one that is being written.
-STATES = 3
 
 
 class Levels:

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from pccheck_native import _core, cgroups, layout
 from pccheck_wire.errors import PccheckError, UsageError
+from pccheck_wire.messages import STATES_IN_MEMORY
 from pccheck_wire.units import MIB
 from pccheckctl.arguments import SLOTS_MAX
 from pccheckctl.output import render
@@ -42,8 +43,6 @@ from .goodput import Costs, best_interval, goodput
 
 HIDDEN = 2 / 3  # of a step: forward and backward, during which a copy costs nothing
 N_MIN, N_MAX = 2, 8
-#: One that is being copied, one that is safe, one that is being written.
-STATES_IN_MEMORY = 3
 WORTH_IT = 1.05  # what one more in flight has to save
 DRAM_MIN = 64 * MIB  # some chunks
 COPY_PROBE_BYTES = 128 * MIB

@@ -104,7 +104,7 @@ def test_what_a_rank_alone_has_ends_when_a_newer_one_is_global() -> None:
     assert ledger.became_global(3, {1, 3}) == []  # reported once
 
 
-def test_what_is_durable_is_remembered_beside_many_that_were_in_memory_only() -> None:
+def test_a_durable_one_is_remembered_beside_many_in_memory_only() -> None:
     ledger = Ledger()
     old = durable(ledger, 1)
     for number in range(2, 2 * HISTORY):
@@ -116,7 +116,7 @@ def test_what_is_durable_is_remembered_beside_many_that_were_in_memory_only() ->
     assert len(ledger.checkpoints) <= HISTORY + 2
 
 
-def test_the_next_request_for_the_disk_is_expected_after_the_usual_interval() -> None:
+def test_the_next_request_for_disk_is_expected_after_an_interval() -> None:
     ledger = Ledger()
     assert ledger.next_s(0) == math.inf
     for second in range(0, 30, 10):
