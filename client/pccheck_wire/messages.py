@@ -171,6 +171,11 @@ class Failure(Message):
 #: all ranks, one that is being written.
 STATES_IN_MEMORY = 3
 
+#: A `Carry` is answered within this time, also when there is nothing to do.
+CARRY_LIMIT_S = 5.0
+#: How the text of an operation's error begins while the job's store cannot be found yet.
+NOT_YET = "not yet"
+
 
 @message("register")
 class Register(Message):
@@ -338,6 +343,29 @@ class Pin(Message):
     pinned: bool = True
 
 
+@message("carry")
+class Carry(Message):
+    """Of a trainer whose job has several nodes: this lane (0, and 1 for operations that wait) has
+    nothing to do, and `results` are those of the operations of `batch`. `packing.pieces` made
+    `results`, of which this message has those from byte `at` on. With `more` another one follows
+    and there is no answer; else -> `Carried`, after at most CARRY_LIMIT_S."""
+
+    lane: int
+    batch: int = 0  # of a `Carried`; 0: there are no results
+    results: list[bytes] = field(default_factory=list)
+    at: int = 0
+    more: bool = False
+
+
+@message("carried")
+class Carried(Message):
+    """What this trainer is to do in the job's torch store, one after the other: see PROTOCOL.md.
+    `packing.pieces` made `operations`; [] if there is nothing to do."""
+
+    batch: int = 0  # grows with each answer that has operations
+    operations: list[bytes] = field(default_factory=list)
+
+
 @message("goodbye")
 class Goodbye(Message):
     """Orderly end; with `done` the volume is trimmed to its newest checkpoint. -> `Done`."""
@@ -415,11 +443,11 @@ class Report(Message):
 
 
 RequestBody = (
-    Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Goodbye | Status
+    Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Carry | Goodbye | Status
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.
-Answer = Registered | Described | Opened | Empty | Writing | Joined | Done | Report
+Answer = Registered | Described | Opened | Empty | Writing | Joined | Carried | Done | Report
 ReplyBody = Answer | Failure
 
 

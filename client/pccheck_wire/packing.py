@@ -3,6 +3,9 @@ types, no duplicate keys. Imports neither the classes of messages.py nor `datacl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import msgpack  # type: ignore[import-untyped]
 
 from .errors import ProtocolError
@@ -16,6 +19,12 @@ ITEMS_MAX = 65536
 #: The lists and maps of a request, and the items of each. Small items are cheap to send and take
 #: long to build, so a request with more of them is refused first.
 REQUEST_ITEMS_MAX = 32
+#: A value in a job's torch store, as Python bytes.
+VALUE_BYTES_MAX = 1 << 20
+#: The operations of a `Carried`, or their results, in msgpack. A trainer begins no operation while
+#: it has results of more than VALUE_BYTES_MAX, and takes no longer result than that and a little.
+CARRY_BYTES_MAX = 2 * VALUE_BYTES_MAX + REQUEST_BYTES_MAX
+OPERATIONS_MAX = 64
 
 
 def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> object:
@@ -26,6 +35,33 @@ def unpack(data: bytes | memoryview, *, bytes_max: int = REQUEST_BYTES_MAX) -> o
         plain: object = msgpack.unpackb(data, **_limits(bytes_max))
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise ProtocolError(f"$: not a message: {_reason(error)}") from error
+    return plain
+
+
+def pieces(values: list[Any]) -> list[bytes]:
+    """Operations or results as msgpack, in pieces that a message may have."""
+    data = msgpack.packb(values)
+    return [data[at : at + STRING_BYTES_MAX] for at in range(0, len(data), STRING_BYTES_MAX)]
+
+
+def joined(pieces: Iterable[bytes]) -> list[Any]:
+    """What `pieces` got. Raises ProtocolError."""
+    data = b"".join(pieces)
+    if not data:
+        return []
+    if len(data) > CARRY_BYTES_MAX:
+        raise ProtocolError(f"$: {len(data)} bytes are carried, the limit is {CARRY_BYTES_MAX}")
+    few = _Few(1 + 2 * OPERATIONS_MAX)  # ["get", [KEY, ...]]
+    limits = _limits(CARRY_BYTES_MAX) | {
+        "max_bin_len": VALUE_BYTES_MAX, "max_str_len": STRING_BYTES_MAX, "max_map_len": 0,
+        "list_hook": few.made_list,
+    }  # fmt: skip
+    try:
+        plain: object = msgpack.unpackb(data, **limits)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"$: nothing that is carried: {_reason(error)}") from error
+    if not isinstance(plain, list):
+        raise ProtocolError(f"$: a list is expected, not {type(plain).__name__}")
     return plain
 
 
@@ -61,7 +97,7 @@ def packets(data: bytes) -> list[bytes]:
 
 def _limits(bytes_max: int) -> dict[str, object]:
     is_request = bytes_max <= REQUEST_BYTES_MAX
-    few = _Few()
+    few = _Few(REQUEST_ITEMS_MAX)
     return {
         "raw": False,
         "strict_map_key": True,
@@ -78,10 +114,10 @@ def _limits(bytes_max: int) -> dict[str, object]:
 
 
 class _Few:
-    """The lists and maps of one request, which are counted."""
+    """The lists and maps of one message, which are counted."""
 
-    def __init__(self) -> None:
-        self._left = REQUEST_ITEMS_MAX
+    def __init__(self, most: int) -> None:
+        self._left = self._most = most
 
     def made_list(self, items: list[object]) -> list[object]:
         self._count()
@@ -94,7 +130,7 @@ class _Few:
     def _count(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise ProtocolError(f"$: a request of more than {REQUEST_ITEMS_MAX} lists and maps")
+            raise ProtocolError(f"$: a request of more than {self._most} lists and maps")
 
 
 def _unique(pairs: list[tuple[object, object]]) -> dict[str, object]:

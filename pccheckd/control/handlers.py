@@ -51,6 +51,7 @@ _TRAINER_ONLY = (
     messages.Describe,
     messages.Restored,
     messages.Pin,
+    messages.Carry,
     messages.Goodbye,
 )
 _NOT_OBSERVER = (*_TRAINER_ONLY, messages.Open, messages.Read)
@@ -138,6 +139,8 @@ class Handlers:
                 return await session.job.restored(session.rank, session.process, body)
             case messages.Pin():
                 await pinning.pin(session, body)
+            case messages.Carry():
+                raise RefusedError("this rank's job does not run on several nodes")
             case messages.Goodbye():
                 await self._goodbye(session, body)
             case messages.Status():

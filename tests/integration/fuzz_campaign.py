@@ -22,6 +22,7 @@ from pccheck_wire import attach, codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError, ProtocolError
 from pccheck_wire.messages import (
+    Carry,
     Describe,
     Drop,
     Expose,
@@ -48,6 +49,7 @@ BODIES: tuple[RequestBody, ...] = (
     Register(SIZE), Describe(1), Open(), Open(3, 4), Read(1, 1, 0, SIZE),
     Restored(1), Pin(1), Pin(1, False), Status(), ListVolumes("job"), Verify("job", 0, 1),
     Trace(1.0), Goodbye(), Expose(1, [b"x" * 100], True), Drop("job", 0, -1, True),
+    Carry(1, 1, [b"\x91\xc0"], 5, True),
 )  # fmt: skip
 ALIVE_EVERY = 200
 

@@ -32,6 +32,7 @@ from pccheck_wire import attach, codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import (
+    Carry,
     Describe,
     Drop,
     Expose,
@@ -325,7 +326,7 @@ class Attacker:
             Open(any_world_size=True), Read(2, 1, 0, 1, rank=0),
             Pin(1), Pin(1, pinned=False),
             Drop(self.victim["job"], uid=0), ListVolumes(self.victim["job"]),
-            Verify(self.victim["job"], uid=0),
+            Verify(self.victim["job"], uid=0), Carry(0), Carry(1, 1, [b"\x90"]),
         ]  # fmt: skip
         while True:
             for body in bodies:

@@ -190,6 +190,35 @@ def test_the_largest_request_is_within_the_limits() -> None:
     )
 
 
+def test_operations_and_results_of_any_length_are_carried_in_pieces() -> None:
+    several = [None, 7, b"x" * packing.VALUE_BYTES_MAX, [b"", None], ["error", "gone"]]
+    cut = packing.pieces(several)
+    assert max(map(len, cut)) == codec.PIECE_BYTES
+    assert packing.joined(cut) == several
+    assert packing.joined(packing.pieces([])) == packing.joined([]) == []
+    most = messages.Carry(1, 2**40, cut[: codec.PIECES_MAX], at=2**21, more=True)
+    codec.decode(codec.encode(messages.Request(1, b"t" * 16, most)), messages.Request)
+    answer = messages.Reply(1, messages.Carried(1, cut))
+    codec.decode(codec.encode(answer), messages.Reply, bytes_max=packing.REPLY_BYTES_MAX)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (msgpack.packb([[]] * 1000), "more than 129 lists"),
+        (msgpack.packb([b"x" * (packing.VALUE_BYTES_MAX + 1)]), "exceeds max_bin_len"),
+        (msgpack.packb([b"x" * packing.VALUE_BYTES_MAX] * 3), "are carried, the limit is"),
+        (msgpack.packb([{"a": 1}]), "exceeds max_map_len"),
+        (msgpack.packb([1, b"abc"])[:-1], "nothing that is carried"),
+        (msgpack.packb(1), "a list is expected, not int"),
+    ],
+    ids=["lists", "value", "sum", "map", "cut", "number"],
+)
+def test_what_is_carried_has_limits(data: bytes, told: str) -> None:
+    with pytest.raises(ProtocolError, match=told):
+        packing.joined([data])
+
+
 def test_missing_optional_fields_take_their_defaults() -> None:
     plain = {"t": "hello", "protocol": 1, "role": "observer", "version": "", "pid": 7}
     assert codec.from_plain(plain, messages.Hello).uid == -1
