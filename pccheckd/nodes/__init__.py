@@ -1,0 +1,1 @@
+"""One job on several nodes: what its daemons tell each other, and what they keep of it."""

@@ -1,0 +1,43 @@
+"""What moves small values between the nodes of a job: the job's torch store, or etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pccheck_wire.errors import PccheckError
+
+#: Bytes of one value.
+VALUE_MAX = 1 << 20
+
+
+class CarrierError(PccheckError):
+    """The carrier failed, or did not answer in time. Whether it did what it was asked for is
+    unknown."""
+
+    code = "CARRIER"
+    default_retryable = True
+
+
+class Carrier(Protocol):
+    """Keys are short, ASCII, and public: whoever reaches a torch store reads them. A value has at
+    most VALUE_MAX bytes. Every call has a deadline, and raises CarrierError when it has failed.
+    Calls may overlap, and a `wait` delays no other call.
+
+    A carrier may lose everything that it holds, at any time, and says nothing."""
+
+    async def set(self, key: str, value: bytes) -> None:
+        """The value has arrived on return."""
+
+    async def add(self, key: str, amount: int) -> int:
+        """The sum; an absent key counts as 0. After a CarrierError a second try may add twice.
+        `get` reads a sum as decimal digits."""
+
+    async def swap(self, key: str, value: bytes) -> bytes:
+        """Sets a key that is absent. Returns what the key holds now: the first value wins."""
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values, in the order of the keys; None for an absent key."""
+
+    async def wait(self, key: str, limit_s: float) -> bytes | None:
+        """The value as soon as there is one; None if there is none within `limit_s` seconds."""
