@@ -1,0 +1,392 @@
+"""What the ranks of a start restore. Pure: no I/O, no clock.
+
+One member decides with the offers of all members, writes the answer where only the first writer
+succeeds, and every member takes what is written there. An answer that an offer repeats is the
+answer: a rank may have restored it before the store, or the decider, was lost.
+
+**Which start goes on.** A start counts once its answer is recorded on some node. The top is the one
+that no other has seen. If two have not seen each other (a fork), the branch with a checkpoint of
+its own goes on; two such branches are refused. When not most of the top's members are here, a newer
+start may have begun without this one: refused. (Half is enough, if it has the first member.)
+
+**Which checkpoint of it.** c: the newest that this start can restore. It need not have been global:
+survivors use what they hold. m: the newest that every member here holds. g: the newest known
+global. When m or g is newer than c, somebody may have been told that it is global: refused. What a
+member here lacks, and what is newer than all that it holds, was never global. Without c: what the
+top restored. Without that: nothing, if all members of the top are here and no node holds a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pccheck_native.group import Refused
+from pccheck_native.nodes.disks import Disks, Lack
+from pccheck_native.nodes.facts import FullName
+from pccheck_native.nodes.lists import Missing, StartList, joined, listed
+from pccheck_native.nodes.offers import (
+    NEWEST,
+    SEEN_MAX,
+    Offer,
+    StartAnswer,
+    StartRecord,
+    Word,
+)
+
+ID_SHOWN = 12  # hex digits of a start's id that a user types
+STEPS_SHOWN = 8
+FRESH = "fresh=True begins without a checkpoint"
+
+
+def absent(offers: Collection[Offer], found: StartList, waits_s: float) -> Missing | None:
+    """Which members have not offered; None: all have, and the start can be decided."""
+    came = {offer.node for offer in offers if offer.promise == found.promise}
+    lacking = [member for member in found.members if member.node not in came]
+    if not lacking:
+        return None
+    names = joined([f"{found.name(one)} ({listed(one.ranks)})" for one in lacking])
+    return Missing(
+        tuple(rank for member in lacking for rank in member.ranks),
+        f"{names} did not answer for {waits_s:.0f} s",
+        "check its daemon and its network (`pccheckctl doctor` on it), and start the job again",
+    )
+
+
+def decide(
+    offers: Sequence[Offer], found: StartList, round_: int = 0, *, travel: bool = False
+) -> StartAnswer | Refused:
+    """The answer to a start, in a round of it. `travel`: nodes can read shards of other nodes.
+    Raises ValueError if a member has not offered."""
+    if absent(offers, found, 0):
+        raise ValueError("all members of a start must have offered")
+    again = {
+        answer
+        for offer in offers
+        for answer in offer.answers
+        if (answer.start, answer.round) == (found.start, round_)
+    }
+    if len(again) == 1:
+        return again.pop()
+    if again:
+        return Refused(
+            f"nodes remember {len(again)} answers to one start ({_steps(again)})",
+            "start the job again",
+        )
+    nodes = {member.node for member in found.members}
+    members = [offer for offer in offers if offer.node in nodes]
+    word = _one_word(members, found)
+    if isinstance(word, Refused):
+        return word
+    return _Decision(Disks(offers, found, travel=travel), found, round_, word).make()
+
+
+class _Decision:
+    """One start, one round."""
+
+    def __init__(self, disks: Disks, found: StartList, round_: int, word: Word) -> None:
+        self._disks, self._found, self._round, self._word = disks, found, round_, word
+        self._warnings: list[str] = []
+        self._without: set[bytes] = set()
+
+    def make(self) -> StartAnswer | Refused:
+        if self._word.fresh:
+            return self._answer(None)
+        if refused := self._leave_out():
+            return refused
+        top = self._top()
+        if top is None:
+            return self._answer(None)
+        if isinstance(top, Refused):
+            return top
+        if refused := self._most_are_here(top):
+            return refused
+        chosen = self._of_step(top) if self._word.step is not None else self._of_top(top)
+        return chosen if isinstance(chosen, Refused) else self._answer(chosen)
+
+    def _answer(self, restored: FullName | None) -> StartAnswer:
+        own = self._found.start
+        seen: dict[bytes, None] = {}
+        records = self._disks.records.values()
+        for record in sorted(records, key=lambda one: one.who.promise, reverse=True):
+            seen |= dict.fromkeys((record.start, *record.seen))
+        seen.pop(own, None)
+        if self._round:
+            seen = dict.fromkeys(self._disks.records[own].seen)
+        older = tuple(seen)[:SEEN_MAX]
+        return StartAnswer(own, self._round, restored, older, self._word, tuple(self._warnings))
+
+    # -- which start -------------------------------------------------------------------------
+
+    def _leave_out(self) -> Refused | None:
+        """The nodes that the user's word leaves out."""
+        lists = [record.who for record in self._disks.records.values()]
+        for name in self._word.without:
+            nodes = {
+                member.node
+                for saved in lists
+                for member in saved.members
+                if name == member.host or (len(name) >= 8 and member.node.hex().startswith(name))
+            }
+            if not nodes:
+                hosts = {member.host for saved in lists for member in saved.members}
+                return Refused(
+                    f"without={name!r} names no node of this job",
+                    f"its nodes are {joined(sorted(hosts)) or 'not known'}",
+                )
+            if nodes & self._disks.hosts.keys():
+                return Refused(
+                    f"without={name!r} names a node that is here",
+                    "leave it out, or start the job without that node",
+                )
+            self._without |= nodes
+        return None
+
+    def _top(self) -> StartRecord | Refused | None:
+        """The start that goes on; None: there is none, and no checkpoint."""
+        records, own = self._disks.records, self._found.start
+        if self._round:
+            if own not in records or not records[own].born:
+                raise ValueError("a round follows the first answer of its start")
+            return records[own]
+        pool = [one for one in records.values() if one.born and one.start != own]
+        if not pool:
+            if self._disks.holds_any or self._disks.known:
+                return Refused(
+                    f"there are checkpoints ({self._seen_steps()}), and no node here has the "
+                    "record of a start that saved or restored them",
+                    f"start the job with the nodes that ran it before; {FRESH}",
+                )
+            return None
+        if self._word.start and self._word.start != NEWEST:
+            return self._named(pool)
+        tops = [one for one in pool if not any(one.start in other.seen for other in pool)]
+        branches = [one for one in tops if self._has_own(one)] or self._newest_restored(tops)
+        if len(branches) == 1:
+            return branches[0]
+        return self._fork(branches)
+
+    def _named(self, pool: Sequence[StartRecord]) -> StartRecord | Refused:
+        found = [one for one in pool if one.start.hex().startswith(self._word.start.lower())]
+        if len(found) == 1:
+            return found[0]
+        known = joined([f"{_id(one)} ({self._steps_of(one)})" for one in pool[:STEPS_SHOWN]])
+        what = "no start" if not found else f"{len(found)} starts"
+        return Refused(
+            f"start={self._word.start!r} names {what} of this job",
+            f"the nodes here know {known}",
+        )
+
+    def _has_own(self, record: StartRecord) -> bool:
+        """It has saved what somebody may go on from: the user must not lose it unasked."""
+        names = (FullName(record.start, name) for name in self._disks.names(record.start))
+        return any(
+            one in self._disks.known or not self._disks.lacks(one, travel=True) for one in names
+        )
+
+    def _newest_restored(self, tops: list[StartRecord]) -> list[StartRecord]:
+        """Of starts that saved nothing: the one that restored the newest checkpoint."""
+        best = [
+            one
+            for one in tops
+            if not any(self._is_newer(other.restored[-1][1], one.restored[-1][1]) for other in tops)
+        ]
+        if len({one.restored[-1][1] for one in best}) == 1:
+            return [max(best, key=lambda one: one.who.promise)]
+        return best
+
+    def _is_newer(self, one: FullName | None, other: FullName | None) -> bool:
+        if one is None or other is None:
+            return one is not None and other is None
+        if one.start == other.start:
+            return one.name > other.name
+        record = self._disks.records.get(one.start)
+        return record is not None and other.start in record.seen
+
+    def _fork(self, branches: Sequence[StartRecord]) -> StartRecord | Refused:
+        by_number = sorted(branches, key=lambda one: one.who.promise)
+        texts = [
+            f"{_id(one)} ({joined([f'host {member.host}' for member in one.who.members[:4]])}: "
+            f"{self._steps_of(one)})"
+            for one in by_number
+        ]
+        apart = f"the starts {joined(texts)} ran apart, and neither knew of the other"
+        if self._word.start == NEWEST:
+            newest = by_number[-1]
+            self._warnings.append(f"{apart}: going on from {_id(newest)}, as start='newest' says")
+            return newest
+        words = joined([f"restore(start={_id(one)!r})" for one in by_number])
+        return Refused(
+            apart, f"choose the one that goes on: {words}; what the other saved is given up then"
+        )
+
+    def _most_are_here(self, top: StartRecord) -> Refused | None:
+        members = [one for one in top.who.members if one.node not in self._without]
+        there = self._disks.here(top)
+        here = [one for one in members if one in there]
+        away = [one for one in members if one not in there]
+        first = bool(members) and members[0] in here
+        if 2 * len(here) > len(members) or (2 * len(here) == len(members) and first) or not members:
+            return None
+        names = [top.who.name(one) for one in away]
+        words = ", ".join(repr(one.host) for one in away[:STEPS_SHOWN])
+        without = words if len(away) == 1 else f"[{words}]"
+        return Refused(
+            f"{len(here)} of the {len(members)} nodes that ran this job last are here, and "
+            f"{joined(names)} {'is' if len(away) == 1 else 'are'} not: they may have continued "
+            "without these nodes",
+            f"start the job on {'this node' if len(away) == 1 else 'these nodes'} too; if "
+            f"{'it' if len(away) == 1 else 'they'} will not come back, restore(without={without}) "
+            "goes on without what only they have",
+        )
+
+    # -- which checkpoint --------------------------------------------------------------------
+
+    def _of_top(self, top: StartRecord) -> FullName | Refused | None:
+        own = [FullName(top.start, name) for name in self._disks.names(top.start)]
+        whole = next((one for one in own if not self._disks.lacks(one)), None)
+        here = self._disks.here(top)
+        for one in own:
+            if one == whole:
+                return whole
+            by_all = bool(here) and all(self._disks.has_own(one, member) for member in here)
+            counts = one in self._disks.known or by_all
+            if counts and (refused := self._must_not_lose(one, whole)):
+                return refused
+        return self._restored_by(top)
+
+    def _must_not_lose(self, one: FullName, whole: FullName | None) -> Refused | None:
+        """It is, or may be, global, and this start cannot restore it."""
+        lacks = self._disks.lacks(one)
+        what = "is" if one in self._disks.known else "may be"
+        text = (
+            f"step {one.name.step} {what} global, and cannot be restored: {self._disks.why(lacks)}"
+        )
+        if all(lack.kind == "damaged" or lack.node in self._without for lack in lacks):
+            self._warnings.append(f"{text}; going on from an older checkpoint")
+            return None
+        return Refused(text, _way_out(lacks, whole))
+
+    def _restored_by(self, top: StartRecord) -> FullName | Refused | None:
+        """What the top restored, when nothing that it saved can be restored."""
+        own = self._disks.names(top.start)
+        for _, restored in reversed(top.restored):
+            if restored is None:
+                break
+            if restored.start == top.start:
+                continue  # damaged or left out: an earlier round has what it came from
+            if lacks := self._disks.lacks(restored):
+                return Refused(
+                    f"the job continued from step {restored.name.step}, and that cannot be "
+                    f"restored: {self._disks.why(lacks)}",
+                    _way_out(lacks, None),
+                )
+            return restored
+        away = [one for one in top.who.members if one not in self._disks.here(top)]
+        if [one for one in away if one.node not in self._without]:
+            return Refused(
+                "no checkpoint can be restored, and not all nodes that ran this job last are here: "
+                f"{joined([top.who.name(one) for one in away])} may have one",
+                f"start the job on these nodes too; {FRESH}",
+            )
+        if self._disks.holds_any:
+            lacks = self._disks.lacks(FullName(top.start, own[0])) if own else []
+            why = f": {self._disks.why(lacks)}" if lacks else ""
+            return Refused(
+                f"there are checkpoints ({self._seen_steps()}), and none can be restored{why}",
+                _way_out(lacks, None),
+            )
+        return None
+
+    def _of_step(self, top: StartRecord) -> FullName | Refused:
+        """The checkpoint of the step that the user named: of the top, else of the newest start."""
+        step = self._word.step
+        every = [one for one in self._disks.checkpoints if one.name.step == step]
+        found = [one for one in every if not self._disks.lacks(one)]
+        if own := [one for one in found if one.start == top.start]:
+            return max(own)
+        older = [one for one in found if one.start in top.seen]
+        newest = [one for one in older if not any(self._is_newer(two, one) for two in older)]
+        if len(newest) == 1:
+            return newest[0]
+        if newest:
+            starts = joined([one.start.hex()[:ID_SHOWN] for one in sorted(newest)])
+            return Refused(
+                f"the starts {starts} ran apart, and each has saved step {step}",
+                "name the start too: restore(step=..., start=...)",
+            )
+        lacks = self._disks.lacks(every[0]) if every else []
+        why = f": {self._disks.why(lacks)}" if lacks else ""
+        return Refused(
+            f"step {step} cannot be restored on all nodes{why}",
+            f"the nodes here hold {self._seen_steps()}",
+        )
+
+    # -- words -------------------------------------------------------------------------------
+
+    def _seen_steps(self) -> str:
+        return _steps_of(one.name.step for one in self._disks.checkpoints)
+
+    def _steps_of(self, record: StartRecord) -> str:
+        return _steps_of(name.step for name in self._disks.names(record.start))
+
+
+def _one_word(members: Sequence[Offer], found: StartList) -> Word | Refused:
+    """What the users of all members said; nodes that one of them leaves out are left out."""
+    first = members[0]
+    for other in members:
+        if other.word._replace(without=()) != first.word._replace(without=()):
+            return Refused(
+                f"host {first.host} wants restore({_typed(first.word)}), and host {other.host} "
+                f"wants restore({_typed(other.word)})",
+                "give restore() the same arguments on all ranks",
+            )
+    without = {name for one in members for name in one.word.without}
+    return first.word._replace(without=tuple(sorted(without)))
+
+
+def _typed(word: Word) -> str:
+    said = {"step": word.step, "start": word.start or None, "fresh": word.fresh or None}
+    return ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not None)
+
+
+def _way_out(lacks: Sequence[Lack], whole: FullName | None) -> str:
+    """What to type."""
+    ways = []
+    kinds = {lack.kind for lack in lacks}
+    hosts = {
+        lack.host.removeprefix("host ").split(" (")[0] for lack in lacks if lack.kind == "away"
+    }
+    if hosts:
+        names = joined([f"host {host}" for host in sorted(hosts)])
+        words = repr(sorted(hosts)) if len(hosts) > 1 else repr(*hosts)
+        ways.append(f"start the job on {names} too")
+        if whole:
+            ways.append(f"restore(without={words}) goes on without what only that has")
+    moved = [lack for lack in lacks if lack.kind == "moved"]
+    if moved:
+        ways.append(f"start {listed([moved[0].part])} on {moved[0].host}")
+    if "size" in kinds:
+        ways.append(f"start the job with {next(one.host for one in lacks if one.kind == 'size')}")
+    if "no copy" in kinds:
+        ways.append("start the job on the nodes that have a copy")
+    if whole:
+        ways.append(f"restore(step={whole.name.step}) goes back to step {whole.name.step}")
+    ways.append(FRESH)
+    return "; ".join(ways)
+
+
+def _steps(answers: Collection[StartAnswer]) -> str:
+    return _steps_of(one.restored.name.step for one in answers if one.restored) or "nothing"
+
+
+def _steps_of(steps: object) -> str:
+    found = sorted(set(steps), reverse=True)  # type: ignore[call-overload]
+    if not found:
+        return "no step"
+    shown = joined([str(step) for step in found[:STEPS_SHOWN]])
+    more = ", and older ones" if len(found) > STEPS_SHOWN else ""
+    return f"{'step' if len(found) == 1 else 'steps'} {shown}{more}"
+
+
+def _id(record: StartRecord) -> str:
+    return record.start.hex()[:ID_SHOWN]

@@ -1,0 +1,252 @@
+"""What is global and what is given up: facts that follow from what the nodes of a start publish,
+and what each node keeps because of them. Pure: no I/O, no clock.
+
+Both facts stay true for ever, so a state or a fact may arrive late, twice, or from two writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from pccheck_native.nodes import plain
+
+
+class SaveName(NamedTuple):
+    """Which checkpoint of its start. Ordered, from left to right; all ranks make equal names."""
+
+    base: int  # the round: the number of the restore of all ranks, in this start, before the save
+    descents: int  # how often the step has gone down since then, without a restore
+    step: int
+    row: int  # how often this step was repeated directly
+
+    def to_plain(self) -> list[int]:
+        return list(self)
+
+    @classmethod
+    def of_plain(cls, value: object) -> SaveName:
+        """Raises ValueError."""
+        found = plain.items(value, "a name", count=len(cls._fields))
+        return cls(*(plain.number(one, "a field of a name") for one in found))
+
+
+class FullName(NamedTuple):
+    """Which checkpoint of its job. Two of different starts are not ordered by this."""
+
+    start: bytes
+    name: SaveName
+
+    def to_plain(self) -> list[object]:
+        return [self.start, *self.name]
+
+    @classmethod
+    def of_plain(cls, value: object) -> FullName:
+        """Raises ValueError."""
+        start, *name = plain.items(value, "a checkpoint", count=1 + len(SaveName._fields))
+        return cls(plain.raw(start, "a start"), SaveName.of_plain(name))
+
+
+class Have(NamedTuple):
+    """What a node publishes in its start; names in order, none older than its newest global."""
+
+    offered: tuple[SaveName, ...] = ()  # durable on all ranks of the node, and promised
+    #: Durable, in flight, or not yet asked for, on every rank of the node.
+    there: tuple[SaveName, ...] = ()
+    passed: SaveName | None = None  # the newest that any rank of the node asked for
+    known: tuple[SaveName, ...] = ()  # the newest globals of this start that it knows, newest first
+
+    def to_plain(self) -> list[object]:
+        names = [
+            [one.to_plain() for one in some] for some in (self.offered, self.there, self.known)
+        ]
+        return [*names, self.passed and self.passed.to_plain()]
+
+    @classmethod
+    def of_plain(cls, value: object) -> Have:
+        """Raises ValueError."""
+        *names, passed = plain.items(value, "what a node has", count=4)
+        offered, there, known = map(_names_of_plain, names)
+        last = None if passed is None else SaveName.of_plain(passed)
+        return cls(offered, there, last, known)
+
+
+class Said(NamedTuple):
+    """The facts about one start."""
+
+    globals: tuple[SaveName, ...] = ()  # newest first
+    given_up: tuple[SaveName, ...] = ()  # in order; all newer than the newest global
+
+    def to_plain(self) -> list[object]:
+        return [[one.to_plain() for one in some] for some in self]
+
+    @classmethod
+    def of_plain(cls, value: object) -> Said:
+        """Raises ValueError."""
+        return cls(*map(_names_of_plain, plain.items(value, "what is said", count=2)))
+
+
+class RankHas(NamedTuple):
+    """One rank of a node, as its daemon knows it."""
+
+    #: Not what failed; also what was found damaged since, for somebody may count on it.
+    durable: Collection[SaveName] = ()
+    in_flight: Collection[SaveName] = ()
+    asked: SaveName | None = None  # the newest that its process asked for; the older ones it passed
+
+
+class Promises(NamedTuple):
+    """What a node has promised in its start, and must keep. On the disk: `known`, and one bit for
+    each shard that is `offered`."""
+
+    start: bytes
+    #: The `keep` newest globals that this node knows: those of this start, newest first, then what
+    #: this start restored, then those of older starts.
+    known: tuple[FullName, ...] = ()
+    offered: frozenset[SaveName] = frozenset()
+    restored: FullName | None = None  # in the newest round
+    round: int = 0
+
+    @property
+    def newest(self) -> SaveName | None:
+        """The newest global of this start."""
+        return self.known[0].name if self.known and self.known[0].start == self.start else None
+
+
+class Space(NamedTuple):
+    """How many checkpoints a node may keep for others."""
+
+    promises: int
+    #: One slot stays without a promise, so no save ever waits for a message. If not, the caller
+    #: tells the user once: saves may wait for the other nodes.
+    spare: bool
+
+
+def room(slots: int, flights: int, keep: int) -> Space:
+    """For volumes with `slots`, of which `flights` are for what is being written (N). N + keep + 1
+    slots leave one without a promise, in which local checkpoints rotate while nothing can be
+    agreed. Volumes with fewer promise all."""
+    spare = slots >= flights + keep + 1
+    return Space(slots - 1 if spare else slots, spare)
+
+
+def say(haves: Sequence[Have | None]) -> Said:
+    """The facts, from what each member of the start published last (None: nothing was heard).
+
+    Global: every member offers it, or one knows it. Given up: some member has passed it, and has it
+    neither durable nor in flight. What a member recycled under a newer global would look given up,
+    so names that are not newer than the newest global are left out.
+    """
+    heard = [have for have in haves if have is not None]
+    known = {name for have in heard for name in have.known}
+    if heard and len(heard) == len(haves):
+        known |= set.intersection(*(set(have.offered) for have in heard))
+    newest = max(known, default=None)
+    open_names = {
+        name
+        for have in heard
+        for name in (*have.offered, *have.there)
+        if newest is None or name > newest
+    }
+    lost = {
+        name
+        for have in heard
+        if have.passed is not None
+        for name in open_names.difference(have.there, have.offered)
+        if name <= have.passed
+    }
+    return Said(tuple(sorted(known, reverse=True)), tuple(sorted(lost)))
+
+
+def begin(
+    start: bytes, restored: FullName | None, known: Iterable[FullName], keep: int
+) -> Promises:
+    """The promises of a node when the answer of its start is recorded; `known`: its globals before.
+    What was restored counts as a known global."""
+    counted = () if restored is None else (restored,)
+    older = (one for one in known if one != restored)
+    return Promises(start, (*counted, *older)[:keep], frozenset(), restored)
+
+
+def restore_again(mine: Promises, restored: FullName | None, round_: int) -> Promises:
+    """A later round of the same start is recorded. What it restored stays until a checkpoint of
+    this round, or of a later one, is global."""
+    return mine._replace(restored=restored, round=round_)
+
+
+def hear(mine: Promises, said: Said, keep: int) -> Promises:
+    """What a node knows and has promised, once it has heard these facts."""
+    own = {one.name for one in mine.known if one.start == mine.start} | set(said.globals)
+    older = [one for one in mine.known if one.start != mine.start]
+    known = (*(FullName(mine.start, one) for one in sorted(own, reverse=True)), *older)[:keep]
+    after = mine._replace(known=known)
+    lost = set(said.given_up)
+    return after._replace(
+        offered=frozenset(
+            name for name in mine.offered if name not in lost and _is_newer(name, after.newest)
+        )
+    )
+
+
+def offer(
+    mine: Promises, held: Collection[FullName], space: Space, given_up: Collection[SaveName] = ()
+) -> Promises:
+    """With more offered, oldest first, as far as there is space. `held`: durable on the node, or
+    about to be: the record that makes a shard durable says whether it may be offered. `given_up`:
+    what the node was told."""
+    offered = set(mine.offered)
+    kept = len(stays(mine).intersection(held))
+    for one in sorted(one.name for one in held if one.start == mine.start):
+        if one in offered or one in given_up or not _is_newer(one, mine.newest):
+            continue
+        full = FullName(mine.start, one)
+        kept += full not in stays(mine)
+        if kept > space.promises:
+            break
+        offered.add(one)
+    return mine._replace(offered=frozenset(offered))
+
+
+def stays(mine: Promises) -> set[FullName]:
+    """What the node must not recycle. The rest may go; of an older start only because the answer
+    of this start is recorded here, else there are no `Promises` for this start yet."""
+    kept = {*mine.known, *(FullName(mine.start, name) for name in mine.offered)}
+    newest = mine.newest
+    if mine.restored and (newest is None or newest.base < mine.round):
+        kept.add(mine.restored)
+    return kept
+
+
+def recyclable(mine: Promises, held: Collection[FullName]) -> list[FullName]:
+    """What may go of `held`, in the order in which it should: first what older starts left."""
+    free = set(held) - stays(mine)
+    return sorted(free, key=lambda one: (one.start == mine.start, one.name, one.start))
+
+
+def publish(mine: Promises, ranks: Sequence[RankHas]) -> Have:
+    """What the node publishes; only what all its ranks have durable is offered. A daemon that has
+    restarted publishes when it knows again what is durable, in flight and asked for on all its
+    ranks, and not before."""
+    newest = mine.newest
+    names = {name for rank in ranks for name in (*rank.durable, *rank.in_flight)}
+    there = {
+        name
+        for name in names
+        if _is_newer(name, newest) and all(_may_have(rank, name) for rank in ranks)
+    }
+    asked = [rank.asked for rank in ranks if rank.asked is not None]
+    known = tuple(one.name for one in mine.known if one.start == mine.start)
+    offered = sorted(name for name in mine.offered if all(name in r.durable for r in ranks))
+    return Have(tuple(offered), tuple(sorted(there)), max(asked, default=None), known)
+
+
+def _may_have(rank: RankHas, name: SaveName) -> bool:
+    asked = rank.asked is not None and rank.asked >= name
+    return name in rank.durable or name in rank.in_flight or not asked
+
+
+def _is_newer(name: SaveName, newest: SaveName | None) -> bool:
+    return newest is None or name > newest
+
+
+def _names_of_plain(value: object) -> tuple[SaveName, ...]:
+    return tuple(map(SaveName.of_plain, plain.items(value, "names")))

@@ -1,0 +1,196 @@
+"""What the nodes of a job keep of its starts, and tell each other when a start begins. Pure: no
+I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from pccheck_native.nodes import plain
+from pccheck_native.nodes.facts import FullName
+from pccheck_native.nodes.lists import Promise, StartList
+
+SEEN_MAX = 1024  # starts that an answer names as older
+ROUNDS_MAX = 1024  # of a start, that a record holds: the newest
+RECORDS_MAX = 256
+WORDS_MAX = 64  # names in `without`
+NEWEST = "newest"  # start=: at a fork, the branch with the highest number
+
+
+class Word(NamedTuple):
+    """What the user said to restore(): how a start goes on that would be refused."""
+
+    step: int | None = None  # this step, although a newer one is there
+    start: str = ""  # the start whose branch goes on: the beginning of its id in hex, or "newest"
+    without: tuple[str, ...] = ()  # nodes that will not come back: host names, or ids in hex
+    fresh: bool = False  # begin without a checkpoint
+
+    def to_plain(self) -> list[object]:
+        return [self.step, self.start, list(self.without), self.fresh]
+
+    @classmethod
+    def of_plain(cls, value: object) -> Word:
+        """Raises ValueError."""
+        step, start, without, fresh = plain.items(value, "a word", count=4)
+        return cls(
+            None if step is None else plain.number(step, "a step"),
+            plain.text(start, "a start"),
+            tuple(plain.text(one, "a node") for one in plain.items(without, "nodes", WORDS_MAX)),
+            plain.flag(fresh, "fresh"),
+        )
+
+
+class StartAnswer(NamedTuple):
+    """What all ranks of a start restore in a round. One for each start and round."""
+
+    start: bytes
+    round: int  # 0: at the beginning. It is the `base` of what is saved then
+    restored: FullName | None  # None: begin without a checkpoint
+    seen: tuple[bytes, ...]  # all starts that are older than this one
+    word: Word = Word()  # that the user gave for it
+    warnings: tuple[str, ...] = ()  # to be said once on each node
+
+    def to_plain(self) -> list[object]:
+        restored = _point_to_plain(self.restored)
+        word = self.word.to_plain()
+        return [self.start, self.round, restored, list(self.seen), word, list(self.warnings)]
+
+    @classmethod
+    def of_plain(cls, value: object) -> StartAnswer:
+        """Raises ValueError."""
+        start, round_, restored, seen, word, warnings = plain.items(value, "an answer", count=6)
+        return cls(
+            plain.raw(start, "a start"),
+            plain.number(round_, "a round"),
+            _point_of_plain(restored),
+            _starts_of_plain(seen),
+            Word.of_plain(word),
+            tuple(
+                plain.text(one, "a warning", 4 * plain.TEXT_MAX)
+                for one in plain.items(warnings, "warnings", WORDS_MAX)
+            ),
+        )
+
+
+class StartRecord(NamedTuple):
+    """What a node keeps on its disk of a start to which it promised. The start is *born* here with
+    its first answer; both records are on the disk before anything follows from them."""
+
+    who: StartList
+    seen: tuple[bytes, ...] = ()
+    #: The newest rounds whose answers are recorded here, oldest first, with what they restored.
+    restored: tuple[tuple[int, FullName | None], ...] = ()
+    word: Word = Word()  # of the newest round
+
+    @property
+    def start(self) -> bytes:
+        return self.who.start
+
+    @property
+    def born(self) -> bool:
+        return bool(self.restored)
+
+    def with_answer(self, answer: StartAnswer) -> StartRecord:
+        """The record, once the answer is recorded too."""
+        rounds = {**dict(self.restored), answer.round: answer.restored}
+        restored = tuple(sorted(rounds.items(), key=lambda one: one[0]))[-ROUNDS_MAX:]
+        return self._replace(seen=answer.seen, restored=restored, word=answer.word)
+
+    def to_plain(self) -> list[object]:
+        restored = [[round_, _point_to_plain(one)] for round_, one in self.restored]
+        return [self.who.to_plain(), list(self.seen), restored, self.word.to_plain()]
+
+    @classmethod
+    def of_plain(cls, value: object) -> StartRecord:
+        """Raises ValueError."""
+        found, seen, restored, word = plain.items(value, "a record of a start", count=4)
+        rounds = {}
+        for pair in plain.items(restored, "rounds", ROUNDS_MAX):
+            round_, one = plain.items(pair, "a round", count=2)
+            rounds[plain.number(round_, "a round")] = _point_of_plain(one)
+        return cls(
+            StartList.of_plain(found),
+            _starts_of_plain(seen),
+            tuple(sorted(rounds.items(), key=lambda one: one[0])),
+            Word.of_plain(word),
+        )
+
+
+class HeldPart(NamedTuple):
+    """A shard on the disk of a node: one rank's part of a checkpoint."""
+
+    checkpoint: FullName
+    part: int  # the rank that stored it, in the start that saved it
+    digest: bytes = b""  # of its manifest, 16 bytes; b"": not known
+    intact: bool = True  # verified; or it is damaged, and does not count
+
+    def to_plain(self) -> list[object]:
+        return [self.checkpoint.to_plain(), self.part, self.digest, self.intact]
+
+    @classmethod
+    def of_plain(cls, value: object) -> HeldPart:
+        """Raises ValueError."""
+        checkpoint, part, digest, intact = plain.items(value, "a shard", count=4)
+        return cls(
+            FullName.of_plain(checkpoint),
+            plain.number(part, "a rank"),
+            plain.raw(digest, "a digest", may_lack=True),
+            plain.flag(intact, "intact"),
+        )
+
+
+class Offer(NamedTuple):
+    """What a node tells a start to which it has promised. A node that is no member of the start,
+    and holds shards of the job, may offer after the same promise."""
+
+    node: bytes
+    host: str
+    promise: Promise
+    records: tuple[StartRecord, ...] = ()  # of this start too, for rounds above 0
+    known: tuple[FullName, ...] = ()  # the newest globals that it knows
+    parts: tuple[HeldPart, ...] = ()
+    #: Those of this start that a rank has got here, or that are recorded here.
+    answers: tuple[StartAnswer, ...] = ()
+    word: Word = Word()  # for this round
+
+    def to_plain(self) -> list[object]:
+        lists = (self.records, self.known, self.parts, self.answers)
+        made = [[one.to_plain() for one in some] for some in lists]
+        return [self.node, self.host, self.promise.to_plain(), *made, self.word.to_plain()]
+
+    @classmethod
+    def of_plain(cls, value: object) -> Offer:
+        """Raises ValueError."""
+        found = cls(*plain.items(value, "an offer", count=len(cls._fields)))  # type: ignore[arg-type]
+        records = plain.items(found.records, "records", RECORDS_MAX)
+        return cls(
+            plain.raw(found.node, "a node"),
+            plain.text(found.host, "a host name"),
+            Promise.of_plain(found.promise),
+            tuple(map(StartRecord.of_plain, records)),
+            tuple(map(FullName.of_plain, plain.items(found.known, "known globals"))),
+            tuple(map(HeldPart.of_plain, plain.items(found.parts, "shards"))),
+            tuple(map(StartAnswer.of_plain, plain.items(found.answers, "answers", ROUNDS_MAX))),
+            Word.of_plain(found.word),
+        )
+
+
+def unneeded(
+    records: Collection[StartRecord], needed: Collection[bytes], promise: Promise
+) -> set[bytes]:
+    """The starts whose records a node may remove: an answer that is recorded here names them as
+    older, and nothing of them is held or known here (`needed`)."""
+    older = {start for record in records if record.born for start in record.seen}
+    return {record.start for record in records} & older - {*needed, promise.start}
+
+
+def _point_to_plain(restored: FullName | None) -> list[object] | None:
+    return restored and restored.to_plain()
+
+
+def _point_of_plain(value: object) -> FullName | None:
+    return None if value is None else FullName.of_plain(value)
+
+
+def _starts_of_plain(value: object) -> tuple[bytes, ...]:
+    return tuple(plain.raw(one, "a start") for one in plain.items(value, "starts", SEEN_MAX))
