@@ -37,6 +37,7 @@ SLOT_DAMAGED: int
 SLOT_OFFERED: int  # other nodes may count on it
 SLOT_HEALTHY: int  # marks of a user or a check
 SLOT_NOT_FINITE: int
+SLOT_GLOBAL: int  # this node knows that all nodes had it
 WORD_REQUESTED: int
 WORD_COPYING: int
 WORD_COPIED: int

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pccheck_native._core import (
     SLOT_DAMAGED,
+    SLOT_GLOBAL,
     SLOT_HEALTHY,
     SLOT_IMAGE,
     SLOT_NOT_FINITE,
@@ -41,8 +42,12 @@ RECORD_LOST = (
     "both copies of a commit record are damaged, so that the newest checkpoint may be lost"
 )
 
-
-MARKS = {"healthy": SLOT_HEALTHY, "not_finite": SLOT_NOT_FINITE, "offered": SLOT_OFFERED}
+MARKS = {
+    "healthy": SLOT_HEALTHY,
+    "not_finite": SLOT_NOT_FINITE,
+    "offered": SLOT_OFFERED,
+    "global": SLOT_GLOBAL,
+}
 
 
 class StoredCheckpoint(NamedTuple):
@@ -73,6 +78,16 @@ class StoredCheckpoint(NamedTuple):
     def is_pinned(self) -> bool:
         """The user pinned it."""
         return bool(self.flags & SLOT_PINNED)
+
+    @property
+    def is_offered(self) -> bool:
+        """Other nodes of its job may count on it."""
+        return bool(self.flags & SLOT_OFFERED)
+
+    @property
+    def is_known_global(self) -> bool:
+        """This node knows that all nodes of its job had it."""
+        return bool(self.flags & SLOT_GLOBAL)
 
     def held(self, *, usable: bool = True) -> Held:
         """For `group.py`: equal for the parts that several ranks have of one checkpoint."""

@@ -44,8 +44,9 @@ enum pcc_slot_state_on_disk { /* stored as uint32_t */
 /* The upper half may be ignored, and is carried along. */
 #define PCC_SLOT_HEALTHY (1u << 16)    /* the user or a check approved of it */
 #define PCC_SLOT_NOT_FINITE (1u << 17) /* it has NaN or infinity in it */
+#define PCC_SLOT_GLOBAL (1u << 18)     /* this node knows that all nodes had it */
 #define PCC_SLOT_LASTING (PCC_SLOT_PROTECTED | PCC_SLOT_PINNED) /* either: not recycled */
-#define PCC_SLOT_MARKS (PCC_SLOT_OFFERED | PCC_SLOT_HEALTHY | PCC_SLOT_NOT_FINITE)
+#define PCC_SLOT_MARKS (PCC_SLOT_OFFERED | PCC_SLOT_HEALTHY | PCC_SLOT_NOT_FINITE | PCC_SLOT_GLOBAL)
 
 struct pcc_slot_entry {
     uint32_t state;

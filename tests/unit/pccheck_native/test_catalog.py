@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_native import SLOT_DAMAGED, SLOT_PROTECTED, Volume, create_volume, layout
+from pccheck_native import (
+    SLOT_DAMAGED,
+    SLOT_GLOBAL,
+    SLOT_OFFERED,
+    SLOT_PROTECTED,
+    Volume,
+    create_volume,
+    layout,
+)
 from pccheck_native.catalog import (
     StoredCheckpoint,
     by_rank,
+    checkpoint_document,
     checkpoint_documents,
     checkpoints_of,
     common_step,
@@ -46,7 +55,7 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     with Loop(volume_of(tmp_path)) as loop:
         for step in (10, 20):
             last = loop.save(step, [bytearray(1000)], b"tree!", step=step)
-        loop.volume.flag(last, set=SLOT_PROTECTED, now=True)
+        loop.volume.flag(last, set=SLOT_PROTECTED | SLOT_OFFERED | SLOT_GLOBAL, now=True)
         while_locked = scan(tmp_path)
         beside = checkpoints_of(loop.volume, loop.path)
     assert while_locked.checkpoints == beside
@@ -58,6 +67,9 @@ def test_a_catalog_of_real_volumes(tmp_path: Path) -> None:
     assert (newest.id.uid, newest.id.job, newest.id.rank, newest.id.world_size) == (7, "job", 0, 1)
     assert (newest.tree_offset, newest.tree_bytes, newest.payload_bytes) == (1024, 5, 1029)
     assert (newest.is_protected, newest.is_damaged) == (True, False)
+    assert (newest.is_offered, newest.is_known_global) == (True, True)
+    assert (before.is_offered, before.is_known_global) == (False, False)
+    assert checkpoint_document(newest)["marks"] == ["offered", "global"]
     assert newest.volume_path == loop.path
     assert newest.wall_ns > 0
     assert scan(tmp_path, uid=8).checkpoints == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import pytest
 from pccheck_native import (
     FORMAT_VERSION,
     SLOT_DAMAGED,
+    SLOT_GLOBAL,
     SLOT_HEALTHY,
     SLOT_IMAGE,
     SLOT_NOT_FINITE,
@@ -303,6 +305,30 @@ def test_start_marks_digest_and_promise_are_on_the_media(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="16 bytes"):
         volume.begin_incarnation(2, 1, b"short")
     volume.close()
+
+
+def test_marks_reach_the_media_with_the_next_record_or_at_once(tmp_path: Path) -> None:
+    """Nothing is written only to say that a checkpoint is global; an offer is on the media before
+    another node reads of it."""
+    path = tmp_path / "v"
+    with Loop(path) as loop:
+        first, second = (loop.save(n, [bytearray(b"x" * 5000)], step=n) for n in (1, 2))
+        before = loop.volume.info().record_number
+        loop.volume.flag(first, set=SLOT_GLOBAL)
+        assert loop.volume.info().record_number == before
+        assert marks_of(path) == {first: 0, second: 0}
+        loop.volume.flag(second, set=SLOT_OFFERED, now=True)
+        assert loop.volume.info().record_number == before + 1
+        assert marks_of(path) == {first: SLOT_GLOBAL, second: SLOT_OFFERED}
+        loop.volume.flag(second, set=SLOT_GLOBAL)
+        third = loop.save(3, [bytearray(b"y" * 5000)], step=3)
+        assert marks_of(path) == {second: SLOT_GLOBAL | SLOT_OFFERED, third: 0}
+
+
+def marks_of(path: Path) -> dict[int, int]:
+    """On the media, by sequence."""
+    with contextlib.closing(Volume(path, writable=False)) as volume:
+        return {entry.sequence: entry.flags for entry in volume.table() if entry.sequence}
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
