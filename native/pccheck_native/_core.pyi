@@ -168,6 +168,7 @@ class Volume:
     def is_full(self) -> bool: ...  # no slot is free, may be recycled, or becomes free by itself
     def recycle(self) -> None: ...  # durably, when no slot is free
     def own_bytes(self, sequence: int, /) -> int: ...  # of its payload, not in its base's slot
+    def name(self, sequence: int, /) -> tuple[int, int, int]: ...  # base, descents, row
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
@@ -353,8 +354,13 @@ class Tenant:
 
     def noted(self) -> None: ...  # once for each "requested" event of the attached session
     def number(
-        self, snapshot: int, sequence: int, incarnation: int, world_size: int
-    ) -> None: ...  # of a save that is requested or being copied; OSError EINVAL: it is too low
+        self, snapshot: int, sequence: int, incarnation: int, world_size: int, marks: int = 0,
+        name: tuple[int, int, int] = ...,
+    ) -> None:  # fmt: skip
+        """Of a save that is requested or being copied. The record that makes it durable has the
+        `marks` (SLOT_OFFERED, SLOT_HEALTHY, SLOT_NOT_FINITE, SLOT_GLOBAL), and its manifest the
+        `name`: base, descents, row. OSError EINVAL: the sequence is too low, or no such mark."""
+
     def retry(self) -> None: ...  # a slot may be free: the first of the queue tries again
     # Why it ended so: `cause` and `argument` of pccheck_wire.ends, or a negative code of `begin`.
     # Returns whether it was not copied yet.

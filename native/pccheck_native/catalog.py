@@ -146,6 +146,13 @@ def checkpoints_of(volume: Volume, path: Path) -> list[StoredCheckpoint]:
     )
 
 
+def name_of(volume: Volume, one: StoredCheckpoint) -> tuple[int, int, int, int]:
+    """The checkpoint's name within its start, which is the same on all ranks: base, descents, step
+    and row (`names.py`). Reads and checks its manifest. Raises NativeError, OSError."""
+    base, descents, row = volume.name(one.id.sequence)
+    return base, descents, one.id.step, row
+
+
 def newest_first(checkpoints: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """By sequence, never by step. Meant for the checkpoints of one rank."""
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.id.sequence, reverse=True)

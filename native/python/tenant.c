@@ -347,14 +347,17 @@ PCC_PY_CALLS(tenant_noted, PCC_PY_RETURN_NONE, pcc_tenant_noted)
 
 static PyObject *tenant_number(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot", "sequence", "incarnation", "world_size", NULL};
-    uint64_t snapshot, sequence, incarnation;
-    uint32_t world_size;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&O&:number", names, pcc_py_u64, &snapshot,
-                                     pcc_py_u64, &sequence, pcc_py_u64, &incarnation, pcc_py_u32,
-                                     &world_size))
+    static char *names[] = {"snapshot", "sequence", "incarnation", "world_size",
+                            "marks",    "name",     NULL};
+    struct pcc_number number = {0};
+    uint64_t snapshot;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O&O&O&O&|O&(O&O&O&):number", names, pcc_py_u64, &snapshot, pcc_py_u64,
+            &number.sequence, pcc_py_u64, &number.incarnation, pcc_py_u32, &number.world_size,
+            pcc_py_u32, &number.marks, pcc_py_u64, &number.name_base, pcc_py_u64,
+            &number.name_descents, pcc_py_u64, &number.name_row))
         return NULL;
-    PCC_PY_RETURN_DONE(pcc_tenant_number(handle, snapshot, sequence, incarnation, world_size));
+    PCC_PY_RETURN_DONE(pcc_tenant_number(handle, snapshot, &number));
 }
 
 PCC_PY_CALLS(tenant_retry, PCC_PY_RETURN_NONE, pcc_tenant_retry)

@@ -262,6 +262,14 @@ static PyObject *volume_own_bytes(PyObject *self, PyObject *number)
     return PyLong_FromUnsignedLongLong(pcc_load_own_bytes(load));
 }
 
+static PyObject *volume_name(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(sequence, number);
+    LOAD_OPEN(load, sequence);
+    const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
+    return Py_BuildValue("(KKK)", notes->name_base, notes->name_descents, notes->name_row);
+}
+
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", NULL};
@@ -345,6 +353,7 @@ static PyMethodDef methods[] = {
     {"is_full", volume_is_full, METH_NOARGS, NULL},
     {"recycle", volume_recycle, METH_NOARGS, NULL},
     {"own_bytes", volume_own_bytes, METH_O, NULL},
+    {"name", volume_name, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
     {"verify", volume_verify, METH_O, NULL},

@@ -221,7 +221,8 @@ class Job:
         used = tenant.volumes.last_sequence()
         given = numbering.number(start, rank, owner.process, asked, used)
         sequence = 0 if given.is_passed else given.sequence
-        return Numbered(start.incarnation, sequence, self._end(rank, given, asked))
+        end = self._end(rank, given, asked)
+        return Numbered(start.incarnation, sequence, end, name=given.name)
 
     def _end(self, rank: int, given: Given, asked: SaveRequest) -> End | None:
         """How a request of a group ends at once; None when the rank may save."""

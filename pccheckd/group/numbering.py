@@ -24,6 +24,7 @@ class Given(NamedTuple):
     is_first: bool = True  # no other rank has requested it before
     is_passed: bool = False  # this rank has requested it, or a later one, before
     apart: str = ""  # why another rank will never request it
+    name: tuple[int, int, int] = (0, 0, 0)  # base, descents, row
 
 
 class Numbering:
@@ -77,9 +78,10 @@ class Numbering:
         who = rank, process
         base = start.bases.of(who, asked.base, asked.turn)
         name = Name(start.incarnation, base, asked.descents, asked.step, asked.row)
+        as_stored = base, asked.descents, asked.row
         if (sequence := self._numbers.find(name)) is not None:
             self._newest[rank] = max(name, self._newest.get(rank, name))
-            given = Given(sequence, is_first=False)
+            given = Given(sequence, is_first=False, name=as_stored)
             if sequence <= self.asked(rank):
                 return given._replace(is_passed=True)
             return self._take(rank, given)
@@ -89,7 +91,7 @@ class Numbering:
             start.bases.missed(who, later[1].base)
         self._newest[rank] = name
         sequence = self._numbers.give(name, above)
-        return self._take(rank, Given(sequence, apart=apart))
+        return self._take(rank, Given(sequence, apart=apart, name=as_stored))
 
     def took(self, rank: int, sequence: int, used: int) -> int:
         """A rank that saves alone has taken a sequence; 0: it gets one."""

@@ -17,6 +17,8 @@ class Numbered(NamedTuple):
     incarnation: int
     sequence: int  # 0: the request ends without one
     end: End | None = None  # why it ends at once; None: it is saved
+    marks: int = 0  # SLOT_OFFERED: other nodes may count on it as soon as it is durable
+    name: tuple[int, int, int] = (0, 0, 0)  # in its start, with its step: base, descents, row
 
 
 class Group(Protocol):

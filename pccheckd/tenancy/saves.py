@@ -20,7 +20,7 @@ from pccheckd.core.uses import Seat
 
 from .binding import Binding, BindingState
 from .checkpoint import BROKEN, End, RankCheckpoint, failed
-from .group import Group
+from .group import Group, Numbered
 from .ledger import Ledger
 from .outcomes import Chronicle
 from .pulling import Pulling
@@ -87,21 +87,27 @@ class Saves:
             return failed(Cause.STOPPING)
         if self._binding.volumes.current is None and not self._readiness.room_bytes:
             return failed(Cause.NO_ROOM)
-        run, sequence, end = self._group.number(self._key.rank, asked)
+        given = self._group.number(self._key.rank, asked)
+        run, sequence = given.incarnation, given.sequence
         checkpoint.id = checkpoint.id._replace(incarnation=run, sequence=sequence)
         self._ledger.numbered(checkpoint)
-        if end is None and checkpoint.id.sequence:
-            end = self._given_up(checkpoint) or self._tell_number(checkpoint, port)
-        return end
+        if given.end is None and sequence:
+            return self._given_up(checkpoint) or self._tell_number(checkpoint, port, given)
+        return given.end
 
-    def _tell_number(self, checkpoint: RankCheckpoint, port: Port) -> End | None:
-        name = checkpoint.id
+    def _tell_number(
+        self, checkpoint: RankCheckpoint, port: Port, given: Numbered | None = None
+    ) -> End | None:
+        """`given`: None for a rank alone."""
+        found = checkpoint.id
+        marks, name = (given.marks, given.name) if given is not None else (0, (0, 0, 0))
         try:
             port.native.number(
-                checkpoint.snapshot, name.sequence, name.incarnation, name.world_size
-            )
+                checkpoint.snapshot, found.sequence, found.incarnation, found.world_size,
+                marks, name,
+            )  # fmt: skip
         except (OSError, _core.NativeError):  # a sequence that is in use: no two are given out
-            LOG.exception("%s: step %d got no number", self._key, name.step)
+            LOG.exception("%s: step %d got no number", self._key, found.step)
             return BROKEN
         return None
 

@@ -68,6 +68,7 @@ class OpenVolume:
     checkpoints: list[catalog.StoredCheckpoint] = field(default_factory=list)
     quarantined: int = 0
     begun: int = -1  # the incarnation whose beginning this daemon has written to it
+    _names: dict[bytes, tuple[int, int, int, int]] = field(default_factory=dict)  # by digest
     _reads: int = 0  # that have begun ...
     _known: int = 0  # ... and the one whose result is here
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -83,6 +84,16 @@ class OpenVolume:
     def pinned(self) -> set[int]:
         """The sequences that the user pinned."""
         return {found.id.sequence for found in self.checkpoints if found.is_pinned}
+
+    def name(self, one: catalog.StoredCheckpoint) -> tuple[int, int, int, int]:
+        """catalog.name_of one of its checkpoints, in any thread. Blocks the first time. Raises
+        NativeError, OSError, and ValueError while it is reopened."""
+        digest = one.id.digest
+        if digest not in self._names:
+            there = {found.id.digest for found in self.checkpoints}
+            kept = {known: name for known, name in self._names.items() if known in there}
+            self._names = kept | {digest: catalog.name_of(self.volume, one)}
+        return self._names[digest]
 
     def read(self) -> None:
         """Reads the newest record again, in any thread. Blocks. From its return on, all that was

@@ -3,12 +3,14 @@ common; and no checkpoint is made of two states."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 from pccheck import PCcheckClient
+from pccheck_native import Volume, catalog
 from tests.integration.test_group import COUNTS, ranks, restored, save
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
@@ -40,6 +42,15 @@ def rank(connect: Connect, daemon: Daemon, number: int) -> Trainer:
     return connect(
         daemon, COUNTS, rank=number, world_size=2, environment={**named, "LOCAL_WORLD_SIZE": "2"}
     )
+
+
+def names(daemon: Daemon) -> dict[int, list[tuple[int, int, int, int]]]:
+    """By rank, what the manifests of its checkpoints say, oldest first."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    for one in reversed(catalog.scan(daemon.storage).checkpoints):
+        with closing(Volume(one.volume_path, writable=False)) as volume:
+            found.setdefault(one.id.rank, []).append(catalog.name_of(volume, one))
+    return found
 
 
 def end(group: list[Trainer]) -> None:
@@ -76,6 +87,23 @@ def test_one_rank_restores_more_often(
     save(group)
     end(group)
     assert restored(ranks(start_trainer, daemon, "2")) == [3, 3]
+
+
+def test_the_names_are_on_the_disk(start_daemon: Start, start_trainer: Connect) -> None:
+    daemon = start_daemon("--slots", "7", "--keep", "5")
+    group = begin(start_trainer, daemon, "0")
+    save(group)
+    save(group)
+    for trainer in group:
+        assert trainer.evaluate(go_back_to_1) == 1
+    save(group)
+    for _ in range(2):  # the same step once more, and once more
+        handles = [trainer.checkpoint() for trainer in group]
+        for trainer, handle in zip(group, handles, strict=True):
+            trainer.wait_global(handle)
+    daemon.stop()
+    wanted = [(0, 0, 1, 0), (0, 0, 2, 0), (1, 0, 2, 0), (1, 0, 2, 1), (1, 0, 2, 2)]
+    assert names(daemon) == {0: wanted, 1: wanted}
 
 
 @pytest.mark.parametrize("look", [lambda rank: rank.recover(), lambda rank: rank.evaluate(steps)])

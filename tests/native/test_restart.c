@@ -51,6 +51,7 @@ struct trial {
     bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
     bool shrinks;  /* memory comes and goes all the time */
     bool twice;    /* the daemon that takes over is killed, too */
+    bool numbered; /* as one of several ranks: the loop gives number, marks and name */
     bool parks;    /* of level memory; each one is dropped for the next, and the last one written */
 };
 
@@ -86,6 +87,13 @@ static void *shrink_run(void *argument)
     }
 }
 
+static const struct pcc_number numbered = {.incarnation = 1,
+                                           .world_size = 1,
+                                           .marks = PCC_SLOT_OFFERED,
+                                           .name_base = 1,
+                                           .name_descents = 2,
+                                           .name_row = 3};
+
 static void content(const struct trial *trial, uint8_t *bytes, uint64_t snapshot)
 {
     pattern(bytes, trial->payload_bytes, snapshot);
@@ -101,6 +109,8 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
 
     CHECK(bytes != NULL);
     daemon_open(f, trial, 4u << 20); /* copied long before durable */
+    if (trial->numbered)
+        pcc_tenant_policy(f->tenant, &asks);
     CHECK(pcc_tenant_bind(f->tenant, f->volume) == 0);
     grow(f, trial->memory_bytes, trial->shrinks ? CHUNK : 0);
     link_open(f);
@@ -110,7 +120,10 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
     for (uint64_t snapshot = 1; snapshot <= trial->snapshots; snapshot++) {
         content(trial, bytes, snapshot);
         submit(f, snapshot, bytes, trial->payload_bytes);
-        CHECK(begin_wait(f, snapshot, trial->payload_bytes) == snapshot);
+        CHECK(begin_wait(f, snapshot, trial->payload_bytes) == (trial->numbered ? 0 : snapshot));
+        struct pcc_number number = numbered;
+        number.sequence = snapshot;
+        CHECK(!trial->numbered || pcc_tenant_number(f->tenant, snapshot, &number) == 0);
         CHECK(pcc_client_wait(f->client, snapshot, PCC_WAIT_COPIED, soon()) == 0);
         const uint8_t told = (uint8_t)snapshot;
         CHECK(write(pipe_fd, &told, 1) == 1);
@@ -233,6 +246,19 @@ static void daemon_between(struct fixture *f, const struct trial *trial, uint64_
     (void)manager_count();
 }
 
+/* What the number said is in the record and in the manifest, whichever daemon has written them. */
+static void number_check(struct pcc_volume *volume, uint64_t sequence)
+{
+    struct pcc_load *load;
+
+    CHECK_EQUAL(pcc_load_open(volume, sequence, &load), 0);
+    const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
+    CHECK_EQUAL(pcc_load_entry(load)->flags & PCC_SLOT_MARKS, numbered.marks);
+    CHECK(notes->name_base == numbered.name_base && notes->name_row == numbered.name_row &&
+          notes->name_descents == numbered.name_descents);
+    pcc_load_close(load);
+}
+
 /* False when the child came to its end before it was killed. */
 static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *going_on_out)
 {
@@ -261,6 +287,8 @@ static bool trial_run(const struct trial *trial, uint64_t kill_at, uint32_t *goi
     *going_on_out = take_over(&f, trial->unhashed);
     const uint64_t newest = pcc_volume_superseding(f.volume);
     CHECK(newest >= copied);
+    if (newest > 0 && trial->numbered)
+        number_check(f.volume, newest);
     if (newest > 0) {
         uint8_t *bytes = malloc(trial->payload_bytes);
         CHECK(bytes != NULL);
@@ -297,6 +325,14 @@ static void test_killed_after_every_store(void)
 {
     enumerate(&(struct trial){
         .payload_bytes = 5 * CHUNK + 99, .memory_bytes = 8 * CHUNK, .snapshots = 2});
+}
+
+static void test_killed_as_one_of_several_ranks(void)
+{
+    enumerate(&(struct trial){.payload_bytes = 3 * CHUNK + 99,
+                              .memory_bytes = 6 * CHUNK,
+                              .snapshots = 2,
+                              .numbered = true});
 }
 
 static void test_killed_with_little_memory(void)
@@ -393,6 +429,7 @@ int main(void)
 {
     manager_start();
     RUN(test_killed_after_every_store);
+    RUN(test_killed_as_one_of_several_ranks);
     RUN(test_killed_with_little_memory);
     RUN(test_killed_while_it_takes_over);
     RUN(test_chunks_without_checksums);

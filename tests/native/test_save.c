@@ -143,6 +143,14 @@ static void test_a_number_comes_before_the_seal(void)
     struct owner *owner = owner_new(4, 2, 2, 0);
     struct payload late, next;
     struct pcc_held held;
+    struct pcc_load *load;
+    struct pcc_number number = {.sequence = 1, /* taken */
+                                .incarnation = 9,
+                                .world_size = 4,
+                                .marks = PCC_SLOT_OFFERED,
+                                .name_base = 3,
+                                .name_descents = 1,
+                                .name_row = 2};
 
     CHECK_EQUAL(payload_begin_as(owner, 1, 2 * CHUNK, UNNUMBERED, &late), 0);
     CHECK_EQUAL(late.sequence, 0);
@@ -151,24 +159,35 @@ static void test_a_number_comes_before_the_seal(void)
     CHECK_EQUAL(payload_chunk(&late, 1), 0);
     step_all(owner, 2);
     CHECK_EQUAL(pcc_save_seal(late.save), -EINVAL);
-    CHECK_EQUAL(pcc_save_number(late.save, 1, 9, 4), -EINVAL); /* taken */
-    CHECK_EQUAL(pcc_save_number(late.save, 0, 9, 4), -EINVAL);
+    CHECK_EQUAL(pcc_save_number(late.save, &number), -EINVAL);
+    number.sequence = 0;
+    CHECK_EQUAL(pcc_save_number(late.save, &number), -EINVAL);
+    number.sequence = 7;
+    number.marks = PCC_SLOT_PINNED; /* no mark */
+    CHECK_EQUAL(pcc_save_number(late.save, &number), -EINVAL);
     CHECK_EQUAL(pcc_save_seal(late.save), -EINVAL);
-    CHECK_EQUAL(pcc_save_number(late.save, 7, 9, 4), 0);
-    CHECK_EQUAL(pcc_save_number(late.save, 8, 9, 4), -EINVAL); /* it has one */
+    number.marks = PCC_SLOT_OFFERED;
+    CHECK_EQUAL(pcc_save_number(late.save, &number), 0);
+    number.sequence = 8;
+    CHECK_EQUAL(pcc_save_number(late.save, &number), -EINVAL); /* it has one */
     CHECK_EQUAL(pcc_save_seal(late.save), 0);
     step_all(owner, 2);
     CHECK_EQUAL(owner_wait(owner, 1).sequence, 7);
     CHECK_EQUAL(owner_wait(owner, 1).end, PCC_SAVE_DURABLE);
     CHECK_EQUAL(pcc_volume_hold(owner->volume, 7, &held), 0);
     CHECK(held.entry.incarnation == 9 && held.entry.world_size == 4);
+    CHECK_EQUAL(held.entry.flags, PCC_SLOT_OFFERED);
     pcc_volume_release(owner->volume, &held);
     CHECK_EQUAL(read_back(owner->volume, 7, 0), 0);
+    CHECK_EQUAL(pcc_load_open(owner->volume, 7, &load), 0);
+    const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
+    CHECK(notes->name_base == 3 && notes->name_descents == 1 && notes->name_row == 2);
+    pcc_load_close(load);
     free(late.memory);
     CHECK_EQUAL(payload_begin_as(owner, 3, CHUNK, UNNUMBERED, &late), 0);
     pcc_save_abort(late.save, -PCC_E_ABORTED);
     step_all(owner, 2);
-    CHECK_EQUAL(pcc_save_number(late.save, 8, 9, 4), -PCC_E_ABORTED);
+    CHECK_EQUAL(pcc_save_number(late.save, &number), -PCC_E_ABORTED);
     owner_free(owner);
     free(late.memory);
     free(next.memory);

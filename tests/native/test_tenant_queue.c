@@ -12,6 +12,19 @@ static void request(struct fixture *f, uint64_t snapshot)
     ask(f, snapshot, &block);
 }
 
+/* The name of a snapshot says which one it is, so that no two share one. */
+static int number(struct fixture *f, uint64_t snapshot, uint64_t sequence, uint64_t incarnation)
+{
+    return pcc_tenant_number(f->tenant, snapshot,
+                             &(struct pcc_number){.sequence = sequence,
+                                                  .incarnation = incarnation,
+                                                  .world_size = 1,
+                                                  .marks = PCC_SLOT_OFFERED,
+                                                  .name_base = snapshot,
+                                                  .name_descents = 2,
+                                                  .name_row = 3});
+}
+
 /* Until the queue holds so many. */
 static void wait_queued(struct fixture *f, uint32_t count)
 {
@@ -138,7 +151,9 @@ static void test_a_group_decides_before_a_rank_skips(void)
         request(&f, snapshot);
     wait_queued(&f, 1);
     CHECK(word_get(&f, 4) == pcc_word(4, PCC_WORD_REQUESTED));
-    CHECK(pcc_tenant_number(f.tenant, 4, 40, 1, 2) == 0);
+    const struct pcc_number impossible = {.sequence = 40, .marks = PCC_SLOT_PROTECTED};
+    CHECK(pcc_tenant_number(f.tenant, 4, &impossible) == -EINVAL); /* no mark */
+    CHECK(number(&f, 4, 40, 1) == 0);
     CHECK(queue_event(&f, 4).error == -PCC_E_NO_LANE);
     fixture_end(&f);
 }
@@ -217,6 +232,27 @@ static uint32_t cached_count(struct fixture *f, uint64_t sequence)
     return count;
 }
 
+/* All that is durable has what its number said; a sequence is ten times its snapshot. */
+static void table_check(struct fixture *f, uint64_t incarnation)
+{
+    struct pcc_record record;
+    struct pcc_load *load;
+
+    pcc_volume_record(f->volume, &record);
+    for (uint32_t slot = 0; slot < record.slot_count; slot++) {
+        const struct pcc_slot_entry *entry = &record.slots[slot];
+        if (entry->state != PCC_SLOT_DURABLE)
+            continue;
+        CHECK(entry->incarnation == incarnation && entry->world_size == 1);
+        CHECK_EQUAL(entry->flags, PCC_SLOT_OFFERED);
+        CHECK_EQUAL(pcc_load_open(f->volume, entry->sequence, &load), 0);
+        const struct pcc_manifest_notes *notes = &pcc_load_manifest(load)->notes;
+        CHECK_EQUAL(notes->name_base, entry->sequence / 10);
+        CHECK(notes->name_descents == 2 && notes->name_row == 3);
+        pcc_load_close(load);
+    }
+}
+
 /* The copy begins at once; COPIED waits for the number, whichever comes last. */
 static void test_a_number_may_come_first_or_last(void)
 {
@@ -232,7 +268,7 @@ static void test_a_number_may_come_first_or_last(void)
         CHECK(queue_event(&f, snapshot).kind == PCC_EVENT_BEGUN);
         CHECK_EQUAL(queue_event(&f, snapshot).sequence, 0);
         if (first)
-            CHECK(pcc_tenant_number(f.tenant, snapshot, 10 * snapshot, 7, 1) == 0);
+            CHECK(number(&f, snapshot, 10 * snapshot, 7) == 0);
         hand_over(&f, snapshot);
         const uint64_t deadline = soon();
         do { /* all of it has come */
@@ -241,21 +277,17 @@ static void test_a_number_may_come_first_or_last(void)
         } while (usage.granted_chunks > 0);
         if (!first) {
             CHECK(word_get(&f, snapshot) == pcc_word(snapshot, PCC_WORD_COPYING));
-            CHECK(pcc_tenant_number(f.tenant, snapshot, 10 * snapshot, 7, 1) == 0);
+            CHECK(number(&f, snapshot, 10 * snapshot, 7) == 0);
         }
         const struct pcc_event copied = event_until(&f, PCC_EVENT_COPIED);
         CHECK(copied.id == snapshot && copied.sequence == 10 * snapshot);
         CHECK(event_until(&f, PCC_EVENT_DURABLE).sequence == 10 * snapshot);
         CHECK_EQUAL(cached_count(&f, 10 * snapshot), 4);
         /* It has ended, or never was: nothing happens. */
-        CHECK(pcc_tenant_number(f.tenant, snapshot, 10 * snapshot + 1, 7, 1) == 0);
-        CHECK(pcc_tenant_number(f.tenant, snapshot + 1, 10 * snapshot + 1, 7, 1) == 0);
+        CHECK(number(&f, snapshot, 10 * snapshot + 1, 7) == 0);
+        CHECK(number(&f, snapshot + 1, 10 * snapshot + 1, 7) == 0);
     }
-    struct pcc_record record;
-    pcc_volume_record(f.volume, &record);
-    for (uint32_t slot = 0; slot < record.slot_count; slot++)
-        if (record.slots[slot].state == PCC_SLOT_DURABLE)
-            CHECK(record.slots[slot].incarnation == 7 && record.slots[slot].world_size == 1);
+    table_check(&f, 7);
     fixture_end(&f);
 }
 
@@ -271,15 +303,19 @@ static void test_a_number_in_the_queue(void)
         request(&f, snapshot);
     wait_queued(&f, 2);
     for (uint64_t snapshot = 1; snapshot <= 4; snapshot++)
-        CHECK(pcc_tenant_number(f.tenant, snapshot, 5 + snapshot, 1, 1) == 0);
+        CHECK(number(&f, snapshot, 10 * snapshot, 1) == 0);
     hand_over(&f, 1);
-    CHECK(queue_event(&f, 4).sequence == 9);
+    CHECK(queue_event(&f, 4).sequence == 40);
     hand_over(&f, 2);
     CHECK(queue_event(&f, 5).kind == PCC_EVENT_BEGUN);
-    CHECK(pcc_tenant_number(f.tenant, 5, 9, 1, 1) == -EINVAL);
+    CHECK(number(&f, 5, 40, 1) == -EINVAL);
     CHECK(pcc_tenant_refuse(f.tenant, 5, &fails));
     CHECK(!pcc_tenant_refuse(f.tenant, 5, &fails));
     CHECK(word_get(&f, 5) == pcc_word(5, PCC_WORD_REFUSED));
+    hand_over(&f, 3);
+    hand_over(&f, 4);
+    until_durable(&f, 4);
+    table_check(&f, 1);
     fixture_end(&f);
 }
 
@@ -330,7 +366,7 @@ static void test_a_fenced_one_is_refused_in_its_copy(void)
         CHECK(atomic_load(&pcc_page_snapshot(&f.page, snapshot)->outcome) ==
               pcc_word(snapshot, snapshot == 2 ? PCC_OUTCOME_SKIPPED : PCC_OUTCOME_FAILED));
     }
-    CHECK(pcc_tenant_number(f.tenant, 2, 9, 1, 1) == 0);
+    CHECK(number(&f, 2, 9, 1) == 0);
     CHECK(word_get(&f, 2) == pcc_word(2, PCC_WORD_REFUSED));
     fixture_end(&f);
 }

@@ -248,7 +248,7 @@ class Ranks:
     ) -> tuple[int, int]:
         """Requests a checkpoint; returns its incarnation and sequence, and sets `ended`."""
         asked = save_request(step=step, row=row, skip=on_busy == "skip", taken_ns=1, **name)
-        incarnation, sequence, self.ended = self.job.number(rank, asked)
+        incarnation, sequence, self.ended, *_ = self.job.number(rank, asked)
         if self.world == 1 and self.ended is None:  # the core takes the next one
             alone = self.tenants[rank].seat.owner
             free = self.job.alone(rank, alone) if alone is not None else None

@@ -195,7 +195,7 @@ void pcc_tenant_noted(struct pcc_tenant *tenant);
  * with a number. Nothing happens when it has ended. Codes of pcc_save_number: the caller refuses.
  */
 PCC_MUST_CHECK int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot,
-                                     uint64_t sequence, uint64_t incarnation, uint32_t world_size);
+                                     const struct pcc_number *number);
 /* Ends a snapshot that waits or is being copied: the outcome is set and the word REFUSED. False
  * when it is copied or has ended, as its events say. A copy in progress is given up, and no event
  * follows. */

@@ -107,25 +107,30 @@ static struct pcc_save_request request_of(struct pcc_tenant *tenant,
                                           const struct pcc_tenant_wait *wait)
 {
     const struct pcc_request *from = &wait->request;
-    struct pcc_save_request made = {.sequence = wait->sequence,
+    const struct pcc_number *number = &wait->number;
+    struct pcc_save_request made = {.sequence = number->sequence,
                                     .parked = from->level == PCC_LEVEL_MEMORY,
                                     .step = from->step,
-                                    .incarnation = wait->incarnation,
-                                    .world_size = wait->world_size,
+                                    .incarnation = number->incarnation,
+                                    .world_size = number->world_size,
+                                    .flags = number->marks,
+                                    .notes = {.name_base = number->name_base,
+                                              .name_descents = number->name_descents,
+                                              .name_row = number->name_row},
                                     .payload_bytes = from->payload_bytes,
                                     .tree_offset_bytes = from->tree_offset_bytes,
                                     .tree_bytes = from->tree_bytes,
                                     .frozen_bytes = from->frozen_bytes,
                                     .offered_bytes = from->offered_bytes};
 
-    if (wait->sequence == 0 && tenant->policy.numbers) {
+    if (number->sequence == 0 && tenant->policy.numbers) {
         made.incarnation = tenant->policy.incarnation;
         made.world_size = tenant->policy.world_size;
         if (tenant->last_sequence != 0) /* the volume's next one is above it */
             (void)pcc_volume_take_sequence(tenant->bindings[tenant->bound].volume,
                                            tenant->last_sequence);
     }
-    made.unnumbered = wait->sequence == 0 && !tenant->policy.numbers;
+    made.unnumbered = number->sequence == 0 && !tenant->policy.numbers;
     return made;
 }
 
@@ -194,14 +199,15 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     return 0;
 }
 
-int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence,
-                            uint64_t incarnation, uint32_t world_size)
+int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
+                            const struct pcc_number *number)
 {
+    const uint64_t sequence = number->sequence;
     struct pcc_tenant_save *save = pcc_tenant_find(tenant, snapshot);
 
     if (save == NULL || save->save == NULL || save->aborted || save->copied)
         return 0;
-    const int error = pcc_save_number(save->save, sequence, incarnation, world_size);
+    const int error = pcc_save_number(save->save, number);
     if (error != 0)
         return error == -PCC_E_ABORTED ? 0 : error;
     save->sequence = sequence;

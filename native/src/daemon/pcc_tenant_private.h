@@ -154,10 +154,8 @@ struct pcc_tenant_load {
 
 struct pcc_tenant_wait {        /* a requested snapshot without a lane and a slot */
     struct pcc_request request; /* copied out of the page, and checked */
-    uint64_t sequence;          /* 0: it has no number yet */
-    uint64_t incarnation;
-    uint32_t world_size;
-    bool wanted; /* as of a save */
+    struct pcc_number number;   /* sequence 0: it has none yet */
+    bool wanted;                /* as of a save */
 };
 
 struct pcc_tenant_queue {                        /* of the attached session */
@@ -341,8 +339,7 @@ void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *
 PCC_MUST_CHECK int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wait);
 /* As pcc_tenant_number and pcc_tenant_refuse, for what has left the queue. */
 PCC_MUST_CHECK int pcc_tenant_number_begun(struct pcc_tenant *tenant, uint64_t snapshot,
-                                           uint64_t sequence, uint64_t incarnation,
-                                           uint32_t world_size);
+                                           const struct pcc_number *number);
 bool pcc_tenant_refuse_begun(struct pcc_tenant *tenant, uint64_t snapshot,
                              const struct pcc_tenant_end *end);
 /* An entry of `saves` that nothing uses, for a payload of that many chunks; NULL. */

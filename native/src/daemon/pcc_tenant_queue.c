@@ -162,7 +162,7 @@ static void leave(struct pcc_tenant_queue *queue, uint32_t index)
 static void end(struct pcc_tenant *tenant, uint32_t index, int error)
 {
     const struct pcc_tenant_wait wait = tenant->queue.waits[index];
-    struct pcc_tenant_end how = {.outcome = PCC_OUTCOME_FAILED, .sequence = wait.sequence};
+    struct pcc_tenant_end how = {.outcome = PCC_OUTCOME_FAILED, .sequence = wait.number.sequence};
 
     if (error == -PCC_E_NO_LANE) {
         how.outcome = PCC_OUTCOME_SKIPPED;
@@ -257,17 +257,15 @@ bool pcc_tenant_refuse(struct pcc_tenant *tenant, uint64_t snapshot,
 
 /* -- the number, and the turn of the first one -- */
 
-int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot, uint64_t sequence,
-                      uint64_t incarnation, uint32_t world_size)
+int pcc_tenant_number(struct pcc_tenant *tenant, uint64_t snapshot, const struct pcc_number *number)
 {
+    if ((number->marks & ~PCC_SLOT_MARKS) != 0)
+        return -EINVAL;
     PCC_LOCKED(&tenant->lock);
     const uint32_t index = find(&tenant->queue, snapshot);
     if (index == tenant->queue.count)
-        return pcc_tenant_number_begun(tenant, snapshot, sequence, incarnation, world_size);
-    struct pcc_tenant_wait *wait = &tenant->queue.waits[index];
-    wait->sequence = sequence;
-    wait->incarnation = incarnation;
-    wait->world_size = world_size;
+        return pcc_tenant_number_begun(tenant, snapshot, number);
+    tenant->queue.waits[index].number = *number;
     pcc_tenant_queue_look(tenant); /* with its number it may have to be skipped */
     return 0;
 }
@@ -284,7 +282,7 @@ static int try_first(struct pcc_tenant *tenant)
 {
     const struct pcc_tenant_wait *wait = &tenant->queue.waits[0];
     const bool skips = (wait->request.flags & PCC_REQUEST_SKIP) != 0;
-    const bool numbered = wait->sequence != 0 || tenant->policy.numbers;
+    const bool numbered = wait->number.sequence != 0 || tenant->policy.numbers;
     const int error = tenant->policy.held ? -EBUSY : pcc_tenant_begin(tenant, wait);
 
     if (error == 0)

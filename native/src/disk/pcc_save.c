@@ -108,22 +108,27 @@ int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save_request *reque
     return 0;
 }
 
-int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnation,
-                    uint32_t world_size)
+int pcc_save_number(struct pcc_save *save, const struct pcc_number *number)
 {
+    struct pcc_manifest_notes *notes = &save->request.notes;
     const struct pcc_saver *saver = save->lane->saver;
 
     PCC_LOCKED(&save->lane->lock);
     if (!save->active)
         return -PCC_E_ABORTED;
-    if (save->entry.sequence != 0 || sequence == 0 ||
-        pcc_volume_take_sequence(saver->volume, sequence) == 0)
+    if (save->entry.sequence != 0 || number->sequence == 0 ||
+        (number->marks & ~PCC_SLOT_MARKS) != 0 ||
+        pcc_volume_take_sequence(saver->volume, number->sequence) == 0)
         return -EINVAL;
-    save->entry.sequence = sequence;
-    save->entry.incarnation = incarnation;
-    save->entry.world_size = world_size;
-    pcc_volume_start_id(saver->volume, incarnation, save->entry.start_id);
-    pcc_kept_entry(saver->spec.kept, save->kept_place, &save->entry, &save->request.notes);
+    save->entry.sequence = number->sequence;
+    save->entry.incarnation = number->incarnation;
+    save->entry.world_size = number->world_size;
+    save->entry.flags |= number->marks;
+    notes->name_base = number->name_base;
+    notes->name_descents = number->name_descents;
+    notes->name_row = number->name_row;
+    pcc_volume_start_id(saver->volume, number->incarnation, save->entry.start_id);
+    pcc_kept_entry(saver->spec.kept, save->kept_place, &save->entry, notes);
     return 0;
 }
 

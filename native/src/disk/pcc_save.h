@@ -86,6 +86,16 @@ PCC_MUST_CHECK int pcc_saver_open(struct pcc_volume *volume, const struct pcc_sa
  * parked and sealed is left to the next daemon. */
 void pcc_saver_close(struct pcc_saver *saver);
 
+struct pcc_number { /* what a save of one of several ranks gets with its sequence */
+    uint64_t sequence;
+    uint64_t incarnation;
+    uint32_t world_size;
+    uint32_t marks; /* PCC_SLOT_MARKS, in the record that makes it durable */
+    uint64_t name_base;
+    uint64_t name_descents;
+    uint64_t name_row;
+};
+
 struct pcc_save_request {
     uint64_t tag;      /* the owner's name for it */
     uint64_t sequence; /* above all that the volume has given out; 0: the volume's next one */
@@ -156,8 +166,7 @@ PCC_MUST_CHECK int pcc_save_begin(struct pcc_saver *saver, const struct pcc_save
                                   struct pcc_save **out, uint64_t *sequence_out);
 /* Numbers a save that began without a number, once, and before the seal. -EINVAL when the sequence
  * is too low, or the save has a number; -PCC_E_ABORTED when the save has ended. */
-PCC_MUST_CHECK int pcc_save_number(struct pcc_save *save, uint64_t sequence, uint64_t incarnation,
-                                   uint32_t world_size);
+PCC_MUST_CHECK int pcc_save_number(struct pcc_save *save, const struct pcc_number *number);
 /* The sequence of the base, which is kept until the save ends; 0: there is none. */
 uint64_t pcc_save_base(const struct pcc_save *save);
 /* Hands one chunk over, in any order; it is written at once. The owner keeps the memory unchanged

@@ -19,6 +19,8 @@ import pytest
 from pccheck_native import (
     LEVEL_DEVICE,
     LEVEL_MEMORY,
+    SLOT_OFFERED,
+    SLOT_PINNED,
     SNAPSHOTS,
     WORD_ABANDONED,
     WORD_COPIED,
@@ -289,13 +291,16 @@ def test_one_of_several_ranks_is_numbered_while_it_is_copied(loop: Loop) -> None
     loop.submit(1, random_extents(10), b"tree")
     assert loop.client.wait(1, "read", deadline())
     assert not loop.client.wait(1, "copied", deadline(0))
-    loop.tenant.number(1, 9, 4, 1)
+    loop.tenant.number(1, 9, 4, 1, SLOT_OFFERED, (3, 1, 2))
     assert loop.client.wait(1, "durable", deadline())
-    assert [(e.incarnation, e.sequence) for e in loop.volume.table() if e.sequence] == [(4, 9)]
+    (entry,) = (entry for entry in loop.volume.table() if entry.sequence)
+    assert (entry.incarnation, entry.sequence, entry.flags) == (4, 9, SLOT_OFFERED)
+    assert loop.volume.name(9) == (3, 1, 2)
     loop.submit(2, random_extents(10), b"tree")
     until(lambda: any(e.id == 2 and e.kind == "begun" for e in loop.events.take()))
-    with pytest.raises(OSError, match="Invalid"):
-        loop.tenant.number(2, 9, 4, 1)
+    for sequence, marks in (9, SLOT_OFFERED), (10, SLOT_PINNED):
+        with pytest.raises(OSError, match="Invalid"):
+            loop.tenant.number(2, sequence, 4, 1, marks)
     assert loop.tenant.refuse(2, State.FAILED)
 
 

@@ -205,7 +205,7 @@ class Player:
             step=self.state.step, base=steps.base, turn=steps.base_turn, descents=steps.descents,
             row=steps.row,
         )  # fmt: skip
-        _, sequence, end = self.job.number(self.rank, asked)
+        _, sequence, end, *_ = self.job.number(self.rank, asked)
         if end is None:
             self.job.tenants[self.rank].ledger.on_its_way[sequence] = self.world
             self.got[sequence] = self.state

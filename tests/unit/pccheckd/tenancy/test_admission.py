@@ -49,7 +49,7 @@ class Core:
     def noted(self) -> None:
         self.calls.append(("noted",))
 
-    def number(self, *numbers: int) -> None:
+    def number(self, *numbers: Any) -> None:
         self.calls.append(("number", *numbers))
 
     def retry(self) -> None:
@@ -205,15 +205,16 @@ def test_a_rank_alone_that_began_without_a_number_gets_one() -> None:
     desk = Desk()
     found = desk.request()
     desk.begin()
-    assert found.id.sequence == 41 and ("number", 1, 41, 5, 1) in desk.core.calls
+    assert found.id.sequence == 41 and ("number", 1, 41, 5, 1, 0, (0, 0, 0)) in desk.core.calls
 
 
 def test_one_of_several_ranks_is_numbered_at_its_request() -> None:
     desk = Desk(grouped=True)
-    desk.group.given = Numbered(6, 12)
+    desk.group.given = Numbered(6, 12, marks=_core.SLOT_OFFERED, name=(3, 1, 2))
     found = desk.request()
     assert (found.id.incarnation, found.id.sequence) == (6, 12)
-    assert desk.core.calls == [("noted",), ("number", 1, 12, 6, 2)]
+    number = ("number", 1, 12, 6, 2, _core.SLOT_OFFERED, (3, 1, 2))
+    assert desk.core.calls == [("noted",), number]
     desk.begin()
     assert (found.id.sequence, found.state) == (12, State.COPYING)
 

@@ -40,6 +40,33 @@ async def test_a_read_that_ends_late_takes_back_nothing(
     await tenant.close()
 
 
+class Counting:
+    """A volume that counts how often it reads a name."""
+
+    def __init__(self, volume: _core.Volume) -> None:
+        self._volume = volume
+        self.reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._volume, name)
+
+    def name(self, sequence: int) -> tuple[int, int, int]:
+        self.reads += 1
+        return self._volume.name(sequence)
+
+
+async def test_a_manifest_is_read_once_for_its_name(registry: Registry) -> None:
+    _, tenant = await registry.tenant(KEY)
+    item = tenant.volumes.open[0]
+    item.volume = volume = Counting(item.volume)  # type: ignore[assignment]
+    for one in item.checkpoints * 2:
+        assert item.name(one) == (0, 0, one.id.step, 0)
+    await tenant.volumes.refresh()
+    assert item.name(item.checkpoints[0])[2] == 3
+    assert volume.reads == len(item.checkpoints) > 1
+    await tenant.close()
+
+
 class Recycling:
     """A volume whose slots leave its table at once, and are free once `commits` is set."""
 
