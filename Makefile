@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign resume-campaign figures gpu-campaign sharded-campaign guest arm64-check faults fuzz reference gpu-probe \
+	handler-campaign memory-campaign resume-campaign figures gpu-campaign sharded-campaign guest arm64-check etcd-check faults fuzz reference gpu-probe \
 	gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -115,6 +115,13 @@ guest: $(READY) ## systemd, DAX, power cuts: virtual machines, see CONTRIBUTING.
 arm64-check: $(READY) ## as root: the C tests and TESTS on emulated arm64 processors, see CONTRIBUTING.md
 	$(BIN)/python -m tests.arm64 $(TESTS)
 
+ETCD ?= .etcd/usr/bin/etcd
+.etcd/usr/bin/etcd:
+	mkdir -p .etcd && cd .etcd && apt-get -q download etcd-server && dpkg -x etcd-server_*.deb .
+
+etcd-check: $(READY) $(ETCD) ## the carrier's tests against the etcd at ETCD, by default Debian's, unpacked into .etcd
+	PCC_ETCD=$(abspath $(ETCD)) $(BIN)/python -m pytest tests/unit/pccheckd/nodes/test_etcd.py
+
 CASES ?= 144
 faults: $(READY) ## as root: CASES (default 144) of a device that fails under ext4 and xfs, with SEED
 	$(BIN)/python -m tests.integration.fault_campaign --cases $(CASES) --seed $(SEED)
@@ -183,7 +190,7 @@ gpu-probe: ## what this machine's GPU and driver do; one JSON document
 	@$(PYTHON) bench/gpu/probe.py
 
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .venv-demo .guest .arm64 wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .venv-demo .guest .arm64 .etcd wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

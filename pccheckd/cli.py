@@ -6,11 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pccheck_wire.errors import PccheckError
 
 from .base import logs
-from .config import metrics_place
+from .config import coordinator, metrics_place
 from .config import sources as config
 from .config.options import Config
 
@@ -30,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metrics_place.require(chosen.metrics)
         if flags.check_config:
             return _checked(chosen, as_json=flags.json)
+        if chosen.coordinator_credentials:
+            coordinator.check(
+                coordinator.parse(chosen.coordinator), Path(chosen.coordinator_credentials)
+            )
         logs.set_up(chosen.log_format, chosen.log_level)
         for warning in (*config.unknown_variables(os.environ), *config.warnings(chosen)):
             logs.LOG.warning("%s", warning)

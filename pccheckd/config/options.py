@@ -89,6 +89,18 @@ def _metrics(text: str) -> str:
     return text
 
 
+def _coordinator(text: str) -> str:
+    if text:
+        from . import coordinator
+
+        coordinator.parse(text)
+    return text
+
+
+def _file(text: str) -> str:
+    return str(_path(text)) if text else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How a value is written: `unit` is what a bare number counts."""
@@ -105,6 +117,8 @@ COUNT = Kind("number", "", _integer)
 PATH = Kind("path", "", _path)
 TEXT = Kind("text", "", str)
 METRICS = Kind("[ADDRESS:]PORT or a path ending in .prom", "", _metrics)
+COORDINATOR = Kind("etcd://HOST:PORT[,HOST:PORT...], or etcds:// for TLS", "", _coordinator)
+FILE = Kind("path", "", _file)
 YES_NO = Kind("yes or no", "", _yes, lambda value: "yes" if value else "no")
 
 
@@ -114,6 +128,7 @@ class Topic(enum.StrEnum):
     PLACES = "Places"
     ROOM = "Slots, memory and speed"
     ACCESS = "Who may connect"
+    NODES = "Jobs on several nodes"
     RUNNING = "Running"
     SEEING = "Metrics, log and checks"
 
@@ -261,6 +276,17 @@ class Config:
         "", "--group", TEXT, Topic.ACCESS,
         "group whose members may connect, besides the daemon's own user", "NAME",
         zero="the group of the daemon",
+    )
+    coordinator: str = _option(
+        "", "--coordinator", COORDINATOR, Topic.NODES,
+        "the etcd (3.4 or newer) through which the daemons of a job's nodes agree on checkpoints; "
+        "it remembers them while the job is down", "PLACE",
+        zero="the job's own torch store",
+    )
+    coordinator_credentials: str = _option(
+        "", "--coordinator-credentials", FILE, Topic.NODES,
+        "TOML file with what this etcd wants to see: user, password, ca, certificate, key", "FILE",
+        zero="none",
     )
     drain_limit_s: float = _option(
         60.0, "--drain-limit", DURATION, Topic.RUNNING,

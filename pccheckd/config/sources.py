@@ -22,6 +22,7 @@ from .options import (
     BY_FIELD,
     BY_KEY,
     EXPIRE_S_MIN,
+    FILE,
     IO_ALIGN,
     OPTIONS,
     PATH,
@@ -188,7 +189,9 @@ def _text(path: Path, key: str, value: object) -> str:
         return "yes" if value else "no"
     if not isinstance(value, (str, int, float)):
         raise UsageError(f'{path}: {key} takes one value, like {key} = "..."', hint=_SEE)
-    if BY_KEY[key].kind is PATH and not Path(str(value)).is_absolute():
+    kind = BY_KEY[key].kind
+    is_path = kind is PATH or (kind is FILE and value != "")
+    if is_path and not Path(str(value)).is_absolute():
         raise UsageError(
             f"{path}: {key}: {str(value)!r} does not begin with /", hint="write the whole path"
         )
@@ -295,6 +298,10 @@ def _check(config: Config) -> None:
         not 0 < config.max_dram_per_user_bytes < 2 * chunk, "max_dram_per_user_bytes",
         f"at least two chunks ({size_text(2 * chunk)}), or 0 for no limit",
         size_text(config.max_dram_per_user_bytes),
+    )  # fmt: skip
+    require(
+        bool(config.coordinator or not config.coordinator_credentials), "coordinator_credentials",
+        "given with --coordinator", "no --coordinator",
     )  # fmt: skip
     for name, place in (("storage", config.storage), ("socket", config.socket)):
         written = str(place).encode(errors="replace").decode()  # messages hold Unicode only
