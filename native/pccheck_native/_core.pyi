@@ -160,8 +160,8 @@ class Volume:
     def begin_incarnation(self, incarnation: int, world_size: int, start: bytes = ...) -> None:
         """Durable on return. `start`: its id, 16 bytes."""
     def promise(self, number: int, start: bytes, list_digest: bytes) -> None:
-        """What this node promised to a start, durable on return. OSError EINVAL unless the number
-        rises."""
+        """What this node promised to a start, durable on return. OSError EINVAL unless
+        (number, start) rises."""
     def finish(self, keep: int, /) -> None: ...  # only the newest stay; durable on return
     def set_group(self, *, oldest: int, newest: int, given_up: Sequence[int]) -> None: ...
     def has_expendable(self) -> bool: ...  # whether a slot may be recycled now

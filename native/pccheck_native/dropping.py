@@ -136,7 +136,7 @@ def drop(paths: Sequence[Path]) -> None:
             _remove(directory, gone)
     for directory in {path.parent for path in paths}:
         with contextlib.suppress(OSError):  # another rank's volume is there, or it is gone
-            for record in layout.start_records(directory):
+            for record in layout.left_records(directory):
                 record.unlink()
             directory.rmdir()
 

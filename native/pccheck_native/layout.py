@@ -3,6 +3,7 @@
     <storage>/.pccheckd.lock                          the daemon's flock
     <storage>/.pccheckd.socket                        where a private daemon listens
     <storage>/.pccheckd.starting                      its clients' flock, to find or start it
+    <storage>/.pccheckd.node                          the id of the node that the directory is of
     <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
     <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
     <storage>/<uid>/<job>/start-<id>.json             the record of a start of several nodes
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 LOCK_NAME = ".pccheckd.lock"
 SOCKET_NAME = ".pccheckd.socket"
+NODE_NAME = ".pccheckd.node"
 _PATH_BYTES_MAX = 4096
 #: An attribute of the directory: its own number, and the identity that it has instead.
 _REPLACES = "user.pccheck.replaces"
@@ -36,8 +38,8 @@ _JOB = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _NUMBER = r"(0|[1-9][0-9]{0,9})"
 _UID = re.compile(_NUMBER)
 _VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
-_START = re.compile(r"start-[0-9a-f]{32}\.json")
-_TEMPORARY = re.compile(r"\.?rank-.*\.tmp", re.DOTALL)
+_START = re.compile(r"start-([0-9a-f]{32})\.json(\.tmp)?")
+_TEMPORARY = re.compile(r"\.?(rank|start)-.*\.tmp", re.DOTALL)
 
 
 class VolumeFile(NamedTuple):
@@ -73,13 +75,7 @@ def socket_note(storage: Path) -> Path:
 def note_socket(storage: Path, socket: Path) -> None:
     """Writes into the directory where its daemon listens. Needs the daemon's lock. Raises
     OSError."""
-    note = socket_note(storage)
-    fresh = note.with_name(SOCKET_NAME + ".tmp")
-    fresh.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(fresh, flags, 0o600), "wb") as file:
-        file.write(os.fsencode(socket.absolute()))
-    fresh.replace(note)
+    store(socket_note(storage), os.fsencode(socket.absolute()), durable=False)
 
 
 def noted_socket(storage: Path) -> Path | None:
@@ -134,9 +130,23 @@ def volume_path(storage: Path, uid: int, job: str, rank: int, generation: int = 
     return storage / owner / check_job(job) / f"rank-{rank}.{generation}.pcc"
 
 
-def start_records(directory: Path) -> list[Path]:
-    """The records of starts (native/FORMAT.md, Promise) in the directory of a job that has no
-    volume there any more; else none."""
+def start_path(storage: Path, uid: int, job: str, start: bytes) -> Path:
+    """The record of a start of several nodes (native/FORMAT.md, Promise)."""
+    return volume_path(storage, uid, job, 0).with_name(f"start-{start.hex()}.json")
+
+
+def start_records(directory: Path) -> dict[bytes, Path]:
+    """The records of starts in the directory of a job, by the ids of the starts."""
+    with contextlib.suppress(FileNotFoundError):
+        names = sorted(entry.name for entry in _entries(directory))
+        found = (match for name in names if (match := _START.fullmatch(name)) and not match[2])
+        return {bytes.fromhex(match[1]): directory / match[0] for match in found}
+    return {}
+
+
+def left_records(directory: Path) -> list[Path]:
+    """The same if the job has no volume there any more, also those that were being written; else
+    none."""
     names = [entry.name for entry in _entries(directory)]
     if any(_VOLUME.fullmatch(name) for name in names):
         return []
@@ -272,7 +282,8 @@ def files_in_place(
 
 
 def list_temporary(storage: Path) -> list[Path]:
-    """Files of volumes whose making was interrupted, unless a daemon runs and makes them now."""
+    """Files of volumes, or records of starts, whose making was interrupted, unless a daemon runs
+    and makes them now."""
     return _look(storage, None, None)[1]
 
 
@@ -308,6 +319,35 @@ def make_directories(path: Path) -> None:
                 raise
     for directory in (path.parent, path.parents[1], storage):
         sync(directory)
+
+
+def store(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Replaces a small file, or makes it, 0600. If it is durable, a crash leaves what was there
+    before, or all of `content`. One process at a time. Raises OSError."""
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(fresh, flags, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    fresh.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def load(path: Path, limit_bytes: int) -> bytes:
+    """What `store` wrote. Raises OSError; ValueError for more than the limit, or no regular
+    file."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError("it is no regular file")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise ValueError(f"it is larger than {limit_bytes} bytes")
+    return content
 
 
 def sync(place: Path) -> None:

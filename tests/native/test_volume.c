@@ -228,7 +228,15 @@ static void test_a_start_and_a_promise_are_kept(void)
     CHECK_EQUAL(pcc_volume_begin_incarnation(volume, 4, start, 1), 0);
     CHECK_EQUAL(pcc_volume_promise(volume, &promise), 0);
     CHECK_EQUAL(pcc_volume_promise(volume, &promise), -EINVAL);
+    promise.start_id[0] = 8; /* of equal numbers the id decides */
+    CHECK_EQUAL(pcc_volume_promise(volume, &promise), -EINVAL);
+    promise.start_id[0] = 9;
+    promise.start_id[15] = 1;
+    CHECK_EQUAL(pcc_volume_promise(volume, &promise), 0);
     promise.number = 7;
+    promise.start_id[0] = 200;
+    CHECK_EQUAL(pcc_volume_promise(volume, &promise), -EINVAL);
+    promise.number = 0;
     CHECK_EQUAL(pcc_volume_promise(volume, &promise), -EINVAL);
     CHECK_EQUAL(publish_next(volume, &sequence), 0);
     pcc_volume_close(volume);
@@ -236,7 +244,7 @@ static void test_a_start_and_a_promise_are_kept(void)
     pcc_volume_record(volume, &record);
     CHECK(memcmp(record.start_id, start, sizeof start) == 0);
     CHECK(record.promise.number == 8 && record.promise.start_id[0] == 9 &&
-          record.promise.list_digest[0] == 10);
+          record.promise.start_id[15] == 1 && record.promise.list_digest[0] == 10);
     pcc_volume_start_id(volume, 4, found);
     CHECK(memcmp(found, start, sizeof start) == 0);
     pcc_volume_start_id(volume, 3, found); /* only its checkpoints know */

@@ -68,9 +68,9 @@ _Static_assert(sizeof(struct pcc_slot_entry) == 112, "slot entry");
 
 /* What a node has promised to a start of its job, among several nodes. Zero: nothing. */
 struct pcc_promise {
-    uint64_t number; /* orders starts; only grows */
+    uint64_t number; /* with start_id orders promises, which only rise */
     uint8_t start_id[PCC_UUID_BYTES];
-    uint8_t list_digest[PCC_DIGEST_BYTES]; /* over the file of the start's list: native/FORMAT.md */
+    uint8_t list_digest[PCC_DIGEST_BYTES]; /* over the start's list: native/FORMAT.md */
 };
 _Static_assert(sizeof(struct pcc_promise) == 40, "promise");
 

@@ -243,8 +243,13 @@ int pcc_volume_promise(struct pcc_volume *volume, const struct pcc_promise *prom
 {
     if (!volume->writable)
         return -EROFS;
+    if (promise->number == 0)
+        return -EINVAL;
     (void)pthread_mutex_lock(&volume->lock);
-    const bool rises = promise->number > volume->staged.promise.number;
+    const struct pcc_promise *before = &volume->staged.promise;
+    const bool rises = promise->number > before->number ||
+                       (promise->number == before->number &&
+                        memcmp(promise->start_id, before->start_id, PCC_UUID_BYTES) > 0);
     if (rises)
         volume->staged.promise = *promise;
     (void)pthread_mutex_unlock(&volume->lock);

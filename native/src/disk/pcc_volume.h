@@ -82,8 +82,8 @@ PCC_MUST_CHECK int pcc_volume_begin_incarnation(struct pcc_volume *volume, uint6
  * known. */
 void pcc_volume_start_id(struct pcc_volume *volume, uint64_t incarnation,
                          uint8_t out[PCC_UUID_BYTES]);
-/* What this node promised to a start among several nodes. Published at once. -EINVAL unless its
- * number is above that of the promise before. */
+/* What this node promised to a start among several nodes. Published at once. -EINVAL unless it is
+ * above the promise before: its number is, or the number is equal and the start's id is above. */
 PCC_MUST_CHECK int pcc_volume_promise(struct pcc_volume *volume, const struct pcc_promise *promise);
 /* close(done=True): keep only the newest `keep` checkpoints, say done. Published at once. */
 PCC_MUST_CHECK int pcc_volume_finish(struct pcc_volume *volume, uint32_t keep);

@@ -293,15 +293,17 @@ def test_start_marks_digest_and_promise_are_on_the_media(tmp_path: Path) -> None
         loop.volume.promise(7, start, other)
         loop.volume.flag(after, set=SLOT_HEALTHY | SLOT_NOT_FINITE | SLOT_OFFERED)
         loop.volume.flag(after, clear=SLOT_NOT_FINITE, now=True)
-        with pytest.raises(OSError, match="Invalid"):
-            loop.volume.promise(7, other, other)
+        for number, id_ in (7, start), (7, bytes(16)), (6, other), (0, other):
+            with pytest.raises(OSError, match="Invalid"):
+                loop.volume.promise(number, id_, other)
+        loop.volume.promise(7, other, other)
     volume = Volume(path, writable=False)
     table = {entry.sequence: entry for entry in volume.table() if entry.sequence}
     assert {key: entry.start for key, entry in table.items()} == {before: bytes(16), after: start}
     assert table[after].flags == SLOT_HEALTHY | SLOT_OFFERED
     assert len({entry.digest for entry in table.values()}) == 2
     assert volume.info().start == start
-    assert volume.info().promise == (7, start, other)
+    assert volume.info().promise == (7, other, other)
     with pytest.raises(ValueError, match="16 bytes"):
         volume.begin_incarnation(2, 1, b"short")
     volume.close()

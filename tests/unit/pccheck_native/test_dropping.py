@@ -54,7 +54,10 @@ def test_the_record_of_a_start_goes_with_the_last_volume(storage: Path) -> None:
     record.touch()
     other = record.with_name("start-of-something-else.json")
     assert [one.file.path for one in dropping.victims(storage)] == [path]
-    assert layout.start_records(path.parent) == []
+    half = record.with_name(record.name + ".tmp")
+    half.touch()
+    assert layout.start_records(path.parent) == {bytes(range(16)): record}
+    assert layout.left_records(path.parent) == []
     other.touch()
     dropping.drop([path])
     assert list(other.parent.iterdir()) == [other]

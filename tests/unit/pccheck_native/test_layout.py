@@ -154,8 +154,12 @@ def test_no_storage_directory_is_an_error_not_an_empty_one(tmp_path: Path) -> No
 def test_temporary_files_are_told_from_volumes(tmp_path: Path) -> None:
     volume = put(layout.volume_path(tmp_path, 1, "a", 0))
     left = put(volume.with_name(volume.name + ".tmp"))
+    record = put(layout.start_path(tmp_path, 1, "a", bytes(range(16))))
+    half = put(record.with_name(record.name + ".tmp"))
     put(volume.with_name("notes.tmp"))
-    assert layout.list_temporary(tmp_path) == [left]
+    assert layout.list_temporary(tmp_path) == [left, half]
+    assert layout.start_records(volume.parent) == {bytes(range(16)): record}
+    assert layout.start_records(tmp_path / "missing") == {}
 
 
 def test_directories_are_private_and_may_exist(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""Which node a storage directory is of. People name a node by its host name; the software by a
+random id in its storage directory, which a reboot, another host name or address does not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from secrets import token_bytes
+from typing import NamedTuple
+
+from pccheck_native import layout
+from pccheck_native.identity import UNKNOWN
+from pccheck_wire.errors import DamagedError
+from pccheckd.base.logs import LOG
+
+ID_BYTES = 16
+
+
+class Node(NamedTuple):
+    """The same id with another place is a copy of the directory, unless its disk was mounted anew
+    since. Two daemons at the same time with the same id are two nodes of which one was cloned, also
+    with equal places: two machines of one image have equal ones."""
+
+    id: bytes  # 16 bytes
+    place: str  # layout.number: which directory this is, until the next boot
+
+
+def node_of(storage: Path) -> Node:
+    """The node of a storage directory; the first call makes its id, durably. Needs the daemon's
+    lock. Raises OSError, and DamagedError for a file that holds no id."""
+    path = storage / layout.NODE_NAME
+    try:
+        found = bytes.fromhex(layout.load(path, 4 * ID_BYTES).decode("ascii"))
+        if len(found) != ID_BYTES or found == UNKNOWN:
+            raise ValueError("it is no id")
+    except FileNotFoundError:
+        found = token_bytes(ID_BYTES)
+        layout.store(path, f"{found.hex()}\n".encode())
+        LOG.info("%s is a new node: %s", storage, found.hex())
+    except ValueError as error:
+        raise DamagedError(
+            f"{path} does not hold the id of a node: {error}",
+            hint=f"remove it: rm {path}; the node then gets a new id",
+        ) from error
+    return Node(found, layout.number(storage))
