@@ -8,7 +8,9 @@ nodes through a store that may lose, delay and repeat them. The same functions r
 
 **Words.** A *start* is one launch of all ranks, with a random id. A *member* is a node's part of a
 start; member 0 has rank 0. A *part* is what one rank stores of a checkpoint. A *round* is a restore
-that all ranks of a start make together; round 0 is what the start began from.
+that all ranks of a start make together; round 0 is what the start began from. A later round is like
+a start within the start: what it saves is newer than what it restored, and that is newer than what
+earlier rounds saved.
 
 **Names** (`facts.py`). A checkpoint is (start, base, descents, step, row): the round that its
 states come from, how often the step went down since, the step, how often that step was repeated.
@@ -26,16 +28,16 @@ P1. What was offered stays until a fact frees it: somebody may count on it.
 P2. Who said "I will never have x" never offers x in this start, also after the daemon's restart. So
     no checkpoint is both global and given up. A failed copy is destroyed before the node says so.
 P3. Only what is durable is offered.
-P4. After a promise to a newer start (on the disk before the offer): no save, offer or recycling for
-    an older one, and none for the newer one before its answer is recorded here. A start that was
-    displaced here never comes back.
+P4. After a promise to a newer start or round (on the disk before the offer): no save, offer or
+    recycling for an older one, and none for the newer one before its answer is recorded here. A
+    start that was displaced here never comes back.
 
 **What a node may recycle** (`facts.stays`), and nothing else.
 1. What is older than the newest global known here, and not one of the `keep` newest.
 2. What is given up.
 3. What was never offered: the node drops it, and so has passed it.
-4. What is of an older start, was not restored by this one, and is not one of the `keep` newest
-   globals. What was restored counts as a global: it stays until this start has `keep` of its own.
+4. What is of an older start or round, was not restored by this one, and is not one of the `keep`
+   newest globals. What was restored counts as a global: it stays until `keep` newer ones are known.
 One slot stays without a promise (slots = N + keep + 1), so no save waits for a message.
 
 **How a start begins** (`lists.py`, `offers.py`, `beginning.py`).

@@ -9,11 +9,12 @@ that no other has seen. If two have not seen each other (a fork), the branch wit
 its own goes on; two such branches are refused. When not most of the top's members are here, a newer
 start may have begun without this one: refused. (Half is enough, if it has the first member.)
 
-**Which checkpoint of it.** c: the newest that this start can restore. It need not have been global:
-survivors use what they hold. m: the newest that every member here holds. g: the newest known
-global. When m or g is newer than c, somebody may have been told that it is global: refused. What a
-member here lacks, and what is newer than all that it holds, was never global. Without c: what the
-top restored. Without that: nothing, if all members of the top are here and no node holds a shard.
+**Which checkpoint of it.** Of its newest round, c: the newest that this start can restore. It need
+not have been global: survivors use what they hold. m: the newest that every member here holds. g:
+the newest known global. When m or g is newer than c, somebody may have been told that it is global:
+refused. What a member here lacks, and what is newer than all that it holds, was never global.
+Without c: what that round restored. Without that: nothing, if all members of the top are here and
+no node holds a shard.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ STEPS_SHOWN = 8
 FRESH = "fresh=True begins without a checkpoint"
 
 
-def absent(offers: Collection[Offer], found: StartList, waits_s: float) -> Missing | None:
-    """Which members have not offered; None: all have, and the start can be decided."""
-    came = {offer.node for offer in offers if offer.promise == found.promise}
+def absent(
+    offers: Collection[Offer], found: StartList, waits_s: float, round_: int = 0
+) -> Missing | None:
+    """Which members have not offered; None: all have, and the round can be decided."""
+    wanted = found.promise._replace(round=round_)
+    came = {offer.node for offer in offers if offer.promise == wanted}
     lacking = [member for member in found.members if member.node not in came]
     if not lacking:
         return None
@@ -57,7 +61,7 @@ def decide(
 ) -> StartAnswer | Refused:
     """The answer to a start, in a round of it. `travel`: nodes can read shards of other nodes.
     Raises ValueError if a member has not offered."""
-    if absent(offers, found, 0):
+    if absent(offers, found, 0, round_):
         raise ValueError("all members of a start must have offered")
     again = {
         answer
@@ -242,7 +246,10 @@ class _Decision:
     # -- which checkpoint --------------------------------------------------------------------
 
     def _of_top(self, top: StartRecord) -> FullName | Refused | None:
-        own = [FullName(top.start, name) for name in self._disks.names(top.start)]
+        """A round is like a start: what it saved is newer than what it restored."""
+        last, _ = top.restored[-1]
+        names = [name for name in self._disks.names(top.start) if name.base >= last]
+        own = [FullName(top.start, name) for name in names]
         whole = next((one for one in own if not self._disks.lacks(one)), None)
         here = self._disks.here(top)
         for one in own:
@@ -267,13 +274,10 @@ class _Decision:
         return Refused(text, _way_out(lacks, whole))
 
     def _restored_by(self, top: StartRecord) -> FullName | Refused | None:
-        """What the top restored, when nothing that it saved can be restored."""
+        """What the top restored, when nothing that it saved then can be restored."""
         own = self._disks.names(top.start)
-        for _, restored in reversed(top.restored):
-            if restored is None:
-                break
-            if restored.start == top.start:
-                continue  # damaged or left out: an earlier round has what it came from
+        _, restored = top.restored[-1]
+        if restored is not None:
             if lacks := self._disks.lacks(restored):
                 return Refused(
                     f"the job continued from step {restored.name.step}, and that cannot be "

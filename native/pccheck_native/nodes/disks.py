@@ -45,7 +45,6 @@ class Disks:
         self._promised: dict[bytes, set[bytes]] = defaultdict(set)
         self._parts: dict[FullName, dict[int, set[bytes]]] = {}
         self._damaged: dict[FullName, dict[int, set[bytes]]] = {}
-        #: Globals, and what a start restored of its own in a later round.
         self.known = {one for offer in offers for one in offer.known}
         for offer in offers:
             for record in offer.records:
@@ -53,9 +52,6 @@ class Disks:
                 other = self.records.setdefault(record.start, record)
                 if _rounds(record) > _rounds(other):
                     self.records[record.start] = record
-                self.known |= {
-                    one for _, one in record.restored if one and one.start == record.start
-                }
             for part in offer.parts:
                 which = self._parts if part.intact else self._damaged
                 nodes = which.setdefault(part.checkpoint, defaultdict(set))

@@ -95,21 +95,24 @@ class RankHas(NamedTuple):
 
 
 class Promises(NamedTuple):
-    """What a node has promised in its start, and must keep. On the disk: `known`, and one bit for
-    each shard that is `offered`."""
+    """What a node has promised in a round of its start, and must keep. On the disk: `known`, and
+    one bit for each shard that is `offered`."""
 
     start: bytes
-    #: The `keep` newest globals that this node knows: those of this start, newest first, then what
-    #: this start restored, then those of older starts.
+    #: The `keep` newest globals that this node knows: those of this round, newest first, then what
+    #: this round restored, then older ones.
     known: tuple[FullName, ...] = ()
     offered: frozenset[SaveName] = frozenset()
-    restored: FullName | None = None  # in the newest round
     round: int = 0
 
     @property
     def newest(self) -> SaveName | None:
-        """The newest global of this start."""
-        return self.known[0].name if self.known and self.known[0].start == self.start else None
+        """The newest global of this round."""
+        return next((one.name for one in self.known[:1] if self.is_own(one)), None)
+
+    def is_own(self, one: FullName) -> bool:
+        """It was saved in this round."""
+        return one.start == self.start and one.name.base >= self.round
 
 
 class Space(NamedTuple):
@@ -158,27 +161,21 @@ def say(haves: Sequence[Have | None]) -> Said:
 
 
 def begin(
-    start: bytes, restored: FullName | None, known: Iterable[FullName], keep: int
+    start: bytes, restored: FullName | None, known: Iterable[FullName], keep: int, round_: int = 0
 ) -> Promises:
-    """The promises of a node when the answer of its start is recorded; `known`: its globals before.
-    What was restored counts as a known global."""
+    """The promises of a node when the answer to a round is recorded; `known`: its globals before.
+    What was restored counts as a known global. What it offered before may go."""
     counted = () if restored is None else (restored,)
     older = (one for one in known if one != restored)
-    return Promises(start, (*counted, *older)[:keep], frozenset(), restored)
-
-
-def restore_again(mine: Promises, restored: FullName | None, round_: int) -> Promises:
-    """A later round of the same start is recorded. What it restored stays until a checkpoint of
-    this round, or of a later one, is global."""
-    return mine._replace(restored=restored, round=round_)
+    return Promises(start, (*counted, *older)[:keep], frozenset(), round_)
 
 
 def hear(mine: Promises, said: Said, keep: int) -> Promises:
     """What a node knows and has promised, once it has heard these facts."""
-    own = {one.name for one in mine.known if one.start == mine.start} | set(said.globals)
-    older = [one for one in mine.known if one.start != mine.start]
-    known = (*(FullName(mine.start, one) for one in sorted(own, reverse=True)), *older)[:keep]
-    after = mine._replace(known=known)
+    heard = {FullName(mine.start, name) for name in said.globals}
+    own = {one for one in (*mine.known, *heard) if mine.is_own(one)}
+    older = [one for one in mine.known if not mine.is_own(one)]
+    after = mine._replace(known=(*sorted(own, reverse=True), *older)[:keep])
     lost = set(said.given_up)
     return after._replace(
         offered=frozenset(
@@ -195,25 +192,20 @@ def offer(
     what the node was told."""
     offered = set(mine.offered)
     kept = len(stays(mine).intersection(held))
-    for one in sorted(one.name for one in held if one.start == mine.start):
-        if one in offered or one in given_up or not _is_newer(one, mine.newest):
+    for name in sorted(one.name for one in held if mine.is_own(one)):
+        if name in offered or name in given_up or not _is_newer(name, mine.newest):
             continue
-        full = FullName(mine.start, one)
-        kept += full not in stays(mine)
+        kept += 1
         if kept > space.promises:
             break
-        offered.add(one)
+        offered.add(name)
     return mine._replace(offered=frozenset(offered))
 
 
 def stays(mine: Promises) -> set[FullName]:
-    """What the node must not recycle. The rest may go; of an older start only because the answer
-    of this start is recorded here, else there are no `Promises` for this start yet."""
-    kept = {*mine.known, *(FullName(mine.start, name) for name in mine.offered)}
-    newest = mine.newest
-    if mine.restored and (newest is None or newest.base < mine.round):
-        kept.add(mine.restored)
-    return kept
+    """What the node must not recycle. The rest may go; what is older than this round only because
+    its answer is recorded here, else there are no `Promises` for this round yet."""
+    return {*mine.known, *(FullName(mine.start, name) for name in mine.offered)}
 
 
 def recyclable(mine: Promises, held: Collection[FullName]) -> list[FullName]:
@@ -231,7 +223,9 @@ def publish(mine: Promises, ranks: Sequence[RankHas]) -> Have:
     there = {
         name
         for name in names
-        if _is_newer(name, newest) and all(_may_have(rank, name) for rank in ranks)
+        if name.base >= mine.round
+        and _is_newer(name, newest)
+        and all(_may_have(rank, name) for rank in ranks)
     }
     asked = [rank.asked for rank in ranks if rank.asked is not None]
     known = tuple(one.name for one in mine.known if one.start == mine.start)

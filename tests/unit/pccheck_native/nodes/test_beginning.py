@@ -260,12 +260,25 @@ def test_a_later_round_restores_the_newest_that_all_have() -> None:
         [(full(A, 1), 0), (full(D, 2), 0), (full(D, 3), 0)],
         [(full(A, 1), 1), (full(D, 2), 1)],
     ]
-    offers = [an_offer(at, NEW, [OLD, mine], *parts[at]) for at in (0, 1)]
+    second = NEW.promise._replace(round=1)
+    offers = [an_offer(at, NEW, [OLD, mine], *parts[at], promise=second) for at in (0, 1)]
     found = decide(offers, NEW, 1)
     assert found == StartAnswer(D, 1, full(D, 2), (A,))
     nothing = [one._replace(parts=one.parts[:1]) for one in offers]
     assert restored(decide(nothing, NEW, 1)) == full(A, 1)
     older = [one._replace(word=Word(step=1)) for one in offers]
     assert restored(decide(older, NEW, 1)) == full(A, 1)
+    no_record = [an_offer(at, NEW, [OLD], promise=second) for at in (0, 1)]
     with pytest.raises(ValueError, match="follows the first answer"):
-        decide([an_offer(at, NEW, [OLD]) for at in (0, 1)], NEW, 1)
+        decide(no_record, NEW, 1)
+    late = absent([offers[0], offers[1]._replace(promise=NEW.promise)], NEW, 5, 1)
+    assert late and late.ranks == (1,)
+
+
+def test_what_a_later_round_restored_is_newer_than_what_was_saved_before() -> None:
+    mine = born(a_list(A)).with_answer(StartAnswer(A, 1, full(A, 1), ()))
+    parts = [[(full(A, 1), at), (full(A, 2), at)] for at in (0, 1)]
+    offers = [an_offer(at, NEW, [mine], *parts[at], known=(full(A, 2),)) for at in (0, 1)]
+    assert restored(decide(offers, NEW)) == full(A, 1)
+    saved = [an_offer(at, NEW, [mine], *parts[at], (full(A, 2, base=1), at)) for at in (0, 1)]
+    assert restored(decide(saved, NEW)) == full(A, 2, base=1)

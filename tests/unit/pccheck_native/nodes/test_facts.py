@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pccheck_native.nodes.facts import (
-    FullName,
     Have,
     Promises,
     RankHas,
@@ -14,7 +13,6 @@ from pccheck_native.nodes.facts import (
     offer,
     publish,
     recyclable,
-    restore_again,
     room,
     say,
     stays,
@@ -95,9 +93,17 @@ def test_a_start_without_a_checkpoint_keeps_the_older_globals_at_first() -> None
     assert stays(hear(mine, Said((ONE,)), keep=1)) == {full(A, 1)}
 
 
-def test_what_a_later_round_restored_stays_until_that_round_has_a_global() -> None:
+def test_a_later_round_is_like_a_start() -> None:
     mine = hear(begin(A, None, (), keep=1), Said((FOUR,)), keep=1)
-    again = restore_again(mine, full(A, 2), 1)
-    assert stays(again) == {full(A, 2), full(A, 4)}
-    newer = name(3, base=1)
-    assert stays(hear(again, Said((newer,)), keep=1)) == {FullName(A, newer)}
+    again = begin(A, full(A, 2), mine.known, 1, 1)
+    assert stays(again) == {full(A, 2)} and again.newest is None
+    assert hear(again, Said((name(9),)), keep=1) == again
+    held = [full(A, 2), full(A, 3), full(A, 3, base=1)]
+    offered = offer(again, held, Space(2, spare=True))
+    assert offered.offered == {name(3, base=1)}
+    newer = hear(offered, Said((name(3, base=1),)), keep=1)
+    assert recyclable(newer, held) == [full(A, 2), full(A, 3)]
+    ranks = [RankHas([one.name for one in held], (), name(3, base=1))]
+    assert publish(offered, ranks) == Have(
+        (name(3, base=1),), (name(3, base=1),), name(3, base=1), (name(2),)
+    )

@@ -43,7 +43,7 @@ def test_a_list_has_the_newest_hello_of_each_rank() -> None:
 
 def test_its_number_follows_the_highest_promise() -> None:
     found = make_list([FIRST, SECOND._replace(promise=Promise(6, B))], A, FIRST)
-    assert isinstance(found, StartList) and found.promise == (7, A)
+    assert isinstance(found, StartList) and found.promise == Promise(7, A)
 
 
 def test_ranks_that_did_not_come_are_named() -> None:
