@@ -33,6 +33,8 @@ _STOPPED_S = 1.0
 _WAITING_MAX = 64
 #: libzmq starts two threads, and ends the process when it cannot.
 THREADS_FREE = 3
+#: Descriptors that have to be free: libzmq ends the process when it gets none.
+FILES_FREE = 32
 
 Callback = Callable[[ReplyBody], None]
 
@@ -87,6 +89,34 @@ def _require_scheduling() -> None:
             "SystemCallFilter= of its unit)",
             retryable=True,
         ) from error
+
+
+def require_files() -> None:
+    """Raises RefusedError when this process is about to run out of descriptors."""
+    held: list[int] = []
+    try:
+        held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        while len(held) < FILES_FREE:
+            held.append(os.dup(held[0]))
+    except OSError as error:
+        raise RefusedError(
+            f"cannot connect: this process can open fewer than {FILES_FREE} more files "
+            f"({error.strerror})",
+            hint="raise the limit: ulimit -n",
+            retryable=True,
+        ) from error
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def open_dealer(endpoint: str) -> zmq.Socket[bytes]:
+    """For requests in another thread than the client's. Raises PccheckError, OSError."""
+    require_files()
+    made: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
+    made.linger = 0
+    made.connect(endpoint)
+    return made
 
 
 class Connection:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from pccheck.job.naming import Identity
+from pccheck.nodes.voice import Voice
 from pccheck.version import VERSION
 from pccheck.warn import LOG, Warner
 from pccheck_wire import attach
@@ -27,7 +28,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Goodbye, Hello, Joined, Register, Registered, Restored, Role
 from pccheck_wire.units import MIB
 
-from .connection import Connection
+from .connection import Connection, open_dealer, require_files
 
 CONNECT_LIMIT_S = 10.0
 #: For each attempt to connect again, which costs training time.
@@ -39,8 +40,6 @@ BACKOFF_SLOW_S = 30.0
 GOODBYE_LIMIT_S = 30.0
 GOODBYE_LEAST_S = 1.0
 RESTORED_LIMIT_S = 120.0
-#: Descriptors that have to be free: libzmq ends the process when it gets none.
-FILES_FREE = 32
 #: A kind for the warner.
 DISCONNECTED = "daemon"
 #: Of this process, by its id: a forked child is another one.
@@ -65,6 +64,8 @@ class Session:
         self._fresh, self._solo, self._stall_limit_s = fresh, solo, stall_limit_s
         self._warner = warner
         self._connection: Connection | None = None
+        spread = identity.local_world_size < identity.world_size and not solo
+        self._voice = Voice(open_dealer) if spread else None  # of a job on several nodes
         self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
         self._delay_s = BACKOFF_FIRST_S
         self._next_try_s = 0.0  # time.monotonic()
@@ -105,7 +106,7 @@ class Session:
     def _connect(self, timeout_s: float) -> Connection:
         self._end()
         try:
-            _require_files()
+            require_files()
             self._connection = Connection(
                 self._attach(timeout_s), saves_alone=self.saves_alone(self.identity.world_size)
             )
@@ -257,13 +258,19 @@ class Session:
     def forget_in_child(self) -> None:
         """In a forked child: closes the sockets, so that the daemon notices the parent's end."""
         self._give_up_attempt()
+        if self._voice is not None:
+            self._voice.forget_in_child()
         if self._connection is not None:
             self._connection.forget_in_child()
 
     def close(self) -> None:
         """Ctrl-C does not keep the session open; what is left then, a second call ends."""
         self._give_up_attempt()
-        self._end()
+        try:
+            self._end()
+        finally:
+            if self._voice is not None:
+                self._voice.close()
 
     def _give_up_attempt(self) -> None:
         if self._attempt is not None:
@@ -282,6 +289,8 @@ class Session:
             with contextlib.suppress(PccheckError):
                 connection.pump()  # answers that the next daemon will need may have arrived
         finally:
+            if self._voice is not None:
+                self._voice.leave()
             connection.close()
             self._connection = None
 
@@ -294,6 +303,8 @@ class Session:
         self.incarnation, self._start = welcome.incarnation, welcome.start
         self._storage = welcome.storage
         self._protected_step = welcome.protected_step
+        if self._voice is not None:
+            self._voice.follow(welcome)
         if self._warner.over(*self._disconnected):
             LOG.warning(
                 "PCcheck: connected to pccheckd (pid %d); checkpoints continue", welcome.pid
@@ -309,25 +320,6 @@ class Session:
             incarnation=self.incarnation, start=self._start, storage=self._storage,
             restored=self._restored,
         )  # fmt: skip
-
-
-def _require_files() -> None:
-    """Raises RefusedError when this process is about to run out of descriptors."""
-    held: list[int] = []
-    try:
-        held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        while len(held) < FILES_FREE:
-            held.append(os.dup(held[0]))
-    except OSError as error:
-        raise RefusedError(
-            f"cannot connect: this process can open fewer than {FILES_FREE} more files "
-            f"({error.strerror})",
-            hint="raise the limit: ulimit -n",
-            retryable=True,
-        ) from error
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
 
 
 def _as_ours(error: Exception) -> PccheckError:

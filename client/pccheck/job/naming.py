@@ -14,6 +14,11 @@ from pccheck_wire.messages import RANKS_MAX, require_job_name
 
 #: What `sys.argv[0]` comes to where no script runs: `python -c` and a prompt, notebooks, workers.
 _NO_SCRIPTS = ("", "c", "ipython", "ipykernel_launcher", "colab_kernel_launcher", "default_worker")
+#: Variables of Open MPI, and of MPICH and Intel MPI: all ranks, and those of this node.
+_MPI = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_SIZE", "MPI_LOCALNRANKS"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,9 @@ def identify(
             f"rank must be from 0 to world_size - 1, not {mine} with world_size {size}",
             hint="see RANK and WORLD_SIZE, which torchrun sets, or pass rank= and world_size=",
         )
-    local = min(max(1, _number("LOCAL_WORLD_SIZE", size, environ)), size)
-    return Identity(name, mine, size, local, _launch(environ), guessed=not given)
+    local = min(max(1, _local_world_size(size, environ)), size)
+    launch = _launch(environ, one_node=local == size)
+    return Identity(name, mine, size, local, launch, guessed=not given)
 
 
 def _in_process_group() -> tuple[int, int] | tuple[None, None]:
@@ -98,10 +104,40 @@ def _number(name: str, default: int, environ: Mapping[str, str]) -> int:
         ) from None
 
 
-def _launch(environ: Mapping[str, str]) -> str:
-    """Equal for the ranks of one start of the job, different for the next; "" when unknown."""
+def _local_world_size(size: int, environ: Mapping[str, str]) -> int:
+    """How many of the job's `size` ranks run on this node; all, unless the launcher tells. The
+    variables of mpirun and srun count if they are about as many ranks: srun may start one torchrun
+    for each node."""
+    if environ.get("LOCAL_WORLD_SIZE"):
+        return _number("LOCAL_WORLD_SIZE", size, environ)
+    for total, local in _MPI:
+        if environ.get(local) and _number(total, 0, environ) == size:
+            return _number(local, size, environ)
+    if _number("SLURM_STEP_NUM_TASKS", 0, environ) == size:
+        tasks = _slurm_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        node = _number("SLURM_NODEID", -1, environ)
+        if sum(tasks) == size and 0 <= node < len(tasks):
+            return tasks[node]
+    return size
+
+
+def _slurm_tasks(text: str) -> list[int]:
+    """By node: "4(x2),1" is [4, 4, 1]. [] for another text."""
+    tasks: list[int] = []
+    for run in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", run)
+        if found is None:
+            return []
+        tasks += [int(found[1])] * int(found[2] or 1)
+    return tasks
+
+
+def _launch(environ: Mapping[str, str], *, one_node: bool) -> str:
+    """Equal for the ranks of one start of the job, on one node different for the next; "" when
+    unknown. torchrun counts a restart only on the node whose worker has failed."""
     if run := environ.get("TORCHELASTIC_RUN_ID"):
-        return f"torchelastic-{run}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"[:200]
+        count = f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if one_node else ""
+        return f"torchelastic-{run}{count}"[:200]
     if run := environ.get("SLURM_JOB_ID"):
         step = environ.get("SLURM_STEP_ID", "")
         return f"slurm-{run}-{environ.get('SLURM_RESTART_COUNT', '0')}-{step}"[:200]

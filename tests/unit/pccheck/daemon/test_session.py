@@ -403,3 +403,39 @@ def test_it_does_not_connect_with_its_last_descriptors(
         session().require()
     assert "ulimit -n" in refused.value.hint
     assert daemons.attempts == []
+
+
+def test_only_ranks_of_a_job_on_several_nodes_have_a_voice(
+    daemons: Daemons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows the connection to each daemon, and ends with the session."""
+    heard: list[object] = []
+
+    class Voice:
+        def __init__(self, _dealer: object) -> None:
+            heard.append("made")
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *given: heard.append((name, *given))
+
+    monkeypatch.setattr(module, "Voice", Voice)
+
+    def made(world: int, local: int, *, solo: bool = False) -> Session:
+        return Session(
+            Identity("gpt", 0, world, local, ""), lambda: "/s", fresh=False, solo=solo,
+            stall_limit_s=5.0, warner=Warner(),
+        )  # fmt: skip
+
+    for alone in (made(1, 1), made(4, 4), made(4, 2, solo=True)):
+        alone.require()
+        alone.close()
+    assert heard == []
+    wide = made(4, 2)
+    first: Any = wide.require()
+    first.lives = False
+    second: Any = wide.reconnect()
+    wide.close()
+    assert heard == [
+        "made", ("follow", first.welcome), ("leave",), ("follow", second.welcome), ("leave",),
+        ("close",),
+    ]  # fmt: skip

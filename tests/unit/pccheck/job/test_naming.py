@@ -66,3 +66,39 @@ def test_a_rank_that_is_no_int_is_refused(rank: object, world_size: object) -> N
     world = {"WORLD_SIZE": "x"} if world_size is None else {}
     with pytest.raises(UsageError, match="is not a"):
         identify("x", rank, world_size, world)  # type: ignore[arg-type]
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NODEID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "local"),
+    [
+        ({}, 5),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4),
+        ({"OMPI_COMM_WORLD_SIZE": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 5),
+        ({"PMI_SIZE": "5", "MPI_LOCALNRANKS": "2"}, 2),
+        (SRUN, 2),
+        (SRUN | {"SLURM_NODEID": "2"}, 1),
+        (SRUN | {"SLURM_NODEID": "3"}, 5),
+        (SRUN | {"SLURM_NODEID": ""}, 5),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5"}, 5),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, 5),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x2),x"}, 5),
+        # One task per node, which is torchrun, or a script that starts its ranks.
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 5),
+        (SRUN | {"LOCAL_WORLD_SIZE": "4"}, 4),
+    ],
+)
+def test_the_ranks_of_this_node_are_those_that_the_launcher_names(
+    environ: dict[str, str], local: int
+) -> None:
+    assert identify("x", 0, 5, environ).local_world_size == local
+
+
+def test_ranks_on_several_nodes_have_one_launch_id_after_a_restart_of_one() -> None:
+    """torchrun counts a restart only on the node whose worker has failed."""
+    run = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert identify("x", 0, 2, run | {"LOCAL_WORLD_SIZE": "2"}).launch == "torchelastic-r-2"
+    assert identify("x", 0, 2, run | {"LOCAL_WORLD_SIZE": "1"}).launch == "torchelastic-r"

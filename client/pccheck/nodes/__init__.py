@@ -1,0 +1,1 @@
+"""A job on several nodes: values that pass between its daemons, through this process."""

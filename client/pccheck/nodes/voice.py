@@ -1,0 +1,223 @@
+"""The daemon of this node speaks to the other nodes of the job through this process: two threads do
+what the daemon asks for in the job's torch store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from pccheck.warn import LOG
+from pccheck_wire import codec, packing
+from pccheck_wire.errors import ProtocolError
+from pccheck_wire.messages import CARRY_LIMIT_S, Carried, Carry, Reply, Request, Welcome
+
+from .stores import JobStore, StoreError
+
+#: Lane 0 executes what the store answers at once, lane 1 what waits.
+LANES = 2
+#: Behind CARRY_LIMIT_S: the daemon, or its front, was restarted or is overloaded.
+LATE_S = 10.0
+#: How long the end of the process, or close(), waits for a lane whose operation was broken off.
+JOIN_LIMIT_S = 1.0
+
+Dealer = Callable[[str], "zmq.Socket[bytes]"]
+
+
+class Voice:
+    """Of one client. Its lanes live until `close`, and serve one connection after the other. Only
+    `close` waits for them."""
+
+    def __init__(self, dealer: Dealer, store: Callable[[], JobStore] = JobStore) -> None:
+        """`dealer` connects a socket to a daemon's endpoint; may raise PccheckError, OSError."""
+        self._dealer, self._store = dealer, store
+        self._lanes: list[_Lane] = []
+
+    def follow(self, welcome: Welcome) -> None:
+        """A connection began."""
+        try:
+            while len(self._lanes) < LANES:
+                self._lanes.append(_Lane(len(self._lanes), self._dealer, self._store()))
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread: tried with the next
+            LOG.warning("PCcheck: no thread for the agreement with the other nodes: %s", error)
+        for lane in self._lanes:
+            lane.turn_to(welcome)
+
+    def leave(self) -> None:
+        """The connection has ended."""
+        for lane in self._lanes:
+            lane.turn_to(None)
+
+    def close(self) -> None:
+        """Ends the lanes. A thread that is still in C++ while Python ends could end the process by
+        SIGABRT: so its operation is broken off, and is given a moment."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.end()
+        deadline = time.monotonic() + JOIN_LIMIT_S
+        for lane in lanes:
+            if lane.thread is not threading.current_thread():  # the collector ran there
+                lane.thread.join(max(0.0, deadline - time.monotonic()))
+            if not lane.thread.is_alive():
+                os.close(lane.bell)
+
+    def forget_in_child(self) -> None:
+        """In a forked child, which has no lanes."""
+        for lane in self._lanes:
+            os.close(lane.bell)
+        self._lanes = []
+
+
+class _Lane:
+    """A thread, and what other threads tell it: where to turn to, and that it ends."""
+
+    def __init__(self, number: int, dealer: Dealer, store: JobStore) -> None:
+        """Raises OSError, RuntimeError."""
+        self._number, self._dealer, self._store = number, dealer, store
+        self._welcome: Welcome | None = None
+        self._ends = False
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # daemon: it may be in C++, where nothing reaches it
+        self.thread = threading.Thread(
+            target=self._run, name=f"pccheck-voice-{number}", daemon=True
+        )
+        try:
+            self.thread.start()
+        except RuntimeError:
+            os.close(self.bell)
+            raise
+
+    def turn_to(self, welcome: Welcome | None) -> None:
+        self._welcome = welcome
+        os.eventfd_write(self.bell, 1)
+
+    def end(self) -> None:
+        self._ends = True
+        self.turn_to(None)  # first: one that only waits is called away, which is no error
+        self._store.break_off()
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._ends:
+                welcome = self._welcome
+                if welcome is None:
+                    self._sleep(None)
+                    continue
+                try:
+                    with contextlib.closing(self._dealer(welcome.endpoint)) as dealer:
+                        self._serve(welcome, dealer)
+                except Exception as error:  # the edge of this thread; most likely the daemon ended
+                    LOG.debug("lane %d: %s", self._number, error, exc_info=True)
+                    self._sleep(CARRY_LIMIT_S)
+        finally:
+            self._store.close()
+
+    def _sleep(self, limit_s: float | None, descriptor: int | None = None) -> bool | None:
+        """True once the descriptor can be read, False when the time is over, None when another
+        thread has rung the bell."""
+        arrivals = select.poll()
+        arrivals.register(self.bell, select.POLLIN)
+        if descriptor is not None:
+            arrivals.register(descriptor, select.POLLIN)
+        ready = arrivals.poll(None if limit_s is None else max(0.0, 1000 * limit_s))
+        if any(found == self.bell for found, _ in ready):
+            os.eventfd_read(self.bell)
+            return None
+        return bool(ready)
+
+    def _serve(self, welcome: Welcome, dealer: zmq.Socket[bytes]) -> None:
+        """Until another connection begins, or this one does not answer."""
+        number, batch = 0, 0
+        results: list[Any] = []
+        while self._welcome is welcome:
+            begun_s = time.monotonic()
+            number += 1
+            for body, last in _parts(self._number, batch, results):
+                dealer.send(codec.encode(Request(number if last else 0, welcome.token, body)))
+            answer = self._answer(welcome, dealer, number)
+            if answer is None:
+                continue  # once more, with the same results
+            batch, results = answer.batch, []
+            operations = packing.joined(answer.operations)
+            if not operations:
+                self._sleep(begun_s + CARRY_LIMIT_S - time.monotonic())
+            total = 0
+            for operation in operations:
+                if self._welcome is not welcome or total > packing.VALUE_BYTES_MAX:
+                    break
+                results.append(self._execute(welcome, operation))
+                total += _size(results[-1])
+
+    def _answer(self, welcome: Welcome, dealer: zmq.Socket[bytes], number: int) -> Carried | None:
+        """Raises ProtocolError for another answer than Carried."""
+        deadline = time.monotonic() + CARRY_LIMIT_S + LATE_S
+        arrivals = zmq.Poller()
+        arrivals.register(dealer, zmq.POLLIN)
+        arrivals.register(self.bell, zmq.POLLIN)
+        while self._welcome is welcome and (left_s := deadline - time.monotonic()) > 0:
+            for found, _ in arrivals.poll(int(1000 * left_s) + 1):
+                if found == self.bell:
+                    self._sleep(0)
+                    continue
+                reply = codec.decode(dealer.recv(), Reply, bytes_max=packing.REPLY_BYTES_MAX)
+                if reply.number != number:  # of an earlier one that was given up
+                    continue
+                if isinstance(reply.body, Carried):
+                    return reply.body
+                raise ProtocolError(f"no Carried but {reply.body}")
+        return None
+
+    def _wait(self, welcome: Welcome, key: str, limit_s: float) -> bytes | None:
+        """For the key, while the daemon is the one that asked for it."""
+
+        def sleep(descriptor: int | None, left_s: float) -> bool | None:
+            until_s = time.monotonic() + left_s
+            while self._welcome is welcome:
+                ready = self._sleep(until_s - time.monotonic(), descriptor)
+                if ready is not None:
+                    return ready
+            return None
+
+        return self._store.wait(key, limit_s, sleep)
+
+    def _execute(self, welcome: Welcome, operation: Any) -> Any:
+        store = self._store
+        try:
+            match operation:
+                case ["set", str(key), bytes(value)]:
+                    return store.set(key, value)
+                case ["add", str(key), int(amount)]:
+                    return store.add(key, amount)
+                case ["swap", str(key), bytes(value)]:
+                    return store.swap(key, value)
+                case ["get", [_, *_] as keys]:
+                    return store.get([str(key) for key in keys])
+                case ["wait", str(key), (int() | float()) as limit_s]:
+                    return self._wait(welcome, key, limit_s)
+            return ["error", f"not an operation: {str(operation)[:80]}"]
+        except StoreError as error:
+            return ["error", str(error)]
+
+
+def _size(result: Any) -> int:
+    """About the bytes that it takes in msgpack."""
+    if isinstance(result, list):
+        return sum(map(_size, result))
+    return len(result) + 5 if isinstance(result, bytes) else 9
+
+
+def _parts(lane: int, batch: int, results: list[Any]) -> Iterator[tuple[Carry, bool]]:
+    """The messages of these results, and which is the last one."""
+    pieces = packing.pieces(results) if results else []
+    for first in range(0, max(1, len(pieces)), codec.PIECES_MAX):
+        some = pieces[first : first + codec.PIECES_MAX]
+        last = first + codec.PIECES_MAX >= len(pieces)
+        yield Carry(lane, batch, some, at=first * codec.PIECE_BYTES, more=not last), last

@@ -1,0 +1,285 @@
+"""The lanes of a trainer, with a stand-in for the daemon's endpoint and real stores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+
+from pccheck.daemon.connection import open_dealer
+from pccheck.nodes import voice as module
+from pccheck.nodes.stores import JobStore
+from pccheck.nodes.voice import Voice
+from pccheck_wire import codec, messages, packing
+from pccheck_wire.messages import Carried, Carry, Reply, Request
+from tests.support.programs import ROOT
+from tests.support.waiting import LIMIT_S, suspend, until
+
+from .test_stores import Server, agent, unsent
+
+
+class Endpoint:
+    """A daemon's end of the lanes. `welcome` is that of one session."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self.context = zmq.Context()
+        self.router = self.context.socket(zmq.ROUTER)
+        self.router.linger = 0
+        place = f"ipc://{directory / name}"
+        self.router.bind(place)
+        self.welcome: Any = SimpleNamespace(endpoint=place, token=name.encode())
+        self.batches = 0
+        self.arrived: list[tuple[bytes, Request]] = []
+
+    def next(self, lane: int) -> tuple[bytes, int, Carry]:
+        """The next message of a lane: its sender, number and body."""
+        while True:
+            for number, (sender, request) in enumerate(self.arrived):
+                assert isinstance(request.body, Carry)
+                if request.body.lane == lane:
+                    self.arrived.pop(number)
+                    return sender, request.number, request.body
+            assert self.router.poll(1000 * LIMIT_S), "no message"
+            sender, data = self.router.recv_multipart()
+            request = codec.decode(data, Request)
+            assert request.token == self.welcome.token
+            self.arrived.append((sender, request))
+
+    def send(self, sender: bytes, number: int, body: messages.ReplyBody) -> None:
+        self.router.send_multipart([sender, codec.encode(Reply(number, body))])
+
+    def give(self, lane: int, *operations: list[Any]) -> int:
+        """Answers the next message of a lane; the batch."""
+        sender, number, _ = self.next(lane)
+        self.batches += 1
+        self.send(sender, number, Carried(self.batches, packing.pieces(list(operations))))
+        return self.batches
+
+    def results(self, lane: int, batch: int) -> list[Any]:
+        """Of the next messages; the lane then waits for more operations."""
+        whole = b""
+        while True:
+            sender, number, body = self.next(lane)
+            assert (body.batch, body.at) == (batch, len(whole))
+            whole += b"".join(body.results)
+            assert bool(number) is not body.more
+            if not body.more:
+                self.arrived.append((sender, Request(number, b"", Carry(lane))))
+                return packing.joined([whole])
+
+    def do(self, lane: int, *operations: list[Any]) -> list[Any]:
+        return self.results(lane, self.give(lane, *operations))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
+    with contextlib.closing(Endpoint(tmp_path, "one")) as made:
+        yield made
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        yield made
+
+
+@pytest.fixture
+def voice(server: Server) -> Iterator[Voice]:
+    with contextlib.closing(Voice(open_dealer, lambda: JobStore(agent(server.port)))) as made:
+        yield made
+
+
+def lanes() -> list[str]:
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("pccheck-voice"))
+
+
+def test_the_lanes_do_what_the_daemon_asks_for(endpoint: Endpoint, voice: Voice) -> None:
+    voice.follow(endpoint.welcome)
+    assert endpoint.do(
+        0, ["set", "a", b"1"], ["add", "n", 7], ["swap", "a", b"2"], ["get", ["a", "b", "n"]]
+    ) == [None, 7, b"1", [b"1", None, b"7"]]
+    assert endpoint.do(1, ["wait", "a", 9.0], ["wait", "b", 0]) == [b"1", None]
+    waiting = endpoint.give(1, ["wait", "c", 1e9])
+    assert endpoint.do(0, ["set", "c", b"3"]) == [None]
+    assert endpoint.results(1, waiting) == [b"3"]
+
+
+def test_the_next_batch_begins_where_the_results_became_too_long(
+    endpoint: Endpoint, voice: Voice
+) -> None:
+    voice.follow(endpoint.welcome)
+    long = os.urandom(packing.VALUE_BYTES_MAX)
+    several = [["set", "a", long], ["swap", "a", b"x"], ["swap", "a", b"x"], ["add", "n", 1]]
+    assert endpoint.do(0, *several) == [None, long]
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [["set", "a"], ["wait", 1, 1.0], ["get", []], ["get", "a"], ["swap", "a", b""], [], None, 5],
+)
+def test_what_is_no_operation_is_an_error(
+    endpoint: Endpoint, voice: Voice, operation: list[Any]
+) -> None:
+    voice.follow(endpoint.welcome)
+    (error,) = endpoint.do(0, operation)
+    assert error[0] == "error"
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
+
+
+def test_a_rank_that_is_never_asked_opens_no_store(endpoint: Endpoint) -> None:
+    opened = []
+
+    class Store(JobStore):
+        def _open(self) -> None:
+            opened.append(1)
+
+    with contextlib.closing(Voice(open_dealer, Store)) as voice:
+        voice.follow(endpoint.welcome)
+        for lane in (0, 1):
+            sender, number, _ = endpoint.next(lane)
+            endpoint.send(sender, number, Carried())
+    assert opened == []
+    assert not endpoint.router.poll(0), "asked again at once"
+
+
+def test_the_lanes_follow_to_the_next_daemon_and_leave_a_wait(
+    endpoint: Endpoint, voice: Voice, tmp_path: Path
+) -> None:
+    voice.follow(endpoint.welcome)
+    endpoint.give(1, ["wait", "never", 1e9])
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
+    threads = lanes()
+    voice.leave()
+    with contextlib.closing(Endpoint(tmp_path, "two")) as second:
+        voice.follow(second.welcome)
+        for lane in (0, 1):
+            sender, number, body = second.next(lane)
+            assert (body.batch, body.results) == (0, [])
+            second.arrived.append((sender, Request(number, b"", body)))
+        assert second.do(0, ["add", "n", 1]) == [2]
+        assert second.do(1, ["wait", "n", 1.0]) == [b"2"]
+    assert lanes() == threads == ["pccheck-voice-0", "pccheck-voice-1"]
+
+
+def test_without_an_answer_the_same_results_are_sent_again(
+    endpoint: Endpoint, voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CARRY_LIMIT_S", 0.0)
+    monkeypatch.setattr(module, "LATE_S", 0.05)
+    voice.follow(endpoint.welcome)
+    batch = endpoint.give(0, ["add", "n", 1])
+    first, number, sent = endpoint.next(0)
+    _, later, again = endpoint.next(0)
+    assert (again, again.batch) == (sent, batch)
+    assert later > number
+    endpoint.send(first, number, Carried(9, packing.pieces([["add", "n", 1]])))  # too late
+    monkeypatch.setattr(module, "LATE_S", 1e6)
+    sender, number, _ = endpoint.next(0)
+    while endpoint.router.poll(100):
+        sender, number, _ = endpoint.next(0)
+    endpoint.send(sender, number, Carried(10, packing.pieces([["get", ["n"]]])))
+    assert endpoint.results(0, 10) == [[b"1"]]
+
+
+def test_a_refusal_is_not_the_end(
+    endpoint: Endpoint, voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CARRY_LIMIT_S", 0.01)
+    voice.follow(endpoint.welcome)
+    sender, number, _ = endpoint.next(0)
+    endpoint.send(sender, number, messages.Failure("REFUSED", "no such session"))
+    other, _, body = endpoint.next(0)
+    assert other != sender
+    assert body == Carry(0)
+
+
+def test_close_ends_the_threads_also_beside_a_stopped_server(
+    endpoint: Endpoint, voice: Voice, server: Server
+) -> None:
+    voice.follow(endpoint.welcome)
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
+    assert endpoint.do(1, ["wait", "n", 1]) == [b"1"]
+    endpoint.give(1, ["wait", "none", 1e9])
+    suspend(server.pid)
+    endpoint.give(0, ["add", "n", 1])
+    voice.close()
+    until(lambda: lanes() == [])
+    voice.close()
+
+
+def test_a_forked_child_has_no_lanes_and_disturbs_none(endpoint: Endpoint, voice: Voice) -> None:
+    voice.follow(endpoint.welcome)
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
+    waiting = endpoint.give(1, ["wait", "late", 1e9])
+    child = os.fork()
+    if child == 0:
+        voice.forget_in_child()
+        voice.close()
+        os._exit(len(lanes()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert endpoint.do(0, ["set", "late", b"1"]) == [None]
+    assert endpoint.results(1, waiting) == [b"1"]
+
+
+@pytest.fixture
+def process(endpoint: Endpoint, server: Server) -> Iterator[subprocess.Popen[str]]:
+    """With a voice; ends when it gets a line: "close" closes the voice before."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDS, endpoint.welcome.endpoint], cwd=ROOT, text=True,
+        env=os.environ | agent(server.port), stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as made:  # fmt: skip
+        yield made
+        made.kill()
+
+
+@pytest.mark.parametrize("first", [[], [["add", "n", 1]]], ids=["connecting", "in-an-operation"])
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_the_process_ends_while_a_thread_hangs_in_the_store(
+    endpoint: Endpoint, server: Server, process: subprocess.Popen[str], first: list[Any], end: str
+) -> None:
+    """The server's kernel still answers: the thread is in torch's C++."""
+    endpoint.do(0, *first)
+    suspend(server.pid)
+    endpoint.give(0, ["add", "n", 1])
+    until(lambda: unsent(server.port))
+    _, said = process.communicate(f"{end}\n", timeout=LIMIT_S)
+    assert process.returncode == 0
+    assert "terminate" not in said
+
+
+def test_the_end_of_a_waiting_process_is_silent(
+    endpoint: Endpoint, server: Server, process: subprocess.Popen[str]
+) -> None:
+    """torch's own wait() would log a warning, with a stack."""
+    assert endpoint.do(1, ["wait", "none", 0.01]) == [None]
+    waiting = endpoint.give(1, ["wait", "none", 1e9])
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
+    assert waiting
+    assert process.communicate("close\n", timeout=LIMIT_S)[1] == ""
+    assert process.returncode == 0
+
+
+ENDS = """
+import sys
+from types import SimpleNamespace
+from pccheck.daemon.connection import open_dealer
+from pccheck.nodes.voice import Voice
+
+voice = Voice(open_dealer)
+voice.follow(SimpleNamespace(endpoint=sys.argv[1], token=b"one"))
+if input() == "close":
+    voice.close()
+"""
