@@ -229,4 +229,20 @@ NATIVE_MUTANTS = (
         old="const int result = fsync(fd) == 0 ? 0 : -errno;",
         new="const int result = fd < 0;",
     ),
+    Mutant(
+        "a late number without marks",
+        "other nodes count on a checkpoint that its node recycles after a restart",
+        program="test_save",
+        source="disk/pcc_save.c",
+        old="save->entry.flags |= number->marks;",
+        new="",
+    ),
+    Mutant(
+        "a promise without its id",
+        "of two starts with one number a node takes part in both",
+        program="test_volume",
+        source="disk/pcc_volume.c",
+        old="memcmp(promise->start_id, before->start_id, PCC_UUID_BYTES) > 0",
+        new="true",
+    ),
 )
