@@ -32,6 +32,7 @@ PROBE_LIMIT_S = 5.0
 POLL_S = 0.05
 
 #: Of TCPStore's own format: queries, which begin with their number, and answers to the first one.
+_HELLO = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 1)  # that it is a client, and a ping
 _WAIT, _CANCEL = 6, bytes([12])
 _THERE, _CANCELLED = b"\0", b"\1"
 _PROBE = PREFIX + "probe"
@@ -57,6 +58,7 @@ class JobStore:
         self._environ = environ
         self._store: Any = None
         self._socket: socket.socket | None = None  # another descriptor of the store's
+        self._has_opened = False
         self._knows_format: bool | None = None
         self._broken_off = False
 
@@ -171,7 +173,8 @@ class JobStore:
     def _open(self) -> None:
         if self._broken_off:
             raise StoreError("this client is closed")
-        self._store = _find(self._environ)
+        self._store = _find(self._environ, again=self._has_opened)
+        self._has_opened = True
         self._socket = _socket_of(self._store)
         if self._socket is not None:
             _limit(self._socket)
@@ -180,28 +183,46 @@ class JobStore:
             raise StoreError("this client is closed")
 
 
-def _find(environ: Mapping[str, str]) -> Any:
+def _find(environ: Mapping[str, str], *, again: bool) -> Any:
     """A connection of its own to the job's store: the agent's, which is there before the script
-    begins, else that of init_process_group(). Raises StoreError, and torch's errors."""
+    begins, else that of init_process_group(). Raises StoreError, and torch's errors. `again`: the
+    server may have ended or be stopped meanwhile."""
     if not distributed.is_available():
         raise StoreError("this torch has no torch.distributed")
     host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if host and port.isdecimal() and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _connected(host, int(port))
+        return _connected(host, int(port), again)
     if not distributed.is_initialized():
         raise StoreError(f"{NOT_YET}: the script has not called init_process_group()")
     store: Any = distributed.distributed_c10d._get_default_store()
     while isinstance(store, distributed.PrefixStore):
         store = store.underlying_store
     if isinstance(store, distributed.TCPStore):
-        return _connected(store.host, store.port)
+        return _connected(store.host, store.port, again)
     return store.clone()
 
 
-def _connected(host: str, port: int) -> Any:
+def _connected(host: str, port: int, again: bool) -> Any:
+    if again:
+        _require_life(host, port)
     return distributed.TCPStore(
         host, port, None, False, timedelta(seconds=CONNECT_LIMIT_S), wait_for_workers=False
     )
+
+
+def _require_life(host: str, port: int) -> None:
+    """Raises StoreError when no server answers there: torch would log that as errors, and would
+    wait for the answer of a stopped server without a limit."""
+    try:
+        with socket.create_connection((host, port), CONNECT_LIMIT_S) as tried:
+            tried.settimeout(ANSWER_LIMIT_S)
+            tried.sendall(_HELLO)
+            tried.recv(1)  # nothing, from a server with another format, which lives as well
+    except ConnectionResetError:
+        pass  # ... or that
+    except OSError as error:
+        why = error.strerror or error
+        raise StoreError(f"no store answers at {host} port {port}: {why}") from error
 
 
 def _socket_of(store: Any) -> socket.socket | None:

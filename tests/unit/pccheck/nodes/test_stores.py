@@ -139,6 +139,8 @@ def test_a_stopped_server_ends_the_operation_and_a_new_connection_follows(
     suspend(server.pid)
     with pytest.raises(StoreError):
         operation(store)
+    with pytest.raises(StoreError, match="no store answers at 127.0.0.1 port"):
+        operation(store)
     server.resume()
     until(lambda: reaches(store))
     assert store.swap("again", b"1") == b"1"
@@ -160,6 +162,8 @@ def test_a_killed_server_is_an_error_and_the_next_one_may_have_another_port() ->
         first.wait()
         with pytest.raises(StoreError):
             store.set("n", b"2")  # the first send on a dead connection succeeds
+        with pytest.raises(StoreError, match=f"port {first.port}: Connection refused"):
+            store.set("n", b"2")
         environ |= agent(second.port)
         assert store.get(["n"]) == [None]
         store.set("n", b"2")
