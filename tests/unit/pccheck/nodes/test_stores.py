@@ -139,7 +139,7 @@ def test_a_stopped_server_ends_the_operation_and_a_new_connection_follows(
     suspend(server.pid)
     with pytest.raises(StoreError):
         operation(store)
-    with pytest.raises(StoreError, match="no store answers at 127.0.0.1 port"):
+    with pytest.raises(StoreError, match=r"no store answers at 127\.0\.0\.1 port"):
         operation(store)
     server.resume()
     until(lambda: reaches(store))
