@@ -217,7 +217,7 @@ def _require_life(host: str, port: int) -> None:
         with socket.create_connection((host, port), CONNECT_LIMIT_S) as tried:
             tried.settimeout(ANSWER_LIMIT_S)
             tried.sendall(_HELLO)
-            tried.recv(1)  # nothing, from a server with another format, which lives as well
+            tried.recv(4)  # nothing, from a server with another format, which lives as well
     except ConnectionResetError:
         pass  # ... or that
     except OSError as error:

@@ -179,19 +179,20 @@ def test_without_an_answer_the_same_results_are_sent_again(
 ) -> None:
     monkeypatch.setattr(module, "CARRY_LIMIT_S", 0.0)
     monkeypatch.setattr(module, "LATE_S", 0.05)
+
+    def until_done(batch: int, operation: list[Any]) -> tuple[bytes, int, Carry]:
+        """Answers messages, some of them too late, until one has the results."""
+        while (found := endpoint.next(0))[2].batch != batch:
+            endpoint.send(*found[:2], Carried(batch, packing.pieces([operation])))
+        return found
+
     voice.follow(endpoint.welcome)
-    batch = endpoint.give(0, ["add", "n", 1])
-    first, number, sent = endpoint.next(0)
+    sender, number, sent = until_done(1, ["add", "n", 1])
     _, later, again = endpoint.next(0)
-    assert (again, again.batch) == (sent, batch)
+    assert again == sent
     assert later > number
-    endpoint.send(first, number, Carried(9, packing.pieces([["add", "n", 1]])))  # too late
-    monkeypatch.setattr(module, "LATE_S", 1e6)
-    sender, number, _ = endpoint.next(0)
-    while endpoint.router.poll(100):
-        sender, number, _ = endpoint.next(0)
-    endpoint.send(sender, number, Carried(10, packing.pieces([["get", ["n"]]])))
-    assert endpoint.results(0, 10) == [[b"1"]]
+    endpoint.send(sender, number, Carried(2, packing.pieces([["add", "n", 1]])))  # too late
+    assert packing.joined(until_done(3, ["get", ["n"]])[2].results) == [[b"1"]]
 
 
 def test_a_refusal_is_not_the_end(
@@ -204,6 +205,26 @@ def test_a_refusal_is_not_the_end(
     other, _, body = endpoint.next(0)
     assert other != sender
     assert body == Carry(0)
+
+
+def test_a_thread_that_cannot_start_is_tried_with_the_next_connection(
+    endpoint: Endpoint, voice: Voice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = files()
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as none:
+        none.setattr(threading.Thread, "start", start)
+        voice.follow(endpoint.welcome)
+        voice.leave()
+    assert (lanes(), files()) == ([], before)
+    voice.follow(endpoint.welcome)
+    assert endpoint.do(0, ["add", "n", 1]) == [1]
 
 
 def test_close_ends_the_threads_also_beside_a_stopped_server(
