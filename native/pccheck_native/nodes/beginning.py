@@ -163,7 +163,7 @@ class _Decision:
             return None
         if self._word.start and self._word.start != NEWEST:
             return self._named(pool)
-        tops = [one for one in pool if not any(one.start in other.seen for other in pool)]
+        tops = [one for one in pool if not any(one.start in other.seen for other in pool)] or pool
         branches = [one for one in tops if self._has_own(one)] or self._newest_restored(tops)
         if len(branches) == 1:
             return branches[0]
