@@ -376,7 +376,7 @@ class Model:
         for at, number in offers.items():
             key = ("offer", at, number, word)
             offer = self.memo(key, lambda: self.offer(at, self.nodes[number], word))  # noqa: B023
-            found.append(offer._replace(promise=who.promise._replace(round=round_)))
+            found.append(offer._replace(promise=who.promise, round=round_))
         return self.rules.decide(found, who, round_, travel=self.config.travel)
 
     def said(self, state: State, start: int) -> Said:

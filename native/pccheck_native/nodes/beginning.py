@@ -43,8 +43,8 @@ def absent(
     offers: Collection[Offer], found: StartList, waits_s: float, round_: int = 0
 ) -> Missing | None:
     """Which members have not offered; None: all have, and the round can be decided."""
-    wanted = found.promise._replace(round=round_)
-    came = {offer.node for offer in offers if offer.promise == wanted}
+    wanted = found.promise, round_
+    came = {offer.node for offer in offers if (offer.promise, offer.round) == wanted}
     lacking = [member for member in found.members if member.node not in came]
     if not lacking:
         return None

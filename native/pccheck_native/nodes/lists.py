@@ -22,13 +22,11 @@ NAMED_MAX = 8  # in a sentence
 
 
 class Promise(NamedTuple):
-    """The newest start that a node takes part in: no list that is not above it gets a promise. And
-    the newest round of it: the node offers nothing more that was saved before. Ordered. On the disk
-    before the node offers to the start or round."""
+    """The newest start that a node takes part in: no list that is not above it gets a promise.
+    (number, start) is ordered. On the disk before the node offers."""
 
     number: int = 0
     start: bytes = bytes(plain.ID)
-    round: int = 0
 
     def to_plain(self) -> list[object]:
         return list(self)
@@ -36,12 +34,8 @@ class Promise(NamedTuple):
     @classmethod
     def of_plain(cls, value: object) -> Promise:
         """Raises ValueError."""
-        number, start, round_ = plain.items(value, "a promise", count=3)
-        return cls(
-            plain.number(number, "the number of a start"),
-            plain.raw(start, "a start"),
-            plain.number(round_, "a round"),
-        )
+        number, start = plain.items(value, "a promise", count=2)
+        return cls(plain.number(number, "the number of a start"), plain.raw(start, "a start"))
 
 
 class NodeHello(NamedTuple):
@@ -219,7 +213,7 @@ def may_promise(
 ) -> Refused | None:
     """Why a node, whose newest promise is `promise`, may not promise to this list; None: it may, or
     has already. `lives`: the list of another start of the job of which a process lives here."""
-    if found.start == promise.start and found.number == promise.number:
+    if found.promise == promise:
         return None
     if lives and (lives.launch, lives.world_size) != (found.launch, found.world_size):
         return Refused(

@@ -81,6 +81,8 @@ class StartRecord(NamedTuple):
     #: The newest rounds whose answers are recorded here, oldest first, with what they restored.
     restored: tuple[tuple[int, FullName | None], ...] = ()
     word: Word = Word()  # of the newest round
+    #: The newest round that this node offered to: it offers nothing more of an earlier one.
+    round: int = 0
 
     @property
     def start(self) -> bytes:
@@ -98,12 +100,13 @@ class StartRecord(NamedTuple):
 
     def to_plain(self) -> list[object]:
         restored = [[round_, _point_to_plain(one)] for round_, one in self.restored]
-        return [self.who.to_plain(), list(self.seen), restored, self.word.to_plain()]
+        word = self.word.to_plain()
+        return [self.who.to_plain(), list(self.seen), restored, word, self.round]
 
     @classmethod
     def of_plain(cls, value: object) -> StartRecord:
         """Raises ValueError."""
-        found, seen, restored, word = plain.items(value, "a record of a start", count=4)
+        found, seen, restored, word, last = plain.items(value, "a record of a start", count=5)
         rounds = {}
         for pair in plain.items(restored, "rounds", ROUNDS_MAX):
             round_, one = plain.items(pair, "a round", count=2)
@@ -113,6 +116,7 @@ class StartRecord(NamedTuple):
             _starts_of_plain(seen),
             tuple(sorted(rounds.items(), key=lambda one: one[0])),
             Word.of_plain(word),
+            plain.number(last, "a round"),
         )
 
 
@@ -152,11 +156,13 @@ class Offer(NamedTuple):
     #: Those of this start that a rank has got here, or that are recorded here.
     answers: tuple[StartAnswer, ...] = ()
     word: Word = Word()  # for this round
+    round: int = 0
 
     def to_plain(self) -> list[object]:
         lists = (self.records, self.known, self.parts, self.answers)
         made = [[one.to_plain() for one in some] for some in lists]
-        return [self.node, self.host, self.promise.to_plain(), *made, self.word.to_plain()]
+        word = self.word.to_plain()
+        return [self.node, self.host, self.promise.to_plain(), *made, word, self.round]
 
     @classmethod
     def of_plain(cls, value: object) -> Offer:
@@ -172,6 +178,7 @@ class Offer(NamedTuple):
             tuple(map(HeldPart.of_plain, plain.items(found.parts, "shards"))),
             tuple(map(StartAnswer.of_plain, plain.items(found.answers, "answers", ROUNDS_MAX))),
             Word.of_plain(found.word),
+            plain.number(found.round, "a round"),
         )
 
 

@@ -260,18 +260,17 @@ def test_a_later_round_restores_the_newest_that_all_have() -> None:
         [(full(A, 1), 0), (full(D, 2), 0), (full(D, 3), 0)],
         [(full(A, 1), 1), (full(D, 2), 1)],
     ]
-    second = NEW.promise._replace(round=1)
-    offers = [an_offer(at, NEW, [OLD, mine], *parts[at], promise=second) for at in (0, 1)]
+    offers = [an_offer(at, NEW, [OLD, mine], *parts[at], round=1) for at in (0, 1)]
     found = decide(offers, NEW, 1)
     assert found == StartAnswer(D, 1, full(D, 2), (A,))
     nothing = [one._replace(parts=one.parts[:1]) for one in offers]
     assert restored(decide(nothing, NEW, 1)) == full(A, 1)
     older = [one._replace(word=Word(step=1)) for one in offers]
     assert restored(decide(older, NEW, 1)) == full(A, 1)
-    no_record = [an_offer(at, NEW, [OLD], promise=second) for at in (0, 1)]
+    no_record = [an_offer(at, NEW, [OLD], round=1) for at in (0, 1)]
     with pytest.raises(ValueError, match="follows the first answer"):
         decide(no_record, NEW, 1)
-    late = absent([offers[0], offers[1]._replace(promise=NEW.promise)], NEW, 5, 1)
+    late = absent([offers[0], offers[1]._replace(round=0)], NEW, 5, 1)
     assert late and late.ranks == (1,)
 
 

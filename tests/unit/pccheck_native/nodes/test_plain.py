@@ -61,8 +61,8 @@ def test_a_malformed_value_is_a_value_error(kind: type[Any]) -> None:
         (SaveName, [0, 0, 1 << 63, 0]),
         (FullName, [bytes(15), 0, 0, 1, 0]),
         (StartList, [*a_list(A).to_plain()[:3], 3, *a_list(A).to_plain()[4:]]),
-        (NodeHello, [node(0), "a\nb", "l", 1, [[0, A]], [0, A, 0], False, 1, ""]),
-        (NodeHello, [node(0), "a", "l", 1, [], [0, A, 0], False, 1, ""]),
+        (NodeHello, [node(0), "a\nb", "l", 1, [[0, A]], [0, A], False, 1, ""]),
+        (NodeHello, [node(0), "a", "l", 1, [], [0, A], False, 1, ""]),
     ],
 )
 def test_numbers_texts_and_ranks_have_limits(kind: Any, value: object) -> None:
