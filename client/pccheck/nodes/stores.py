@@ -36,6 +36,9 @@ _HELLO = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 1)  # that it is a client, and 
 _WAIT, _CANCEL = 6, bytes([12])
 _THERE, _CANCELLED = b"\0", b"\1"
 _PROBE = PREFIX + "probe"
+_NOTHING = b"pccheck: no value"
+#: So many keys are read together, if all are there.
+MANY = 4
 _DESCRIPTOR = re.compile(r"\bfd=(\d+)")
 _T = TypeVar("_T")
 #: Any: its classes have no annotations, and are missing where torch was built without them.
@@ -89,12 +92,9 @@ class JobStore:
 
         def work(store: Any) -> list[bytes | None]:
             names = [PREFIX + key for key in keys]
-            there = set(names)
-            if not store.check(names):  # all of them: multi_get() waits for what is missing
-                there = {name for name in names if store.check([name])}
-            wanted = [name for name in names if name in there]
-            held = iter(store.multi_get(wanted) if wanted else [])
-            return _within([bytes(next(held)) if name in there else None for name in names])
+            if len(names) >= MANY and store.check(names):  # all; three round trips together
+                return _within([bytes(value) for value in store.multi_get(names)])
+            return _within([_held(store, name) for name in names])
 
         return self._do(work)
 
@@ -266,6 +266,13 @@ def _one_byte(held: socket.socket) -> bytes:
     if byte not in (_THERE, _CANCELLED):
         raise ConnectionError("the store closed the connection, or has another format")
     return byte
+
+
+def _held(store: Any, name: str) -> bytes | None:
+    """In one round trip, and without waiting: a comparison with what no key holds. For a key that
+    is missing the answer is that value."""
+    found = bytes(store.compare_set(name, _NOTHING, _NOTHING))
+    return None if found == _NOTHING else found
 
 
 def _sleep(descriptor: int | None, limit_s: float) -> bool | None:

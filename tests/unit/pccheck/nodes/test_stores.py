@@ -69,6 +69,7 @@ def test_the_operations(server: Server, store: JobStore) -> None:
         None, b"3", b"mine", None, b"", b"3",
     ]  # fmt: skip
     assert other.get(["none"]) == [None]
+    assert other.get(["n", "first", "n", "a/b", "n"]) == [b"3", b"mine", b"3", b"", b"3"]
     with pytest.raises(StoreError, match="not empty"):
         store.swap("x", b"")
     raw = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
