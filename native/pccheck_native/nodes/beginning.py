@@ -19,7 +19,7 @@ no node holds a shard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pccheck_native.group import Refused
 from pccheck_native.nodes.disks import Disks, Lack
@@ -28,6 +28,8 @@ from pccheck_native.nodes.lists import Missing, StartList, joined, listed
 from pccheck_native.nodes.offers import (
     NEWEST,
     SEEN_MAX,
+    WARNING_MAX,
+    WARNINGS_MAX,
     Offer,
     StartAnswer,
     StartRecord,
@@ -117,7 +119,8 @@ class _Decision:
         if self._round:
             seen = dict.fromkeys(self._disks.records[own].seen)
         older = tuple(seen)[:SEEN_MAX]
-        return StartAnswer(own, self._round, restored, older, self._word, tuple(self._warnings))
+        warnings = tuple(one[:WARNING_MAX] for one in self._warnings[:WARNINGS_MAX])
+        return StartAnswer(own, self._round, restored, older, self._word, warnings)
 
     # -- which start -------------------------------------------------------------------------
 
@@ -232,15 +235,14 @@ class _Decision:
         if 2 * len(here) > len(members) or (2 * len(here) == len(members) and first) or not members:
             return None
         names = [top.who.name(one) for one in away]
-        words = ", ".join(repr(one.host) for one in away[:STEPS_SHOWN])
-        without = words if len(away) == 1 else f"[{words}]"
+        without = _typed_hosts([one.host for one in away])
         return Refused(
             f"{len(here)} of the {len(members)} nodes that ran this job last are here, and "
             f"{joined(names)} {'is' if len(away) == 1 else 'are'} not: they may have continued "
             "without these nodes",
             f"start the job on {'this node' if len(away) == 1 else 'these nodes'} too; if "
             f"{'it' if len(away) == 1 else 'they'} will not come back, restore(without={without}) "
-            "goes on without what only they have",
+            "goes on without what is there only",
         )
 
     # -- which checkpoint --------------------------------------------------------------------
@@ -353,6 +355,12 @@ def _typed(word: Word) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not None)
 
 
+def _typed_hosts(hosts: Sequence[str]) -> str:
+    if len(hosts) > STEPS_SHOWN:
+        return "[...]"
+    return repr(hosts[0]) if len(hosts) == 1 else repr([*hosts])
+
+
 def _way_out(lacks: Sequence[Lack], whole: FullName | None) -> str:
     """What to type."""
     ways = []
@@ -362,10 +370,10 @@ def _way_out(lacks: Sequence[Lack], whole: FullName | None) -> str:
     }
     if hosts:
         names = joined([f"host {host}" for host in sorted(hosts)])
-        words = repr(sorted(hosts)) if len(hosts) > 1 else repr(*hosts)
         ways.append(f"start the job on {names} too")
         if whole:
-            ways.append(f"restore(without={words}) goes on without what only that has")
+            without = _typed_hosts(sorted(hosts))
+            ways.append(f"restore(without={without}) goes on without what is there only")
     moved = [lack for lack in lacks if lack.kind == "moved"]
     if moved:
         ways.append(f"start {listed([moved[0].part])} on {moved[0].host}")
@@ -383,8 +391,8 @@ def _steps(answers: Collection[StartAnswer]) -> str:
     return _steps_of(one.restored.name.step for one in answers if one.restored) or "nothing"
 
 
-def _steps_of(steps: object) -> str:
-    found = sorted(set(steps), reverse=True)  # type: ignore[call-overload]
+def _steps_of(steps: Iterable[int]) -> str:
+    found = sorted(set(steps), reverse=True)
     if not found:
         return "no step"
     shown = joined([str(step) for step in found[:STEPS_SHOWN]])

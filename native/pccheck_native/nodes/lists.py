@@ -83,7 +83,7 @@ class ListMember(NamedTuple):
     node: bytes
     host: str
     ranks: tuple[int, ...]  # in order; the parts of the checkpoints that this node stores
-    nonces: tuple[bytes, ...]  # of the processes of these ranks
+    nonces: tuple[bytes, ...]  # of the processes of these ranks; b"" in an offer
 
     @property
     def processes(self) -> dict[int, bytes]:
@@ -249,12 +249,14 @@ def listed(ranks: Sequence[int]) -> str:
             runs.append([rank])
     named = [" to ".join(map(str, run)) for run in runs[:NAMED_MAX]]
     if len(runs) > NAMED_MAX:
-        named.append("more")
+        named.append("others")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {joined(named)}"
 
 
 def joined(names: Sequence[str]) -> str:
-    """a; a and b; a, b and c."""
+    """a; a and b; a, b and c. Of many the first ones, and how many more."""
+    if len(names) > NAMED_MAX + 1:
+        names = [*names[:NAMED_MAX], f"{len(names) - NAMED_MAX} more"]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1] if names else "")))
 
 
@@ -321,7 +323,7 @@ def _nonces_of_plain(value: object) -> list[tuple[int, bytes]]:
     found = {}
     for pair in plain.items(value, "ranks", plain.RANKS_MAX):
         rank, nonce = plain.items(pair, "a rank", count=2)
-        found[plain.number(rank, "a rank")] = plain.raw(nonce, "a process")
+        found[plain.number(rank, "a rank")] = plain.raw(nonce, "a process", may_lack=True)
     if not found:
         raise ValueError("a node has no rank")
     return sorted(found.items())

@@ -10,10 +10,11 @@ from pccheck_native.nodes import plain
 from pccheck_native.nodes.facts import FullName
 from pccheck_native.nodes.lists import Promise, StartList
 
-SEEN_MAX = 1024  # starts that an answer names as older
+SEEN_MAX = 256  # starts that an answer names as older; a disk that was away for more is a fork
 ROUNDS_MAX = 1024  # of a start, that a record holds: the newest
 RECORDS_MAX = 256
-WORDS_MAX = 64  # names in `without`
+WARNINGS_MAX = 8
+WARNING_MAX = 1000  # letters
 NEWEST = "newest"  # start=: at a fork, the branch with the highest number
 
 
@@ -35,7 +36,7 @@ class Word(NamedTuple):
         return cls(
             None if step is None else plain.number(step, "a step"),
             plain.text(start, "a start"),
-            tuple(plain.text(one, "a node") for one in plain.items(without, "nodes", WORDS_MAX)),
+            tuple(plain.text(one, "a node") for one in plain.items(without, "nodes")),
             plain.flag(fresh, "fresh"),
         )
 
@@ -66,8 +67,8 @@ class StartAnswer(NamedTuple):
             _starts_of_plain(seen),
             Word.of_plain(word),
             tuple(
-                plain.text(one, "a warning", 4 * plain.TEXT_MAX)
-                for one in plain.items(warnings, "warnings", WORDS_MAX)
+                plain.text(one, "a warning", WARNING_MAX)
+                for one in plain.items(warnings, "warnings", WARNINGS_MAX)
             ),
         )
 
@@ -97,6 +98,11 @@ class StartRecord(NamedTuple):
         rounds = {**dict(self.restored), answer.round: answer.restored}
         restored = tuple(sorted(rounds.items(), key=lambda one: one[0]))[-ROUNDS_MAX:]
         return self._replace(seen=answer.seen, restored=restored, word=answer.word)
+
+    def brief(self) -> StartRecord:
+        """Without the processes of its ranks, which matter to nobody once the start has begun."""
+        members = (one._replace(nonces=(b"",) * len(one.ranks)) for one in self.who.members)
+        return self._replace(who=self.who._replace(members=tuple(members)))
 
     def to_plain(self) -> list[object]:
         restored = [[round_, _point_to_plain(one)] for round_, one in self.restored]
@@ -159,7 +165,8 @@ class Offer(NamedTuple):
     round: int = 0
 
     def to_plain(self) -> list[object]:
-        lists = (self.records, self.known, self.parts, self.answers)
+        records = [record.brief() for record in self.records]
+        lists = (records, self.known, self.parts, self.answers)
         made = [[one.to_plain() for one in some] for some in lists]
         word = self.word.to_plain()
         return [self.node, self.host, self.promise.to_plain(), *made, word, self.round]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pccheck_native.group import Refused
 from pccheck_native.nodes.beginning import absent, decide
 from pccheck_native.nodes.facts import FullName
-from pccheck_native.nodes.offers import HeldPart, StartAnswer, Word
+from pccheck_native.nodes.lists import StartList
+from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
 from tests.unit.pccheck_native.nodes.cluster import A, B, C, D, a_list, an_offer, born, full
 
 NEW = a_list(D, number=9)
@@ -281,3 +284,48 @@ def test_what_a_later_round_restored_is_newer_than_what_was_saved_before() -> No
     assert restored(decide(offers, NEW)) == full(A, 1)
     saved = [an_offer(at, NEW, [mine], *parts[at], (full(A, 2, base=1), at)) for at in (0, 1)]
     assert restored(decide(saved, NEW)) == full(A, 2, base=1)
+
+
+def test_whatever_is_offered_there_is_an_answer_or_a_sentence() -> None:
+    """Anybody who reaches the store may write there."""
+    starts, refusals = (A, B, C), 0
+    for seed in range(1500):
+        rng = random.Random(seed)
+        layouts = [[(0,), (1,)], [(0, 1), (2,)], [(), (0,), (1,)], [(1,), (), (0,)], [(0,)]]
+        lists = {one: a_list(one, rng.choice(layouts), rng.randint(1, 9),
+                             replicated=rng.random() < 0.4) for one in starts}  # fmt: skip
+        new = a_list(D, [(0,), (1,), (2,)], number=9)
+        offers = [_any_offer(rng, at, new, lists) for at in range(rng.randint(3, 4))]
+        found = decide(offers, new, travel=rng.random() < 0.5)
+        if isinstance(found, StartAnswer):
+            assert StartAnswer.of_plain(found.to_plain()) == found
+        else:
+            refusals += 1
+            assert found.reason.isprintable() and found.hint.isprintable()
+            assert len(found.reason) < 1500 and len(found.hint) < 1500
+    assert 500 < refusals < 1500
+
+
+def _any_offer(rng: random.Random, at: int, new: StartList, lists: dict[bytes, StartList]) -> Offer:
+    def point() -> FullName:
+        return full(rng.choice([*lists]), rng.randint(1, 4), rng.randint(0, 1))
+
+    records = [
+        StartRecord(
+            who,
+            tuple(one for one in lists if one != start and rng.random() < 0.4),
+            tuple((r, point() if rng.random() < 0.5 else None) for r in range(rng.randint(0, 2))),
+        )
+        for start, who in lists.items()
+        if rng.random() < 0.8
+    ]
+    parts = tuple(
+        HeldPart(point(), rng.randint(0, 3), intact=rng.random() < 0.9)
+        for _ in range(rng.randint(0, 20))
+    )
+    known = tuple(point() for _ in range(rng.randint(0, 2)))
+    step = rng.choice([None, 1, 2])
+    words = [Word(), Word(), Word(step=step), Word(start=rng.choice(["newest", "41", "99"])),
+             Word(without=(rng.choice("abcd"),))]  # fmt: skip
+    word = rng.choice(words) if at == 0 or rng.random() < 0.1 else Word()
+    return an_offer(at, new, records, known=known, parts=parts, word=word)

@@ -118,4 +118,4 @@ def test_a_living_process_of_another_launch_wins() -> None:
 def test_ranks_in_a_sentence() -> None:
     assert listed([3]) == "rank 3"
     assert listed([8, 0, 1, 2, 3]) == "ranks 0 to 3 and 8"
-    assert listed(range(0, 40, 2)).endswith("14 and more")
+    assert listed(range(0, 40, 2)).endswith("14 and others")

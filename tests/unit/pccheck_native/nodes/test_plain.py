@@ -28,8 +28,8 @@ VALUES = [
     ANSWER,
     RECORD,
     HeldPart(full(A, 1), 2, B),
-    Offer(node(1), host(1), Promise(3, A), (RECORD,), (full(A, 1),), (HeldPart(full(A, 1), 0),),
-          (ANSWER,), Word(1)),
+    Offer(node(1), host(1), Promise(3, A), (RECORD.brief(),), (full(A, 1),),
+          (HeldPart(full(A, 1), 0),), (ANSWER,), Word(1), 2),
 ]  # fmt: skip
 LISTS: dict[type[Any], Any] = {type(value): value for value in VALUES}
 
