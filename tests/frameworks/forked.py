@@ -4,6 +4,9 @@
 
 imports the module, then forks for every request (a line of JSON on stdin) and calls its `run` with
 the request's options in the child, or in several that are ranks of one job.
+
+Workers of pytest-xdist get that process as a fork of one that has imported all frameworks: an
+import of torch and a framework takes five to seven seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,19 +25,37 @@ from typing import Any, Self
 
 import torch
 
+from tests.support import workers
 from tests.support.programs import ROOT
+
+SETTINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+#: With the frameworks: which of them are installed is the tests' business.
+MODULES = (
+    "tests.frameworks.deepspeed_training", "tests.frameworks.accelerate_training",
+    "tests.frameworks.hf_training", "tests.frameworks.hf_shapes", "tests.support.lightningrun",
+)  # fmt: skip
 
 
 class Forks:
     """For tests: the process that forks."""
 
-    def __init__(self, module: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.frameworks.forked", module], cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+    def __init__(self, module: str, **variables: str) -> None:
+        ours = {k: v for k, v in os.environ.items() if not k.startswith("PCCHECK_")}
+        environment = ours | SETTINGS | variables
+        requests, asks = os.pipe()
+        answers, tells = os.pipe()
+        self._asks, self._answers = os.fdopen(asks, "w"), os.fdopen(answers)
+        self._process = None
+        if place := os.environ.get(workers.PLACE):
+            request = json.dumps([module, environment]).encode()
+            workers.ask_for_frameworks(place, request, [requests, tells, 2])
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.frameworks.forked", module], cwd=ROOT,
+                env=environment, stdin=requests, stdout=tells,
+            )  # fmt: skip
+        os.close(requests)
+        os.close(tells)
 
     def run(self, output: Path, *, ranks: int = 1, **options: Any) -> list[int]:
         """The exit codes. What rank r prints goes to `output` with r as its suffix."""
@@ -42,13 +64,11 @@ class Forks:
 
     def start(self, output: Path, *, ranks: int = 1, **options: Any) -> list[int]:
         """The process ids of the ranks. `wait()` has to follow."""
-        assert self._process.stdin is not None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         request = {"output": str(output), "ranks": ranks, "port": port, "options": options}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(request), file=self._asks, flush=True)
         return self._answer()
 
     def wait(self) -> list[int]:
@@ -56,8 +76,7 @@ class Forks:
         return self._answer()
 
     def _answer(self) -> list[int]:
-        assert self._process.stdout is not None
-        numbers = json.loads(self._process.stdout.readline())
+        numbers = json.loads(self._answers.readline())
         assert isinstance(numbers, list)
         return numbers
 
@@ -65,11 +84,11 @@ class Forks:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        self._asks.close()
+        self._answers.read()  # until the process ends
+        self._answers.close()
+        if self._process is not None:
+            self._process.wait()
 
 
 def printed(output: Path, rank: int = 0) -> list[str]:
@@ -104,11 +123,38 @@ def _fork(request: dict[str, Any], rank: int, run: Any) -> int:
     return child
 
 
-def main() -> None:
+def serve(control: socket.socket) -> None:
+    """For all tests: forks the process of a `Forks` for each message, until `control` ends."""
+    os.environ.update(SETTINGS)
+    for name in MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    importlib.import_module("tests.support.frozen")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the forks automatically
+    while True:
+        request, given, _, _ = socket.recv_fds(control, 1 << 17, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            break
+        for each in given:
+            os.close(each)
+    control.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, each in enumerate(given):
+        os.dup2(each, number)
+        os.close(each)
+    module, environment = json.loads(request)
+    os.environ.clear()
+    os.environ.update(environment)
+    main(module)
+
+
+def main(module: str) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some frameworks print while they are imported
-    run = importlib.import_module(sys.argv[1]).run
+    run = importlib.import_module(module).run
     importlib.import_module("torch._dynamo")  # optimizers import it
     if "accelerate" in sys.modules:  # which imports it
         with contextlib.suppress(ImportError):
@@ -122,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -9,8 +9,6 @@ import importlib.util
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 
 from pccheck import UsageError
 from tests.conftest import SMALL
+from tests.frameworks.forked import Forks, printed
 from tests.support.daemon import Daemon
 from tests.support.torchrun import started
 
@@ -89,12 +88,10 @@ def run_alone(
 
 
 def _run_all(daemon: Daemon, folder: Path, scenarios: list[tuple[str, dict[str, object]]]) -> None:
-    more = {"PCCHECK_SOCKET": str(daemon.socket), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(folder), json.dumps(scenarios)],
-        env=os.environ | more, capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    output = folder / "program"
+    with Forks(PROGRAM, PCCHECK_SOCKET=str(daemon.socket)) as forks:
+        codes = forks.run(output, folder=str(folder), scenarios=scenarios)
+    assert codes == [0], printed(output)
 
 
 @pytest.fixture(scope="module")

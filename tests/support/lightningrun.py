@@ -385,15 +385,18 @@ def forked(output: Path, options: Options) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main() -> None:
-    folder, scenarios = Path(sys.argv[1]), json.loads(sys.argv[2])
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # optimizers import it
+def run(folder: str, scenarios: list[tuple[str, Options]]) -> None:
     for name, options in scenarios:
-        output = folder / f"{name}.{os.environ.get('RANK', '0')}"
+        output = Path(folder) / f"{name}.{os.environ.get('RANK', '0')}"
         code = forked(output, options)
         with output.open("a") as file:
             file.write(f"CODE {code}\n")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # optimizers import it
+    run(sys.argv[1], json.loads(sys.argv[2]))
 
 
 if __name__ == "__main__":

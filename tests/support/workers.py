@@ -1,5 +1,6 @@
-"""Workers of pytest-xdist, and for each worker the server of multiprocessing that starts trainers:
-forked from one process that has imported torch, which takes three seconds of CPU time.
+"""Workers of pytest-xdist, for each worker the server of multiprocessing that starts trainers, and
+for all workers the process that has imported the frameworks: forked from one process that has
+imported torch, which takes three seconds of CPU time.
 
     python -m tests.support.workers        that process; it ends with its standard input
     python tests/support/workers.py PLACE  what xdist starts as Python: passes its pipes to a fork
@@ -16,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 import types
 from collections.abc import Iterator
 from multiprocessing import connection, forkserver
@@ -25,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 #: What the tests import, apart from pytest and its plugins, which rewrite their assertions.
 IMPORTED = [f"tests.support.{name}" for name in ("trainer", "gputrainer", "frozen")]
+PLACE = "PCC_TEST_WORKERS"  #: the variable with the socket of that process, in what it forks
 
 
 @contextlib.contextmanager
@@ -44,6 +47,13 @@ def begun(place: Path) -> Iterator[str]:
         server.communicate()
 
 
+def ask_for_frameworks(place: str, request: bytes, given: list[int]) -> None:
+    """See `serve` in tests/frameworks/forked.py."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.connect(place)
+        socket.send_fds(link, [request], given)
+
+
 def _ask(place: str) -> None:
     """In the place of a worker: ends with that worker."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
@@ -57,18 +67,24 @@ def main(place: str, number: str) -> None:
         importlib.import_module(name)
     found: Any = forkserver._forkserver  # type: ignore[attr-defined]
     found.ensure_running = functools.partial(_ask_for_trainers, found, place)
-    made = []
+    os.environ[PLACE] = place
+    made: list[int] = []
+    frameworks = None
     with socket.socket(fileno=int(number)) as listener:
         while 0 not in select.select([0, listener], [], [])[0]:
             link, _ = listener.accept()
-            wanted, given, _, _ = socket.recv_fds(link, 16, 3)
-            if (child := os.fork()) == 0:
+            wanted, given, _, _ = socket.recv_fds(link, 1 << 17, 3)
+            if wanted not in (b"worker", b"trainers"):
+                frameworks = frameworks or _begin_frameworks([listener, link], given, made)
+                socket.send_fds(frameworks, [wanted], given)
+            elif (child := os.fork()) == 0:
                 listener.close()
                 try:
                     (_work if wanted == b"worker" else _serve_trainers)(given, link)
                 finally:
                     os._exit(0)
-            made.append(child)
+            else:
+                made.append(child)
             link.close()
             for each in given:
                 os.close(each)
@@ -77,6 +93,27 @@ def main(place: str, number: str) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
+
+
+def _begin_frameworks(
+    links: list[socket.socket], given: list[int], made: list[int]
+) -> socket.socket:
+    """The process is forked for the first test that needs it, and keeps nothing of that test."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (child := os.fork()) == 0:
+        for each in (*links, ours):
+            each.close()
+        for number in given:
+            os.close(number)
+        try:
+            importlib.import_module("tests.frameworks.forked").serve(theirs)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    made.append(child)
+    theirs.close()
+    return ours
 
 
 def _ask_for_trainers(found: Any, place: str) -> None:
