@@ -669,7 +669,8 @@ class Model:
         }
         away = tuple(host for host in without if host in known)
         named = [start_id(start).hex() for start in range(self.starts)]
-        return [Word(without=away), *(Word(start=start, without=away) for start in named)]
+        fresh = Word(fresh=True)
+        return [fresh, Word(without=away), *(Word(start=start, without=away) for start in named)]
 
     def _restores(self, state: State, at: int, node: Node) -> Iterator[Move]:
         for begin in self.begins[1:]:

@@ -310,11 +310,9 @@ class HighestNumberWins(Patched):
 
     def instead(self, real: Any) -> Any:
         def top(self: Any) -> Any:
-            own = self._found.start
-            born = [one for one in self._disks.records.values() if one.born and one.start != own]
-            return max(born, key=lambda one: (one.who.number, -one.start[0]), default=None) or real(
-                self
-            )
+            born = self._pool()
+            newest = max(born, key=lambda one: (one.who.number, -one.start[0]), default=None)
+            return newest or real(self)
 
         return top
 

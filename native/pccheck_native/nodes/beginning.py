@@ -14,7 +14,7 @@ not have been global: survivors use what they hold. m: the newest that every mem
 the newest known global. When m or g is newer than c, somebody may have been told that it is global:
 refused. What a member here lacks, and what is newer than all that it holds, was never global.
 Without c: what that round restored. Without that: nothing, if all members of the top are here and
-no node holds a shard.
+no node holds a shard. A top that began with fresh=True hides nothing then.
 """
 
 from __future__ import annotations
@@ -93,21 +93,24 @@ class _Decision:
         self._disks, self._found, self._round, self._word = disks, found, round_, word
         self._warnings: list[str] = []
         self._without: set[bytes] = set()
+        self._hides_nothing: set[bytes] = set()  # starts that began fresh and saved nothing
 
     def make(self) -> StartAnswer | Refused:
         if self._word.fresh:
             return self._answer(None)
         if refused := self._leave_out():
             return refused
-        top = self._top()
-        if top is None:
-            return self._answer(None)
-        if isinstance(top, Refused):
-            return top
-        if refused := self._most_are_here(top):
-            return refused
-        chosen = self._of_step(top) if self._word.step is not None else self._of_top(top)
-        return chosen if isinstance(chosen, Refused) else self._answer(chosen)
+        while True:
+            top = self._top()
+            if top is None:
+                return self._answer(None)
+            if isinstance(top, Refused):
+                return top
+            if refused := self._most_are_here(top):
+                return refused
+            chosen = self._of_step(top) if self._word.step is not None else self._of_top(top)
+            if top.start not in self._hides_nothing:
+                return chosen if isinstance(chosen, Refused) else self._answer(chosen)
 
     def _answer(self, restored: FullName | None) -> StartAnswer:
         own = self._found.start
@@ -155,7 +158,7 @@ class _Decision:
             if own not in records or not records[own].born:
                 raise ValueError("a round follows the first answer of its start")
             return records[own]
-        pool = [one for one in records.values() if one.born and one.start != own]
+        pool = self._pool()
         if not pool:
             if self._disks.holds_any or self._disks.known:
                 return Refused(
@@ -171,6 +174,12 @@ class _Decision:
         if len(branches) == 1:
             return branches[0]
         return self._fork(branches)
+
+    def _pool(self) -> list[StartRecord]:
+        """The starts that count."""
+        hidden = {self._found.start, *self._hides_nothing}
+        records = self._disks.records.values()
+        return [one for one in records if one.born and one.start not in hidden]
 
     def _named(self, pool: Sequence[StartRecord]) -> StartRecord | Refused:
         found = [one for one in pool if one.start.hex().startswith(self._word.start.lower())]
@@ -294,6 +303,14 @@ class _Decision:
                 f"{joined([top.who.name(one) for one in away])} may have one",
                 f"start the job on these nodes too; {FRESH}",
             )
+        alone = self._round or self._word.start or len(self._pool()) == 1
+        if top.word.fresh and not alone:
+            self._hides_nothing.add(top.start)
+            self._warnings.append(
+                f"the start {_id(top)} began with fresh=True and left no checkpoint that all ranks "
+                f"have: going on from the start before it; {FRESH} again"
+            )
+            return None
         if self._disks.holds_any:
             lacks = self._disks.lacks(FullName(top.start, own[0])) if own else []
             why = f": {self._disks.why(lacks)}" if lacks else ""

@@ -286,6 +286,18 @@ def test_what_a_later_round_restored_is_newer_than_what_was_saved_before() -> No
     assert restored(decide(saved, NEW)) == full(A, 2, base=1)
 
 
+def test_a_fresh_start_that_saved_nothing_hides_nothing() -> None:
+    begun = born(a_list(B, number=2), None, [A], word=Word(fresh=True))
+    offers = [an_offer(at, NEW, [OLD, begun], (full(A, 1), at)) for at in (0, 1)]
+    found = decide(offers, NEW)
+    assert restored(found) == full(A, 1)
+    assert isinstance(found, StartAnswer) and "fresh=True" in found.warnings[0]
+    half = [an_offer(0, NEW, [OLD, begun], (full(B, 1), 0)), an_offer(1, NEW, [OLD, begun])]
+    refused(decide(half, NEW), "step 1", "none can be restored")
+    saved = [an_offer(at, NEW, [OLD, begun], (full(A, 2), at), (full(B, 1), at)) for at in (0, 1)]
+    assert restored(decide(saved, NEW)) == full(B, 1)
+
+
 def test_whatever_is_offered_there_is_an_answer_or_a_sentence() -> None:
     """Anybody who reaches the store may write there."""
     starts, refusals = (A, B, C), 0
