@@ -187,9 +187,9 @@ def hear(mine: Promises, said: Said, keep: int) -> Promises:
 def offer(
     mine: Promises, held: Collection[FullName], space: Space, given_up: Collection[SaveName] = ()
 ) -> Promises:
-    """With more offered, oldest first, as far as there is space. `held`: durable on the node, or
-    about to be: the record that makes a shard durable says whether it may be offered. `given_up`:
-    what the node was told."""
+    """With more offered, oldest first, as far as there is space. `held`: durable on a rank of the
+    node, or about to be: the record that makes a shard durable says whether it may be offered.
+    `given_up`: what the node was told, and what a rank of it lacks."""
     offered = set(mine.offered)
     kept = len(stays(mine).intersection(held))
     for name in sorted(one.name for one in held if mine.is_own(one)):
@@ -200,6 +200,13 @@ def offer(
             break
         offered.add(name)
     return mine._replace(offered=frozenset(offered))
+
+
+def give_up(mine: Promises, ranks: Sequence[RankHas]) -> Promises:
+    """Without what a rank of this node will never have: the node never offers that. No other node
+    need have heard of it, so nothing else would free the shards of the other ranks here."""
+    ours = (name for name in mine.offered if all(_may_have(rank, name) for rank in ranks))
+    return mine._replace(offered=frozenset(ours))
 
 
 def stays(mine: Promises) -> set[FullName]:

@@ -9,6 +9,7 @@ from pccheck_native.nodes.facts import (
     Said,
     Space,
     begin,
+    give_up,
     hear,
     offer,
     publish,
@@ -107,3 +108,16 @@ def test_a_later_round_is_like_a_start() -> None:
     assert publish(offered, ranks) == Have(
         (name(3, base=1),), (name(3, base=1),), name(3, base=1), (name(2),)
     )
+
+
+def test_what_one_rank_of_the_node_failed_is_promised_no_more() -> None:
+    """No other node need have heard of it, so no fact would ever say so."""
+    mine = begin(A, None, (), keep=1)
+    mine = offer(mine, [full(A, 1)], Space(1, spare=True))
+    ranks = [RankHas((ONE,), (), ONE), RankHas((), (ONE,), ONE)]
+    assert give_up(mine, ranks) == mine
+    failed = [RankHas((ONE, TWO), (), TWO), RankHas((TWO,), (), TWO)]
+    assert say([publish(mine, failed), Have()]) == Said()
+    after = give_up(mine, failed)
+    assert after.offered == frozenset()
+    assert offer(after, [full(A, 2)], Space(1, spare=True)).offered == {TWO}
