@@ -19,8 +19,8 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check etcd-check faults fuzz reference gpu-probe \
-	gpu-pack gpu-check gpu-bench clean
+	handler-campaign memory-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check nodes-check etcd-check \
+	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ guest: $(READY) ## systemd, DAX, power cuts: virtual machines, see CONTRIBUTING.
 
 arm64-check: $(READY) ## as root: the C tests and TESTS on emulated arm64 processors, see CONTRIBUTING.md
 	$(BIN)/python -m tests.arm64 $(TESTS)
+
+nodes-check: $(READY) ## as root: jobs on several hosts of our own; SCENARIO=worker runs one
+	$(BIN)/python -m tests.nodes $(SCENARIO)
 
 ETCD ?= .etcd/usr/bin/etcd
 .etcd/usr/bin/etcd:

@@ -93,15 +93,6 @@ class Call:
         return bool(select.select([self.ask.stdout], [], [], 0)[0])
 
 
-def counted(host: Host, name: str) -> int:
-    """A counter of its kernel: of all connections of this host."""
-    lines = host.run("cat", "/proc/net/netstat", "/proc/net/snmp").splitlines()
-    for names, values in zip(lines[::2], lines[1::2], strict=True):
-        if name in names.split():
-            return int(values.split()[names.split().index(name)])
-    raise KeyError(name)
-
-
 def lives(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -111,9 +102,9 @@ def lives(pid: int) -> bool:
 
 def stuck(call: Call, here: Host) -> None:
     """What is said here comes to nothing, and nobody is told."""
-    before = counted(here, "RetransSegs")
+    before = here.counter("RetransSegs")
     call.say("into the void")
-    until(lambda: counted(here, "RetransSegs") > before + 2)
+    until(lambda: here.counter("RetransSegs") > before + 2)
     assert not call.is_answered() and call.ask.poll() is None and call.echo.poll() is None
 
 
@@ -164,9 +155,9 @@ def test_a_host_without_power_says_nothing(network: Network) -> None:
     n1, n2 = network.hosts
     call = Call(n1, n2)
     n2.lose_power()
-    before = counted(n1, "RetransSegs")
+    before = n1.counter("RetransSegs")
     call.say("anybody")
-    until(lambda: counted(n1, "RetransSegs") > before + 2)
+    until(lambda: n1.counter("RetransSegs") > before + 2)
     assert call.ask.poll() is None
     n2.start()  # which knows nothing of the connection
     assert call.ask.wait() == 1
@@ -177,10 +168,10 @@ def test_a_bad_cable(network: Network) -> None:
     n1, n2 = network.hosts
     call = Call(n1, n2)
     n2.spoil(delay_ms=(0, 5), loss=0.01, twice=0.05)
-    late = counted(n2, "TCPOFOQueue")
+    late = n2.counter("TCPOFOQueue")
     for _ in range(5):
         assert call.round("x" * 300_000) == 300_001
-    assert counted(n2, "TCPOFOQueue") > late  # packets overtook each other, or were lost
+    assert n2.counter("TCPOFOQueue") > late  # packets overtook each other, or were lost
     n2.heal()
     n1.slow("20mbit")
     assert call.round("x" * 300_000) == 300_001

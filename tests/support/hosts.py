@@ -246,6 +246,14 @@ class Host:
             self._inside.within(*command), check=True, stdout=subprocess.PIPE, text=True
         ).stdout
 
+    def counter(self, name: str) -> int:
+        """Of its network, like RetransSegs: over all connections."""
+        lines = self.run("cat", "/proc/net/netstat", "/proc/net/snmp").splitlines()
+        for names, values in zip(lines[::2], lines[1::2], strict=True):
+            if name in names.split():
+                return int(values.split()[names.split().index(name)])
+        raise KeyError(name)
+
     def begin(self, *command: object, **options: Any) -> Process:
         """`options` are those of Popen."""
         return Process(self._inside, *command, **options)

@@ -1,0 +1,138 @@
+"""Jobs on several hosts, with faults that no single host has; `make nodes-check`, as root.
+
+python -m tests.nodes              # all
+python -m tests.nodes worker
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from tests.nodes.cluster import Cluster, Life
+from tests.support import hosts
+from tests.support.hosts import Host
+from tests.support.waiting import until
+
+STEPS, KILLED = 40, 15
+#: Slow enough to be struck in mid-run.
+PACE_S = 0.1
+
+
+def worker(kept: bool, late: bool) -> str:
+    """A worker is killed, and torchrun starts the ranks again, in place: the run goes on as if
+    nothing had been, and what it saves from then on becomes global."""
+    words = ["--steps", STEPS, "--die", f"1:{KILLED}", *(["--late"] if late else [])]
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster)
+        with cluster.launch(*words, restarts=3, kept=kept) as run:
+            lives = run.finish()
+    compare(lives, wanted)
+    before, after = lives[: run.ranks], lives[run.ranks :]
+    (begin,) = {life.begin for life in after}
+    assert {life.rank for life in after} == set(range(run.ranks)), after
+    assert max(life.known for life in before) <= begin <= KILLED, lives
+    assert {life.known for life in after} == {STEPS}
+    return f"killed at step {KILLED}, began again at step {begin}"
+
+
+def node(number: int, how: Callable[[Host], None]) -> str:
+    """A host goes in mid-run, and the launcher ends what is left. Then all is started again, and
+    goes on from what every rank was told is global, or a newer step."""
+    with Cluster(2) as cluster:
+        wanted, words = undisturbed(cluster), ("--steps", STEPS, "--pace", PACE_S)
+        with cluster.launch(*words) as run:
+            run.reaches(KILLED)
+            how(cluster.hosts[number])
+        before = run.lives()
+        cluster.restart(cluster.hosts[number])
+        with cluster.launch(*words) as run:
+            after = run.finish()
+    compare([*before, *after], wanted)
+    (begin,) = {life.begin for life in after}
+    told = max(life.known for life in before)
+    assert told <= begin, f"{told} was global, and the run began at {begin}"
+    assert {life.known for life in after} == {STEPS}
+    return f"killed after step {KILLED}, {told} was known, began again at step {begin}"
+
+
+def cable(spoil: Callable[[Host, Host], None], mend: Callable[[Host, Host], None]) -> str:
+    """The cable of the second host is bad for a while: the run goes on without a restart."""
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster)
+        one, other = cluster.hosts
+        with cluster.launch("--steps", STEPS, "--pace", PACE_S) as run:
+            run.reaches(KILLED)
+            before = one.counter("RetransSegs") + other.counter("RetransSegs")
+            spoil(other, one)
+            until(lambda: one.counter("RetransSegs") + other.counter("RetransSegs") > before + 5)
+            mend(other, one)
+            lives = run.finish()
+    compare(lives, wanted)
+    assert {life.known for life in lives} == {STEPS} and len(lives) == run.ranks
+    return f"{STEPS} steps, all of them global"
+
+
+def slow() -> str:
+    """A bad cable all the time."""
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster)
+        cluster.hosts[1].spoil(delay_ms=(0, 10), loss=0.01, twice=0.02)
+        with cluster.launch("--steps", STEPS) as run:
+            lives = run.finish()
+    compare(lives, wanted)
+    assert {life.known for life in lives} == {STEPS} and len(lives) == run.ranks
+    return f"{STEPS} steps, all of them global"
+
+
+def undisturbed(cluster: Cluster) -> list[Life]:
+    with cluster.launch("--steps", STEPS, "--undisturbed", job="undisturbed") as run:
+        return run.finish()
+
+
+def compare(lives: Sequence[Life], wanted: Sequence[Life]) -> None:
+    """Every life made the steps of an undisturbed run, bit for bit; together they made all."""
+    losses = {life.rank: life.losses for life in wanted}
+    for life in lives:
+        wrong = {step for step, loss in life.losses.items() if loss != losses[life.rank][step]}
+        assert not wrong, f"rank {life.rank} from step {life.begin}: other losses at {wrong}"
+    for rank, steps in losses.items():
+        assert {step for life in lives if life.rank == rank for step in life.losses} == set(steps)
+
+
+SCENARIOS: Mapping[str, Callable[[], str]] = {
+    "worker": lambda: worker(kept=True, late=False),
+    "worker-late": lambda: worker(kept=True, late=True),
+    "worker-new-store": lambda: worker(kept=False, late=False),
+    "first-node": lambda: node(0, Host.kill),  # with torch's store
+    "second-node": lambda: node(1, Host.kill),
+    "power": lambda: node(1, Host.lose_power),
+    "cut": lambda: cable(lambda host, _: host.cut(), lambda host, _: host.heal()),
+    "cut-one-way": lambda: cable(Host.mute, Host.unmute),
+    "cut-other-way": lambda: cable(
+        lambda host, other: other.mute(host), lambda host, other: other.unmute(host)
+    ),
+    "slow": slow,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.nodes", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("scenario", nargs="*", help=f"of {', '.join(SCENARIOS)}; all without any")
+    chosen = parser.parse_args().scenario or [*SCENARIOS]
+    if unknown := set(chosen) - set(SCENARIOS):
+        parser.error(f"there is no scenario {', '.join(sorted(unknown))}")
+    if why := hosts.missing():
+        print(why)
+        return 2
+    for name in chosen:
+        print(f"{name}: {SCENARIOS[name]()}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""A rank of a training on several nodes, in lockstep with the others, as torchrun starts it.
+
+It prints `rank 1 begins at step 0 at 12.5 s` (of this machine's clock), `rank 1 step 7 loss 0.25`
+for each step, with all digits, and `rank 1 knows 7` for the newest step that it knows to be global.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pccheck import Checkpoint, CheckpointState, PCcheckClient
+
+WIDTH = 64
+LIMIT_S = 240.0
+#: How a rank sees that another one hangs.
+SILENCE = timedelta(seconds=60)
+#: Of --apart.
+GROUP_PORT = 29600
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--pace", type=float, default=0, help="seconds that a step takes longer")
+    parser.add_argument("--undisturbed", action="store_true", help="without a client")
+    parser.add_argument("--late", action="store_true", help="the client comes after the group")
+    parser.add_argument("--apart", action="store_true", help="the group has a store of its own")
+    parser.add_argument("--die", help="RANK:STEP, once: SIGKILL after this step")
+    parser.add_argument("--folder", type=Path, help="for what a rank must remember of its end")
+    return parser.parse_args()
+
+
+class Training:
+    """The same parameters on every rank, other data, and sums over all of them."""
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        torch.manual_seed(100 + self.rank)  # part of a checkpoint
+
+    def step(self) -> float:
+        inputs = torch.randn(16, WIDTH)
+        loss = (self.model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.ranks
+        self.optimizer.step()
+        return loss.item()
+
+
+class Known:
+    """Prints what becomes global."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._step = rank, 0
+        self._handles: list[Checkpoint] = []
+
+    def add(self, handle: Checkpoint) -> None:
+        self._handles.append(handle)
+        self.look()
+
+    def look(self) -> None:
+        for handle in self._handles:
+            if handle.state == CheckpointState.GLOBAL and (handle.step or 0) > self._step:
+                self._step = handle.step or 0
+                print(f"rank {self._rank} knows {self._step}", flush=True)
+        self._handles = self._handles[-16:]
+
+    def wait(self) -> None:
+        if self._handles:
+            self._handles[-1].wait_global(LIMIT_S)
+            self.look()
+
+
+def die_once(told: str, folder: Path, rank: int, step: int) -> None:
+    if told == f"{rank}:{step}" and not (mark := folder / f"died-{rank}-{step}").exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def meet(apart: bool) -> None:
+    """torchrun of torch 2.13 keeps its store when it starts ranks again: there gloo may find the
+    addresses of dead ranks, and fails or hangs, unless the group is apart."""
+    if not apart:
+        dist.init_process_group("gloo", timeout=SILENCE)
+        return
+    host, rank, size = (os.environ[name] for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE"))
+    store = dist.TCPStore(host, GROUP_PORT, int(size), is_master=rank == "0", timeout=SILENCE)
+    dist.init_process_group(
+        "gloo", store=store, rank=int(rank), world_size=int(size), timeout=SILENCE
+    )
+
+
+def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> None:
+    training = Training()
+    rank, begin, known = training.rank, 0, Known(training.rank)
+    if client is not None:
+        client.attach(model=training.model, optimizer=training.optimizer, rng=True)
+        begin = client.restore().step or 0
+    print(f"rank {rank} begins at step {begin} at {time.monotonic()} s", flush=True)
+    for step in range(begin + 1, chosen.steps + 1):
+        print(f"rank {rank} step {step} loss {training.step()!r}", flush=True)
+        if client is not None and step % chosen.every == 0:
+            known.add(client.checkpoint(step=step))
+        time.sleep(chosen.pace)
+        die_once(chosen.die, chosen.folder, rank, step)
+    known.wait()
+    if client is not None:
+        client.close()
+
+
+def main() -> None:
+    chosen = options()
+    torch.set_num_threads(1)
+    client = None if chosen.undisturbed or chosen.late else PCcheckClient()
+    meet(chosen.apart)
+    if chosen.late:
+        client = PCcheckClient()
+    train(chosen, client)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
