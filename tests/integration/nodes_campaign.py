@@ -14,7 +14,7 @@ import sys
 import time
 
 from tests.support.nodesmodel import Config, Model, Outcome, Rules
-from tests.support.nodesmutants import A2, A3, MUTANTS, N, begun, saved
+from tests.support.nodesmutants import A2, A3, MUTANTS, N, begun, one_has, saved
 
 TURNED = (1, 0)
 CONFIGS = [
@@ -67,6 +67,8 @@ CONFIGS = [
            slots=2, steps=2, begin=saved(A3, "A1")),
     Config("replicated 3 -> 2, the store is lost, a source", 3, (A3, (0, 1, N)), True, slots=2,
            steps=2, stores=1, sources=True, begin=saved(A3, "A1")),
+    Config("replicated, a start of two with a source", 3, (A3, (0, 1, N), (N, 0, 1)), True,
+           steps=2, sources=True, begin=(*one_has(0, "A1"), *begun((0, 1), "B"))),
     Config("an empty disk", 2, (A2, A2), slots=2, steps=2, wipes=1),
     Config("an old image, two kept", 2, (A2,), slots=3, keep=2, steps=3, rolls=1),
     Config("replicated, an old image", 3, (A3,), True, slots=2, steps=2, rolls=1),

@@ -775,7 +775,8 @@ class Model:
             lost = {
                 number_of(FullName(start_id(start), x)) for x in self.said(state, start).given_up
             }
-            known = {k for i in self.members[start] for k in self.nodes[state.nodes[i]].known}
+            nodes = (self.nodes[state.nodes[i]] for i in self.members[start])
+            known = {k for one in nodes if one.start == start for k in one.known}
             if both := lost & known:
                 return f"S7 {shown(both)} is global and given up"
         made_whole = label.endswith("durable") and whole and node.shards[-1][0] == whole

@@ -294,6 +294,15 @@ class AnySurvivor(Patched):
         return lambda _self, _top: None
 
 
+class SourcesKnow(Patched):
+    """A node that was no member of a start, and gave it its shards, goes on as if it had failed."""
+
+    method = "_may_have_begun"
+
+    def instead(self, real: Any) -> Any:
+        return lambda _self, _pool: None
+
+
 class NewestCompleteWins(Patched):
     """A newer one that may be global is passed over."""
 
@@ -393,6 +402,9 @@ MUTANTS = [
     Mutant(AnySurvivor, LOST, ALONE),
     Mutant(NewestCompleteWins, LOST, Config("", 3, ((0, 1, N), A3), slots=2, steps=2, begin=(
         *saved(A2, "A1"), *begun(A3, "B"), *(one for at in A3 for one in one_has(at, "B2"))))),
+    Mutant(SourcesKnow, LOST, OF_THREE._replace(places=(A3, (0, 1, N), (N, 0, 1)), begin=(
+        *one_has(0, "A1"), *begun((0, 1), "B"), *(f"node {at} promises to C" for at in A3),
+        "C decides A1", "node 1 restores", "node 2 restores"))),
     Mutant(HighestNumberWins, LOST, ALONE._replace(explicit=True, begin=(
         *one_has(0, "A1"), *one_has(1, "A1", "A2"), "node 0 promises to B"))),
     Mutant(BeginsEmpty, "S5", TWO),

@@ -8,6 +8,7 @@ answer: a rank may have restored it before the store, or the decider, was lost.
 that no other has seen. If two have not seen each other (a fork), the branch with a checkpoint of
 its own goes on; two such branches are refused. When not most of the top's members are here, a newer
 start may have begun without this one: refused. (Half is enough, if it has the first member.)
+So is a start when another one may have begun with shards of nodes here, none of which was a member.
 
 **Which checkpoint of it.** Of its newest round, c: the newest that this start can restore. It need
 not have been global: survivors use what they hold. m: the newest that every member here holds. g:
@@ -167,6 +168,8 @@ class _Decision:
                     f"start the job with the nodes that ran it before; {FRESH}",
                 )
             return None
+        if refused := self._may_have_begun(pool):
+            return refused
         if self._word.start and self._word.start != NEWEST:
             return self._named(pool)
         tops = [one for one in pool if not any(one.start in other.seen for other in pool)] or pool
@@ -180,6 +183,27 @@ class _Decision:
         hidden = {self._found.start, *self._hides_nothing}
         records = self._disks.records.values()
         return [one for one in records if one.born and one.start not in hidden]
+
+    def _may_have_begun(self, pool: Sequence[StartRecord]) -> Refused | None:
+        """A start that got no answer on any node here. If one of its members is here, the start
+        never becomes complete: that member has promised to this one, which has a higher number. If
+        none is, the nodes here only gave it their shards, and cannot know."""
+        seen = {start for one in pool for start in one.seen}
+        for record in self._disks.records.values():
+            members = [one for one in record.who.members if one.node not in self._without]
+            if record.born or record.start in {self._found.start, *seen} or not members:
+                continue
+            if not any(one.node in self._disks.hosts for one in members):
+                names = joined([record.who.name(one) for one in members])
+                gave = joined(self._disks.promised_to(record.start))
+                return Refused(
+                    f"a start began on {names}, to which {gave} gave checkpoints, and it may have "
+                    "continued: none of its nodes is here",
+                    f"start the job on {names} too; if they will not come back, "
+                    f"restore(without={_typed_hosts([one.host for one in members])}) goes on "
+                    "without what is there only",
+                )
+        return None
 
     def _named(self, pool: Sequence[StartRecord]) -> StartRecord | Refused:
         found = [one for one in pool if one.start.hex().startswith(self._word.start.lower())]

@@ -75,6 +75,10 @@ class Disks:
         members = record.who.members
         return [one for one in members if record.start in self._promised.get(one.node, ())]
 
+    def promised_to(self, start: bytes) -> list[str]:
+        """The nodes here that did."""
+        return [self.hosts[node] for node, starts in self._promised.items() if start in starts]
+
     def has_own(self, one: FullName, member: ListMember) -> bool:
         """The member's own parts are on its disk, intact or not."""
         return all(

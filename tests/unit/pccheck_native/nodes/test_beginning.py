@@ -173,6 +173,26 @@ def test_a_member_without_its_disk_does_not_count() -> None:
     refused(decide(offers, new, travel=True), "1 of the 3 nodes", "host b and host c are not")
 
 
+def test_a_node_that_only_gave_its_shards_to_a_start_cannot_know_how_it_went() -> None:
+    """Nodes b and c continued with what node a offered, and node a alone is half of the members."""
+    before = born(a_list(A, replicated=True))
+    other = a_list(B, [(), (0,), (1,)], 2, replicated=True)
+    given = before, StartRecord(other)
+    alone = a_list(D, [(0,)], number=9)
+    offer = an_offer(0, alone, given, (full(A, 1), 0))
+    refused(
+        decide([offer], alone),
+        "began on host b and host c",
+        "host a",
+        "restore(without=['b', 'c'])",
+    )
+    said = offer._replace(word=Word(without=("b", "c")))
+    assert restored(decide([said], alone)) == full(A, 1)
+    both = a_list(D, [(0,), (1,)], number=9)
+    member = an_offer(1, both, given, (full(A, 1), 1))
+    assert restored(decide([an_offer(0, both, given, (full(A, 1), 0)), member], both)) == full(A, 1)
+
+
 def test_without_a_node_its_parts_are_given_up() -> None:
     saved = born(a_list(A, [(0,), (1,), (2,)]))
     new = a_list(D, [(0,), (1,)], number=9)
