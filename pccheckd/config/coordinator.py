@@ -12,7 +12,7 @@ from pathlib import Path
 from pccheck_wire.errors import UsageError
 
 EXAMPLE = "write it like etcd://10.0.0.1:2379 or etcds://a:2379,b:2379,c:2379"
-_HOST = re.compile(r"(?P<name>[^\s:/@?#\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})")
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})")
 
 
 @dataclass(frozen=True, slots=True)

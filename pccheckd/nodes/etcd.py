@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,42 +25,47 @@ KEYS_AT_ONCE = 64
 #: A wait asks again after the first of these times, then after twice as much, up to the second.
 PAUSES_S = (0.005, 0.5)
 
+#: A request has the time of its call, and its error says more than that of the call.
+GRACE_S = 0.5
+
 Json = dict[str, Any]
 
 
 class Etcd:
-    """A `Carrier`. `limit_s` is the time of one request; a call makes up to four of them, and `add`
-    more where others add at the same time."""
+    """A `Carrier`. `limit_s` is the time of a call."""
 
     def __init__(
         self, gateway: Gateway, prefix: str, *, limit_s: float = 5.0, lease_s: int = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Keys begin with `prefix`, which names user and job. `lease` is its number, or nothing."""
-        self._gateway, self._prefix, self._limit_s = gateway, prefix, limit_s
+        self._gateway, self._prefix, self.limit_s = gateway, prefix, limit_s
         self._lease_s, self._clock = lease_s, clock
         self.lease = ""
         self._renewed_s = 0.0
         self._leasing = asyncio.Lock()
 
     async def set(self, key: str, value: bytes) -> None:
-        await self._write([], key, value)
+        async with self._limited():
+            await self._write([], key, value)
 
     async def add(self, key: str, amount: int) -> int:
-        while True:
-            found = (await self._find([key]))[0]
-            revision, before = (found.revision, found.value) if found else ("0", b"0")
-            if not before.lstrip(b"-").isdigit():
-                raise CarrierError(f"{key} in etcd holds no number", retryable=False)
-            unchanged = [{**self._key(key), "target": "MOD", "mod_revision": revision}]
-            total = int(before) + amount
-            # Asked for again, it could be a second addition.
-            if (await self._write(unchanged, key, b"%d" % total, again=False)).succeeded:
-                return total
+        async with self._limited():
+            while True:
+                found = (await self._find([key]))[0]
+                revision, before = (found.revision, found.value) if found else ("0", b"0")
+                if not before.lstrip(b"-").isdigit():
+                    raise CarrierError(f"{key} in etcd holds no number", retryable=False)
+                unchanged = [{**self._key(key), "target": "MOD", "mod_revision": revision}]
+                total = int(before) + amount
+                # Asked for again, it could be a second addition.
+                if (await self._write(unchanged, key, b"%d" % total, again=False)).succeeded:
+                    return total
 
     async def swap(self, key: str, value: bytes) -> bytes:
         absent = [{**self._key(key), "target": "CREATE", "create_revision": "0"}]
-        answer = await self._write(absent, key, value)
+        async with self._limited():
+            answer = await self._write(absent, key, value)
         if answer.succeeded:
             return value
         if not (answer.found and answer.found[0]):
@@ -67,9 +73,10 @@ class Etcd:
         return answer.found[0].value
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        if self.lease:
-            await self._leased()
-        return [found.value if found else None for found in await self._find(keys)]
+        async with self._limited():
+            if self.lease:
+                await self._leased()
+            return [found.value if found else None for found in await self._find(keys)]
 
     async def wait(self, key: str, limit_s: float) -> bytes | None:
         until, pause_s = self._clock() + limit_s, PAUSES_S[0]
@@ -81,6 +88,16 @@ class Etcd:
         return value
 
     # -- requests ------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _limited(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self.limit_s + GRACE_S):
+                yield
+        except TimeoutError:
+            raise CarrierError(
+                f"{self._gateway} did not answer within {self.limit_s:g} s"
+            ) from None
 
     def _key(self, key: str) -> Json:
         return {"key": _text((self._prefix + key).encode())}
@@ -120,7 +137,7 @@ class Etcd:
         raise AssertionError
 
     async def _txn(self, body: Json, again: bool) -> _Answer:
-        answer = await self._gateway.ask("kv/txn", body, self._limit_s, again=again)
+        answer = await self._gateway.ask("kv/txn", body, self.limit_s, again=again)
         try:
             ranges = [part.get("response_range", {}) for part in answer.get("responses", [])]
             kvs = [(part.get("kvs") or [None])[0] for part in ranges]
@@ -134,13 +151,13 @@ class Etcd:
             now_s = self._clock()
             if self.lease and now_s - self._renewed_s > RENEWED_AFTER * self._lease_s:
                 asked = {"ID": self.lease}
-                renewed = await self._gateway.ask("lease/keepalive", asked, self._limit_s)
+                renewed = await self._gateway.ask("lease/keepalive", asked, self.limit_s)
                 self._renewed_s = now_s
                 if "TTL" not in (renewed.get("result") or ()):  # a lease that has ended has 0 s
                     self.lease = ""
             if not self.lease:
                 granted = await self._gateway.ask(
-                    "lease/grant", {"TTL": str(self._lease_s)}, self._limit_s
+                    "lease/grant", {"TTL": str(self._lease_s)}, self.limit_s
                 )
                 self.lease, self._renewed_s = str(granted.get("ID", "")), now_s
             return self.lease

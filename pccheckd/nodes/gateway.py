@@ -28,8 +28,6 @@ from .carrier import CarrierError
 THREADS = 4
 #: Bytes of an answer: 64 values of 1 MiB in base64, and what is around them.
 ANSWER_MAX = 96 << 20
-#: The loop waits longer than the thread, whose error says more.
-GRACE_S = 1.0
 
 # gRPC's codes, which the gateway repeats.
 INVALID, NOT_FOUND, DENIED, UNAVAILABLE, UNAUTHENTICATED = 3, 5, 7, 14, 16
@@ -88,14 +86,12 @@ class Gateway:
         self, path: str, body: Mapping[str, Any], limit_s: float, *, again: bool = True
     ) -> dict[str, Any]:
         """The answer to POST /v3/`path`. `again`: the request may arrive twice. Raises
-        CarrierError, and AnsweredError if etcd has refused the request."""
+        CarrierError, and AnsweredError if etcd has refused the request. It takes longer than the
+        limit where all threads are busy, or wait for the address of a name."""
         data, until = json.dumps(body).encode(), time.monotonic() + limit_s
         run = asyncio.get_running_loop().run_in_executor
         try:
-            async with asyncio.timeout(limit_s + GRACE_S):
-                return await run(self._threads, self._ask, path, data, until, again)
-        except TimeoutError:  # its threads are busy, or wait for the address of a name
-            raise CarrierError(f"{self} did not answer within {limit_s:g} s") from None
+            return await run(self._threads, self._ask, path, data, until, again)
         except RuntimeError as error:  # no thread, or closed
             raise CarrierError(f"{self} cannot be asked: {error}") from None
 
@@ -124,7 +120,7 @@ class Gateway:
                     self._put_back(line)
                     raise
                 fault = error.message
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, UnicodeError) as error:
                 fault = _words(error)
             else:
                 self._first = member
@@ -140,9 +136,9 @@ class Gateway:
         raise CarrierError("; ".join(faults) or f"{self} did not answer in time")
 
     def _put_back(self, line: _Line) -> None:
-        if line.admitted:
+        if line.is_usable:
             self._idle.append(line)
-        else:  # the next one reads the file of credentials again
+        else:
             line.close()
 
     def _kept(self, member: int) -> _Line | None:
@@ -174,9 +170,9 @@ class _Line:
         self._http.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
-    def admitted(self) -> bool:
-        """Whether etcd has not refused its user."""
-        return bool(self._token or not self._credentials.user)
+    def is_usable(self) -> bool:
+        """Neither has etcd ended it, nor refused its user: the next one reads the file again."""
+        return self._http.sock is not None and bool(self._token or not self._credentials.user)
 
     def close(self) -> None:
         self._http.close()
@@ -199,7 +195,7 @@ class _Line:
     def _authenticate(self, until: float) -> None:
         who = {"name": self._credentials.user, "password": self._credentials.password}
         token = self._post("auth/authenticate", json.dumps(who).encode(), until).get("token")
-        if not isinstance(token, str) or not token.isprintable():
+        if not isinstance(token, str) or not (token.isascii() and token.isprintable()):
             raise AnsweredError("etcd gave no token", 0, _FILE)
         self._token = token
 
@@ -215,7 +211,7 @@ class _Line:
                 read += piece
                 if len(read) > ANSWER_MAX:
                     raise http.client.HTTPException(f"an answer of more than {ANSWER_MAX} bytes")
-                self._http.sock.settimeout(_left(until))
+                _left(until)
         return _answer(response.status, bytes(read))
 
 
@@ -250,14 +246,14 @@ def _answer(status: int, read: bytes) -> dict[str, Any]:
     if isinstance(data, dict):
         error = data.get("error")
         fields = error if isinstance(error, dict) else data
-        text = str(fields.get("message") or error or text)
+        text = str(fields.get("message") or error or text)[:200]
         code = fields.get("code", fields.get("grpc_code"))
         number = code if isinstance(code, int) else 0
     hint = next((fix for words, fix in _HINTS.items() if words in text), "")
     raise AnsweredError(f"etcd answered {status}: {text}", number, hint)
 
 
-def _words(error: OSError | http.client.HTTPException) -> str:
+def _words(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message} ({_FILE})"
     if isinstance(error, ssl.SSLError):

@@ -337,7 +337,8 @@ class State:
 class StandIn(_Asked):
     """Lives in threads of this process. `requests` has the path of each request that arrived;
     `faults` has what happens to the next ones: "close" ends the connection before the request is
-    carried out, "unanswered" after it, any other text is the body of an answer with status 503."""
+    carried out, "unanswered" after it, any other text is an answer with status 503, and the last
+    one of the connection."""
 
     def __init__(self, directory: Path, certificates: Certificates | None = None) -> None:
         self.certificates = certificates
@@ -456,6 +457,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
+        if status == 503:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(answer)
 
