@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pccheck_native.nodes.facts import FullName, SaveName
-from pccheck_native.nodes.lists import ListMember, StartList, joined, listed, ranks_of
+from pccheck_native.nodes.lists import ListMember, StartList, listed, ranks_of
 from pccheck_native.nodes.offers import Offer, StartRecord
 
 PARTS_MAX = 4  # groups of what lacks, in a sentence
@@ -24,8 +24,8 @@ class Lack(NamedTuple):
 
 
 _WHY = {
-    "away": "{host} stored {parts}, and is not here",
-    "gone": "{host} stored {parts}, and has it no more",
+    "away": "{host} stored {parts} and is not here",
+    "gone": "{host} stored {parts} and no longer has it",
     "damaged": "{parts} is damaged on {host}",
     "moved": "{parts} is on {host}, and is needed on {needed}",
     "no copy": "{needed} has no copy of it",
@@ -114,7 +114,8 @@ class Disks:
             )
             for lack, ranks in list(groups.items())[:PARTS_MAX]
         ]
-        return joined(texts) + (", and more" if len(groups) > PARTS_MAX else "")
+        more = [f"and {len(groups) - PARTS_MAX} more"] if len(groups) > PARTS_MAX else []
+        return "; ".join(texts + more)
 
     def _of(
         self, which: dict[FullName, dict[int, set[bytes]]], one: FullName, rank: int

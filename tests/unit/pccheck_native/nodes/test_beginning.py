@@ -68,8 +68,8 @@ def test_a_known_global_that_is_gone_is_refused() -> None:
         an_offer(0, NEW, [OLD], (full(A, 1), 0)),
         an_offer(1, NEW, [OLD], (full(A, 1), 1), (full(A, 2), 1), known=(full(A, 2),)),
     ]
-    refused(decide(offers, NEW), "step 2 is global", "host a stored the part of rank 0, and has it",
-            "restore(step=1)")  # fmt: skip
+    lacks = "host a stored the part of rank 0 and no longer has it"
+    refused(decide(offers, NEW), "step 2 is global", lacks, "restore(step=1)")
     word = [one._replace(word=Word(step=1)) for one in offers]
     assert restored(decide(word, NEW)) == full(A, 1)
 
@@ -198,7 +198,7 @@ def test_without_a_node_its_parts_are_given_up() -> None:
     new = a_list(D, [(0,), (1,)], number=9)
     parts = [[(full(A, 2), at), (full(A, 1), at)] for at in (0, 1)]
     offers = [an_offer(at, new, [saved], *parts[at]) for at in (0, 1)]
-    away = "host c stored the part of rank 2, and is not here"
+    away = "host c stored the part of rank 2 and is not here"
     refused(decide(offers, new), "step 2 may be global", away, "start the job on host c too")
 
 
