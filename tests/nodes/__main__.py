@@ -20,13 +20,13 @@ STEPS, KILLED = 40, 15
 PACE_S = 0.1
 
 
-def worker(kept: bool, late: bool) -> str:
+def worker(hosts: int = 2, late: bool = False, **options: bool) -> str:
     """A worker is killed, and torchrun starts the ranks again, in place: the run goes on as if
     nothing had been, and what it saves from then on becomes global."""
     words = ["--steps", STEPS, "--die", f"1:{KILLED}", *(["--late"] if late else [])]
-    with Cluster(2) as cluster:
+    with Cluster(hosts) as cluster:
         wanted = undisturbed(cluster)
-        with cluster.launch(*words, restarts=3, kept=kept) as run:
+        with cluster.launch(*words, restarts=3, **options) as run:
             lives = run.finish()
     compare(lives, wanted)
     before, after = lives[: run.ranks], lives[run.ranks :]
@@ -55,6 +55,20 @@ def node(number: int, how: Callable[[Host], None]) -> str:
     assert told <= begin, f"{told} was global, and the run began at {begin}"
     assert {life.known for life in after} == {STEPS}
     return f"killed after step {KILLED}, {told} was known, began again at step {begin}"
+
+
+def daemon() -> str:
+    """A daemon is killed and started again: the run goes on, and so does what becomes global."""
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster)
+        with cluster.launch("--steps", STEPS, "--pace", PACE_S) as run:
+            run.reaches(KILLED)
+            cluster.daemons[1].kill()
+            cluster.daemons[1].start()
+            lives = run.finish()
+    compare(lives, wanted)
+    assert {life.known for life in lives} == {STEPS} and len(lives) == run.ranks
+    return f"{STEPS} steps, the last of them global"
 
 
 def cable(spoil: Callable[[Host, Host], None], mend: Callable[[Host, Host], None]) -> str:
@@ -102,9 +116,12 @@ def compare(lives: Sequence[Life], wanted: Sequence[Life]) -> None:
 
 
 SCENARIOS: Mapping[str, Callable[[], str]] = {
-    "worker": lambda: worker(kept=True, late=False),
-    "worker-late": lambda: worker(kept=True, late=True),
-    "worker-new-store": lambda: worker(kept=False, late=False),
+    "worker": worker,
+    "worker-late": lambda: worker(late=True),
+    "worker-new-store": lambda: worker(kept=False),
+    "worker-static": lambda: worker(kept=False, static=True),
+    "worker-of-four": lambda: worker(hosts=4),
+    "daemon": daemon,
     "first-node": lambda: node(0, Host.kill),  # with torch's store
     "second-node": lambda: node(1, Host.kill),
     "power": lambda: node(1, Host.lose_power),
