@@ -380,7 +380,7 @@ MUTANTS = [
     Mutant(FloorByLaunch, "L1", TWO._replace(
         places=(A2, A2, (1, 0)), begin=(*saved(A2, "A1"), *begun(A2, "C")))),
     Mutant(NoFence, "S6 " + LOST, TWO._replace(begin=(
-        "node 0 saves A1", "node 1 saves A1", "node 0 promises to B"))),
+        "node 0 saves A1", "node 1 saves A1", *BOTH_PROMISED))),
     Mutant(NoFenceOfRounds, "S2", J._replace(slots=3, rounds=1, begin=(
         "node 0 saves A1", "node 1 saves A1", "node 0 offers to", "node 1 offers to"))),
     Mutant(FenceInMemory, LOST, TWO._replace(steps=3, daemons=1, begin=(

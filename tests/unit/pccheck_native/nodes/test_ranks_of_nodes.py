@@ -131,10 +131,10 @@ class Walk:
 @pytest.mark.parametrize("slots", [FLIGHTS + KEEP + 1, FLIGHTS + KEEP])
 def test_the_newest_global_stays_on_every_rank(slots: int) -> None:
     globals_made = 0
-    for seed in range(60):
+    for seed in range(40):
         walk = Walk(seed, slots)
         for _ in range(150):
             walk.move()
         globals_made += any(node.mine.known for node in walk.nodes)
         walk.heal()
-    assert globals_made > 20
+    assert globals_made > 15
