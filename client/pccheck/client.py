@@ -185,8 +185,8 @@ class PCcheckClient(Closing):
             return socket_name(private.socket if private is not None else path)
 
         self._session = Session(
-            identity, where, fresh=fresh, solo=solo, stall_limit_s=stall_limit_s,
-            warner=self._warner,
+            identity, where, fresh=fresh, solo=solo, replicated=replicated,
+            stall_limit_s=stall_limit_s, warner=self._warner,
         )  # fmt: skip
         self._saver = Saver(self._session, self._warner, self._options, self._planner.moved)
         self._recovery = Recovery(

@@ -109,6 +109,7 @@ class Hello(Message):
     launch: str = ""
     fresh: bool = False
     solo: bool = False
+    replicated: bool = False  # all ranks have the same state
     #: A random number of the training process. Its reconnects repeat the number.
     process: bytes = b""
     #: `Welcome.incarnation` and `start` of the previous session, if this is a reconnect.
@@ -259,6 +260,11 @@ class Open(Message):
     #: The rank can use the parts of any ranks (replicated state, or DTensors), so a checkpoint of
     #: another number of ranks is accepted.
     any_world_size: bool = False
+    #: Of a job on several nodes: all its ranks restore now, by the same call.
+    together: bool = False
+    # What restore() was told for a start that would be refused otherwise:
+    start: str = ""  # whose checkpoints go on: the beginning of its id in hex, or "newest"
+    without: list[str] = field(default_factory=list)  # nodes that will not come back
 
 
 @message("part")
@@ -305,6 +311,14 @@ class Writing(Message):
     checkpoints: int  # how many are being written, on all ranks of the job
     total_bytes: int  # their payload
     left_bytes: int  # the part of it that is copied to DRAM and not written
+
+
+@message("waiting")
+class Waiting(Message):
+    """`Open` cannot be answered yet, because other nodes of the job have not answered. Comes after
+    some seconds; the client asks again."""
+
+    reason: str  # names whom this node waits for
 
 
 @message("read")
@@ -447,7 +461,9 @@ RequestBody = (
     | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.
-Answer = Registered | Described | Opened | Empty | Writing | Joined | Carried | Done | Report
+Answer = (
+    Registered | Described | Opened | Empty | Writing | Waiting | Joined | Carried | Done | Report
+)
 ReplyBody = Answer | Failure
 
 

@@ -140,7 +140,9 @@ class Handlers:
             case messages.Pin():
                 await pinning.pin(session, body)
             case messages.Carry():
-                raise RefusedError("this rank's job does not run on several nodes")
+                if session.wide is None:
+                    raise RefusedError("this rank's job does not run on several nodes")
+                return await session.wide.voice.carry(session.number, body)
             case messages.Goodbye():
                 await self._goodbye(session, body)
             case messages.Status():

@@ -58,7 +58,8 @@ class Decisions:
         there |= {number for tenant in tenants for number in tenant.ledger.undecided()}
         back = {held.sequence for held in shared}  # a damage flag was removed, or a file is back
         # What was given up stays given up: a rank may have acted on it.
-        given_up = agreed.given_up | self.agreement.given_up & (there - back)
+        elsewhere = self._members.elsewhere.given_up.keys()
+        given_up = agreed.given_up | elsewhere | self.agreement.given_up & (there - back)
         self.agreement = agreed._replace(given_up=given_up)
         # A checkpoint that is back may be restored. But a rank that acts on the old decision may
         # be about to overwrite its part, so the checkpoint is never reported as global.
@@ -83,9 +84,10 @@ class Decisions:
         """Adds the checkpoints in files that are not at their paths any more. Such a file may come
         back with its directory or its disk, so the other ranks keep their parts."""
         lost = {rank: tenant.volumes.lost for rank, tenant in self._members.tenants.items()}
-        return {
-            rank: known._replace(held={*known.held, *(found.held() for found in lost[rank])})
-            for rank, known in ranks.items()
+        return ranks | {
+            rank: ranks[rank]._replace(held={*ranks[rank].held, *(one.held() for one in found)})
+            for rank, found in lost.items()
+            if found
         }
 
     def _keep(self) -> int:

@@ -34,11 +34,11 @@ LOST = frozenset({State.FAILED, State.SKIPPED, State.SUPERSEDED})
 def why_given_up(sequence: int, members: Membership, gone: Collection[int]) -> Why:
     """Which rank will never have a checkpoint, and why. `gone`: ranks whose process ended
     and that no other rank waits for."""
-    if why := why_lost(sequence, members):
+    if why := why_lost(sequence, members) or members.elsewhere.given_up.get(sequence):
         return why
     lacking = (  # a world may be large, but the first that was never here ends the search
         rank
-        for rank in range(members.world_size)
+        for rank in members.ranks(members.world_size)
         if rank not in members.tenants or members.tenants[rank].ledger.of_sequence(sequence) is None
     )
     first = next(lacking, None)

@@ -47,6 +47,7 @@ class Job:
         self.decisions = Decisions(self.members, self.lateness, config)
         self._schedule = Schedule(self._decide, clock)
         self._disk = disk
+        self.on_decision: Callable[[], None] = lambda: None  #: for what tells the other nodes
         self.parked = Parked(self.members, self.decisions, disk, self._schedule.soon)
 
     # -- as the registry sees it ---------------------------------------------------------------
@@ -128,8 +129,10 @@ class Job:
         self._schedule.now()
 
     def _decide(self, short: Collection[int]) -> None:
-        self.decisions.decide(short)
+        if not self.members.waits_for_nodes:
+            self.decisions.decide(short)
         self.parked.look()
+        self.on_decision()
 
     def write_parked(self) -> None:
         """What is in memory only is written: a trainer has ended, or restores."""
@@ -214,6 +217,9 @@ class Job:
         start = self.members.may_ask(rank, owner.process)
         if start is None:
             return Numbered(self.incarnation(rank, owner), 0, explain.FENCED)
+        if self.members.waits_for_nodes:
+            self.members.elsewhere.wanted()
+            return Numbered(start.incarnation, 0, waits=True)
         if start.world_size == 1:
             why = self.parked.lacks_room([rank]) if asked.level == _core.LEVEL_MEMORY else None
             end = End(State.SKIPPED, why) if why is not None else None
@@ -222,7 +228,18 @@ class Job:
         given = numbering.number(start, rank, owner.process, asked, used)
         sequence = 0 if given.is_passed else given.sequence
         end = self._end(rank, given, asked)
-        return Numbered(start.incarnation, sequence, end, name=given.name)
+        marks = self._marks(given) if start.kind.is_wide and end is None else 0
+        return Numbered(start.incarnation, sequence, end, marks, given.name)
+
+    def _marks(self, given: Given) -> int:
+        """The first rank of this node that requests a checkpoint decides whether it is promised to
+        the other nodes: all ranks of the node have the same promises."""
+        elsewhere = self.members.elsewhere
+        if given.is_first:
+            offered = elsewhere.offers(given.sequence)
+        else:
+            offered = given.sequence in elsewhere.offered
+        return _core.SLOT_OFFERED if offered else 0
 
     def _end(self, rank: int, given: Given, asked: SaveRequest) -> End | None:
         """How a request of a group ends at once; None when the rank may save."""

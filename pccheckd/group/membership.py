@@ -10,6 +10,7 @@ from pccheck_native.group import Held, Rank
 from pccheck_wire.errors import RefusedError
 from pccheckd.tenancy.tenant import Tenant
 
+from .elsewhere import Elsewhere
 from .numbering import Numbering
 from .starts import NO_START, Arrival, Start, Starts
 
@@ -24,6 +25,7 @@ class Membership:
         self.tenants: dict[int, Tenant] = {}
         self.starts = Starts()
         self.numbering = Numbering(self.starts)
+        self.elsewhere = Elsewhere()
 
     # -- how many ------------------------------------------------------------------------------
 
@@ -44,6 +46,20 @@ class Membership:
             return True
         left = (found for t in self.tenants.values() for found in t.volumes.checkpoints())
         return any(found.id.world_size > 1 for found in left)
+
+    def ranks(self, world_size: int) -> Collection[int]:
+        """Of a world of this size, the ranks that this node can have parts of."""
+        start = self.starts.current
+        is_wide = start is not None and start.kind.is_wide and start.world_size == world_size
+        return sorted(start.members) if start is not None and is_wide else range(world_size)
+
+    @property
+    def waits_for_nodes(self) -> bool:
+        """The newest start has ranks on other nodes, and its nodes have not agreed yet."""
+        start = self.starts.current
+        return (
+            start is not None and start.kind.is_wide and self.elsewhere.agreed != start.incarnation
+        )
 
     def absent(self) -> list[int]:
         """Ranks of the current start without a live process."""
@@ -137,7 +153,8 @@ class Membership:
 
     def known(self, gone: Collection[int] = ()) -> dict[int, Rank]:
         """What `group.py` needs to know of each rank. No other rank waits for those in `gone`."""
-        return {rank: self._known(rank, rank in gone) for rank in self.tenants}
+        here = {rank: self._known(rank, rank in gone) for rank in self.tenants}
+        return self.elsewhere.with_others(here)
 
     def _known(self, rank: int, is_gone: bool) -> Rank:
         tenant = self.tenants[rank]

@@ -49,6 +49,14 @@ class Numbering:
         """A volume holds this sequence, or a previous daemon used it."""
         self._numbers.passed(sequence)
 
+    def name_of(self, sequence: int) -> Name | None:
+        """Of a sequence that was given out here, if it is remembered."""
+        return self._numbers.name_of(sequence)
+
+    def newest(self, rank: int) -> Name | None:
+        """What the rank requested last, if its daemon has not restarted since."""
+        return self._newest.get(rank)
+
     def asked(self, rank: int) -> int:
         """The newest sequence that a rank's trainer has requested, or that was there before it."""
         return self._asked.get(rank, (0, 0))[0]
@@ -76,7 +84,11 @@ class Numbering:
         newest sequence in the volumes of the rank."""
         above = max(self.asked(rank), used)
         who = rank, process
-        base = start.bases.of(who, asked.base, asked.turn)
+        if start.kind.is_wide:
+            member = start.members[rank]
+            base, member.moved = member.round, True
+        else:
+            base = start.bases.of(who, asked.base, asked.turn)
         name = Name(start.incarnation, base, asked.descents, asked.step, asked.row)
         as_stored = base, asked.descents, asked.row
         if (sequence := self._numbers.find(name)) is not None:

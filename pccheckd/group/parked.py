@@ -215,7 +215,7 @@ class Parked:
         for rank, tenant in self._members.tenants.items():
             hurry = tenant.readiness.stops or tenant.binding.state is BindingState.STOPPED
             for found in tenant.ledger.live():
-                one = found.id.sequence, _members(rank, found.id.world_size)
+                one = found.id.sequence, self._of(rank, found.id.world_size)
                 places.setdefault(one, {})[rank] = _place(found)
                 if found.parks and (found.wanted or hurry):
                     wanted.add(one)
@@ -224,12 +224,17 @@ class Parked:
                 c.id.sequence: c.id.world_size for c in tenant.volumes.checkpoints() if is_usable(c)
             }
             for sequence, size in (tenant.ledger.appearing | durable).items():
-                places.setdefault((sequence, _members(rank, size)), {})[rank] = PartState.DURABLE
+                places.setdefault((sequence, self._of(rank, size)), {})[rank] = PartState.DURABLE
         return [
             Known(sequence, members, parts, (sequence, members) in wanted,
                   self._is_never(sequence, members))
             for (sequence, members), parts in places.items() if sequence
         ]  # fmt: skip
+
+    def _of(self, rank: int, world_size: int) -> Collection[int]:
+        """Of which ranks a checkpoint in memory has parts here. Each node decides by itself what of
+        it is written."""
+        return tuple(self._members.ranks(world_size)) if world_size > 1 else (rank,)
 
     def _is_never(self, sequence: int, members: Collection[int]) -> bool:
         if len(members) > 1 and self._decisions.gives_up(sequence):
@@ -237,10 +242,6 @@ class Parked:
         ledgers = (t.ledger for rank in members if (t := self._members.tenants.get(rank)))
         found = (ledger.of_sequence(sequence) for ledger in ledgers)
         return any(part is not None and part.state in LOST for part in found)
-
-
-def _members(rank: int, world_size: int) -> Collection[int]:
-    return range(world_size) if world_size > 1 else (rank,)
 
 
 def _place(found: RankCheckpoint) -> PartState:

@@ -20,6 +20,7 @@ process that an earlier daemon served or for a rank that was late.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from secrets import token_bytes
@@ -35,6 +36,19 @@ ID_BYTES = 16
 MISSING_MAX = 64  # that are named
 
 
+class StartKind(NamedTuple):
+    """Only processes that are equal in this can be of one start."""
+
+    launch: str
+    world_size: int
+    here: int  # how many of its ranks are on this node
+
+    @property
+    def is_wide(self) -> bool:
+        """Some of its ranks are on other nodes."""
+        return self.here < self.world_size
+
+
 class Arrival(NamedTuple):
     """A process that connects."""
 
@@ -45,6 +59,11 @@ class Arrival(NamedTuple):
     was: int = 0  # the incarnation that an earlier daemon gave it; 0: it is new
     start_id: bytes = b""  # of the start `was`
     moved: bool = False  # `was` belongs to other volumes
+    here: int = 0  # how many ranks of its start are on this node; 0: all
+
+    @property
+    def kind(self) -> StartKind:
+        return StartKind(self.launch, self.world_size, self.here or self.world_size)
 
 
 @dataclass(slots=True)
@@ -57,13 +76,16 @@ class Member:
     #: The newest incarnation that the volumes of its rank named when it came; None: not known.
     found: int | None = None
     restores: Held | None = None  # the checkpoint that was chosen for it last
+    #: Of a wide start: the number of the last restore that it took part in, and whether it has
+    #: requested a checkpoint since then.
+    round: int = 0
+    moved: bool = False
 
 
 @dataclass(slots=True)
 class Start:
     incarnation: int
-    launch: str
-    world_size: int
+    kind: StartKind
     #: Random: an incarnation may come again when a volume was away while a start began.
     id: bytes = field(default_factory=lambda: token_bytes(ID_BYTES))
     members: dict[int, Member] = field(default_factory=dict)
@@ -77,9 +99,8 @@ class Start:
     bases: Bases = field(default_factory=Bases)  # which restore each of its members continues from
 
     @property
-    def kind(self) -> tuple[str, int]:
-        """Only processes with the same launch id and number of ranks can be of one start."""
-        return self.launch, self.world_size
+    def world_size(self) -> int:
+        return self.kind.world_size
 
     def begins_above(self, sequence: int) -> int:
         """Its `above`, which is `sequence` when it had none."""
@@ -89,7 +110,7 @@ class Start:
 
     def has_place(self, who: Arrival) -> bool:
         """Not every rank has joined it, and this one has no process that lives or has saved."""
-        if self.closed or self.kind != (who.launch, who.world_size):
+        if self.closed or self.kind != who.kind:
             return False
         before = self.members.get(who.rank)
         return before is None or not (before.live or before.begun)
@@ -115,17 +136,25 @@ class Start:
         if self.world_size == 1:  # whichever rank saves alone
             return [] if self.is_live else [0]
         live = {rank for rank, member in self.members.items() if member.live}
-        if len(live) == self.world_size:
+        if len(live) == self.kind.here:
             return []
-        absent = (rank for rank in range(self.world_size) if rank not in live)
+        absent = (rank for rank in self._ranks_here() if rank not in live)
         return list(islice(absent, MISSING_MAX))
+
+    def _ranks_here(self) -> Collection[int]:
+        """Its ranks on this node. While some have not come, launchers number a node's ranks in a
+        row."""
+        if len(self.members) == self.kind.here:
+            return sorted(self.members)
+        first = min(self.members, default=0) // self.kind.here * self.kind.here
+        return range(first, min(first + self.kind.here, self.world_size))
 
     def lost(self) -> list[int]:
         """Those of `missing` that had one: not ranks that are late."""
         return [rank for rank in self.missing() if self.rejoined or rank in self.members]
 
 
-NO_START = Start(0, "", 0, UNKNOWN)
+NO_START = Start(0, StartKind("", 0, 0), UNKNOWN)
 
 
 class Starts:
@@ -142,6 +171,10 @@ class Starts:
                 return start
         return None
 
+    def all(self) -> list[Start]:
+        """Oldest first."""
+        return list(self._starts)
+
     def of(self, rank: int, process: bytes) -> Start | None:
         """The newest start that a process is a member of."""
         for start in reversed(self._starts):
@@ -157,14 +190,14 @@ class Starts:
         if who.was > INCARNATION_MAX:  # no daemon gives out such a number
             who = who._replace(was=0)
         start = self.of(who.rank, who.process)
-        if start is None or start.world_size != who.world_size:
+        if start is None or start.kind[1:] != who.kind[1:]:
             if who.was:
                 start = self._rejoined(who, max(known, who.was + 1) if who.moved else known)
             else:
-                start = self._open(who, found) or self._begin(who.launch, who.world_size, known)
+                start = self._open(who, found) or self._begin(who.kind, known)
             start.members[who.rank] = Member(who.process, begun=bool(who.was), found=found)
         start.members[who.rank].live = True
-        start.closed = start.closed or len(start.members) == who.world_size
+        start.closed = start.closed or len(start.members) == start.kind.here
         self._gather()
         return self.of(who.rank, who.process) or start
 
@@ -200,7 +233,7 @@ class Starts:
         if start.kind != current.kind:
             if current.is_live:
                 return start
-            current = self._begin(start.launch, start.world_size, 0)  # no process is left there
+            current = self._begin(start.kind, 0)  # no process is left there
         taken = current.members.get(rank)
         if taken and taken.live:
             return start
@@ -208,7 +241,7 @@ class Starts:
         begun = taken is not None and taken.begun  # what that process saved is a past of this one
         current.members[rank] = Member(process, begun=begun, restores=restores)
         current.bases.came((rank, process))
-        current.closed = current.closed or len(current.members) == current.world_size
+        current.closed = current.closed or len(current.members) == current.kind.here
         return current
 
     def before(self, rank: int, process: bytes) -> int | None:
@@ -238,15 +271,15 @@ class Starts:
             return None  # another process of this rank has taken part in it
         return start
 
-    def _begin(self, launch: str, world_size: int, known: int) -> Start:
+    def _begin(self, kind: StartKind, known: int) -> Start:
         newest = max((start.incarnation for start in self._starts), default=0)
-        return self._add(Start(max(newest, known) + 1, launch, world_size))
+        return self._add(Start(max(newest, known) + 1, kind))
 
     def _rejoined(self, who: Arrival, known: int) -> Start:
         """The start of a process that an earlier daemon served."""
         was, late = who.was, self.current
         for start in reversed(self._starts):
-            if was in (start.incarnation, start.known_as) and start.world_size == who.world_size:
+            if was in (start.incarnation, start.known_as) and start.kind[1:] == who.kind[1:]:
                 return start
         newer = any(start.incarnation > was and start.counts for start in self._starts)
         fits = late is not None and late.incarnation > was and late.has_place(who)
@@ -254,12 +287,12 @@ class Starts:
             late.known_as = was
             return late
         if newer or was >= known:
-            start = Start(was, who.launch, who.world_size, rejoined=True)
+            start = Start(was, who.kind, rejoined=True)
             if len(who.start_id) == ID_BYTES:
                 start.id = who.start_id
             return self._add(start)
         # The volumes have newer runs than that daemon saw: this start comes after them.
-        start = self._begin(who.launch, who.world_size, known)
+        start = self._begin(who.kind, known)
         start.closed, start.known_as = True, was
         return start
 

@@ -25,11 +25,13 @@ SETTLE_LIMIT_S = 5.0
 Choice = tuple[catalog.StoredCheckpoint | None, list[Skipped]]
 
 
-def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
+def choose(
+    session: Session, job: Job, own: Tenant, wanted: Open, agreed: Held | None = None
+) -> Choice:
     """What a session restores. A reader, and a trainer with solo=True, get the newest valid
     checkpoint of the rank; another trainer the newest that all ranks have, or a later one that a
-    start of this rank alone has saved. Raises NoCheckpointError, DamagedError, or why a volume
-    could not be read."""
+    start of this rank alone has saved. `agreed`: what the nodes of the job have chosen. Raises
+    NoCheckpointError, DamagedError, or why a volume could not be read."""
     found = own.volumes.checkpoints()
     if session.solo or session.role is not Role.TRAINER:
         return _newest(own, wanted, found)
@@ -44,7 +46,7 @@ def choose(session: Session, job: Job, own: Tenant, wanted: Open) -> Choice:
         shared = (held.sequence for held in common if held.world_size > 1 and _fits(held, wanted))
         if alone and max(shared, default=0) <= max(best, default=0):
             return _newest(own, wanted, alone)
-    return _of_group(session, job, own, wanted), _in_doubt(own)
+    return _of_group(session, job, own, wanted, agreed), _in_doubt(own)
 
 
 def restorable(session: Session, job: Job, own: Tenant) -> dict[int, int]:
@@ -90,7 +92,7 @@ def _writing(tenants: list[Tenant], last: int) -> Writing:
 
 
 def _of_group(
-    session: Session, job: Job, own: Tenant, wanted: Open
+    session: Session, job: Job, own: Tenant, wanted: Open, agreed: Held | None
 ) -> catalog.StoredCheckpoint | None:
     """This rank's copy of the common checkpoint. Never mixes steps: fails when it is damaged or
     could not be read."""
@@ -103,7 +105,7 @@ def _of_group(
             f"{own.key}: the checkpoint that all ranks restore is damaged or cannot be read",
             hint=again,
         )
-    common = _common(session, job, wanted)
+    common = agreed or _common(session, job, wanted)
     if common is None:
         return None
     if wanted.step is None:

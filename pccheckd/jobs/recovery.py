@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pccheck_native import catalog, layout
+from pccheck_native.group import Held
 from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError
-from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Writing
+from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Waiting, Writing
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.tenancy.retention import recycled
@@ -20,7 +21,9 @@ from .memory import Dram
 from .sessions import Session
 
 
-async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opened | Empty | Writing:
+async def open_checkpoint(
+    session: Session, body: Open, engine: Engine
+) -> Opened | Empty | Writing | Waiting:
     """The newest valid checkpoint (of `step`, older than `before`, when given), for a group the
     one that all its ranks have. Empty only when the volumes were read and hold nothing. Writing
     when the choice depends on checkpoints that are still being written.
@@ -38,7 +41,15 @@ async def open_checkpoint(session: Session, body: Open, engine: Engine) -> Opene
             return writing
     else:
         await tenant.volumes.refresh()
-    chosen, skipped = choosing.choose(session, job, tenant, body)
+    agreed: Held | None = None
+    if session.wide is not None:
+        point = await session.wide.point(session.rank, session.process, body)
+        if point is None:
+            return Empty([])
+        if isinstance(point, Waiting):
+            return point
+        agreed = point
+    chosen, skipped = choosing.choose(session, job, tenant, body, agreed)
     if chosen is not None and session.role is not Role.TRAINER:
         _lease(session, job, tenant, chosen)
     if chosen is None:

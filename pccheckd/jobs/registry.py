@@ -14,6 +14,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S
 from pccheckd.group.idle import IdleDisk
 from pccheckd.group.job import Job
+from pccheckd.nodes.nodes import Nodes
 from pccheckd.tenancy.outcomes import Chronicle
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
@@ -37,10 +38,12 @@ class Registry:
         self.jobs: dict[tuple[int, str], Job] = {}
         self.memory = Dram(engine, self.tenants)
         self._disk = IdleDisk(self.tenants)
+        self.nodes = Nodes(engine)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
     async def close(self) -> None:
         """Drains and closes every tenant. Raises the first failure, after all have ended."""
+        await asyncio.gather(*(self.nodes.close(job) for job in self.jobs.values()))
         await asyncio.gather(*(job.emptied() for job in self.jobs.values()))
         results = await asyncio.gather(
             *(tenant.close() for tenant in self.tenants()), return_exceptions=True
@@ -109,6 +112,7 @@ class Registry:
             async with self._lock(job.uid):
                 if job.idle and self.jobs.pop((job.uid, job.name), None) is job:
                     excess -= len(job.tenants)
+                    await self.nodes.close(job)
                     await job.close()
 
     @contextlib.asynccontextmanager
@@ -121,6 +125,7 @@ class Registry:
             job = self.jobs.get((uid, name))
             if job is not None:
                 del self.jobs[uid, name]
+                await self.nodes.close(job)
                 await job.close()
             yield
 
@@ -174,7 +179,9 @@ class Registry:
                 )
                 for rank in sorted({file.rank for file in files}):
                     await self._load(job, rank)
+                await self.nodes.loaded(job)
             except BaseException:
+                await self.nodes.close(job)
                 await job.close()  # the next try opens these files again
                 raise
             self.jobs[uid, name] = job

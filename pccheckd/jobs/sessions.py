@@ -30,6 +30,7 @@ from pccheckd.core.port import DETACH_LIMIT_S, GRACE_S, STEP_S, Owner, Port
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Arrival
+from pccheckd.nodes.wide import WideJob
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import Key
 
@@ -71,6 +72,7 @@ class Session:
     exposing: Exposing = field(default_factory=Exposing)
     job: Job | None = None
     tenant: Tenant | None = None
+    wide: WideJob | None = None  # of a trainer whose job has ranks on other nodes
     port: Port | None = None
     endpoint: str = ""  # for its requests; "" for an observer
     gone: Callable[[], bool] = lambda: False  # as `Peer.gone`
@@ -244,6 +246,8 @@ class Sessions:
             await tenant.detach(session.number, give_way=session.gives_way)
         finally:
             mine = owner is not None and owner.session == session.number
+            if session.wide is not None:
+                session.wide.gone(session.number)
             if session.job is not None and mine:
                 session.job.left(tenant.key.rank, session.process)
 
@@ -296,6 +300,8 @@ class Sessions:
     async def _join(self, session: Session, hello: Hello, job: Job, tenant: Tenant) -> list[int]:
         """The descriptors for the answer."""
         session.job, session.tenant = job, tenant
+        if hello.local_world_size < session.world_size:
+            session.wide = await self.registry.nodes.take(job)
         owner = Owner(
             session=session.number, pid=session.pid,
             world_size=session.world_size, local_world_size=hello.local_world_size,
@@ -311,7 +317,10 @@ class Sessions:
                 hello.rank, session.process, hello.launch, session.world_size,
                 was=hello.incarnation, start_id=hello.start,
                 moved=hello.storage not in ("", session.storage),
+                here=session.world_size if hello.solo else hello.local_world_size,
             ))  # fmt: skip
+            if session.wide is not None:
+                session.wide.came(hello)
         with _descriptors() as (ours, given):
             try:
                 given.insert(0, await tenant.attach(owner, ours.fileno()))
@@ -438,12 +447,4 @@ def _check_names(hello: Hello) -> None:
             f"local_world_size must be at most {CONNECTIONS_PER_UID_MAX} (got "
             f"{hello.local_world_size}): each rank on this node needs a connection, and a user may "
             f"have {CONNECTIONS_PER_UID_MAX}"
-        )
-    if hello.local_world_size < hello.world_size:
-        raise RefusedError(
-            f"{hello.local_world_size} of the job's {hello.world_size} ranks are on this node; "
-            "this version can restore a job of several ranks only if all of them run on one node, "
-            "so the client is refused",
-            hint="run the job on one node; or, if every rank holds the whole state (plain DDP), "
-            "make one client, on rank 0: PCcheckClient(solo=True)",
         )

@@ -22,7 +22,7 @@ class CarrierError(PccheckError):
 class Carrier(Protocol):
     """Keys are short, ASCII, and public: whoever reaches a torch store reads them. A value has at
     most VALUE_MAX bytes. Every call has a deadline, and raises CarrierError when it has failed.
-    Calls may overlap, and a `wait` delays no other call.
+    Calls may overlap, and a `listen` delays no other call.
 
     A carrier may lose everything that it holds, at any time, and says nothing."""
 
@@ -39,5 +39,12 @@ class Carrier(Protocol):
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The values, in the order of the keys; None for an absent key."""
 
-    async def wait(self, key: str, limit_s: float) -> bytes | None:
-        """The value as soon as there is one; None if there is none within `limit_s` seconds."""
+    async def ring(self, key: str, value: bytes, bell: str) -> int:
+        """As `set`, and then rings a bell: adds 1 to `bell`, which `listen` waits for. Returns the
+        sum."""
+
+    async def listen(
+        self, bell: str, after: int, keys: Sequence[str], limit_s: float
+    ) -> tuple[int, list[bytes | None]] | None:
+        """As soon as the bell has rung more than `after` times: how often (at least), and the
+        values of the keys after that. None: it has not within `limit_s` seconds."""

@@ -203,15 +203,16 @@ class Binding:
             await self._move_to(current)
             current.begun = incarnation
         elif current.begun != incarnation:
-            await self._begin(current, incarnation, world_size, start)
+            await self.begin(current, incarnation, world_size, start)
         if self.state is BindingState.LOST:
             await self.bind(current)
             self._move(BindingState.BOUND)
         return current
 
-    async def _begin(
+    async def begin(
         self, item: OpenVolume, incarnation: int, world_size: int, start: bytes
     ) -> None:
+        """Checkpoints in the volume belong to this start from now on. The caller holds the lock."""
         try:
             await self._engine.call(
                 self._key.uid, item.volume.begin_incarnation, incarnation, world_size, start

@@ -19,6 +19,7 @@ class Numbered(NamedTuple):
     end: End | None = None  # why it ends at once; None: it is saved
     marks: int = 0  # SLOT_OFFERED: other nodes may count on it as soon as it is durable
     name: tuple[int, int, int] = (0, 0, 0)  # in its start, with its step: base, descents, row
+    waits: bool = False  # for other nodes: it is asked again when the job says so
 
 
 class Group(Protocol):

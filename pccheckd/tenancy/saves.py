@@ -7,7 +7,7 @@ import contextlib
 import errno
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pccheck_native import OUTCOME_GIVEN_UP, _core
 from pccheck_native.identity import CheckpointId
@@ -46,6 +46,8 @@ class Saves:
     _chronicle: Chronicle
     _tasks: Tasks
     interval_steps: int = 0  #: between checkpoints, if the client chooses the interval
+    #: Requests that get their number when the nodes of the job have agreed.
+    _waiting: list[tuple[RankCheckpoint, _core.SaveRequest, Port]] = field(default_factory=list)
 
     @property
     def _key(self) -> Key:
@@ -90,10 +92,22 @@ class Saves:
         given = self._group.number(self._key.rank, asked)
         run, sequence = given.incarnation, given.sequence
         checkpoint.id = checkpoint.id._replace(incarnation=run, sequence=sequence)
+        if given.waits:
+            self._waiting.append((checkpoint, asked, port))
+            return None
         self._ledger.numbered(checkpoint)
         if given.end is None and sequence:
             return self._given_up(checkpoint) or self._tell_number(checkpoint, port, given)
         return given.end
+
+    def number_waiting(self, end: End | None = None) -> None:
+        """The nodes of the job have agreed: what waited for that gets its number, or this `end`."""
+        waiting, self._waiting = self._waiting, []
+        for checkpoint, asked, port in waiting:
+            if not checkpoint.live:
+                continue
+            if why := end or self._number(checkpoint, asked, port):
+                self.refuse(checkpoint, why)
 
     def _tell_number(
         self, checkpoint: RankCheckpoint, port: Port, given: Numbered | None = None
@@ -113,7 +127,9 @@ class Saves:
 
     def begun(self, checkpoint: RankCheckpoint, given: int) -> None:
         """The core has found lane and slot for it, and has `given` it a sequence; 0: it has not."""
-        if not checkpoint.id.sequence:  # of a rank alone
+        if any(checkpoint is waiting for waiting, _, _ in self._waiting):
+            pass  # it is copied, and gets its number when the nodes have agreed
+        elif not checkpoint.id.sequence:  # of a rank alone
             sequence = self._group.took(self._key.rank, given)
             checkpoint.id = checkpoint.id._replace(sequence=sequence)
             self._ledger.numbered(checkpoint)

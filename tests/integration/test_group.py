@@ -606,15 +606,6 @@ def test_two_ranks_that_both_say_solo(daemon: Daemon, start_trainer: Connect) ->
     assert caught.value.kind == "RefusedError"
 
 
-def test_ranks_on_other_nodes_are_refused(daemon: Daemon, start_trainer: Connect) -> None:
-    with pytest.raises(RemoteError, match=r"2 of the job's 4 ranks") as caught:
-        start_trainer(
-            daemon, COUNTS, rank=0, world_size=4, on_error="raise",
-            environment={"LOCAL_WORLD_SIZE": "2"},
-        )  # fmt: skip
-    assert caught.value.kind == "RefusedError"
-
-
 @pytest.mark.parametrize("call", ["restore", "recover"])
 def test_the_rank_that_saves_may_have_been_on_another_node(
     daemon: Daemon, start_trainer: Connect, call: str

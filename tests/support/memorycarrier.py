@@ -36,10 +36,11 @@ class MemoryStore:
             self._changed.notify_all()
         return result
 
-    async def has(self, key: str) -> bytes:
+    async def rings(self, bell: str, after: int) -> int:
+        """Waits until the bell has rung more than `after` times."""
         async with self._changed:
-            await self._changed.wait_for(lambda: key in self.values)
-            return self.values[key]
+            await self._changed.wait_for(lambda: int(self.values.get(bell, b"0")) > after)
+            return int(self.values[bell])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +90,25 @@ class MemoryCarrier:
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         return await self._carry("get", " ".join(keys), lambda values: [*map(values.get, keys)])
 
-    async def wait(self, key: str, limit_s: float) -> bytes | None:
-        await self._carry("wait", key, lambda values: None)
+    async def ring(self, key: str, value: bytes, bell: str) -> int:
+        def work(values: dict[str, bytes]) -> int:
+            values[key] = bytes(value)
+            total = int(values.get(bell, b"0")) + 1
+            values[bell] = b"%d" % total
+            return total
+
+        return await self._carry("ring", key, work)
+
+    async def listen(
+        self, bell: str, after: int, keys: Sequence[str], limit_s: float
+    ) -> tuple[int, list[bytes | None]] | None:
+        await self._carry("listen", bell, lambda values: None)
         try:
             async with asyncio.timeout(limit_s):
-                value = await self._store.has(key)
+                count = await self._store.rings(bell, after)
         except TimeoutError:
-            value = None
-        async with self._reached():
-            return value
+            return None
+        return count, await self.get(keys)
 
     async def settle(self) -> None:
         """Waits until what arrives a second time has arrived."""

@@ -51,7 +51,7 @@ class Session:
 
     def __init__(
         self, identity: Identity, where: Callable[[], str], *, fresh: bool,
-        solo: bool, stall_limit_s: float, warner: Warner,
+        solo: bool, stall_limit_s: float, warner: Warner, replicated: bool = False,
     ) -> None:  # fmt: skip
         """`where`: the socket of the daemon, asked for each connection."""
         self.identity = identity
@@ -62,6 +62,7 @@ class Session:
         self._start = b""  # ... the id of that start, and the storage directory of its daemon
         self._storage = ""
         self._fresh, self._solo, self._stall_limit_s = fresh, solo, stall_limit_s
+        self._replicated = replicated
         self._warner = warner
         self._connection: Connection | None = None
         spread = identity.local_world_size < identity.world_size and not solo
@@ -316,7 +317,7 @@ class Session:
             protocol=PROTOCOL_VERSION, role=Role.TRAINER, version=VERSION, pid=os.getpid(),
             job=identity.job, rank=identity.rank, world_size=identity.world_size,
             local_world_size=identity.local_world_size, launch=identity.launch,
-            fresh=self._fresh, solo=self._solo, process=self._process,
+            fresh=self._fresh, solo=self._solo, replicated=self._replicated, process=self._process,
             incarnation=self.incarnation, start=self._start, storage=self._storage,
             restored=self._restored,
         )  # fmt: skip

@@ -39,6 +39,9 @@ _PROBE = PREFIX + "probe"
 _NOTHING = b"pccheck: no value"
 #: So many keys are read together, if all are there.
 MANY = 4
+#: Rings of a bell that stay in the store, for those who are late.
+RINGS_KEPT = 64
+
 _DESCRIPTOR = re.compile(r"\bfd=(\d+)")
 _T = TypeVar("_T")
 #: Any: its classes have no annotations, and are missing where torch was built without them.
@@ -95,6 +98,19 @@ class JobStore:
             if len(names) >= MANY and store.check(names):  # all; three round trips together
                 return _within([bytes(value) for value in store.multi_get(names)])
             return _within([_held(store, name) for name in names])
+
+        return self._do(work)
+
+    def ring(self, key: str, value: bytes, bell: str) -> int:
+        """Sets a key, then rings a bell; how often that has rung. Each ring is a key for which
+        others wait; the old ones go."""
+
+        def work(store: Any) -> int:
+            store.set(PREFIX + key, value)
+            count = int(store.add(PREFIX + bell, 1))
+            store.set(f"{PREFIX}{bell}/{count}", b"1")
+            store.delete_key(f"{PREFIX}{bell}/{count - RINGS_KEPT}")  # answered, unlike `set`
+            return count
 
         return self._do(work)
 

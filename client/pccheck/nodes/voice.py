@@ -188,6 +188,13 @@ class _Lane:
 
         return self._store.wait(key, limit_s, sleep)
 
+    def _listen(self, welcome: Welcome, bell: str, after: int, limit_s: float) -> int | None:
+        """How often the bell has rung, as soon as that is more than `after`."""
+        count = self._store.add(bell, 0)
+        if count <= after and self._wait(welcome, f"{bell}/{after + 1}", limit_s) is not None:
+            count = self._store.add(bell, 0)
+        return count if count > after else None
+
     def _execute(self, welcome: Welcome, operation: Any) -> Any:
         store = self._store
         try:
@@ -200,8 +207,10 @@ class _Lane:
                     return store.swap(key, value)
                 case ["get", [_, *_] as keys]:
                     return store.get([str(key) for key in keys])
-                case ["wait", str(key), (int() | float()) as limit_s]:
-                    return self._wait(welcome, key, limit_s)
+                case ["ring", str(key), bytes(value), str(bell)]:
+                    return store.ring(key, value, bell)
+                case ["listen", str(bell), int(after), (int() | float()) as limit_s]:
+                    return self._listen(welcome, bell, after, limit_s)
             return ["error", f"not an operation: {str(operation)[:80]}"]
         except StoreError as error:
             return ["error", str(error)]

@@ -129,7 +129,9 @@ class Recovery:
             self._move(Move.END)
             return placement.on_gpu
 
-        found, source = read_newest(connection, step, use, any_world_size=self._reads_all)
+        found, source = read_newest(
+            connection, step, use, any_world_size=self._reads_all, together=True
+        )
         self._planner.forget()
         if source is None:
             self._session.took_over(connection, 0)

@@ -21,13 +21,15 @@ from pccheck_wire.errors import (
     UnreadableError,
     WaitTimeoutError,
 )
-from pccheck_wire.messages import Empty, Open, Opened, Skipped, Writing
+from pccheck_wire.messages import Empty, Open, Opened, Skipped, Waiting, Writing
 from pccheck_wire.units import MIB
 
 OPEN_LIMIT_S = 120.0  #: the daemon opens the volumes of all ranks before it answers
 #: A restore waits while earlier checkpoints are written, as long as more of them is written;
 #: pccheckd reports every few seconds how much that is.
 STUCK_LIMIT_S = 120.0
+#: A restore waits so long for the other nodes of the job.
+NODES_LIMIT_S = 300.0
 #: How often the opened checkpoint may be replaced by newer ones before it was read.
 _ATTEMPTS = 8
 
@@ -71,9 +73,10 @@ def read_newest(
     use: Callable[[Opened, StateReader, tree.Tree], Any],
     *,
     any_world_size: bool = False,
+    together: bool = False,
 ) -> tuple[Found, tuple[Opened, tree.Tree] | None]:
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
-    it returns is the state that was found.
+    it returns is the state that was found. `together`: all ranks of the job restore now.
 
     If newer checkpoints replace the one that is open, the newest is opened instead. Also returns
     what was opened; None when the volume holds nothing. Raises NoCheckpointError when checkpoints
@@ -85,7 +88,7 @@ def read_newest(
     failed: DamagedError | UnreadableError | None = None
     while True:
         try:
-            opened, refusal = _open(connection, Open(step, before, any_world_size))
+            opened, refusal = _open(connection, Open(step, before, any_world_size, together))
         except PccheckError as error:
             if failed is None:
                 raise
@@ -147,6 +150,14 @@ def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
         answer = connection.request(wanted, timeout_s=OPEN_LIMIT_S)
         if isinstance(answer, (Opened, Empty)):
             return answer
+        if isinstance(answer, Waiting):
+            if time.monotonic() - progress_s >= NODES_LIMIT_S:
+                raise WaitTimeoutError(
+                    f"{answer.reason} (waited for {NODES_LIMIT_S:g} s)",
+                    hint="every rank calls restore(); see pccheckctl status on each node",
+                )
+            LOG.warning("PCcheck: restore() waits: %s", answer.reason)
+            continue
         assert isinstance(answer, Writing)
         written, total = answer.total_bytes - answer.left_bytes, answer.total_bytes
         how_far = (

@@ -20,7 +20,7 @@ from pccheck.job.steps import Steps
 from pccheck_native.names import KEPT, Bases, Name, Numbers, in_later_line, why_apart
 from pccheckd.group.idle import IdleDisk
 from pccheckd.group.job import Job
-from pccheckd.group.starts import Starts
+from pccheckd.group.starts import StartKind, Starts
 from tests.support.jobs import CONFIG, Tenant, arrival, owner, save_request
 
 # -- numbers ------------------------------------------------------------------------------------
@@ -458,8 +458,8 @@ class NewestBase(Bases):
 def test_a_wrong_base_is_seen(wrong: type[Bases], monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Starts._begin
 
-    def begins(self: Starts, launch: str, world_size: int, known: int) -> Any:
-        start = begin(self, launch, world_size, known)
+    def begins(self: Starts, kind: StartKind, known: int) -> Any:
+        start = begin(self, kind, known)
         start.bases = wrong()
         return start
 

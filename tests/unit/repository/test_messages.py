@@ -597,7 +597,6 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "another number of ranks": other_size,
     "no generators": no_generators,
     # -- the daemon refuses, and the command line
-    "two nodes": lambda _: hello(job="gpt", world_size=4, local_world_size=2),
     "name at the daemon": lambda _: hello(job="../x"),
     "pccheckctl status": ctl("status"),
 }
@@ -1048,12 +1047,6 @@ WORDS: dict[str, str] = {
         "this process's seeds"
     ),
     "incomplete generators": ("rng: there is no state of the generator of python, torch"),
-    "two nodes": (
-        "2 of the job's 4 ranks are on this node; this version can restore a job of several "
-        "ranks only if all of them run on one node, so the client is refused (run the job on "
-        "one node; or, if every rank holds the whole state (plain DDP), make one client, on "
-        "rank 0: PCcheckClient(solo=True))"
-    ),
     "name at the daemon": (
         "'../x' is not a valid job name (use letters, digits, '.', '_' and '-', at most 128, "
         "not starting with '.' or '-')"

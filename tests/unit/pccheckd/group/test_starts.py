@@ -385,7 +385,7 @@ class World(NamedTuple):
     def key(self) -> object:
         known = [
             (
-                start.incarnation, start.launch, start.closed, start.known_as,
+                start.incarnation, start.kind.launch, start.closed, start.known_as,
                 [(r, m.process, m.live, m.begun) for r, m in sorted(start.members.items())],
             )
             for start in self.starts._starts
@@ -468,7 +468,10 @@ def is_wrong(world: World, every: list[Process]) -> str:
     current = starts.current
     for process in live:
         start = process.start(starts)
-        newest = current is not None and kind[process.name] == (current.launch, current.world_size)
+        newest = current is not None and kind[process.name] == (
+            current.kind.launch,
+            current.world_size,
+        )
         if start is not current and newest and start and not start.members[process.rank].begun:
             return "a rank that has asked for nothing is not in the newest start of its launch"
     after = copied(starts)

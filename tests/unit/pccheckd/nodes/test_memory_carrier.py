@@ -23,15 +23,17 @@ async def test_nodes_share_what_the_store_holds() -> None:
     assert await other.get(["b", "absent", "n", "a"]) == [b"mine", None, b"5", b"1"]
 
 
-async def test_a_wait_ends_with_the_value_or_without() -> None:
+async def test_who_listens_hears_the_bell_and_gets_the_values() -> None:
     store = MemoryStore()
     carrier = MemoryCarrier(store)
-    waiting = asyncio.create_task(carrier.wait("key", 60))
-    await carrier.set("other", b"")
-    assert await carrier.wait("absent", 0.001) is None
+    assert await carrier.ring("key", b"first", "bell") == 1
+    waiting = asyncio.create_task(carrier.listen("bell", 1, ["key", "absent"], 60))
+    await carrier.set("key", b"unheard")
+    assert await carrier.listen("silent", 0, ["key"], 0.001) is None
     assert not waiting.done()
-    await carrier.set("key", b"there")
-    assert await waiting == b"there"
+    await carrier.ring("key", b"second", "bell")
+    assert await waiting == (2, [b"second", None])
+    assert await carrier.listen("bell", 0, ["key"], 60) == (2, [b"second"])
 
 
 async def test_a_store_hangs_breaks_and_forgets() -> None:

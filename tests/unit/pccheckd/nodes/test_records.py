@@ -278,7 +278,7 @@ from pccheckd.nodes.records import Records
 records, record = Records(Path(sys.argv[1]), 7, "job"), record_of(3, A)
 records.promise(record, [])
 for base in range(1, 100_000):
-    records.update(born(record, *STARTS * 100, base=base))
+    records.update(born(record, *STARTS * 30, base=base))
     print(base, flush=True)
 """
 

@@ -1,0 +1,398 @@
+"""One start of a job on several nodes, as this node takes part in it.
+
+| phase | until | keys (below the job, `<s>`: the start, `<i>`: the member) |
+|---|---|---|
+| calling | a list has this node's living processes | `hellos` (a count), `hello/<i>`, `list/<k>` |
+| promising | the promise is on the disk | |
+| beginning | the answer of round 0 is on the disk | `<s>/offer/<round>/<i>`, `<s>/answer/<round>` |
+| running | its processes have ended | `<s>/have/<i>`, `<s>/said`, a bell for each of the two |
+| refused | its processes have ended | |
+
+The rules are those of `pccheck_native/nodes/`; here is who writes which key, and who reads it. A
+key that holds what cannot be read counts as absent. A carrier that fails is asked again, for ever:
+saves go on meanwhile, and only new facts are missing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgpack  # type: ignore[import-untyped]
+
+from pccheck_native.group import Refused
+from pccheck_native.nodes.beginning import decide
+from pccheck_native.nodes.facts import Have, Said, say
+from pccheck_native.nodes.lists import (
+    Missing,
+    NodeHello,
+    StartList,
+    make_list,
+    may_promise,
+    member_of,
+)
+from pccheck_native.nodes.offers import Offer, StartAnswer
+from pccheck_native.nodes.plain import ID
+from pccheckd.base.logs import LOG
+from pccheckd.base.moves import moved
+
+from .carrier import VALUE_MAX, Carrier, CarrierError
+
+_T = TypeVar("_T")
+
+BATCH = 64  # keys that are read at once
+PAUSE_FIRST_S, PAUSE_LAST_S = 0.01, 0.25
+RETRY_S = 0.5
+WARN_AFTER_S = 5.0
+#: How long a node listens before it looks whether the store still holds what the node has written.
+LISTEN_S = 20.0
+#: The member with rank 0 decides; each other one does so when it has waited for so long.
+DECIDES_AFTER_S = 3.0
+
+
+class MemberPhase(enum.Enum):
+    CALLING = "calling"
+    PROMISING = "promising"
+    BEGINNING = "beginning"
+    RUNNING = "running"
+    REFUSED = "refused"
+
+
+_P = MemberPhase
+MEMBER_MOVES: dict[MemberPhase, frozenset[MemberPhase]] = {
+    _P.CALLING: frozenset({_P.PROMISING, _P.REFUSED}),
+    _P.PROMISING: frozenset({_P.BEGINNING, _P.REFUSED}),
+    _P.BEGINNING: frozenset({_P.RUNNING, _P.CALLING, _P.REFUSED}),
+    _P.RUNNING: frozenset({_P.REFUSED}),
+    _P.REFUSED: frozenset(),
+}
+
+
+class NodeKeeper(Protocol):
+    """What the node knows and keeps of the job: nodes/wide.py."""
+
+    def hello(self) -> NodeHello: ...
+    def lives(self) -> StartList | None: ...
+    async def promise(self, found: StartList) -> Refused | None: ...
+    async def offer(self, found: StartList, round_: int) -> Offer: ...
+    async def record(self, found: StartList, answer: StartAnswer) -> None: ...
+    def have(self) -> Have | None: ...
+    def heard(self, said: Said) -> None: ...
+
+
+class NodeMember:
+    """Owned by the job's nodes. `run` is its one task; everything else only wakes that."""
+
+    def __init__(self, carrier: Carrier, job: str, keeper: NodeKeeper) -> None:
+        self._carrier, self._job, self._keeper = carrier, job, keeper
+        self.phase = MemberPhase.CALLING
+        self.list: StartList | None = None
+        self.at = 0  # which member of the list this node is
+        self.refused: Refused | None = None
+        self.missing = ""  #: whom this node waits for, while it does
+        self.silent = ""  #: why the carrier does not answer; "": it does ...
+        self.silent_since_s = 0.0  # ... and since when (time.monotonic)
+        self._is_warned = False
+        self.operations = 0  #: of the carrier, so far
+        self.haves: list[Have | None] = []  #: of the members, as last heard by the one that decides
+        self._lists_seen = 0
+        self._asked_round = 0
+        self._changed = asyncio.Event()
+
+    # -- what the node tells it ----------------------------------------------------------------
+
+    def changed(self) -> None:
+        """What this node has may differ from what it has published."""
+        self._changed.set()
+
+    def want_round(self, round_: int) -> None:
+        """A process here restores with the others."""
+        self._asked_round = max(self._asked_round, round_)
+        self._changed.set()
+
+    async def run(self, resumed: StartList | None = None) -> None:
+        """Until it is cancelled. `resumed`: the start has begun, and this daemon has restarted."""
+        if resumed is None:
+            while self.phase is not MemberPhase.RUNNING and await self._find_list():
+                await self._begin()
+            if self.phase is not MemberPhase.RUNNING:
+                return
+        else:
+            self.list, self.phase = resumed, MemberPhase.RUNNING
+            self.at = _at(resumed, self._keeper.hello())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._publish())
+            tasks.create_task(self._decide() if self.at == 0 else self._listen())
+
+    def _move(self, to: MemberPhase) -> None:
+        self.phase = moved(MEMBER_MOVES, self.phase, to, self._job)
+
+    def _refuse(self, refused: Refused) -> bool:
+        self.refused = refused
+        LOG.error("job %s: %s; %s", self._job, refused.reason, refused.hint)
+        self._move(MemberPhase.REFUSED)
+        return False
+
+    # -- how a start begins --------------------------------------------------------------------
+
+    async def _find_list(self) -> bool:
+        """Until this node is in a list, and has promised. False: it is refused."""
+        if self.phase is MemberPhase.BEGINNING:
+            self._move(MemberPhase.CALLING)
+        hello = self._keeper.hello()
+        mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
+        await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
+        hellos: list[NodeHello | None] = []
+        pause = PAUSE_FIRST_S
+        while True:
+            count = await self._count(f"{self._job}/hellos")
+            if count > len(hellos) or None in hellos[-BATCH:]:
+                hellos += [None] * (count - len(hellos))
+                await self._read_hellos(hellos)
+            if _is_last(hellos, mine, hello):
+                made = make_list(hellos, secrets.token_bytes(ID), hello)
+                if isinstance(made, Refused):
+                    return self._refuse(made)
+                if isinstance(made, StartList):
+                    await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
+                self.missing = made.reason if isinstance(made, Missing) else ""
+            if (found := await self._newest_list(hello)) is not None:
+                return await self._promise(found)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSE_LAST_S)
+
+    async def _read_hellos(self, hellos: list[NodeHello | None]) -> None:
+        lacking = [at for at, one in enumerate(hellos) if one is None]
+        for first in range(0, len(lacking), BATCH):
+            part = lacking[first : first + BATCH]
+            values = await self._get([f"{self._job}/hello/{at + 1}" for at in part])
+            for at, value in zip(part, values, strict=True):
+                hellos[at] = _parsed(NodeHello.of_plain, value)
+
+    async def _newest_list(self, hello: NodeHello) -> StartList | None:
+        """The newest list in the store, if it has the living processes of this node."""
+        found: StartList | None = None
+        while value := (await self._get([f"{self._job}/list/{self._lists_seen + 1}"]))[0]:
+            self._lists_seen += 1
+            one = _parsed(StartList.of_plain, value)
+            if one is not None and member_of(one, hello.node, hello.nonces) is not None:
+                found = one
+        return found
+
+    async def _promise(self, found: StartList) -> bool:
+        hello = self._keeper.hello()
+        self._move(MemberPhase.PROMISING)
+        refused = may_promise(found, hello.promise, self._keeper.lives())
+        refused = refused or await self._keeper.promise(found)
+        if refused is not None:
+            return self._refuse(refused)
+        self.list, self.at = found, _at(found, hello)
+        self._move(MemberPhase.BEGINNING)
+        return True
+
+    async def _begin(self) -> None:
+        """Round 0. Returns in the phase BEGINNING when a newer list has this node."""
+        if await self._agree(0):
+            self._move(MemberPhase.RUNNING)
+
+    async def _agree(self, round_: int) -> bool:
+        """Offers, and records the answer. False: refused, or there is a newer list."""
+        found = self.list
+        assert found is not None
+        offer = await self._keeper.offer(found, round_)
+        await self._set(self._key("offer", round_, self.at), offer.to_plain())
+        began_s, pause = time.monotonic(), PAUSE_FIRST_S
+        while True:
+            value = (await self._get([self._key("answer", round_)]))[0]
+            if value is not None:
+                return await self._answered(found, value)
+            if round_ == 0 and await self._newest_list(self._keeper.hello()) is not None:
+                self._lists_seen -= 1  # it is read again, and taken
+                return False
+            if time.monotonic() - began_s >= DECIDES_AFTER_S * self.at:
+                await self._try_to_decide(found, round_)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSE_LAST_S)
+
+    async def _try_to_decide(self, found: StartList, round_: int) -> None:
+        offers: list[Offer | None] = []
+        keys = [self._key("offer", round_, at) for at in range(len(found.members))]
+        for first in range(0, len(keys), BATCH):
+            values = await self._get(keys[first : first + BATCH])
+            offers += [_parsed(Offer.of_plain, value) for value in values]
+        lacking = [m for m, one in zip(found.members, offers, strict=True) if one is None]
+        self.missing = f"{', '.join(map(found.name, lacking))} did not answer" if lacking else ""
+        if not lacking:
+            answer = decide([one for one in offers if one is not None], found, round_)
+            plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
+            await self._swap(self._key("answer", round_), plain)
+
+    async def _answered(self, found: StartList, value: bytes) -> bool:
+        plain = _unpacked(value)
+        if isinstance(plain, list) and plain[:1] == ["refused"]:
+            return self._refuse(Refused(*(str(word) for word in (*plain[1:], "", "")[:2])))
+        try:
+            answer = StartAnswer.of_plain(plain)
+        except ValueError as error:
+            return self._refuse(Refused(f"the answer of this start cannot be read: {error}", ""))
+        self.missing = ""
+        await self._keeper.record(found, answer)
+        return True
+
+    # -- how it runs ---------------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        """What this node has, whenever that has changed; and the rounds that it takes part in."""
+        published: Have | None = None
+        round_ = self._asked_round
+        while True:
+            self._changed.clear()
+            if self._asked_round > round_:
+                round_ += 1
+                if not await self._agree(round_):
+                    return
+                self._changed.set()
+                continue
+            have = self._keeper.have()
+            if have is not None and have != published:
+                await self._ring("have", have.to_plain(), self.at)
+                published = have
+            try:
+                async with asyncio.timeout(LISTEN_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                if (await self._get([self._key("have", self.at)]))[0] is None:
+                    published = None  # the store has come back empty
+
+    async def _decide(self) -> None:
+        """The facts, whenever a member has published."""
+        found = self.list
+        assert found is not None
+        keys = [self._key("have", at) for at in range(len(found.members))]
+        said, heard = Said(), 0
+        while True:
+            heard, values = await self._hear(self._key("bell"), heard, keys)
+            self.haves = [_parsed(Have.of_plain, value) for value in values]
+            if (now := say(self.haves)) != said:
+                said = now
+                self._keeper.heard(said)
+                await self._ring("said", said.to_plain())
+
+    async def _listen(self) -> None:
+        """The facts, as the member with rank 0 says them."""
+        heard = 0
+        while True:
+            heard, (value,) = await self._hear(
+                self._key("said", "bell"), heard, [self._key("said")]
+            )
+            if (said := _parsed(Said.of_plain, value)) is not None:
+                self._keeper.heard(said)
+
+    async def _hear(
+        self, bell: str, heard: int, keys: Sequence[str]
+    ) -> tuple[int, list[bytes | None]]:
+        """Waits until a bell has rung again: how often, and the values of the keys."""
+        while True:
+            listen = functools.partial(self._carrier.listen, bell, heard, keys, LISTEN_S)
+            answer = await self._sure(listen, counts=2)
+            if answer is not None:
+                return answer
+            heard = min(heard, await self._count(bell))  # a store that is empty again begins at 0
+
+    # -- the carrier ---------------------------------------------------------------------------
+
+    def _key(self, *words: object) -> str:
+        assert self.list is not None
+        return "/".join([self._job, self.list.start.hex(), *map(str, words)])
+
+    async def _sure(self, call: Callable[[], Awaitable[_T]], counts: int = 1) -> _T:
+        """Again and again, until the carrier has done it."""
+        while True:
+            self.operations += counts
+            try:
+                done = await call()
+            except CarrierError as error:
+                self._note_silence(error.message)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._note_silence("")
+            return done
+
+    def _note_silence(self, why: str) -> None:
+        """Logged when it has lasted for a while: a process that ends takes its connection along."""
+        now_s = time.monotonic()
+        if why and not self.silent:
+            self.silent_since_s = now_s
+        elif why and not self._is_warned and now_s - self.silent_since_s >= WARN_AFTER_S:
+            self._is_warned = True
+            LOG.warning("job %s: the other nodes cannot be reached: %s", self._job, why)
+        elif not why and self._is_warned:
+            self._is_warned = False
+            LOG.warning("job %s: the other nodes are reached again", self._job)
+        self.silent = why
+
+    async def _get(self, keys: Sequence[str]) -> list[bytes | None]:
+        return await self._sure(lambda: self._carrier.get(keys))
+
+    async def _count(self, key: str) -> int:
+        value = (await self._get([key]))[0]
+        return int(value) if value is not None and value.isdigit() else 0
+
+    async def _set(self, key: str, plain: object) -> None:
+        value = _packed(plain)
+        await self._sure(lambda: self._carrier.set(key, value))
+
+    async def _swap(self, key: str, plain: object) -> bytes:
+        value = _packed(plain)
+        return await self._sure(lambda: self._carrier.swap(key, value))
+
+    async def _ring(self, what: str, plain: object, *more: int) -> None:
+        """Sets a key of the start, and rings the bell of those who listen to it."""
+        key, value = self._key(what, *more), _packed(plain)
+        bell = self._key("said", "bell") if what == "said" else self._key("bell")
+        await self._sure(lambda: self._carrier.ring(key, value, bell), counts=3)
+
+
+def _at(found: StartList, hello: NodeHello) -> int:
+    at = member_of(found, hello.node, hello.nonces)
+    assert at is not None, "only a list with this node is taken"
+    return at
+
+
+def _is_last(hellos: Sequence[NodeHello | None], mine: int, hello: NodeHello) -> bool:
+    """Whether no later hello is of this launch: its sender makes the list."""
+    kind = hello.launch, hello.world_size
+    return all(one is None or (one.launch, one.world_size) != kind for one in hellos[mine:])
+
+
+def _packed(plain: object) -> bytes:
+    value = msgpack.packb(plain)
+    assert isinstance(value, bytes)
+    if len(value) > VALUE_MAX:
+        raise CarrierError(f"a value of {len(value)} bytes is too large for the store")
+    return value
+
+
+def _unpacked(value: bytes | None) -> object:
+    """None for what is absent or cannot be read: whoever reaches the store may write there."""
+    if value is None or len(value) > VALUE_MAX:
+        return None
+    with contextlib.suppress(ValueError, msgpack.UnpackException):
+        return msgpack.unpackb(value, use_list=True, strict_map_key=False)
+    return None
+
+
+def _parsed(read: Callable[[object], _T], value: bytes | None) -> _T | None:
+    plain = _unpacked(value)
+    if plain is None:
+        return None
+    try:
+        return read(plain)
+    except ValueError as error:
+        LOG.warning("a value of another node cannot be read: %s", error)
+        return None

@@ -1,0 +1,50 @@
+"""The jobs of this node that have ranks on other nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pccheck_native import layout
+from pccheckd.core.engine import Engine
+from pccheckd.group.job import Job
+from pccheckd.storage.node import node_of
+
+from .voice import StoreVoice
+from .wide import WideJob
+
+
+class Nodes:
+    """Owned by the registry."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._node = b""  # the random id of the storage directory
+        self._jobs: dict[tuple[int, str], WideJob] = {}
+
+    def of(self, job: Job) -> WideJob | None:
+        """What the job is beside the other nodes; None: it never had ranks there."""
+        return self._jobs.get((job.uid, job.name))
+
+    async def take(self, job: Job) -> WideJob:
+        """The same, for a job that has ranks on other nodes now. Raises PccheckError."""
+        wide = self.of(job)
+        if wide is None:
+            if not self._node:
+                storage = self._engine.config.storage
+                self._node = (await self._engine.call(job.uid, node_of, storage)).id
+            wide = self._jobs[job.uid, job.name] = WideJob(
+                job, self._engine, self._node, StoreVoice()
+            )
+        await wide.load()
+        return wide
+
+    async def loaded(self, job: Job) -> None:
+        """A job was loaded: its starts had ranks on other nodes if there are records of them."""
+        directory = Path(self._engine.config.storage) / str(job.uid) / job.name
+        if await self._engine.call(job.uid, layout.start_records, directory):
+            await self.take(job)
+
+    async def close(self, job: Job) -> None:
+        wide = self._jobs.pop((job.uid, job.name), None)
+        if wide is not None:
+            await wide.close()

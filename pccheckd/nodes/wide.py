@@ -1,0 +1,464 @@
+"""A job with ranks on several nodes, as this node has it. What `member.py` tells the other nodes
+comes from here, and what they say is applied here: `group/elsewhere.py` shows the rest of the
+daemon what that means for each sequence of this node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from pccheck_native import _core, catalog
+from pccheck_native.group import Held, Refused
+from pccheck_native.nodes import facts, lists
+from pccheck_native.nodes.facts import FullName, Have, Promises, RankHas, Said, SaveName
+from pccheck_native.nodes.lists import NodeHello, StartList
+from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
+from pccheck_native.nodes.plain import TEXT_MAX
+from pccheck_wire.ends import NONE_KEEPS, Cause, Why
+from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
+from pccheck_wire.messages import CheckpointState as State
+from pccheck_wire.messages import Hello, Open, Waiting
+from pccheckd import VERSION
+from pccheckd.base.errors import translated
+from pccheckd.base.logs import LOG
+from pccheckd.core.engine import Engine
+from pccheckd.group.job import Job
+from pccheckd.group.starts import Start
+from pccheckd.tenancy.checkpoint import End
+from pccheckd.tenancy.tenant import Tenant
+
+from .member import MemberPhase, NodeMember
+from .records import Records
+from .voice import StoreVoice
+
+_T = TypeVar("_T")
+
+#: How long a checkpoint waits until the nodes have agreed on what the start begins from. After that
+#: checkpoints are skipped until they have.
+AGREE_LIMIT_S = 10.0
+#: How long a restore waits before its client is told for whom.
+POINT_LIMIT_S = 5.0
+LACKS = Why(
+    Cause.DESCRIBED, words=f"another node of the job will never have this checkpoint, {NONE_KEEPS}"
+)
+
+
+class WideJob:
+    """Owned by the daemon's nodes, one for each job with ranks on other nodes. It implements
+    `NodeKeeper`."""
+
+    def __init__(self, job: Job, engine: Engine, node: bytes, voice: StoreVoice) -> None:
+        self.job = job
+        self.voice = voice
+        self._engine = engine
+        self._node = node
+        self._records = Records(engine.config.storage, job.uid, job.name)
+        self._known: dict[bytes, StartRecord] = {}  # the records, by start
+        self._start: Start | None = None  # whose member runs
+        self._names: dict[FullName, int] = {}  # the sequences of this node
+        self.member: NodeMember | None = None
+        self._mine: Promises | None = None
+        self.replicated = False
+        self.words: dict[int, Word] = {}  # what restore() was told, by round
+        self._answers: dict[int, FullName | None] = {}  # of this start, by round
+        self._answered = asyncio.Event()
+        self._wanted = asyncio.Event()  # a rank restores or saves
+        self._fresh = False
+        self._task: asyncio.Task[None] | None = None
+        self._limit: asyncio.Handle | None = None
+        self._loaded = False
+        job.on_decision = self.look
+        job.members.elsewhere.offers = self._offers
+        job.members.elsewhere.wanted = self._wanted.set
+
+    async def load(self) -> None:
+        """What this node keeps of the starts of the job. Raises PccheckError."""
+        if self._loaded:
+            return
+        for record in await self._call(self._records.all):
+            self._known[record.start] = record
+        self._loaded = True
+        await self._see_volumes()
+
+    async def close(self) -> None:
+        await self._end_member()
+
+    def came(self, hello: Hello) -> None:
+        """A process of a rank has joined a start."""
+        self.replicated, self._fresh = hello.replicated, hello.fresh
+        self.look()
+
+    def gone(self, session: int) -> None:
+        """The session of a process has ended."""
+        self.voice.gone(session)
+        self.look()
+
+    # -- which start ---------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """After each decision of the job, and when a process has come or gone."""
+        start = self.job.members.starts.current
+        if start is not self._start and self._loaded:
+            self._follow(start)
+        if self.member is not None and self.member.phase is MemberPhase.RUNNING:
+            self._drop_lost_offers()
+            self.member.changed()
+
+    def _follow(self, start: Start | None) -> None:
+        """The processes of another start have come."""
+        if start is None or not start.kind.is_wide:
+            self._start = start
+            self._stop()
+        elif start.closed and start.is_live:
+            self._stop()
+            self._start, self._mine, self._answers, self.words = start, None, {}, {}
+            self._wanted.clear()
+            self._limit = asyncio.get_running_loop().call_later(AGREE_LIMIT_S, self._too_late)
+            self._task = asyncio.create_task(self._run(start), name=f"nodes of {self.job.name}")
+
+    def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._limit is not None:
+            self._limit.cancel()
+        self._task = self.member = self._limit = None
+
+    async def _end_member(self) -> None:
+        task = self._task
+        self._stop()
+        if task is not None:
+            await asyncio.wait([task])
+
+    async def _run(self, start: Start) -> None:
+        self.member = NodeMember(self.voice, f"{self.job.uid}/{self.job.name}", self)
+        try:
+            known = self._known.get(start.id)
+            if known is not None and known.born:  # this daemon has restarted
+                await self._take_up(start, known)
+                await self.member.run(known.who)
+            else:
+                await self.member.run()
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            LOG.exception("job %s: what speaks with the other nodes has failed", self.job.name)
+        if self.member is not None and self.member.refused is not None:
+            self._refuse(self.member.refused)
+
+    def _too_late(self) -> None:
+        """The nodes have not agreed: checkpoints that wait for that are skipped."""
+        if self._start is not None and self.job.members.elsewhere.agreed != self._start.incarnation:
+            self._skip_waiting(self.why_not_agreed())
+            self._limit = asyncio.get_running_loop().call_later(1.0, self._too_late)
+
+    def why_not_agreed(self) -> str:
+        """Whom this node waits for."""
+        member = self.member
+        words = (member.silent or member.missing) if member is not None else ""
+        return f"the nodes of this job have not agreed yet: {words or 'they were asked just now'}"
+
+    def _refuse(self, refused: Refused) -> None:
+        self._skip_waiting(refused.reason, refused.hint)
+        self._answered.set()
+
+    def _skip_waiting(self, words: str, hint: str = "") -> None:
+        end = End(State.SKIPPED, Why(Cause.DESCRIBED, words=words, hint=hint))
+        for tenant in self.job.tenants.values():
+            tenant.saves.number_waiting(end)
+
+    # -- NodeKeeper: how a start begins ----------------------------------------------------------
+
+    def hello(self) -> NodeHello:
+        start = self._start
+        assert start is not None
+        return NodeHello(
+            self._node, socket.gethostname()[:TEXT_MAX], start.kind.launch,
+            start.world_size, {rank: one.process for rank, one in sorted(start.members.items())},
+            self._promise(), self.replicated, version=VERSION,
+        )  # fmt: skip
+
+    def _promise(self) -> lists.Promise:
+        return max((one.who.promise for one in self._known.values()), default=lists.Promise())
+
+    def lives(self) -> StartList | None:
+        """The list of another start of which a process lives here."""
+        for start in self.job.members.starts.all():
+            record = self._known.get(start.id)
+            if start is not self._start and start.is_live and record is not None:
+                return record.who
+        return None
+
+    async def promise(self, found: StartList) -> Refused | None:
+        """Durably: in the record of the start, and in the volumes of the job."""
+        record = StartRecord(found)
+        try:
+            volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
+            await self._call(self._records.promise, record, volumes)
+        except RefusedError as refused:
+            return Refused(refused.message, refused.hint)
+        except (OSError, ValueError, _core.NativeError, PccheckError) as error:
+            place = f"the record of the start in {self._engine.config.storage}"
+            why = error if isinstance(error, PccheckError) else translated(error, place)
+            return Refused(f"this node cannot promise the start: {why.message}", why.hint)
+        self._known[found.start] = record
+        return None
+
+    async def offer(self, found: StartList, round_: int) -> Offer:
+        await self._wanted.wait()  # then it is known what restore() was told
+        if round_ > self._known[found.start].round:
+            self._mine, self.job.members.elsewhere.agreed = None, 0
+            record = self._known[found.start]._replace(round=round_)
+            await self._call(self._records.update, record)
+            self._known[found.start] = record
+        for tenant in self.job.tenants.values():
+            await tenant.volumes.refresh()
+        await self._see_volumes()
+        held, known = [], []
+        for tenant, one, full in self._every():
+            intact = tenant.retention.is_usable(one)
+            held.append(HeldPart(full, one.id.rank, one.id.digest, intact))
+            if one.is_known_global:
+                known.append(full)
+        mine = self._known[found.start]
+        answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
+        return Offer(
+            self._node, self.hello().host, self._promise(),
+            records=tuple(self._known.values()),
+            known=tuple(sorted(set(known))), parts=tuple(held), answers=tuple(answers),
+            word=self.words.get(round_, Word()), round=round_,
+        )  # fmt: skip
+
+    async def record(self, found: StartList, answer: StartAnswer) -> None:
+        """The answer of a round, on the disk before its ranks restore."""
+        start = self._start
+        assert start is not None
+        record = self._known[found.start].with_answer(answer)
+        await self._call(self._records.update, record)
+        self._known[found.start] = record
+        for words in answer.warnings:
+            LOG.warning("job %s: %s", self.job.name, words)
+        if answer.round == 0:
+            start.id = found.start
+            await self._begin_in_volumes(start)
+        await self._take_up(start, record)
+        self._answered.set()
+        self._answered = asyncio.Event()
+
+    async def _begin_in_volumes(self, start: Start) -> None:
+        """The volumes have the start under its number already; now it has its id."""
+        for tenant in self.job.tenants.values():
+            async with tenant.binding.lock:
+                current = tenant.volumes.current
+                if current is not None and current.begun == start.incarnation:
+                    await tenant.binding.begin(
+                        current, start.incarnation, start.world_size, start.id
+                    )
+
+    async def _take_up(self, start: Start, record: StartRecord) -> None:
+        """The start has begun: its ranks may restore and save."""
+        await self._see_volumes()
+        every = list(self._every())
+        known = {full for _, one, full in every if one.is_known_global}
+        own = sorted((one for one in known if one.start == start.id), reverse=True)
+        older = [one for one in known if one.start != start.id]
+        round_, restored = record.restored[-1]
+        keep = self._engine.config.keep
+        mine = facts.begin(start.id, restored, (*own, *older), keep, round_)
+        offered = {full.name for _, one, full in every if one.is_offered and mine.is_own(full)}
+        mine = mine._replace(offered=frozenset(offered))
+        self._mine = facts.hear(mine, Said(tuple(one.name for one in own)), keep)
+        self._answers = dict(record.restored)
+        elsewhere = self.job.members.elsewhere
+        for member in start.members.values():
+            member.round = max(member.round, round_)
+        elsewhere.here[start.incarnation] = frozenset(start.members)
+        elsewhere.agreed = start.incarnation
+        self._show()
+        for tenant in self.job.tenants.values():
+            tenant.saves.number_waiting()
+        self.job.settle()
+
+    # -- what a rank restores ------------------------------------------------------------------
+
+    async def point(self, rank: int, process: bytes, asked: Open) -> Held | Waiting | None:
+        """What a process restores; None: there is nothing. Raises PccheckError."""
+        deadline = time.monotonic() + POINT_LIMIT_S
+        round_: int | None = None
+        while time.monotonic() < deadline:
+            start, member = self._start, self.member
+            if member is not None and member.refused is not None:
+                raise NoCheckpointError(member.refused.reason, hint=member.refused.hint)
+            if start is not None and self.job.members.starts.of(rank, process) is start:
+                if round_ is None:
+                    round_ = self._round(start, rank, asked)
+                if round_ < 0:  # a look in mid-run, in which other ranks need not take part
+                    return max(self.job.members.common(), default=None)
+                if round_ in self._answers:
+                    return self._found(self._answers[round_])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._answered.wait()
+        return Waiting(self.why_not_agreed())
+
+    def _round(self, start: Start, rank: int, asked: Open) -> int:
+        """The round in which a process restores now; -1: none."""
+        member = start.members[rank]
+        word = Word(asked.step, asked.start, tuple(asked.without), self._fresh)
+        if 0 in self._answers:
+            if not asked.together:
+                return -1 if member.moved else member.round
+            if member.moved or word != self.words.get(member.round, Word(fresh=self._fresh)):
+                member.round, member.moved = member.round + 1, False
+        self.words.setdefault(member.round, word)
+        self._wanted.set()
+        if self.member is not None and member.round:
+            self.member.want_round(member.round)
+        return member.round
+
+    def _found(self, full: FullName | None) -> Held | None:
+        found = None if full is None else self.held(full)
+        if full is not None and found is None:
+            raise DamagedError(
+                f"job {self.job.name!r}: step {full.name.step}, which all nodes restore, is "
+                "damaged or cannot be read on this node",
+                hint="restart all ranks; they will restore the step before",
+            )
+        return found
+
+    def held(self, full: FullName) -> Held | None:
+        """What this node has of a checkpoint; None: not all of its ranks have it."""
+        sequence = self._names.get(full)
+        for found in self.job.members.common():
+            if found.sequence == sequence:
+                return found
+        return None
+
+    # -- NodeKeeper: how it runs -----------------------------------------------------------------
+
+    def _offers(self, sequence: int) -> bool:
+        """Whether a checkpoint that begins now is promised to the other nodes as soon as it is
+        durable."""
+        name = self._name_of(sequence)
+        if self._mine is None or name is None:
+            return False
+        full = FullName(self._mine.start, name)
+        self._names[full] = sequence
+        there = {*self._names, full}
+        given_up = [n for n, s in self._own() if s in self.job.members.elsewhere.given_up]
+        self._mine = facts.offer(self._mine, there, self._room(), given_up)
+        self._show()
+        return name in self._mine.offered
+
+    def _room(self) -> facts.Space:
+        config = self._engine.config
+        volumes = [t.volumes.current for t in self.job.tenants.values()]
+        slots = min((v.info.slots for v in volumes if v is not None), default=config.slots + 1)
+        return facts.room(slots, config.in_flight, config.keep)
+
+    def have(self) -> Have | None:
+        if self._mine is None or self._start is None:
+            return None
+        ranks = []
+        for rank in self._start.members:
+            tenant = self.job.tenants[rank]
+            if any(one.session == 0 for one in tenant.ledger.live()):
+                return None  # of the daemon before: its name is known when it is durable
+            ranks.append(self._rank_has(rank, tenant))
+        return facts.publish(self._mine, ranks)
+
+    def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
+        by_sequence = {sequence: name for name, sequence in self._own()}
+        appearing = tenant.ledger.appearing
+        held = {one.id.sequence for one in tenant.volumes.checkpoints()}
+        flying = set(tenant.ledger.pending()) - held | appearing.keys()
+        lost = {n for n in by_sequence if self.job.gives_up(n)}
+        newest = self.job.members.numbering.newest(rank)
+        asked = newest is not None and self._start is not None
+        mine = newest if asked and newest.start == self._start.incarnation else None  # type: ignore[union-attr]
+        return RankHas(
+            {by_sequence[n] for n in held & by_sequence.keys() - lost},
+            {by_sequence[n] for n in flying & by_sequence.keys() - lost},
+            SaveName(*mine[1:]) if mine is not None else None,
+        )
+
+    def _own(self) -> list[tuple[SaveName, int]]:
+        """The names of this start, with the sequences of this node."""
+        start = self._mine.start if self._mine is not None else None
+        return [(full.name, n) for full, n in self._names.items() if full.start == start]
+
+    def _drop_lost_offers(self) -> None:
+        """What a rank here has failed to save was never offered to anybody."""
+        if self._mine is not None:
+            gone = {name for name, n in self._own() if self.job.gives_up(n)}
+            self._mine = self._mine._replace(offered=self._mine.offered - gone)
+
+    def heard(self, said: Said) -> None:
+        if self._mine is None:
+            return
+        before = self._mine
+        self._mine = facts.hear(before, said, self._engine.config.keep)
+        own = dict(self._own())
+        elsewhere = self.job.members.elsewhere
+        elsewhere.given_up |= {own[name]: LACKS for name in said.given_up if name in own}
+        self._show()
+        fresh = {own[one.name] for one in self._mine.known if one not in before.known
+                 and one.start == before.start and one.name in own}  # fmt: skip
+        if self._mine != before or said.given_up:
+            self.job.settle()
+        for sequence in fresh:
+            for tenant in self.job.tenants.values():
+                tenant.tasks.spawn(_note_global(tenant, sequence))
+
+    def _show(self) -> None:
+        """The promises, as sequences of this node."""
+        assert self._mine is not None
+        elsewhere = self.job.members.elsewhere
+        elsewhere.globals |= {self._names[one] for one in self._mine.known if one in self._names}
+        elsewhere.offered |= {n for name, n in self._own() if name in self._mine.offered}
+
+    # -- names and sequences -------------------------------------------------------------------
+
+    def _name_of(self, sequence: int) -> SaveName | None:
+        name = self.job.members.numbering.name_of(sequence)
+        return SaveName(*name[1:]) if name is not None else None
+
+    def _every(self) -> Iterable[tuple[Tenant, catalog.StoredCheckpoint, FullName]]:
+        by_sequence = {sequence: full for full, sequence in self._names.items()}
+        for tenant in self.job.tenants.values():
+            for one in tenant.volumes.checkpoints():
+                full = by_sequence.get(one.id.sequence)
+                if full is not None and full.start == one.id.start:
+                    yield tenant, one, full
+
+    async def _see_volumes(self) -> None:
+        """Learns the names of what the volumes hold. Blocks on the disk once for each."""
+        wide = {start for start, record in self._known.items()}
+        for tenant in self.job.tenants.values():
+            for item in tenant.volumes.open:
+                for one in item.checkpoints:
+                    if one.id.start in wide and one.id.sequence not in self._names.values():
+                        try:
+                            base, descents, step, row = await self._call(item.name, one)
+                        except (OSError, ValueError, _core.NativeError):
+                            continue  # unreadable: it does not count
+                        name = SaveName(base, descents, step, row)
+                        self._names[FullName(one.id.start, name)] = one.id.sequence
+        elsewhere = self.job.members.elsewhere
+        for _, one, full in self._every():
+            record = self._known[full.start]
+            mine = [m for m in record.who.members if m.node == self._node]
+            if mine:
+                elsewhere.here.setdefault(one.id.incarnation, frozenset(mine[0].ranks))
+            if one.is_known_global:
+                elsewhere.globals.add(one.id.sequence)
+
+    async def _call(self, work: Callable[..., _T], *arguments: object) -> _T:
+        return await self._engine.call(self.job.uid, work, *arguments)
+
+
+async def _note_global(tenant: Tenant, sequence: int) -> None:
+    await tenant.retention.flag(sequence, set_=_core.SLOT_GLOBAL)  # with the next record
