@@ -46,7 +46,7 @@ CONFIGS = [
            cuts=1),
     Config("replicated, each its own disk", 2, (A2, A2), True, steps=3, fails=1, travel=False),
     Config("sharded, each its own disk", 2, (A2, A2), steps=3, fails=1, daemons=1, travel=False),
-    Config("replicated of three, each its own disk", 3, (A3, (0, 1, N)), True, slots=2, steps=2,
+    Config("replicated of three, each its own disk", 3, (A3, A3), True, slots=2, steps=2,
            travel=False),
     Config("replicated, two starts of two at once", 3, (A3, (0, 1, N), (N, 0, 1)), True, slots=2,
            steps=1),

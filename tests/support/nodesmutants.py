@@ -303,6 +303,15 @@ class SourcesKnow(Patched):
         return lambda _self, _pool: None
 
 
+class OnlyTheTopCounts(Patched):
+    """Most members of the newest start are enough, though that start began on some of them only."""
+
+    method = "_not_replaced"
+
+    def instead(self, real: Any) -> Any:
+        return lambda _self, top: [top]
+
+
 class NewestCompleteWins(Patched):
     """A newer one that may be global is passed over."""
 
@@ -402,9 +411,14 @@ MUTANTS = [
     Mutant(AnySurvivor, LOST, ALONE),
     Mutant(NewestCompleteWins, LOST, Config("", 3, ((0, 1, N), A3), slots=2, steps=2, begin=(
         *saved(A2, "A1"), *begun(A3, "B"), *(one for at in A3 for one in one_has(at, "B2"))))),
-    Mutant(SourcesKnow, LOST, OF_THREE._replace(places=(A3, (0, 1, N), (N, 0, 1)), begin=(
-        *one_has(0, "A1"), *begun((0, 1), "B"), *(f"node {at} promises to C" for at in A3),
-        "C decides A1", "node 1 restores", "node 2 restores"))),
+    Mutant(SourcesKnow, LOST, OF_THREE._replace(
+        slots=3, steps=3, places=(A3, (0, 1, N), (N, 0, 1)), begin=(
+            *one_has(0, "A1"), *begun((0, 1), "B"), *saved((0, 1), "B2"),
+            *(f"node {at} promises to C" for at in A3), "C decides B2", "node 1 restores",
+            "node 2 restores"))),
+    Mutant(OnlyTheTopCounts, LOST, OF_THREE._replace(
+        sources=False, places=(A3, (0, 1, N), (N, 0, 1)), begin=(
+            *saved(A3, "A1"), *BOTH_PROMISED, "node 1 promises to C", *one_has(2, "A2")))),
     Mutant(HighestNumberWins, LOST, ALONE._replace(explicit=True, begin=(
         *one_has(0, "A1"), *one_has(1, "A1", "A2"), "node 0 promises to B"))),
     Mutant(BeginsEmpty, "S5", TWO),

@@ -8,6 +8,7 @@ answer: a rank may have restored it before the store, or the decider, was lost.
 that no other has seen. If two have not seen each other (a fork), the branch with a checkpoint of
 its own goes on; two such branches are refused. When not most of the top's members are here, a newer
 start may have begun without this one: refused. (Half is enough, if it has the first member.)
+As long as the top has no known global, this holds for the starts before it, too.
 So is a start when another one may have begun with shards of nodes here, none of which was a member.
 
 **Which checkpoint of it.** Of its newest round, c: the newest that this start can restore. It need
@@ -107,7 +108,8 @@ class _Decision:
                 return self._answer(None)
             if isinstance(top, Refused):
                 return top
-            if refused := self._most_are_here(top):
+            refusals = map(self._most_are_here, self._not_replaced(top))
+            if refused := next(filter(None, refusals), None):
                 return refused
             chosen = self._of_step(top) if self._word.step is not None else self._of_top(top)
             if top.start not in self._hides_nothing:
@@ -258,6 +260,14 @@ class _Decision:
         return Refused(
             apart, f"choose the one that goes on: {words}; what the other saved is given up then"
         )
+
+    def _not_replaced(self, top: StartRecord) -> list[StartRecord]:
+        """The top, and the starts before it back to one that has a known global: that one began on
+        all its nodes. Of another one a node may be left that a newer start has displaced."""
+        chain = [top, *(one for one in self._pool() if one.start in top.seen)]
+        began = {one.start for one in self._disks.known}
+        older = {start for one in chain if one.start in began for start in one.seen}
+        return [one for one in chain if one.start not in older]
 
     def _most_are_here(self, top: StartRecord) -> Refused | None:
         members = [one for one in top.who.members if one.node not in self._without]

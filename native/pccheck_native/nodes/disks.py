@@ -48,7 +48,8 @@ class Disks:
         self.known = {one for offer in offers for one in offer.known}
         for offer in offers:
             for record in offer.records:
-                self._promised[offer.node].add(record.start)
+                # Records of what a start here has seen may have been removed.
+                self._promised[offer.node] |= {record.start, *(record.seen if record.born else ())}
                 other = self.records.setdefault(record.start, record)
                 if _rounds(record) > _rounds(other):
                     self.records[record.start] = record

@@ -193,6 +193,17 @@ def test_a_node_that_only_gave_its_shards_to_a_start_cannot_know_how_it_went() -
     assert restored(decide([an_offer(0, both, given, (full(A, 1), 0)), member], both)) == full(A, 1)
 
 
+def test_half_of_a_start_that_began_on_some_nodes_only_is_not_enough() -> None:
+    """Nodes b and c may have begun another start, which displaced this one on node b."""
+    before = born(a_list(A, [(0,), (1,), (2,)], replicated=True))
+    half_begun = born(a_list(B, number=2, replicated=True), full(A, 1), [A])
+    alone = a_list(D, [(0,)], number=9)
+    offer = an_offer(0, alone, [before, half_begun], (full(A, 1), 0))
+    refused(decide([offer], alone), "1 of the 3 nodes", "host b and host c are not")
+    began = offer._replace(known=(full(B, 2),), parts=(HeldPart(full(B, 2), 0),))
+    assert restored(decide([began], alone)) == full(B, 2)
+
+
 def test_without_a_node_its_parts_are_given_up() -> None:
     saved = born(a_list(A, [(0,), (1,), (2,)]))
     new = a_list(D, [(0,), (1,)], number=9)
