@@ -109,11 +109,12 @@ class _Layer(nn.Module):
 
 
 class Gpt2Like(nn.Module):
-    """fp32 parameters with GPT-2's shapes; the embedding's rows make up the wanted size."""
+    """fp32 parameters with GPT-2's shapes; the embedding's rows make up the wanted size. A layer as
+    wide as GPT-2's takes 81 MiB, with moments: smaller states have thinner ones."""
 
     def __init__(self, state_bytes: int) -> None:
         super().__init__()
-        width = 768 if state_bytes <= 2 * GIB else 1024
+        width = 64 if state_bytes < 64 * MIB else 768 if state_bytes <= 2 * GIB else 1024
         numbers = state_bytes // 12  # a parameter and two Adam moments, 4 bytes each
         layer = sum(p.numel() for p in _Layer(width).parameters())
         layers = max(1, int((numbers - 30_000 * width) // layer))

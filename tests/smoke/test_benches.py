@@ -19,7 +19,7 @@ BENCHES = {
     "kills": ("--kills", "1", "--mib", "8", "--settings", "2,5 2,1,auto"),
     "first": ("--sizes", "8MiB", *SMALL),
     "recover": ("--sizes", "32MiB", *SMALL),
-    "memory": ("--steps", "4", "--sizes", "8MiB", *SMALL),
+    "memory": ("--steps", "4", "--sizes", "8MiB", "--trainers", "paced", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
     "resume_check": ("--small",),
