@@ -33,10 +33,11 @@ from tests.support.daemon import Daemon, Start
 SLOW = ("--max-bandwidth", "8MiB", "--dram", "4MiB")
 
 CHILD = """
-import multiprocessing, os, sys, torch
+import multiprocessing, os, sys
 
 def train(socket):
     global client  # the end of the process is the only one that it has
+    import torch  # here: the other processes of multiprocessing need none
     from pccheck import PCcheckClient
     model = torch.nn.Linear(2000, 1000).requires_grad_(False)
     client = PCcheckClient(job="child", socket=socket, gate="manual")
@@ -51,10 +52,9 @@ def train(socket):
 
 if __name__ == "__main__":
     context = multiprocessing.get_context(sys.argv[2])
-    for _ in range(2):
-        child = context.Process(target=train, args=(sys.argv[1],))
-        child.start()
-        child.join()
+    child = context.Process(target=train, args=(sys.argv[1],))
+    child.start()
+    child.join()
 """
 
 DROPPED = """
@@ -92,7 +92,6 @@ def test_a_client_that_goes_out_of_scope_saves_its_last_checkpoint(
         assert again.recover().step == 2
 
 
-@pytest.mark.timeout(1800)  # up to three processes import torch, one after the other
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
     start_daemon: Start, tmp_path: Path, method: str
@@ -105,9 +104,9 @@ def test_the_end_of_a_process_of_multiprocessing_saves_its_last_checkpoint(
         [sys.executable, "-W", "error", str(script), str(daemon.socket), method],
         capture_output=True, text=True, check=True, timeout=800,
     )  # fmt: skip
-    assert ran.stdout.split() == ["0", "2"]
-    (said,) = ran.stderr.splitlines()
-    assert "continues from step 2" in said
+    assert (ran.stdout, ran.stderr) == ("0\n", "")
+    with PCcheckClient(job="child", socket=daemon.socket, on_error="raise") as again:
+        assert again.recover().step == 2
 
 
 def test_a_client_that_started_its_daemon_is_closed_when_it_goes_out_of_scope(

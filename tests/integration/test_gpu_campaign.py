@@ -13,9 +13,9 @@ from tests.support import fakegpu
 
 @pytest.mark.skipif(fakegpu.is_real(), reason="needs the stand-in's faults")
 @pytest.mark.long
-def test_60_kills_and_faults() -> None:
+def test_40_kills_and_faults() -> None:
     seed = int(os.environ.get("PCC_SEED", "1"))
-    tally = run(60, seed)
+    tally = run(40, seed)
     print(f"seed {seed}", dict(tally.kinds), dict(tally.outcomes))
     assert not tally.violations, (seed, tally.violations[:5], len(tally.violations))
     assert len(tally.kinds) == len(FAULTS) + len(MODES) + len(VICTIMS) - 1  # "trainer" is twice

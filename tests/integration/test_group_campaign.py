@@ -1,4 +1,4 @@
-"""Twenty rounds of the campaign over groups; `make campaign` runs a thousand."""
+"""Twelve rounds of the campaign over groups; `make campaign` runs a thousand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.integration.group_campaign import run
 
 
 @pytest.mark.long
-def test_twenty_rounds() -> None:
+def test_twelve_rounds() -> None:
     seed = int(os.environ.get("PCC_SEED", "3"))
-    tally = run(20, seed)
+    tally = run(12, seed)
     print(f"seed {seed}", dict(tally.kills), dict(tally.starts), dict(tally.judged))
     assert not tally.violations, (seed, tally.violations)
-    assert sum(tally.judged.values()) >= 30
+    assert sum(tally.judged.values()) >= 18

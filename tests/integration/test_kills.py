@@ -1,4 +1,4 @@
-"""50 rounds of the kill campaign, five turns of its rotation, and a few with each other engine;
+"""30 rounds of the kill campaign, three turns of its rotation, and a few with each other engine;
 `make campaign` runs a thousand."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.kill_campaign import run
 
-ROUNDS = 50
+ROUNDS = 30
 
 
 @pytest.mark.long
@@ -19,7 +19,7 @@ def test_kills_lose_nothing() -> None:
     print(f"seed {seed}", dict(tally.kills))
     assert not tally.violations, (seed, tally.violations[:5], len(tally.violations))
     assert sum(tally.kills.values()) == ROUNDS
-    assert min(tally.states[s] for s in ("copying", "copied", "writing", "publishing")) >= 7
+    assert min(tally.states[s] for s in ("copying", "copied", "writing", "publishing")) >= 4
 
 
 def test_kills_with_mmap() -> None:

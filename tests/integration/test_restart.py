@@ -355,10 +355,10 @@ def test_restarts_at_random() -> None:
     """A short run of the campaign; `python -m tests.integration.restart_campaign` is the long
     one."""
     seed = int(os.environ.get("PCC_SEED", "1"))
-    tally = run(18, seed)
+    tally = run(12, seed)
     assert not tally.violations, (seed, tally.violations)
-    assert sum(tally.kills.values()) == 18
-    assert tally.copied >= 3  # usually more than half; how many depends on the speed of the machine
+    assert sum(tally.kills.values()) == 12
+    assert tally.copied >= 2  # usually more than half; how many depends on the speed of the machine
 
 
 def test_what_is_parked_survives_the_daemon(serve: Serve) -> None:

@@ -28,7 +28,7 @@ CAMPAIGNS = {
     "nodes_campaign": ("--walks", "2", "--limit", "100", "--only", "all faults"),
     "restart_campaign": ("--rounds", "1"),
     "resume_campaign": ("--kills", "1", "--only", "own-stream", "own-quantized"),
-    "sharded_campaign": ("--rounds", "4"),  # with each number of ranks
+    "sharded_campaign": ("--rounds", "3"),  # with each number of ranks
 }
 
 
