@@ -1,5 +1,6 @@
 /* Stand-ins that the linker puts before the real functions (-Wl,--wrap): the moment of the
  * acknowledgement becomes visible, and time and randomness repeat with the seed. */
+#include "../native/fast_crc.h"
 #include "base/pcc_hash.h"
 #include "disk/pcc_volume.h"
 #include "sim_io.h"
@@ -46,26 +47,9 @@ ssize_t __wrap_getrandom(void *bytes, size_t length, unsigned flags)
     return (ssize_t)length;
 }
 
-#if defined(__x86_64__)
-__attribute__((target("sse4.2"))) static uint32_t crc32c(uint32_t crc, const uint8_t *bytes,
-                                                         size_t length)
-{
-    uint64_t sum = (uint32_t)~crc;
-    size_t at = 0;
-    for (uint64_t word; length - at >= sizeof word; at += sizeof word) {
-        memcpy(&word, bytes + at, sizeof word);
-        sum = __builtin_ia32_crc32di(sum, word);
-    }
-    for (; at < length; at++)
-        sum = __builtin_ia32_crc32qi((uint32_t)sum, bytes[at]);
-    return ~(uint32_t)sum;
-}
-#endif
-
 /* The images of a history have most records in common, and half of the time went into their CRCs:
  * each is computed once, by the processor where it can, and found by a hash as long as those that
  * tell images apart. */
-uint32_t __real_pcc_crc32c(uint32_t crc, const void *bytes, size_t length);
 uint32_t __wrap_pcc_crc32c(uint32_t crc, const void *bytes, size_t length);
 uint32_t __wrap_pcc_crc32c(uint32_t crc, const void *bytes, size_t length)
 {
@@ -78,13 +62,7 @@ uint32_t __wrap_pcc_crc32c(uint32_t crc, const void *bytes, size_t length)
 
     if (known[at].hash != hash) {
         known[at].hash = hash;
-#if defined(__x86_64__)
-        if (__builtin_cpu_supports("sse4.2")) {
-            known[at].crc = crc32c(crc, bytes, length);
-            return known[at].crc;
-        }
-#endif
-        known[at].crc = __real_pcc_crc32c(crc, bytes, length);
+        known[at].crc = fast_crc32c(crc, bytes, length);
     }
     return known[at].crc;
 }

@@ -299,8 +299,8 @@ def mutated_source(mutant: Mutant, directory: Path) -> Path:
 
 
 def compiled(command: Sequence[str]) -> None:
-    """Runs the compiler, which optimizes little: most programs run once, and for a moment."""
-    subprocess.run([*command, "-Wno-error", "-w", "-O1", "-g0"], cwd=HERE, check=True)
+    """Runs the compiler, which optimizes nothing: most programs run once, and for a moment."""
+    subprocess.run([*command, "-Wno-error", "-w", "-O0", "-g0"], cwd=HERE, check=True)
 
 
 def build(mutant: Mutant, options: argparse.Namespace) -> str:

@@ -10,7 +10,7 @@ NATIVE = Path(__file__).parents[1] / "native"
 #: The tests, and what of the kernel passes through them.
 TESTS = {
     "test_volume": (),
-    "test_format": (),
+    "test_format": ("pcc_crc32c",),
     "test_save": ("nanosleep",),
     "test_base": (),
     "test_open": (),

@@ -4,6 +4,13 @@
 #include "base/pcc_crc.h"
 #include "check.h"
 #include "disk/pcc_format.h"
+#include "fast_crc.h"
+
+uint32_t __wrap_pcc_crc32c(uint32_t crc, const void *bytes, size_t length);
+uint32_t __wrap_pcc_crc32c(uint32_t crc, const void *bytes, size_t length)
+{
+    return fast_crc32c(crc, bytes, length);
+}
 
 static struct pcc_record sample(void)
 {
@@ -175,6 +182,8 @@ static void test_vectors(void)
 
     for (size_t i = 0; i < sizeof bytes; i++)
         bytes[i] = (uint8_t)i;
+    CHECK_EQUAL(__real_pcc_crc32c(0, "123456789", 9), 0xe3069283u);
+    CHECK_EQUAL(__real_pcc_crc32c(0, bytes, 4092), 0x5fb992b2u);
     CHECK_EQUAL(pcc_crc32c(0, "123456789", 9), 0xe3069283u);
     CHECK_EQUAL(pcc_crc32c(0, bytes, 4092), 0x5fb992b2u);
     CHECK(pcc_hash_bytes("", 0) == 0x2d06800538d394c2ull);
@@ -527,7 +536,6 @@ int main(void)
 {
     RUN(test_flags_that_must_be_understood);
     RUN(test_the_notes_of_a_manifest);
-    RUN(test_any_sealed_record_is_accepted_or_refused);
     RUN(test_the_document_agrees_with_the_structs);
     RUN(test_vectors);
     RUN(test_geometry);
@@ -536,5 +544,6 @@ int main(void)
     RUN(test_every_flipped_bit_of_a_manifest_is_found);
     RUN(test_a_base_is_in_the_same_table);
     RUN(test_a_bitmap_names_blocks_that_the_base_has);
+    RUN(test_any_sealed_record_is_accepted_or_refused);
     return 0;
 }
