@@ -161,7 +161,10 @@ class PCcheckClient(Closing):
         several = identity.world_size > 1
         self._fresh, self._alone = fresh, solo and several
         saving = 1 if solo else identity.world_size  # ranks
-        self._planner = Planner(self._options, identity.rank, saving, replicated=replicated)
+        part = identity.part if identity.is_wide else None
+        self._planner = Planner(
+            self._options, identity.rank, saving, replicated=replicated, part=part
+        )
         self._step = 0
         self._came_from = -1  # the step of the last checkpoint() since a restore; -1: there is none
         self._steps = steps_of(identity.job, identity.rank, identity.world_size)
@@ -522,6 +525,8 @@ class PCcheckClient(Closing):
         *,
         strict_optimizer: bool = True,
         only: Collection[str] | None = None,
+        start: str = "",
+        without: str | Collection[str] = (),
     ) -> RestoreResult:
         """Puts the newest valid checkpoint, or that of `step`, in place into what was attached,
         tensors directly, on the device where they are now. Missing optimizer state is made beside
@@ -539,6 +544,10 @@ class PCcheckClient(Closing):
             only: names of attached things. The rest of the checkpoint is neither compared nor
                 read, and the other attached things stay as they are. This does not count as
                 restored: call `adopt()` afterwards if this run continues the job.
+            start: of a job on several nodes whose starts ran apart, the one that goes on: the
+                beginning of its id, which the refusal names, or "newest".
+            without: host names of nodes that will not come back, if restore() refuses to go on
+                without them. What only they have is given up.
 
         Returns what was restored; a falsy result only when the storage was read and holds nothing.
         Raises DaemonUnreachableError and the like when this is not known; UsageError with
@@ -582,8 +591,9 @@ class PCcheckClient(Closing):
                     hint=_BETWEEN,
                 )
             connection = self._connection()
+            words = start, [without] if isinstance(without, str) else [*without]
             result, on_gpu, payload_bytes = self._recovery.restore(
-                connection, step, strict_optimizer=strict_optimizer, only=only
+                connection, step, words, strict_optimizer=strict_optimizer, only=only
             )
             if result and only is None:
                 self._planner.hooks.restored()

@@ -194,7 +194,7 @@ class Handlers:
         wanted = memory.wanted_for(tenant, body.payload_bytes, states=states)
         granted = await memory.claim(session, wanted)
         expected = max(granted, min(wanted, memory.share_bytes(session.number)))
-        lanes = volume.info.slots - volume.info.keep
+        lanes = min(volume.info.slots - volume.info.keep, self._config.in_flight)
         return messages.Registered(
             slots=volume.info.slots, keep=volume.info.keep, in_flight=lanes,
             granted_bytes=granted, expected_bytes=expected, volume=str(volume.path),

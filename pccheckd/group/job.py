@@ -175,6 +175,13 @@ class Job:
         return self.members.is_shared
 
     @property
+    def spare_slots(self) -> int:
+        """With ranks on other nodes one slot stays without a promise to them: in it local
+        checkpoints rotate, and wait for no message."""
+        start = self.members.starts.current
+        return int(start is not None and start.kind.is_wide)
+
+    @property
     def is_writing(self) -> bool:
         """Some rank writes, or soon will: at the end of that another rank may get a slot."""
         return any(

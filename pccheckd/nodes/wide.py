@@ -9,6 +9,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from pccheck_native import _core, catalog
@@ -29,7 +30,9 @@ from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Start
 from pccheckd.tenancy.checkpoint import End
+from pccheckd.tenancy.saves import INHERITED
 from pccheckd.tenancy.tenant import Tenant
+from pccheckd.tenancy.volumes import OpenVolume
 
 from .member import MemberPhase, NodeMember
 from .records import Records
@@ -68,6 +71,8 @@ class WideJob:
         self._answered = asyncio.Event()
         self._wanted = asyncio.Event()  # a rank restores or saves
         self._fresh = False
+        self._offering = False  # the disk is told of more promises
+        self._promised: set[Path] = set()  # the volumes that have the promise
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Handle | None = None
         self._loaded = False
@@ -106,7 +111,22 @@ class WideJob:
             self._follow(start)
         if self.member is not None and self.member.phase is MemberPhase.RUNNING:
             self._drop_lost_offers()
+            self._promise_in_new_volumes()
+            self._offer_more()
             self.member.changed()
+
+    def _promise_in_new_volumes(self) -> None:
+        every = {v.path: (t, v) for t in self.job.tenants.values() for v in t.volumes.open}
+        made = every.keys() - self._promised
+        self._promised = set(every)
+        if self._mine is not None:
+            record = self._known[self._mine.start]
+            for tenant, item in (every[path] for path in made):
+                tenant.tasks.spawn(self._promise_in(record, item))
+
+    async def _promise_in(self, record: StartRecord, item: OpenVolume) -> None:
+        with contextlib.suppress(OSError, ValueError, _core.NativeError, PccheckError):
+            await self._call(self._records.promise, record, [item.volume])
 
     def _follow(self, start: Start | None) -> None:
         """The processes of another start have come."""
@@ -195,9 +215,17 @@ class WideJob:
     async def promise(self, found: StartList) -> Refused | None:
         """Durably: in the record of the start, and in the volumes of the job."""
         record = StartRecord(found)
+        ranks = sorted(self._start.members) if self._start is not None else []
+        if found.replicated and ranks != list(range(ranks[0], ranks[0] + len(ranks))):
+            return Refused(
+                f"with replicated=True the ranks of a node divide one copy among them, and the "
+                f"ranks of this node are not in a row: {ranks}",
+                "let the launcher number them so (srun --distribution=block, mpirun --map-by slot)",
+            )
         try:
             volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
             await self._call(self._records.promise, record, volumes)
+            self._promised = {v.path for t in self.job.tenants.values() for v in t.volumes.open}
         except RefusedError as refused:
             return Refused(refused.message, refused.hint)
         except (OSError, ValueError, _core.NativeError, PccheckError) as error:
@@ -353,6 +381,41 @@ class WideJob:
         self._show()
         return name in self._mine.offered
 
+    def _offer_more(self) -> None:
+        """What is durable and was not promised, because there was no room for more promises."""
+        mine, start = self._mine, self._start
+        if mine is None or start is None or self._offering:
+            return
+        every = [self.job.tenants[rank].volumes.sequences() for rank in start.members]
+        durable = set.intersection(*every) if every else set()
+        there = {name for name, n in self._own() if n in durable and not self.job.gives_up(n)}
+        held = {FullName(mine.start, name) for name in there | mine.offered}
+        if more := sorted(facts.offer(mine, held, self._room()).offered - mine.offered):
+            self._offering = True
+            tenant = self.job.tenants[min(start.members)]
+            tenant.tasks.spawn(self._offer_durable(mine.start, more))
+
+    async def _offer_durable(self, start: bytes, more: list[SaveName]) -> None:
+        """The record of each rank has the mark before the other nodes hear of it."""
+        try:
+            for name in more:
+                sequence = self._names.get(FullName(start, name), 0)
+                if not sequence or not await self._mark_offered(sequence):
+                    continue
+                if self._mine is not None and self._mine.start == start:
+                    self._mine = self._mine._replace(offered=self._mine.offered | {name})
+                    self._show()
+        finally:
+            self._offering = False
+            self.job.settle()
+
+    async def _mark_offered(self, sequence: int) -> bool:
+        for rank in list(self._start.members) if self._start is not None else ():
+            flag = self.job.tenants[rank].retention.flag
+            if not await flag(sequence, set_=_core.SLOT_OFFERED, now=True):
+                return False
+        return True
+
     def _room(self) -> facts.Space:
         config = self._engine.config
         volumes = [t.volumes.current for t in self.job.tenants.values()]
@@ -360,15 +423,18 @@ class WideJob:
         return facts.room(slots, config.in_flight, config.keep)
 
     def have(self) -> Have | None:
-        if self._mine is None or self._start is None:
-            return None
+        ranks = self._ranks_have()
+        return facts.publish(self._mine, ranks) if self._mine and ranks is not None else None
+
+    def _ranks_have(self) -> list[RankHas] | None:
+        """None: not all is known again since this daemon has restarted."""
         ranks = []
-        for rank in self._start.members:
+        for rank in self._start.members if self._start is not None else ():
             tenant = self.job.tenants[rank]
-            if any(one.session == 0 for one in tenant.ledger.live()):
+            if any(one.session == INHERITED for one in tenant.ledger.live()):
                 return None  # of the daemon before: its name is known when it is durable
             ranks.append(self._rank_has(rank, tenant))
-        return facts.publish(self._mine, ranks)
+        return ranks
 
     def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
         by_sequence = {sequence: name for name, sequence in self._own()}
@@ -392,9 +458,9 @@ class WideJob:
 
     def _drop_lost_offers(self) -> None:
         """What a rank here has failed to save was never offered to anybody."""
-        if self._mine is not None:
-            gone = {name for name, n in self._own() if self.job.gives_up(n)}
-            self._mine = self._mine._replace(offered=self._mine.offered - gone)
+        ranks = self._ranks_have()
+        if self._mine is not None and ranks is not None:
+            self._mine = facts.give_up(self._mine, ranks)
 
     def heard(self, said: Said) -> None:
         if self._mine is None:

@@ -188,17 +188,18 @@ class Binding:
 
     async def register(
         self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,
-        last_sequence: int,
+        last_sequence: int, spare: int,
     ) -> OpenVolume:  # fmt: skip
         """A volume whose slots hold `payload_bytes`, bound to the port: the current one, or a
-        new one. The caller holds the lock. Raises PccheckError."""
+        new one with `spare` slots more than configured. The caller holds the lock. Raises
+        PccheckError."""
         current = self.volumes.current
         too_small = current is None or payload_bytes > current.info.payload_capacity
         if current is None or too_small or self.volumes.is_followed:
             # The port numbers no save lower than one in the old volume.
             current = await self.volumes.make(
                 payload_bytes, incarnation=incarnation, start=start, world_size=world_size,
-                next_sequence=last_sequence + 1,
+                next_sequence=last_sequence + 1, spare=spare,
             )  # fmt: skip
             await self._move_to(current)
             current.begun = incarnation

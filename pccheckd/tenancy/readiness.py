@@ -88,6 +88,7 @@ class Readiness:
             volume = await self._binding.register(
                 payload_bytes, incarnation=self.incarnation, start=start,
                 world_size=owner.world_size, last_sequence=self._ledger.last_sequence,
+                spare=self._group.spare_slots,
             )  # fmt: skip
         self.instruct()
         return volume

@@ -335,23 +335,25 @@ class VolumeSet:
 
     async def make(
         self, payload_bytes: int, *, incarnation: int, start: bytes, world_size: int,
-        next_sequence: int,
+        next_sequence: int, spare: int = 0,
     ) -> OpenVolume:  # fmt: skip
-        """A new file whose slots hold `payload_bytes`; sequences continue.
+        """A new file whose slots hold `payload_bytes`, with `spare` slots more than configured;
+        sequences continue.
 
         Raises StorageFullError with the numbers.
         """
         config, key = self._config, self.key
+        slots = min(config.slots + spare, _core.SLOTS_MAX)
         if not 0 < payload_bytes <= PAYLOAD_BYTES_MAX:
             raise RefusedError(f"a checkpoint must be 1 to 2**50 bytes (got {payload_bytes})")
         await self._engine.require_storage(key.uid)
         blocks = self.open[-1].info.block_bytes if self.open else config.block_bytes
         capacity = layout.capacity_for(payload_bytes)
         try:
-            needed = _core.volume_bytes_for(capacity, config.slots, blocks)
+            needed = _core.volume_bytes_for(capacity, slots, blocks)
         except OSError as error:
             raise RefusedError(
-                f"a volume cannot have {config.slots} slots for checkpoints of {payload_bytes} "
+                f"a volume cannot have {slots} slots for checkpoints of {payload_bytes} "
                 f"bytes in blocks of {blocks} bytes"
             ) from error
         need = Need(config, key.uid, key.job, str(key), needed)
@@ -363,7 +365,7 @@ class VolumeSet:
         def create() -> None:
             layout.make_directories(path)
             _core.create_volume(
-                str(path), **key._asdict(), world_size=world_size, slots=config.slots,
+                str(path), **key._asdict(), world_size=world_size, slots=slots,
                 keep=config.keep, payload_capacity=capacity, next_sequence=sequence,
                 incarnation=incarnation, start=start, block_bytes=blocks,
                 allow_buffered=config.allow_any_filesystem,
@@ -386,7 +388,7 @@ class VolumeSet:
                 why = StorageFullError(why.message, hint=hint)
             raise why from error
         self.open.append(made)
-        LOG.info("%s: created %s, %d slots, %s", key, path, config.slots, size_text(needed))
+        LOG.info("%s: created %s, %d slots, %s", key, path, slots, size_text(needed))
         return made
 
     async def reopen(self, item: OpenVolume) -> bool:

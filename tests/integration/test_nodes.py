@@ -81,3 +81,73 @@ def test_all_ranks_restore_one_step(
     again = ranks(start_trainer, nodes, store, run="again")
     assert restored(again) == [2, 2]
     assert save(again) == 3
+
+
+def test_several_ranks_of_each_node_have_one_copy_of_replicated_state(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2, replicated=True)
+    save(group)
+    for trainer in group:
+        trainer.kill()
+    again = ranks(start_trainer, nodes, store, "again", per_node=2, replicated=True)
+    assert restored(again) == [1, 1, 1, 1]
+    assert save(again) == 2
+
+
+def test_a_restore_in_mid_run_is_one_for_all_nodes(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    save(group)
+    group[3].step()
+    group[3].wait_durable(group[3].checkpoint())  # the others have not asked for it
+    assert restored(group) == [2, 2, 2, 2]
+    assert save(group) == 3
+    assert restored(group) == [3, 3, 3, 3]
+
+
+def test_a_daemon_that_restarts_goes_on_with_its_start(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    for number in (1, 0):
+        nodes[number].kill()
+        nodes[number].start()
+        group[number].connects_again()
+        ahead = group[number].step() - group[1 - number].step()
+        group[1 - number].step(ahead)
+        save(group)
+
+
+def test_saves_go_on_beside_a_store_that_has_stopped(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    store.stop()
+    for _ in range(12):  # more than there are slots
+        for trainer in group:
+            assert trainer.save() == "durable"
+    store.go_on()
+    assert save(group) == 14
+    for trainer in group:
+        trainer.kill()
+    assert restored(ranks(start_trainer, nodes, store, "again")) == [14, 14]
+
+
+def test_a_store_that_ends_ends_nothing_else(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    store.kill()
+    for _ in range(6):
+        for trainer in group:
+            assert trainer.save() == "durable"
+    for trainer in group:
+        trainer.close()
+    with TorchStore() as another:
+        assert restored(ranks(start_trainer, nodes, another, "again")) == [7, 7]

@@ -19,6 +19,8 @@ _MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_SIZE", "MPI_LOCALNRANKS"),
 )
+#: The number of a rank on its node: of torchrun, Open MPI, MPICH and Intel MPI, Slurm.
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,19 @@ class Identity:
     local_world_size: int
     launch: str
     guessed: bool = False  #: the job has no name but the script's
+    local_rank: int = 0  # among the ranks of this node
+
+    @property
+    def is_wide(self) -> bool:
+        """Some ranks of the job are on other nodes."""
+        return self.local_world_size < self.world_size
+
+    @property
+    def part(self) -> tuple[int, int, int]:
+        """Which part of a node's one copy of replicated state this rank stores, of how many, and
+        which rank of the job stores the first. Launchers number the ranks of a node in a row; the
+        daemon refuses a start whose ranks are otherwise."""
+        return self.local_rank, self.local_world_size, self.rank - self.local_rank
 
 
 def identify(
@@ -67,7 +82,8 @@ def identify(
         )
     local = min(max(1, _local_world_size(size, environ)), size)
     launch = _launch(environ, one_node=local == size)
-    return Identity(name, mine, size, local, launch, guessed=not given)
+    place = _local_rank(mine, local, environ)
+    return Identity(name, mine, size, local, launch, guessed=not given, local_rank=place)
 
 
 def _in_process_group() -> tuple[int, int] | tuple[None, None]:
@@ -119,6 +135,13 @@ def _local_world_size(size: int, environ: Mapping[str, str]) -> int:
         if sum(tasks) == size and 0 <= node < len(tasks):
             return tasks[node]
     return size
+
+
+def _local_rank(rank: int, local: int, environ: Mapping[str, str]) -> int:
+    """This rank's number among those of its node."""
+    known = (name for name in _LOCAL_RANKS if environ.get(name))
+    found = _number(next(known, "LOCAL_RANK"), rank % local, environ)
+    return found if 0 <= found < local else rank % local
 
 
 def _slurm_tasks(text: str) -> list[int]:

@@ -96,11 +96,13 @@ class Recovery:
         self,
         connection: Connection,
         step: int | None,
+        words: tuple[str, list[str]],
         *,
         strict_optimizer: bool,
         only: Collection[str] | None,
     ) -> tuple[RestoreResult, bool, int]:
-        """Restores what is attached. Also returns whether it has GPU tensors, and payload bytes."""
+        """Restores what is attached. `words`: the start and the nodes of `Open`. Also returns
+        whether it has GPU tensors, and payload bytes."""
         newest = self.settle(connection) if step is not None else None
 
         def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
@@ -130,7 +132,7 @@ class Recovery:
             return placement.on_gpu
 
         found, source = read_newest(
-            connection, step, use, any_world_size=self._reads_all, together=True
+            connection, step, use, any_world_size=self._reads_all, words=words
         )
         self._planner.forget()
         if source is None:

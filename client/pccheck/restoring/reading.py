@@ -73,10 +73,11 @@ def read_newest(
     use: Callable[[Opened, StateReader, tree.Tree], Any],
     *,
     any_world_size: bool = False,
-    together: bool = False,
+    words: tuple[str, list[str]] | None = None,
 ) -> tuple[Found, tuple[Opened, tree.Tree] | None]:
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
-    it returns is the state that was found. `together`: all ranks of the job restore now.
+    it returns is the state that was found. `words`: all ranks of the job restore
+    now, with this start and without these nodes.
 
     If newer checkpoints replace the one that is open, the newest is opened instead. Also returns
     what was opened; None when the volume holds nothing. Raises NoCheckpointError when checkpoints
@@ -86,9 +87,10 @@ def read_newest(
     before: int | None = None
     attempts = _ATTEMPTS
     failed: DamagedError | UnreadableError | None = None
+    together = (False, "", list[str]()) if words is None else (True, *words)
     while True:
         try:
-            opened, refusal = _open(connection, Open(step, before, any_world_size, together))
+            opened, refusal = _open(connection, Open(step, before, any_world_size, *together))
         except PccheckError as error:
             if failed is None:
                 raise

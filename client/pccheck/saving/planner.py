@@ -31,9 +31,16 @@ class Planner:
     """Makes snapshots of what is attached, or of a state that is given. Training thread only."""
 
     def __init__(
-        self, options: Options, rank: int = 0, world_size: int = 1, *, replicated: bool = False
+        self,
+        options: Options,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        replicated: bool = False,
+        part: tuple[int, int, int] | None = None,
     ) -> None:
-        """`replicated`: what is attached is the same on all ranks, and each saves a part of it."""
+        """`replicated`: what is attached is the same on all ranks, and each saves a part of it:
+        number, count and the job's rank with number 0 are in `part`, or are those of all ranks."""
         self.attached: dict[str, Any] = {}
         self.hooks = StepHooks()
         self.client = origin.name_client()  #: recorded with every checkpoint
@@ -42,7 +49,7 @@ class Planner:
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
         self._ranks = world_size
-        self._parts = (rank, world_size) if replicated else (0, 0)
+        self._parts = (part or (rank, world_size, 0)) if replicated else (0, 0, 0)
         self._plan: AttachedPlan | None = None
         self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()

@@ -69,8 +69,9 @@ class Shape(NamedTuple):
 
     chunk_bytes: int = 1 << 20  # of the session's page
     aside: bool = False  # snapshot="device": what is gated is staged, too, beside training
-    rank: int = 0
-    world_size: int = 0  # of replicated state: shared views are divided among this many ranks
+    rank: int = 0  # among those that divide replicated state
+    world_size: int = 0  # of replicated state: shared views are divided among this many ranks ...
+    first: int = 0  # ... and the first of them has this number in the job
 
 
 IN_PLACE = Shape()
@@ -233,7 +234,7 @@ def _divide(
         digest.update(f"{group.nbytes} {alike} ".encode())
         if owner != shape.rank:
             elsewhere.add(group.first)
-            _add_extent(layout, group, first_extent, tree.ELSEWHERE, owner)
+            _add_extent(layout, group, first_extent, tree.ELSEWHERE, shape.first + owner)
     layout.division = int.from_bytes(digest.digest()) if shared else 0
     left = {
         device: [group for group in some if group.first not in elsewhere]
@@ -300,7 +301,7 @@ def aligned(offset: int) -> int:
 def _place(layout: Layout, group: _Group, first_extent: int, shape: Shape, gap: int = 0) -> Range:
     """The next extent of the payload is the group's, `gap` bytes behind the one before."""
     offset = aligned(layout.end + gap)
-    owner = shape.rank if shape.world_size and group.is_shared else -1
+    owner = shape.first + shape.rank if shape.world_size and group.is_shared else -1
     _add_extent(layout, group, first_extent, offset, owner)
     layout.end = offset + group.nbytes
     layout.frozen += 0 if group.trains or group.volatile else group.nbytes
