@@ -21,6 +21,7 @@ import functools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
@@ -42,6 +43,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
 from .carrier import VALUE_MAX, Carrier, CarrierError
+from .view import View
 
 _T = TypeVar("_T")
 
@@ -51,6 +53,8 @@ RETRY_S = 0.5
 WARN_AFTER_S = 5.0
 #: How long a node listens before it looks whether the store still holds what the node has written.
 LISTEN_S = 20.0
+#: How often a member that does not decide reads what the others have, and for how long it waits.
+LOOK_S, LOOK_LIMIT_S = 10.0, 1.0
 #: The member with rank 0 decides; each other one does so when it has waited for so long.
 DECIDES_AFTER_S = 3.0
 
@@ -85,6 +89,14 @@ class NodeKeeper(Protocol):
     def heard(self, said: Said) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Of the carrier, until it is done."""
+
+    due_s: float  # time.monotonic()
+    why: str = ""  # it has failed so far
+
+
 class NodeMember:
     """Owned by the job's nodes. `run` is its one task; everything else only wakes that."""
 
@@ -95,11 +107,13 @@ class NodeMember:
         self.at = 0  # which member of the list this node is
         self.refused: Refused | None = None
         self.missing = ""  #: whom this node waits for, while it does
-        self.silent = ""  #: why the carrier does not answer; "": it does ...
-        self.silent_since_s = 0.0  # ... and since when (time.monotonic)
+        self.operations = 0  #: of the carrier, so far ...
+        self.began_with = 0  #: ... and of these, before the start had begun
+        self.view = View()
+        self.hellos: list[NodeHello | None] = []  #: while it is calling
+        self._calls: list[_Call] = []
+        self._looked_s = -LOOK_S
         self._is_warned = False
-        self.operations = 0  #: of the carrier, so far
-        self.haves: list[Have | None] = []  #: of the members, as last heard by the one that decides
         self._lists_seen = 0
         self._asked_round = 0
         self._changed = asyncio.Event()
@@ -131,6 +145,8 @@ class NodeMember:
 
     def _move(self, to: MemberPhase) -> None:
         self.phase = moved(MEMBER_MOVES, self.phase, to, self._job)
+        if to is MemberPhase.RUNNING:
+            self.began_with = self.operations
 
     def _refuse(self, refused: Refused) -> bool:
         self.refused = refused
@@ -147,7 +163,7 @@ class NodeMember:
         hello = self._keeper.hello()
         mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
         await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
-        hellos: list[NodeHello | None] = []
+        hellos = self.hellos = []
         pause = PAUSE_FIRST_S
         while True:
             count = await self._count(f"{self._job}/hellos")
@@ -216,6 +232,8 @@ class NodeMember:
                 return False
             if time.monotonic() - began_s >= DECIDES_AFTER_S * self.at:
                 await self._try_to_decide(found, round_)
+            else:
+                self.missing = f"{found.name(found.members[0])} has not decided yet"
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
@@ -226,6 +244,7 @@ class NodeMember:
             values = await self._get(keys[first : first + BATCH])
             offers += [_parsed(Offer.of_plain, value) for value in values]
         lacking = [m for m, one in zip(found.members, offers, strict=True) if one is None]
+        self.view.answered({at for at, one in enumerate(offers) if one is not None})
         self.missing = f"{', '.join(map(found.name, lacking))} did not answer" if lacking else ""
         if not lacking:
             answer = decide([one for one in offers if one is not None], found, round_)
@@ -277,9 +296,11 @@ class NodeMember:
         said, heard = Said(), 0
         while True:
             heard, values = await self._hear(self._key("bell"), heard, keys)
-            self.haves = [_parsed(Have.of_plain, value) for value in values]
-            if (now := say(self.haves)) != said:
+            haves = [_parsed(Have.of_plain, value) for value in values]
+            self.view.saw(haves)
+            if (now := say(haves)) != said:
                 said = now
+                self.view.heard(said)
                 self._keeper.heard(said)
                 await self._ring("said", said.to_plain())
 
@@ -291,6 +312,7 @@ class NodeMember:
                 self._key("said", "bell"), heard, [self._key("said")]
             )
             if (said := _parsed(Said.of_plain, value)) is not None:
+                self.view.heard(said)
                 self._keeper.heard(said)
 
     async def _hear(
@@ -299,7 +321,7 @@ class NodeMember:
         """Waits until a bell has rung again: how often, and the values of the keys."""
         while True:
             listen = functools.partial(self._carrier.listen, bell, heard, keys, LISTEN_S)
-            answer = await self._sure(listen, counts=2)
+            answer = await self._sure(listen, counts=2, limit_s=LISTEN_S)
             if answer is not None:
                 return answer
             heard = min(heard, await self._count(bell))  # a store that is empty again begins at 0
@@ -310,31 +332,57 @@ class NodeMember:
         assert self.list is not None
         return "/".join([self._job, self.list.start.hex(), *map(str, words)])
 
-    async def _sure(self, call: Callable[[], Awaitable[_T]], counts: int = 1) -> _T:
-        """Again and again, until the carrier has done it."""
-        while True:
-            self.operations += counts
-            try:
-                done = await call()
-            except CarrierError as error:
-                self._note_silence(error.message)
-                await asyncio.sleep(RETRY_S)
-                continue
-            self._note_silence("")
-            return done
+    async def _sure(
+        self, call: Callable[[], Awaitable[_T]], counts: int = 1, limit_s: float = 0.0
+    ) -> _T:
+        """Again and again, until the carrier has done it. `limit_s`: it may take so long."""
+        mine = _Call(time.monotonic() + limit_s)
+        self._calls.append(mine)
+        try:
+            while True:
+                self.operations += counts
+                try:
+                    return await call()
+                except CarrierError as error:
+                    mine.why = error.message
+                    self._warn(mine)
+                    await asyncio.sleep(RETRY_S)
+        finally:
+            self._calls.remove(mine)
+            if self._is_warned and not self.silent:
+                self._is_warned = False
+                LOG.warning("job %s: the other nodes are reached again", self._job)
 
-    def _note_silence(self, why: str) -> None:
-        """Logged when it has lasted for a while: a process that ends takes its connection along."""
-        now_s = time.monotonic()
-        if why and not self.silent:
-            self.silent_since_s = now_s
-        elif why and not self._is_warned and now_s - self.silent_since_s >= WARN_AFTER_S:
+    def _warn(self, call: _Call) -> None:
+        """When it has lasted for a while: a process that ends takes its connection along."""
+        if not self._is_warned and time.monotonic() - call.due_s >= WARN_AFTER_S:
             self._is_warned = True
-            LOG.warning("job %s: the other nodes cannot be reached: %s", self._job, why)
-        elif not why and self._is_warned:
-            self._is_warned = False
-            LOG.warning("job %s: the other nodes are reached again", self._job)
-        self.silent = why
+            LOG.warning("job %s: the other nodes cannot be reached: %s", self._job, call.why)
+
+    @property
+    def silent(self) -> str:
+        """Why the carrier does not answer; "": it has not failed."""
+        return next((one.why for one in self._calls if one.why), "")
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has not answered; 0.0: nobody waits for it."""
+        return max([0.0, *(time.monotonic() - one.due_s for one in self._calls)])
+
+    async def look(self) -> None:
+        """Reads what the members have published, for a person who asks: the one that decides knows,
+        and another one reads every LOOK_S at most. What cannot be read soon is left as it was."""
+        found, now_s = self.list, time.monotonic()
+        is_due = now_s - self._looked_s >= LOOK_S
+        if found is None or self.at == 0 or self.phase is not MemberPhase.RUNNING or not is_due:
+            return
+        self._looked_s = now_s
+        keys = [self._key("have", at) for at in range(len(found.members))]
+        with contextlib.suppress(CarrierError, TimeoutError):
+            async with asyncio.timeout(LOOK_LIMIT_S):
+                self.operations += 1
+                values = await self._carrier.get(keys)
+                self.view.saw([_parsed(Have.of_plain, value) for value in values])
 
     async def _get(self, keys: Sequence[str]) -> list[bytes | None]:
         return await self._sure(lambda: self._carrier.get(keys))

@@ -58,7 +58,7 @@ class WideJob:
         self.job = job
         self.voice = voice
         self._engine = engine
-        self._node = node
+        self.node = node
         self._records = Records(engine.config.storage, job.uid, job.name)
         self._known: dict[bytes, StartRecord] = {}  # the records, by start
         self._start: Start | None = None  # whose member runs
@@ -69,7 +69,8 @@ class WideJob:
         self.words: dict[int, Word] = {}  # what restore() was told, by round
         self._answers: dict[int, FullName | None] = {}  # of this start, by round
         self._answered = asyncio.Event()
-        self._wanted = asyncio.Event()  # a rank restores or saves
+        self._wanted = asyncio.Event()  # a rank restores or saves ...
+        self.wanted_s = 0.0  # ... and since when (time.monotonic)
         self._fresh = False
         self._offering = False  # the disk is told of more promises
         self._promised: set[Path] = set()  # the volumes that have the promise
@@ -78,7 +79,7 @@ class WideJob:
         self._loaded = False
         job.on_decision = self.look
         job.members.elsewhere.offers = self._offers
-        job.members.elsewhere.wanted = self._wanted.set
+        job.members.elsewhere.wanted = self._want
 
     async def load(self) -> None:
         """What this node keeps of the starts of the job. Raises PccheckError."""
@@ -101,6 +102,26 @@ class WideJob:
         """The session of a process has ended."""
         self.voice.gone(session)
         self.look()
+
+    @property
+    def waits_s(self) -> float:
+        """For how long a rank here has wanted to restore or save, and the nodes have not agreed."""
+        start = self.start
+        if start is None or not self._wanted.is_set():
+            return 0.0
+        agreed = self.job.members.elsewhere.agreed == start.incarnation
+        return 0.0 if agreed else time.monotonic() - self.wanted_s
+
+    @property
+    def start(self) -> Start | None:
+        """The one that this node takes part in, while processes of it live here."""
+        start = self._start
+        return start if start is not None and start.is_live and start.kind.is_wide else None
+
+    @property
+    def promises(self) -> Promises | None:
+        """What this node has promised to the others; None: the start has not begun."""
+        return self._mine
 
     # -- which start ---------------------------------------------------------------------------
 
@@ -196,7 +217,7 @@ class WideJob:
         start = self._start
         assert start is not None
         return NodeHello(
-            self._node, socket.gethostname()[:TEXT_MAX], start.kind.launch,
+            self.node, socket.gethostname()[:TEXT_MAX], start.kind.launch,
             start.world_size, {rank: one.process for rank, one in sorted(start.members.items())},
             self._promise(), self.replicated, version=VERSION,
         )  # fmt: skip
@@ -254,7 +275,7 @@ class WideJob:
         mine = self._known[found.start]
         answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
         return Offer(
-            self._node, self.hello().host, self._promise(),
+            self.node, self.hello().host, self._promise(),
             records=tuple(self._known.values()),
             known=tuple(sorted(set(known))), parts=tuple(held), answers=tuple(answers),
             word=self.words.get(round_, Word()), round=round_,
@@ -342,10 +363,15 @@ class WideJob:
             if member.moved or word != self.words.get(member.round, Word(fresh=self._fresh)):
                 member.round, member.moved = member.round + 1, False
         self.words.setdefault(member.round, word)
-        self._wanted.set()
+        self._want()
         if self.member is not None and member.round:
             self.member.want_round(member.round)
         return member.round
+
+    def _want(self) -> None:
+        if not self._wanted.is_set():
+            self.wanted_s = time.monotonic()
+            self._wanted.set()
 
     def _found(self, full: FullName | None) -> Held | None:
         found = None if full is None else self.held(full)
@@ -516,7 +542,7 @@ class WideJob:
         elsewhere = self.job.members.elsewhere
         for _, one, full in self._every():
             record = self._known[full.start]
-            mine = [m for m in record.who.members if m.node == self._node]
+            mine = [m for m in record.who.members if m.node == self.node]
             if mine:
                 elsewhere.here.setdefault(one.id.incarnation, frozenset(mine[0].ranks))
             if one.is_known_global:

@@ -27,6 +27,7 @@ from pccheckd.jobs.inherited import Summary
 from pccheckd.jobs.memory import Dram
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
+from pccheckd.nodes import seen as seen_nodes
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import outcomes
 from pccheckd.tenancy.binding import BindingState
@@ -65,6 +66,8 @@ async def status(
         or tenant.ledger.checkpoints
     ]
     jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
+    wide = [*filter(None, map(registry.nodes.of, jobs))]
+    await asyncio.gather(*(one.member.look() for one in wide if one.member is not None))
     warnings = troubles(registry, asker_uid)
     left = registry.inherited
     dropped = [f"{key}: {why}" for key, why in left.dropped if has_access(asker_uid, key.uid)]
@@ -86,6 +89,7 @@ async def status(
         "scrub": scrub,
         "sessions": rows,
         "groups": [_group(job, found) for job in jobs if (found := job.standing()) is not None],
+        "nodes": [*filter(None, map(seen_nodes.document, wide))],
         "memory": [cost for job in jobs if (cost := _memory(job))],
         "ranks": ranks,
         "warnings": warnings,
@@ -357,6 +361,12 @@ def troubles(registry: Registry, asker_uid: int = 0) -> list[str]:
         f"job {job.name!r} of uid {job.uid}: {job.lateness.why}"
         for job in registry.jobs.values()
         if job.lateness.why and has_access(asker_uid, job.uid)
+    ]
+    found += [
+        f"job {job.name!r} of uid {job.uid}: {text}"
+        for job in registry.jobs.values()
+        if has_access(asker_uid, job.uid) and (wide := registry.nodes.of(job)) is not None
+        for text in seen_nodes.troubles(wide)
     ]
     found += [one.text for one in registry.faults() if has_access(asker_uid, one.key.uid)]
     found += [

@@ -13,6 +13,8 @@ from .listing import age_s, job_of
 
 DEGRADED = 3
 ENDED_SHOWN = 8
+#: A store answers in far less, and one that listens to a bell begins again in between.
+SILENT_SHOWN_S = 2.0
 #: States of a checkpoint that is under way; the others are ends.
 MOVING = ("requested", "copying", "copied", "writing")
 
@@ -46,6 +48,7 @@ def as_text(document: Document, *, now_s: float | None = None, every: bool = Fal
     blocks.append("\n".join(f"warning: {warning}" for warning in texts(document, "warnings")))
     ranks, served = rows(document, "ranks"), bool(part(document, "daemon"))
     blocks.append(_groups(rows(document, "groups"), now_s))
+    blocks += [_nodes(one) for one in rows(document, "nodes")]
     blocks.append("\n".join(_memory(one) for one in rows(document, "memory")))
     shown = _shown(ranks, every=every or not served)
     blocks.append(_ranks(shown, now_s, served=served) if ranks else "no jobs")
@@ -147,6 +150,43 @@ def _groups(groups: list[Document], now_s: float) -> str:
         ))  # fmt: skip
     headings = ("job", "ranks", "last step of all ranks", "age", "next step waits", "slowest rank")
     return render.table(headings, lines)
+
+
+def _nodes(job: Document) -> str:
+    """A job on several nodes: how they stand with each other, and a line for each."""
+    phase, cost = text(job, "phase"), number(job, "operations_per_global")
+    facts = [phase]
+    if waits_for := text(job, "waits_for"):
+        facts.append(waits_for)
+    if (silent_s := number(job, "silent_s") or 0) >= SILENT_SHOWN_S:
+        facts.append(f"the store is silent for {render.duration(silent_s)}")
+    if cost is not None:
+        facts.append(f"{cost:g} store operations per global checkpoint")
+    lines = [
+        (
+            f"{text(node, 'host')}, this node" if node.get("here") is True else text(node, "host"),
+            text(node, "node"),
+            render.spans(_ranks_of(node)),
+            "" if node.get("here") is True else render.age(number(node, "heard_s")),
+            node.get("offered_step"),
+            node.get("global_step"),
+            _waited(node),
+        )
+        for node in rows(job, "nodes")
+    ]
+    headings = ("host", "node", "ranks", "news", "newest step", "known global", "waited for")
+    return f"nodes    {text(job, 'job')}: {'; '.join(facts)}\n{render.table(headings, lines)}"
+
+
+def _ranks_of(node: Document) -> list[int]:
+    ranks = node.get("ranks")
+    return [one for one in ranks if isinstance(one, int)] if isinstance(ranks, list) else []
+
+
+def _waited(node: Document) -> str:
+    if node.get("waited_step") is None:
+        return ""
+    return f"step {node.get('waited_step')}, {render.duration(number(node, 'waited_s') or 0)}"
 
 
 def _memory(one: Document) -> str:

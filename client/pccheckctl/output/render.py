@@ -65,6 +65,17 @@ def age(seconds: float | None) -> str:
     return f"{duration(max(0.0, seconds))} ago"
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, neighbours together: "0-7, 9"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in found)
+
+
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns as wide as their widest cell, two spaces apart, numbers to the right."""
     cells = [

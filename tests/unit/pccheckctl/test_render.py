@@ -211,3 +211,8 @@ def test_live_jobs_come_first_and_of_the_others_the_newest_few() -> None:
     assert "12 more ranks" in lines[-1] and "--all" in lines[-1]
     assert "ended-0" in status.as_text(document, now_s=30, every=True)
     assert "ended-0" in status.as_text({"ranks": ranks}, now_s=30)  # without a daemon all are
+
+
+def test_neighbours_are_one_span() -> None:
+    assert render.spans([3, 0, 1, 2, 7, 9, 10]) == "0-3, 7, 9-10"
+    assert render.spans([]) == ""

@@ -69,7 +69,11 @@ def troubles(*tenants: Any, job: Any = None, gpus: Iterable[Any] = (), **of_engi
     values = {"missing_storage": "", "stalled": ""} | of_engine
     engine: Any = SimpleNamespace(driver=driver, **values)
     registry = SimpleNamespace(
-        engine=engine, tenants=lambda: tenants, jobs={0: job} if job else {}, faults=list
+        engine=engine,
+        tenants=lambda: tenants,
+        jobs={0: job} if job else {},
+        faults=list,
+        nodes=SimpleNamespace(of=lambda _: None),
     )
     return "\n".join(report.troubles(registry))  # type: ignore[arg-type]
 

@@ -1,0 +1,114 @@
+"""What people see of a job on several nodes: `pccheckctl status`, `list`, `wait` and metrics."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.test_nodes import COUNTS, JOB, ranks, save
+from tests.support.ctl import Ctl
+from tests.support.daemon import Daemon, Start
+from tests.support.torchstore import TorchStore
+from tests.support.trainer import Connect
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def store() -> Iterator[TorchStore]:
+    with TorchStore() as server:
+        yield server
+
+
+@pytest.fixture
+def nodes(start_daemon: Start) -> list[Daemon]:
+    return [start_daemon(), start_daemon()]
+
+
+def seen(daemon: Daemon) -> dict[str, Any]:
+    """The job in the status of a node."""
+    (found,) = daemon.status()["nodes"]
+    assert isinstance(found, dict)
+    return found
+
+
+def row(daemon: Daemon, rank: int) -> dict[str, Any]:
+    """The node of a rank, as another node's daemon shows it."""
+    (found,) = [one for one in seen(daemon)["nodes"] if rank in one["ranks"]]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_status_has_a_row_for_each_node(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    save(group)
+    for at, daemon in enumerate(nodes):
+        found = seen(daemon)
+        assert (found["phase"], found["refused"], found["silent_reason"]) == ("running", None, "")
+        assert [one["ranks"] for one in found["nodes"]] == [[0], [1]]
+        assert [one["here"] for one in found["nodes"]] == [at == 0, at == 1]
+        assert {one["host"] for one in found["nodes"]} == {socket.gethostname()}
+        assert row(daemon, at)["global_step"] == row(daemon, at)["offered_step"] == 2
+        assert found["globals"] == 2 and found["operations_per_global"] > 0
+    assert seen(nodes[0])["nodes"][0]["node"] != seen(nodes[0])["nodes"][1]["node"]
+    until(lambda: row(nodes[0], 1)["global_step"] == 2)
+    text = ctl(None, "--socket", nodes[0].socket, "status").out
+    assert f"nodes    {JOB}: running; " in text
+    assert re.search(rf"{re.escape(socket.gethostname())}, this node +\w{{8}} +0 ", text)
+
+
+def test_a_checkpoint_that_waits_for_a_node_names_the_node(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    assert row(nodes[0], 1)["waited_step"] is None
+    group[0].step()
+    group[0].wait_durable(group[0].checkpoint())
+    until(lambda: row(nodes[0], 1)["waited_step"] == 2)
+    assert row(nodes[0], 0)["waited_step"] is None
+    group[1].step()
+    group[1].wait_global(group[1].checkpoint())
+    until(lambda: row(nodes[0], 1)["waited_step"] is None)
+
+
+def test_a_node_that_waits_for_another_one_says_so(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    only = start_trainer(
+        nodes[0], COUNTS, job=JOB, rank=0, world_size=2, environment=store.environment("run", 1, 0)
+    )
+    only.post("restore")
+    until(lambda: seen(nodes[0])["waits_s"] > 10)
+    found = nodes[0].status()
+    assert found["daemon"]["state"] == "degraded"
+    (warning,) = [text for text in found["warnings"] if "have not agreed" in text]
+    assert "start the ranks that are missing" in warning and "rank 1" in warning
+    (alone,) = seen(nodes[0])["nodes"]
+    assert alone["here"] and alone["ranks"] == [0]
+    assert ctl(None, "--socket", nodes[0].socket, "status").code == 3
+
+
+def test_a_silent_store_is_named_and_the_warning_ends(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    store.stop()
+    for trainer in group:
+        trainer.step()
+        trainer.wait_durable(trainer.checkpoint())
+    until(lambda: seen(nodes[1])["silent_s"] > 10)
+    found = nodes[1].status()
+    assert found["daemon"]["state"] == "degraded"
+    (warning,) = [text for text in found["warnings"] if "has not answered" in text]
+    assert "checkpoints go on on this node" in warning and "torchrun" in warning
+    store.go_on()
+    until(lambda: nodes[1].status()["daemon"]["state"] == "ok")
+    until(lambda: row(nodes[1], 1)["global_step"] == 2)
