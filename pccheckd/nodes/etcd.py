@@ -1,6 +1,6 @@
 """A carrier over etcd v3: what the nodes of a job agree on outlives the job and its torch store.
 
-There is no watch: `wait` asks again and again. Keys are bound to a lease of this daemon, which is
+There is no watch: `listen` asks again and again. Keys are bound to a lease of this daemon, which is
 renewed while it uses them; LEASE_S after the last use they go."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LEASE_S = 30 * 86400
 RENEWED_AFTER = 0.1
 #: Keys that are read at once: by default etcd takes 128 operations.
 KEYS_AT_ONCE = 64
-#: A wait asks again after the first of these times, then after twice as much, up to the second.
+#: Who listens asks again after the first of these times, then after twice as much, up to the
+#: second.
 PAUSES_S = (0.005, 0.5)
 
 #: A request has the time of its call, and its error says more than that of the call.
@@ -78,14 +79,22 @@ class Etcd:
                 await self._leased()
             return [found.value if found else None for found in await self._find(keys)]
 
-    async def wait(self, key: str, limit_s: float) -> bytes | None:
+    async def ring(self, key: str, value: bytes, bell: str) -> int:
+        await self.set(key, value)
+        return await self.add(bell, 1)
+
+    async def listen(
+        self, bell: str, after: int, keys: Sequence[str], limit_s: float
+    ) -> tuple[int, list[bytes | None]] | None:
         until, pause_s = self._clock() + limit_s, PAUSES_S[0]
-        while (value := (await self.get([key]))[0]) is None:
+        while True:
+            count, *values = await self.get([bell, *keys])
+            if count is not None and count.isdigit() and int(count) > after:
+                return int(count), values
             if (left_s := until - self._clock()) <= 0:
                 return None
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, PAUSES_S[1])
-        return value
 
     # -- requests ------------------------------------------------------------------------------
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from pccheck_native import layout
+from pccheckd.config import coordinator
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.storage.node import node_of
 
+from .etcd import Etcd
+from .gateway import Gateway
 from .voice import StoreVoice
 from .wide import WideJob
 
@@ -20,6 +23,12 @@ class Nodes:
         self._engine = engine
         self._node = b""  # the random id of the storage directory
         self._jobs: dict[tuple[int, str], WideJob] = {}
+        self._etcd: Etcd | None = None
+        if engine.config.coordinator:
+            credentials = engine.config.coordinator_credentials
+            place = coordinator.parse(engine.config.coordinator)
+            gateway = Gateway(place, Path(credentials) if credentials else None)
+            self._etcd = Etcd(gateway, "pccheck/")
 
     def of(self, job: Job) -> WideJob | None:
         """What the job is beside the other nodes; None: it never had ranks there."""
@@ -32,9 +41,9 @@ class Nodes:
             if not self._node:
                 storage = self._engine.config.storage
                 self._node = (await self._engine.call(job.uid, node_of, storage)).id
-            wide = self._jobs[job.uid, job.name] = WideJob(
-                job, self._engine, self._node, StoreVoice()
-            )
+            voice = StoreVoice()  # the trainers carry out what the daemon asks the store
+            wide = WideJob(job, self._engine, self._node, self._etcd or voice, voice)
+            self._jobs[job.uid, job.name] = wide
         await wide.load()
         return wide
 

@@ -34,6 +34,7 @@ from pccheckd.tenancy.saves import INHERITED
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
+from .carrier import Carrier
 from .member import MemberPhase, NodeMember
 from .records import Records
 from .voice import StoreVoice
@@ -54,9 +55,12 @@ class WideJob:
     """Owned by the daemon's nodes, one for each job with ranks on other nodes. It implements
     `NodeKeeper`."""
 
-    def __init__(self, job: Job, engine: Engine, node: bytes, voice: StoreVoice) -> None:
+    def __init__(
+        self, job: Job, engine: Engine, node: bytes, carrier: Carrier, voice: StoreVoice
+    ) -> None:
+        """`voice`: gives operations to trainers; it has none if the carrier is another one."""
         self.job = job
-        self.voice = voice
+        self.voice, self._carrier = voice, carrier
         self._engine = engine
         self.node = node
         self._records = Records(engine.config.storage, job.uid, job.name)
@@ -175,7 +179,7 @@ class WideJob:
             await asyncio.wait([task])
 
     async def _run(self, start: Start) -> None:
-        self.member = NodeMember(self.voice, f"{self.job.uid}/{self.job.name}", self)
+        self.member = NodeMember(self._carrier, f"{self.job.uid}/{self.job.name}", self)
         try:
             known = self._known.get(start.id)
             if known is not None and known.born:  # this daemon has restarted

@@ -4,10 +4,12 @@ torchrun would bring."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.daemon import Daemon, Start
+from tests.support.etcd import StandIn
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, Trainer
 
@@ -151,3 +153,20 @@ def test_a_store_that_ends_ends_nothing_else(
         trainer.close()
     with TorchStore() as another:
         assert restored(ranks(start_trainer, nodes, another, "again")) == [7, 7]
+
+
+def test_the_nodes_agree_through_etcd_and_need_no_torch_store(
+    start_trainer: Connect, start_daemon: Start, store: TorchStore, tmp_path: Path
+) -> None:
+    with StandIn(tmp_path) as etcd:
+        host, port = etcd.place.hosts[0]
+        nodes = [start_daemon("--coordinator", f"etcd://{host}:{port}") for _ in range(2)]
+        group = ranks(start_trainer, nodes, store)
+        store.kill()
+        save(group)
+        for trainer in group:
+            trainer.kill()
+        with TorchStore() as another:
+            again = ranks(start_trainer, nodes, another, "again")
+            assert restored(again) == [1, 1]
+            assert save(again) == 2

@@ -112,13 +112,13 @@ async def test_the_largest_values(etcd: Etcd) -> None:
     assert await etcd.get([*"abcdefgh"]) == [key.encode() * VALUE_MAX for key in "abcdefgh"]
 
 
-async def test_a_wait_ends_with_the_value_or_without(etcd: Etcd) -> None:
-    assert await etcd.wait("key", 0.0) is None
-    waiting = asyncio.create_task(etcd.wait("key", 60))
-    more = [asyncio.create_task(etcd.wait("absent", 60)) for _ in range(2 * THREADS)]
-    assert await etcd.wait("other", 0.01) is None  # a wait delays no other call
-    await etcd.set("key", b"there")
-    assert await waiting == b"there"
+async def test_who_listens_hears_the_bell_and_gets_the_values(etcd: Etcd) -> None:
+    assert await etcd.listen("bell", 0, ["key"], 0.0) is None
+    listening = asyncio.create_task(etcd.listen("bell", 0, ["key", "absent"], 60))
+    more = [asyncio.create_task(etcd.listen("silent", 0, [], 60)) for _ in range(2 * THREADS)]
+    assert await etcd.listen("other", 0, [], 0.01) is None  # it delays no other call
+    assert await etcd.ring("key", b"there", "bell") == 1
+    assert await listening == (1, [b"there", None])
     for task in more:
         task.cancel()
     await asyncio.gather(*more, return_exceptions=True)
@@ -163,7 +163,12 @@ async def test_a_stopped_etcd_costs_the_limit_and_no_more(
     await etcd.set("key", b"value")
     etcd.limit_s = 0.2
     server.hang()
-    calls = [etcd.get(["key"]), etcd.set("key", b""), etcd.add("n", 1), etcd.wait("key", 5)]
+    calls = [
+        etcd.get(["key"]),
+        etcd.set("key", b""),
+        etcd.add("n", 1),
+        etcd.listen("bell", 0, [], 5),
+    ]
     for ended in await asyncio.gather(*calls, *(etcd.get(["x"]) for _ in range(THREADS)),
                                       return_exceptions=True):  # fmt: skip
         assert isinstance(ended, CarrierError) and ended.retryable
