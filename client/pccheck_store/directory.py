@@ -230,12 +230,21 @@ def _groups(found: catalog.Catalog) -> list[Document]:
         if world_size < 2:
             continue
         common = None
-        if shared := catalog.common_step(by_rank, world_size):
+        flagged = [c for c in checkpoints if c.is_known_global and c.id.world_size == world_size]
+        shared = catalog.common_step(by_rank, world_size) or _parts_of_newest(flagged)
+        if shared:
             newest = catalog.checkpoint_document(max(shared.values(), key=lambda c: c.wall_ns))
             common = {name: newest[name] for name in ("sequence", "step", "wall_ns")}
         behind = group.behind(catalog.ranks_of(by_rank), world_size)
         documents.append(catalog.group_document(uid, job, world_size, common, behind))
     return documents
+
+
+def _parts_of_newest(
+    checkpoints: list[catalog.StoredCheckpoint],
+) -> dict[int, catalog.StoredCheckpoint]:
+    newest = max((one.id.sequence for one in checkpoints), default=0)
+    return {one.id.rank: one for one in checkpoints if one.id.sequence == newest}
 
 
 # -- choosing ----------------------------------------------------------------------------------

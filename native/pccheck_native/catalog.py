@@ -242,9 +242,12 @@ def common_step(
     return None
 
 
-def checkpoint_documents(checkpoints: Iterable[StoredCheckpoint]) -> list[dict[str, object]]:
+def checkpoint_documents(
+    checkpoints: Iterable[StoredCheckpoint], known: Collection[tuple[int, str, int]] = ()
+) -> list[dict[str, object]]:
     """Checkpoints in the `--json` documents, with and without a daemon; those of one job are all
-    there, since only all of its ranks together say what is global, and what is stale."""
+    there, since only all of its ranks together say what is global, and what is stale. What other
+    nodes have is in flags; `known`: uid, job and sequence of what a daemon knows before these."""
     jobs: dict[tuple[int, str], dict[int, list[StoredCheckpoint]]] = {}
     every = list(checkpoints)
     for one in every:
@@ -255,6 +258,7 @@ def checkpoint_documents(checkpoints: Iterable[StoredCheckpoint]) -> list[dict[s
         for held in common(ranks_of(ranks))
         if held.world_size > 1
     }
+    shared |= {*known} | {(*one.id[:2], one.id.sequence) for one in every if one.is_known_global}
     steps = {one.id[:4]: one.id.step for one in every}
     old = {(*key, rank) for key, ranks in jobs.items() for rank in stale(ranks_of(ranks))}
     return [
@@ -283,14 +287,18 @@ def checkpoint_document(item: StoredCheckpoint) -> dict[str, object]:
 
 
 def document(
-    storage: Path, found: Catalog, reason_of: Callable[[Unreadable], str]
+    storage: Path,
+    found: Catalog,
+    reason_of: Callable[[Unreadable], str],
+    known: Collection[tuple[int, str, int]] = (),
 ) -> dict[str, object]:
-    """What `pccheckctl list --json` prints, with and without a daemon."""
+    """What `pccheckctl list --json` prints, with and without a daemon; `known` as for
+    `checkpoint_documents`."""
     return {
         "schema": 1,
         "storage": str(storage),
         "volumes": [volume_document(path, info) for path, info in sorted(found.volumes.items())],
-        "checkpoints": checkpoint_documents(found.checkpoints),
+        "checkpoints": checkpoint_documents(found.checkpoints, known),
         "unreadable": [
             {**_place(storage, item.file), "code": item.code_name, "reason": reason_of(item)}
             for item in found.unreadable

@@ -149,8 +149,9 @@ class Handlers:
                 return messages.Report(await self._status(session))
             case messages.ListVolumes():
                 found = await self._engine.look(
-                    session.uid, report.listing, session.uid, self._config, body.job
-                )
+                    session.uid, report.listing, session.uid, self._config, body.job,
+                    report.known_globals(self._registry),
+                )  # fmt: skip
                 memory = report.in_memory(session.uid, self._registry, body.job)
                 return messages.Report(found | {"in_memory": memory})
             case messages.ConfigShow():

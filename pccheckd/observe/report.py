@@ -175,12 +175,23 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
     )
 
 
-def listing(asker_uid: int, config: Config, job: str) -> Document:
+def known_globals(registry: Registry) -> set[tuple[int, str, int]]:
+    """What all nodes of a job have, by uid, job and sequence, before it is flagged on the disk."""
+    return {
+        (job.uid, job.name, sequence)
+        for job in registry.jobs.values()
+        for sequence in job.members.elsewhere.globals
+    }
+
+
+def listing(
+    asker_uid: int, config: Config, job: str, known: Collection[tuple[int, str, int]]
+) -> Document:
     """Every checkpoint on the disk that the asker may see. Blocks: reads records, and manifests of
     checkpoints that refer to others."""
     uid = None if asker_uid == 0 else asker_uid
     found = catalog.scan(config.storage, uid=uid, job=job or None, sizes=True)
-    return catalog.document(config.storage, found, lambda item: item.reason)
+    return catalog.document(config.storage, found, lambda item: item.reason, known)
 
 
 def gpu_uuid(raw: bytes) -> str:

@@ -112,3 +112,32 @@ def test_a_silent_store_is_named_and_the_warning_ends(
     store.go_on()
     until(lambda: nodes[1].status()["daemon"]["state"] == "ok")
     until(lambda: row(nodes[1], 1)["global_step"] == 2)
+
+
+def flagged(ctl: Ctl, *place: object) -> dict[int, bool]:
+    """By step: whether `list` calls it global."""
+    found = ctl(*place, "list", JOB, "--json").json["checkpoints"]
+    return {one["step"]: one["global"] for one in found}
+
+
+def test_list_and_wait_know_what_all_nodes_have(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    save(group)
+    group[1].step()
+    group[1].wait_durable(group[1].checkpoint())
+    asked = (None, "--socket", nodes[1].socket)
+    assert flagged(ctl, *asked) == {3: False, 2: True, 1: True}
+    waiting = ("wait", JOB, "--rank", 1, "--for=global", "--timeout")
+    assert ctl(*asked, *waiting, "60s", "--step", 2).out == "step 2 is global\n"
+    assert ctl(*asked, *waiting, "1ms", "--step", 3).code != 0
+    group[0].step()
+    group[0].wait_global(group[0].checkpoint())
+    assert ctl(*asked, *waiting, "60s", "--step", 3).code == 0
+    for daemon in nodes:
+        daemon.stop()
+    assert flagged(ctl, nodes[1].storage)[2]  # flags are on the disk with the next record
+    (shown,) = ctl(nodes[1].storage, "status", "--json").json["groups"]
+    assert shown["global"]["step"] in (2, 3) and shown["behind"] == {}

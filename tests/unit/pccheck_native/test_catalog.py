@@ -184,6 +184,12 @@ def test_documents_say_what_all_ranks_of_a_job_have() -> None:
     ]
 
 
+def test_documents_say_what_all_nodes_of_a_job_have() -> None:
+    found = [made(0, 1, 10, flags=SLOT_GLOBAL), made(0, 2, 20), made(0, 3, 30)]
+    documents = checkpoint_documents(found, {(7, "job", 2), (7, "other", 3), (8, "job", 3)})
+    assert [document["global"] for document in documents] == [True, True, False]
+
+
 def test_by_rank_groups_newest_first() -> None:
     grouped = by_rank([made(1, 1, 10), made(0, 1, 10), made(0, 2, 20)])
     assert {rank: [c.id.sequence for c in found] for rank, found in grouped.items()} == {
