@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,7 @@ LEASE_S = 30 * 86400
 RENEWED_AFTER = 0.1
 #: Keys that are read at once: by default etcd takes 128 operations.
 KEYS_AT_ONCE = 64
-#: Who listens asks again after the first of these times, then after twice as much, up to the
-#: second.
+#: `listen` asks again after the first of these times, then after twice as much, up to the second.
 PAUSES_S = (0.005, 0.5)
 
 #: A request has the time of its call, and its error says more than that of the call.
@@ -39,7 +38,7 @@ class Etcd:
         self, gateway: Gateway, prefix: str, *, limit_s: float = 5.0, lease_s: int = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """Keys begin with `prefix`, which names user and job. `lease` is its number, or nothing."""
+        """Keys begin with `prefix`. `lease` is its number, or nothing."""
         self._gateway, self._prefix, self.limit_s = gateway, prefix, limit_s
         self._lease_s, self._clock = lease_s, clock
         self.lease = ""
@@ -48,9 +47,17 @@ class Etcd:
 
     async def set(self, key: str, value: bytes) -> None:
         async with self._limited():
-            await self._write([], key, value)
+            await self._write([], {key: value})
 
     async def add(self, key: str, amount: int) -> int:
+        # Asked for again, it could be a second addition.
+        return await self._add(key, amount, {}, again=False)
+
+    async def ring(self, key: str, value: bytes, bell: str) -> int:
+        return await self._add(bell, 1, {key: value}, again=True)
+
+    async def _add(self, key: str, amount: int, values: Mapping[str, bytes], *, again: bool) -> int:
+        """Sets the values in the same moment."""
         async with self._limited():
             while True:
                 found = (await self._find([key]))[0]
@@ -59,14 +66,14 @@ class Etcd:
                     raise CarrierError(f"{key} in etcd holds no number", retryable=False)
                 unchanged = [{**self._key(key), "target": "MOD", "mod_revision": revision}]
                 total = int(before) + amount
-                # Asked for again, it could be a second addition.
-                if (await self._write(unchanged, key, b"%d" % total, again=False)).succeeded:
+                puts = {key: b"%d" % total, **values}
+                if (await self._write(unchanged, puts, again=again)).succeeded:
                     return total
 
     async def swap(self, key: str, value: bytes) -> bytes:
         absent = [{**self._key(key), "target": "CREATE", "create_revision": "0"}]
         async with self._limited():
-            answer = await self._write(absent, key, value)
+            answer = await self._write(absent, {key: value})
         if answer.succeeded:
             return value
         if not (answer.found and answer.found[0]):
@@ -79,22 +86,16 @@ class Etcd:
                 await self._leased()
             return [found.value if found else None for found in await self._find(keys)]
 
-    async def ring(self, key: str, value: bytes, bell: str) -> int:
-        await self.set(key, value)
-        return await self.add(bell, 1)
-
     async def listen(
         self, bell: str, after: int, keys: Sequence[str], limit_s: float
     ) -> tuple[int, list[bytes | None]] | None:
         until, pause_s = self._clock() + limit_s, PAUSES_S[0]
-        while True:
-            count, *values = await self.get([bell, *keys])
-            if count is not None and count.isdigit() and int(count) > after:
-                return int(count), values
+        while (rung := _number((await self.get([bell]))[0])) <= after:
             if (left_s := until - self._clock()) <= 0:
                 return None
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, PAUSES_S[1])
+        return rung, await self.get(keys)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -125,16 +126,19 @@ class Etcd:
         return found
 
     async def _write(
-        self, compare: list[Json], key: str, value: bytes, *, again: bool = True
+        self, compare: list[Json], values: Mapping[str, bytes], *, again: bool = True
     ) -> _Answer:
-        """Puts the value if the comparison holds, else reads what the key holds."""
+        """Puts the values if the comparison holds, else reads what the keys hold."""
         for last in (False, True):
             lease = await self._leased()
-            put = {**self._key(key), "value": _text(value), "lease": lease}
+            puts = [
+                {**self._key(key), "value": _text(value), "lease": lease}
+                for key, value in values.items()
+            ]
             body = {
                 "compare": compare,
-                "success": [{"request_put": put}],
-                "failure": [self._range(key)],
+                "success": [{"request_put": put} for put in puts],
+                "failure": [self._range(key) for key in values],
             }
             try:
                 return await self._txn(body, again)
@@ -186,6 +190,10 @@ class _Answer:
 
 def _found(kv: Json) -> _Found:
     return _Found(b64decode(kv.get("value", ""), validate=True), str(kv["mod_revision"]))
+
+
+def _number(value: bytes | None) -> int:
+    return int(value) if value is not None and value.isdigit() else 0
 
 
 def _text(value: bytes) -> str:

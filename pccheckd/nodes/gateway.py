@@ -20,7 +20,6 @@ from pccheck_wire.errors import UsageError
 from pccheckd.base.threads import Threads
 from pccheckd.config import coordinator
 from pccheckd.config.coordinator import Coordinator, Credentials
-from pccheckd.config.options import Config
 
 from .carrier import CarrierError
 
@@ -59,14 +58,6 @@ class AnsweredError(CarrierError):
         return self.number == UNAUTHENTICATED or any(
             words in self.message for words in ("user name is empty", "auth store is old")
         )
-
-
-def configured(config: Config) -> Gateway | None:
-    """The etcd of `--coordinator`; None if none is named."""
-    if not config.coordinator:
-        return None
-    file = config.coordinator_credentials
-    return Gateway(coordinator.parse(config.coordinator), Path(file) if file else None)
 
 
 class Gateway:

@@ -112,16 +112,28 @@ async def test_the_largest_values(etcd: Etcd) -> None:
     assert await etcd.get([*"abcdefgh"]) == [key.encode() * VALUE_MAX for key in "abcdefgh"]
 
 
-async def test_who_listens_hears_the_bell_and_gets_the_values(etcd: Etcd) -> None:
+async def test_a_bell_is_heard_with_what_it_rang_for(etcd: Etcd) -> None:
     assert await etcd.listen("bell", 0, ["key"], 0.0) is None
-    listening = asyncio.create_task(etcd.listen("bell", 0, ["key", "absent"], 60))
-    more = [asyncio.create_task(etcd.listen("silent", 0, [], 60)) for _ in range(2 * THREADS)]
+    heard = asyncio.create_task(etcd.listen("bell", 0, ["key", "absent"], 60))
+    others = [asyncio.create_task(etcd.listen("never", 0, [], 60)) for _ in range(2 * THREADS)]
     assert await etcd.listen("other", 0, [], 0.01) is None  # it delays no other call
-    assert await etcd.ring("key", b"there", "bell") == 1
-    assert await listening == (1, [b"there", None])
-    for task in more:
+    assert await etcd.ring("key", b"one", "bell") == 1
+    assert await heard == (1, [b"one", None])
+    assert await etcd.listen("bell", 1, [], 0.0) is None
+    assert await etcd.ring("key", b"two", "bell") == 2
+    assert await etcd.listen("bell", 1, ["key"], 60) == (2, [b"two"])
+    for task in others:
         task.cancel()
-    await asyncio.gather(*more, return_exceptions=True)
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_many_that_ring_at_once_are_all_heard(
+    server: Server, open_etcd: Callable[..., Etcd]
+) -> None:
+    nodes = [open_etcd(server.place) for _ in range(4)]
+    await asyncio.gather(*(node.ring(str(n), b"%d" % n, "bell") for n, node in enumerate(nodes)))
+    found = await nodes[0].listen("bell", 3, [*"0123"], 60)
+    assert found == (4, [b"0", b"1", b"2", b"3"])
 
 
 async def test_a_number_is_wanted_where_one_adds(etcd: Etcd) -> None:
@@ -167,7 +179,8 @@ async def test_a_stopped_etcd_costs_the_limit_and_no_more(
         etcd.get(["key"]),
         etcd.set("key", b""),
         etcd.add("n", 1),
-        etcd.listen("bell", 0, [], 5),
+        etcd.ring("key", b"", "bell"),
+        etcd.listen("bell", 5, [], 5),
     ]
     for ended in await asyncio.gather(*calls, *(etcd.get(["x"]) for _ in range(THREADS)),
                                       return_exceptions=True):  # fmt: skip
