@@ -102,9 +102,9 @@ def lives(pid: int) -> bool:
 
 def stuck(call: Call, here: Host) -> None:
     """What is said here comes to nothing, and nobody is told."""
-    before = here.counter("RetransSegs")
+    before = here.retransmitted()
     call.say("into the void")
-    until(lambda: here.counter("RetransSegs") > before + 2)
+    until(lambda: here.retransmitted() > before + 2)
     assert not call.is_answered() and call.ask.poll() is None and call.echo.poll() is None
 
 
@@ -155,9 +155,9 @@ def test_a_host_without_power_says_nothing(network: Network) -> None:
     n1, n2 = network.hosts
     call = Call(n1, n2)
     n2.lose_power()
-    before = n1.counter("RetransSegs")
+    before = n1.retransmitted()
     call.say("anybody")
-    until(lambda: n1.counter("RetransSegs") > before + 2)
+    until(lambda: n1.retransmitted() > before + 2)
     assert call.ask.poll() is None
     n2.start()  # which knows nothing of the connection
     assert call.ask.wait() == 1

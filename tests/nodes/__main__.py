@@ -78,9 +78,9 @@ def cable(spoil: Callable[[Host, Host], None], mend: Callable[[Host, Host], None
         one, other = cluster.hosts
         with cluster.launch("--steps", STEPS, "--pace", PACE_S) as run:
             run.reaches(KILLED)
-            before = one.counter("RetransSegs") + other.counter("RetransSegs")
+            before = one.retransmitted() + other.retransmitted()
             spoil(other, one)
-            until(lambda: one.counter("RetransSegs") + other.counter("RetransSegs") > before + 5)
+            until(lambda: one.retransmitted() + other.retransmitted() > before + 5)
             mend(other, one)
             lives = run.finish()
     compare(lives, wanted)
@@ -116,9 +116,9 @@ def compare(lives: Sequence[Life], wanted: Sequence[Life]) -> None:
 
 
 SCENARIOS: Mapping[str, Callable[[], str]] = {
-    "worker": worker,
+    "worker": lambda: worker(command=True),
     "worker-late": lambda: worker(late=True),
-    "worker-new-store": lambda: worker(kept=False),
+    "worker-new-store": lambda: worker(kept=False, command=True),
     "worker-static": lambda: worker(kept=False, static=True),
     "worker-of-four": lambda: worker(hosts=4),
     "daemon": daemon,

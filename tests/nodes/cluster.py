@@ -7,14 +7,15 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
+from tests.nodes.forked import Forked
 from tests.support.daemon import Daemon
 from tests.support.hosts import ROOT, Host, Network, Process
 from tests.support.waiting import until
@@ -23,7 +24,8 @@ FLAGS = ("--chunk", "256KiB", "--block-bytes", "64KiB", "--dram", "16MiB")
 RENDEZVOUS_PORT = 29500
 _SAID = re.compile(
     r"rank (?P<rank>\d+) (?:begins at step (?P<begin>\d+) at (?P<when>[\d.]+) s"
-    r"|step (?P<step>\d+) loss (?P<loss>-?[\d.]+(?:e[-+]\d+)?)|knows (?P<known>\d+))"
+    r"|step (?P<step>\d+) loss (?P<loss>-?[\d.]+(?:e[-+]\d+)?)"
+    r"|knows (?P<known>\d+)|is (?P<done>done))"
 )
 
 
@@ -69,6 +71,31 @@ class Cluster:
         return Launch(self.hosts, self.daemons, words, job, **options)  # type: ignore[arg-type]
 
 
+def torchrun(
+    host: Host, config: Mapping[str, Any], words: Sequence[object],
+    environment: Mapping[str, str], output: Path,
+) -> Process:  # fmt: skip
+    """The command, with the configuration that LaunchConfig has."""
+    command: list[object] = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", config["max_nodes"],
+        "--nproc-per-node", config["nproc_per_node"], "--max-restarts", config["max_restarts"],
+        "--local-addr", config["local_addr"],
+    ]  # fmt: skip
+    if config["rdzv_backend"] == "static":
+        address, _, port = config["rdzv_endpoint"].partition(":")
+        command += ["--node-rank", config["rdzv_configs"]["rank"]]
+        command += ["--master-addr", address, "--master-port", port]
+    else:
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", config["rdzv_endpoint"]]
+        command += ["--rdzv-id", config["run_id"]]
+        command += ["--rdzv-conf", f"is_host={config['rdzv_configs']['is_host']}"]
+    with output.open("wb") as file:
+        return host.begin(
+            *command, "-m", "tests.nodes.training", *words,
+            env=environment, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
 @dataclass(slots=True)
 class Life:
     """What one process of a rank printed."""
@@ -78,6 +105,7 @@ class Life:
     when_s: float
     losses: dict[int, str] = field(default_factory=dict)
     known: int = 0  #: the newest step that it knew to be global
+    done: bool = False
 
 
 class Launch:
@@ -86,38 +114,32 @@ class Launch:
     def __init__(
         self, hosts: Sequence[Host], daemons: Sequence[NodeDaemon], words: Sequence[object],
         job: str, *, ranks: int = 1, restarts: int = 0, static: bool = False, kept: bool = True,
+        command: bool = False,
     ) -> None:  # fmt: skip
         """`ranks` of each host. `static`: without a rendezvous. `kept`: torchrun starts ranks again
-        with the same store, else with a new one."""
+        with the same store, else with a new one. `command`: torchrun is the command, not forked."""
         self.ranks = ranks * len(hosts)
         self._outputs: list[Path] = []
-        self._processes: list[Process] = []
+        self._processes: list[Process | Forked] = []
         first = hosts[0].address
         for number, (host, daemon) in enumerate(zip(hosts, daemons, strict=True)):
             place = Path(tempfile.mkdtemp(prefix="launch-", dir=daemon.root))
-            meet = (
-                ["--rdzv-backend", "static", "--master-addr", first, "--node-rank", number,
-                 "--master-port", RENDEZVOUS_PORT]
-                if static
-                else ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:{RENDEZVOUS_PORT}",
-                      "--rdzv-id", job, "--rdzv-conf", f"is_host={int(number == 0)}"]
-            )  # fmt: skip
-            command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", len(hosts),
-                "--nproc-per-node", ranks, "--max-restarts", restarts,
-                "--local-addr", host.address, *meet, "-m", "tests.nodes.training", *words,
-                "--folder", place, *(["--apart"] if kept else []),
-            ]  # fmt: skip
+            said = [*words, *(["--apart"] if kept else []), "--folder", place]
+            config = {
+                "min_nodes": len(hosts), "max_nodes": len(hosts), "nproc_per_node": ranks,
+                "max_restarts": restarts, "local_addr": host.address, "run_id": job,
+                "rdzv_backend": "static" if static else "c10d",
+                "rdzv_endpoint": f"{first}:{RENDEZVOUS_PORT}",
+                "rdzv_configs": {"rank": number} if static else {"is_host": str(number == 0)},
+            }  # fmt: skip
             environment = daemon.environment() | {
                 "PCCHECK_SOCKET": str(daemon.socket), "PCCHECK_JOB": job, "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT),
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not kept)),
             }  # fmt: skip
             self._outputs.append(place / "output")
-            with (place / "output").open("wb") as file:
-                self._processes.append(
-                    host.begin(*command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-                )
+            start = torchrun if command else Forked
+            self._processes.append(start(host, config, said, environment, place / "output"))
 
     def __enter__(self) -> Self:
         return self
@@ -145,19 +167,39 @@ class Launch:
                     found.append(here[rank])
                 elif said["step"]:
                     here[rank].losses[int(said["step"])] = said["loss"]
-                else:
+                elif said["known"]:
                     here[rank].known = int(said["known"])
+                else:
+                    here[rank].done = True
         return sorted(found, key=lambda life: life.when_s)
 
+    def generations(self) -> list[list[Life]]:
+        """The lives that began together. The last one may lack ranks."""
+        found: list[list[Life]] = []
+        for life in self.lives():
+            if (
+                not found
+                or len(found[-1]) == self.ranks
+                or life.rank in {x.rank for x in found[-1]}
+            ):
+                found.append([])
+            found[-1].append(life)
+        return found
+
     def finish(self) -> list[Life]:
-        """Waits for the end of all. Raises AssertionError unless they end well."""
+        """Waits for the end of all. Raises AssertionError unless the ranks end well. (An agent that
+        leaves later than that of its store may fail, also of torchrun.)"""
         codes = [process.wait() for process in self._processes]
-        assert not any(codes), f"torchrun ended with {codes}:\n{self.text()[-6000:]}"
+        done = {life.rank for life in self.lives() if life.done}
+        assert len(done) == self.ranks, f"torchrun ended with {codes}:\n{self.text()[-6000:]}"
         return self.lives()
 
     def reaches(self, step: int) -> None:
-        """Waits until every rank has made the step."""
-        until(lambda: self._at(step) == self.ranks, self.text)
+        """Waits until every rank has made the step, or a launcher has ended."""
+        until(lambda: self._at(step) == self.ranks or self.has_ended(), self.text)
+
+    def has_ended(self) -> bool:
+        return any(process.poll() is not None for process in self._processes)
 
     def _at(self, step: int) -> int:
         return len({life.rank for life in self.lives() if step in life.losses})

@@ -1,8 +1,8 @@
 """A rank of a training on several nodes, in lockstep with the others, as torchrun starts it.
 
 It prints `rank 1 begins at step 0 at 12.5 s` (of this machine's clock), `rank 1 step 7 loss 0.25`
-for each step, with all digits, and `rank 1 knows 7` for the newest step that it knows to be global.
-"""
+for each step, with all digits, `rank 1 knows 7` for the newest step that it knows to be global, and
+`rank 1 is done`."""
 
 from __future__ import annotations
 
@@ -129,9 +129,10 @@ def main() -> None:
     torch.set_num_threads(1)
     client = None if chosen.undisturbed or chosen.late else PCcheckClient()
     meet(chosen.apart)
-    if chosen.late:
+    if chosen.late and not chosen.undisturbed:
         client = PCcheckClient()
     train(chosen, client)
+    print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()
 
 

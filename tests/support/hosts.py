@@ -246,8 +246,12 @@ class Host:
             self._inside.within(*command), check=True, stdout=subprocess.PIPE, text=True
         ).stdout
 
+    def retransmitted(self) -> int:
+        """Packets that it sent once more, because nobody answered."""
+        return self.counter("RetransSegs")
+
     def counter(self, name: str) -> int:
-        """Of its network, like RetransSegs: over all connections."""
+        """Of its network, like TCPOFOQueue: over all connections."""
         lines = self.run("cat", "/proc/net/netstat", "/proc/net/snmp").splitlines()
         for names, values in zip(lines[::2], lines[1::2], strict=True):
             if name in names.split():
