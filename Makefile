@@ -174,6 +174,7 @@ bench: $(READY) ## the figures of docs/performance.md without the paper's; resul
 	$(BIN)/python -m bench.observability
 	$(BIN)/python -m bench.ranks
 	$(BIN)/python -m bench.sessions
+	$(BIN)/python -m bench.nodes
 
 TRACE ?=
 figures: $(READY) ## as root: the paper's figures with its rivals, in two hours (QUICK=1: 15 minutes); TRACE=FILE for Figure 9

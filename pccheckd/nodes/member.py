@@ -55,6 +55,9 @@ WARN_AFTER_S = 5.0
 LISTEN_S = 20.0
 #: How often a member that does not decide reads what the others have, and for how long it waits.
 LOOK_S, LOOK_LIMIT_S = 10.0, 1.0
+#: What makes no fact (a checkpoint was asked for, an older one has gone) waits for so long, and is
+#: then published with what does: a checkpoint costs each node one message.
+QUIET_S = 5.0
 #: The member with rank 0 decides; each other one does so when it has waited for so long.
 DECIDES_AFTER_S = 3.0
 
@@ -268,7 +271,7 @@ class NodeMember:
     async def _publish(self) -> None:
         """What this node has, whenever that has changed; and the rounds that it takes part in."""
         published: Have | None = None
-        round_ = self._asked_round
+        round_, rung_s = self._asked_round, 0.0
         while True:
             self._changed.clear()
             if self._asked_round > round_:
@@ -278,11 +281,12 @@ class NodeMember:
                 self._changed.set()
                 continue
             have = self._keeper.have()
-            if have is not None and have != published:
+            is_due = time.monotonic() - rung_s >= QUIET_S
+            if have is not None and have != published and (is_due or _is_news(have, published)):
                 await self._ring("have", have.to_plain(), self.at)
-                published = have
+                published, rung_s = have, time.monotonic()
             try:
-                async with asyncio.timeout(LISTEN_S):
+                async with asyncio.timeout(LISTEN_S if have == published else QUIET_S):
                     await self._changed.wait()
             except TimeoutError:
                 if (await self._get([self._key("have", self.at)]))[0] is None:
@@ -410,6 +414,15 @@ def _at(found: StartList, hello: NodeHello) -> int:
     at = member_of(found, hello.node, hello.nonces)
     assert at is not None, "only a list with this node is taken"
     return at
+
+
+def _is_news(have: Have, before: Have | None) -> bool:
+    """Whether a fact may follow from it: more is offered, or something will never come."""
+    if before is None or set(have.offered) - set(before.offered):
+        return True
+    newest = max(have.known, default=None)
+    open_names = {one for one in before.there if newest is None or one > newest}
+    return bool(open_names - {*have.there, *have.offered})
 
 
 def _is_last(hellos: Sequence[NodeHello | None], mine: int, hello: NodeHello) -> bool:

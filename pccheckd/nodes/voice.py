@@ -145,9 +145,7 @@ class StoreVoice:
         values: list[bytes | None] = []
         while len(values) < len(keys):  # what is long comes in several answers
             found = await self._ask(0, ["get", list(keys[len(values) :])])
-            if not isinstance(found, list) or not found:
-                raise CarrierError("the client answered with no values")
-            values += [None if one is None else _bytes(one) for one in found]
+            values += _values(found)
         return values[: len(keys)]
 
     async def ring(self, key: str, value: bytes, bell: str) -> int:
@@ -156,8 +154,13 @@ class StoreVoice:
     async def listen(
         self, bell: str, after: int, keys: Sequence[str], limit_s: float
     ) -> tuple[int, list[bytes | None]] | None:
-        found = await self._ask(1, ["listen", bell, after, limit_s], limit_s)
-        return None if found is None else (_int(found), await self.get(keys))
+        found = await self._ask(1, ["listen", bell, after, list(keys), limit_s], limit_s)
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) != 2:
+            raise CarrierError("the client answered with something else")
+        values = _values(found[1])
+        return _int(found[0]), values + await self.get(keys[len(values) :])
 
     async def _ask(self, lane: int, operation: Operation, extra_s: float = 0.0) -> Result:
         asked = _Asked(operation, asyncio.get_running_loop().create_future())
@@ -179,6 +182,12 @@ def _int(found: Result) -> int:
     if type(found) is not int:
         raise CarrierError("the client answered with no number")
     return found
+
+
+def _values(found: Result) -> list[bytes | None]:
+    if not isinstance(found, list) or not found:
+        raise CarrierError("the client answered with no values")
+    return [None if one is None else _bytes(one) for one in found]
 
 
 def _bytes(found: Result) -> bytes:

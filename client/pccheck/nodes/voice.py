@@ -188,12 +188,14 @@ class _Lane:
 
         return self._store.wait(key, limit_s, sleep)
 
-    def _listen(self, welcome: Welcome, bell: str, after: int, limit_s: float) -> int | None:
-        """How often the bell has rung, as soon as that is more than `after`."""
+    def _listen(
+        self, welcome: Welcome, bell: str, after: int, keys: list[str], limit_s: float
+    ) -> list[Any] | None:
+        """How often the bell has rung, as soon as that is more than `after`, and the values."""
         count = self._store.add(bell, 0)
         if count <= after and self._wait(welcome, f"{bell}/{after + 1}", limit_s) is not None:
             count = self._store.add(bell, 0)
-        return count if count > after else None
+        return [count, self._store.get(keys)] if count > after else None
 
     def _execute(self, welcome: Welcome, operation: Any) -> Any:
         store = self._store
@@ -209,8 +211,14 @@ class _Lane:
                     return store.get([str(key) for key in keys])
                 case ["ring", str(key), bytes(value), str(bell)]:
                     return store.ring(key, value, bell)
-                case ["listen", str(bell), int(after), (int() | float()) as limit_s]:
-                    return self._listen(welcome, bell, after, limit_s)
+                case [
+                    "listen",
+                    str(bell),
+                    int(after),
+                    [_, *_] as keys,
+                    (int() | float()) as limit_s,
+                ]:
+                    return self._listen(welcome, bell, after, [str(k) for k in keys], limit_s)
             return ["error", f"not an operation: {str(operation)[:80]}"]
         except StoreError as error:
             return ["error", str(error)]

@@ -111,10 +111,12 @@ def test_the_lanes_do_what_the_daemon_asks_for(endpoint: Endpoint, voice: Voice)
         0, ["set", "a", b"1"], ["add", "n", 7], ["swap", "a", b"2"], ["get", ["a", "b", "n"]]
     ) == [None, 7, b"1", [b"1", None, b"7"]]
     assert endpoint.do(0, ["ring", "a", b"4", "bell"], ["get", ["a"]]) == [1, [b"4"]]
-    assert endpoint.do(1, ["listen", "bell", 0, 9.0], ["listen", "bell", 1, 0]) == [1, None]
-    waiting = endpoint.give(1, ["listen", "bell", 1, 1e9])
+    assert endpoint.do(1, ["listen", "bell", 0, ["a"], 9.0], ["listen", "bell", 1, ["a"], 0]) == [
+        [1, [b"4"]], None,
+    ]  # fmt: skip
+    waiting = endpoint.give(1, ["listen", "bell", 1, ["c", "absent"], 1e9])
     assert endpoint.do(0, ["ring", "c", b"3", "bell"]) == [2]
-    assert endpoint.results(1, waiting) == [2]
+    assert endpoint.results(1, waiting) == [[2, [b"3", None]]]
 
 
 def test_the_next_batch_begins_where_the_results_became_too_long(
@@ -131,7 +133,7 @@ def test_the_next_batch_begins_where_the_results_became_too_long(
     "operation",
     [
         ["set", "a"],
-        ["listen", 1, 0, 1.0],
+        ["listen", "a", 0, [], 1.0],
         ["get", []],
         ["get", "a"],
         ["swap", "a", b""],
@@ -169,7 +171,7 @@ def test_the_lanes_follow_to_the_next_daemon_and_leave_a_wait(
     endpoint: Endpoint, voice: Voice, tmp_path: Path
 ) -> None:
     voice.follow(endpoint.welcome)
-    endpoint.give(1, ["listen", "never", 0, 1e9])
+    endpoint.give(1, ["listen", "never", 0, ["n"], 1e9])
     assert endpoint.do(0, ["add", "n", 1]) == [1]
     threads = lanes()
     voice.leave()
@@ -180,7 +182,7 @@ def test_the_lanes_follow_to_the_next_daemon_and_leave_a_wait(
             assert (body.batch, body.results) == (0, [])
             second.arrived.append((sender, Request(number, b"", body)))
         assert second.do(0, ["add", "n", 1]) == [2]
-        assert second.do(1, ["listen", "n", 1, 1.0]) == [2]
+        assert second.do(1, ["listen", "n", 1, ["n"], 1.0]) == [[2, [b"2"]]]
     assert lanes() == threads == ["pccheck-voice-0", "pccheck-voice-1"]
 
 
@@ -242,8 +244,8 @@ def test_close_ends_the_threads_also_beside_a_stopped_server(
 ) -> None:
     voice.follow(endpoint.welcome)
     assert endpoint.do(0, ["add", "n", 1]) == [1]
-    assert endpoint.do(1, ["listen", "n", 0, 1]) == [1]
-    endpoint.give(1, ["listen", "none", 0, 1e9])
+    assert endpoint.do(1, ["listen", "n", 0, ["n"], 1]) == [[1, [b"1"]]]
+    endpoint.give(1, ["listen", "none", 0, ["n"], 1e9])
     suspend(server.pid)
     endpoint.give(0, ["add", "n", 1])
     voice.close()
@@ -254,7 +256,7 @@ def test_close_ends_the_threads_also_beside_a_stopped_server(
 def test_a_forked_child_has_no_lanes_and_disturbs_none(endpoint: Endpoint, voice: Voice) -> None:
     voice.follow(endpoint.welcome)
     assert endpoint.do(0, ["add", "n", 1]) == [1]
-    waiting = endpoint.give(1, ["listen", "late", 0, 1e9])
+    waiting = endpoint.give(1, ["listen", "late", 0, ["any"], 1e9])
     child = os.fork()
     if child == 0:
         voice.forget_in_child()
@@ -262,7 +264,7 @@ def test_a_forked_child_has_no_lanes_and_disturbs_none(endpoint: Endpoint, voice
         os._exit(len(lanes()))
     assert os.waitpid(child, 0)[1] == 0
     assert endpoint.do(0, ["ring", "any", b"1", "late"]) == [1]
-    assert endpoint.results(1, waiting) == [1]
+    assert endpoint.results(1, waiting) == [[1, [b"1"]]]
 
 
 @pytest.fixture
@@ -295,8 +297,8 @@ def test_the_end_of_a_waiting_process_is_silent(
     endpoint: Endpoint, server: Server, process: subprocess.Popen[str]
 ) -> None:
     """torch's own wait() would log a warning, with a stack."""
-    assert endpoint.do(1, ["listen", "none", 0, 0.01]) == [None]
-    waiting = endpoint.give(1, ["listen", "none", 0, 1e9])
+    assert endpoint.do(1, ["listen", "none", 0, ["n"], 0.01]) == [None]
+    waiting = endpoint.give(1, ["listen", "none", 0, ["n"], 1e9])
     assert endpoint.do(0, ["add", "n", 1]) == [1]
     assert waiting
     assert process.communicate("close\n", timeout=LIMIT_S)[1] == ""
