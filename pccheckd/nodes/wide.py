@@ -298,8 +298,23 @@ class WideJob:
             start.id = found.start
             await self._begin_in_volumes(start)
         await self._take_up(start, record)
+        if answer.round == 0:
+            await self._forget()
         self._answered.set()
         self._answered = asyncio.Event()
+
+    async def _forget(self) -> None:
+        """Removes the records of starts that this node needs no more."""
+        try:
+            gone = {path.name for path in await self._call(self._records.forget)}
+        except (OSError, PccheckError) as error:
+            LOG.warning("job %s: old records of starts stay: %s", self.job.name, error)
+            return
+        self._known = {
+            start: record
+            for start, record in self._known.items()
+            if f"start-{start.hex()}.json" not in gone
+        }
 
     async def _begin_in_volumes(self, start: Start) -> None:
         """The volumes have the start under its number already; now it has its id."""

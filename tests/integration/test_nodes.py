@@ -11,7 +11,7 @@ import pytest
 from tests.support.daemon import Daemon, Start
 from tests.support.etcd import StandIn
 from tests.support.torchstore import TorchStore
-from tests.support.trainer import Connect, Trainer
+from tests.support.trainer import Connect, RemoteError, Trainer
 
 COUNTS = [300_000, 11]
 JOB = "wide"
@@ -97,6 +97,20 @@ def test_several_ranks_of_each_node_have_one_copy_of_replicated_state(
     assert save(again) == 2
 
 
+def test_records_of_starts_go_when_they_are_needed_no_more(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    for number in range(4):
+        group = ranks(start_trainer, nodes, store, f"run-{number}")
+        if number:
+            assert restored(group) == [number, number]
+        save(group)
+        for trainer in group:
+            trainer.kill()
+    left = [len(list(node.storage.glob(f"*/{JOB}/start-*.json"))) for node in nodes]
+    assert max(left) <= 3, left
+
+
 def test_a_restore_in_mid_run_is_one_for_all_nodes(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
@@ -170,3 +184,34 @@ def test_the_nodes_agree_through_etcd_and_need_no_torch_store(
             again = ranks(start_trainer, nodes, another, "again")
             assert restored(again) == [1, 1]
             assert save(again) == 2
+
+
+def test_a_lost_node_is_named_and_left_out_by_the_users_word(
+    start_trainer: Connect, nodes: list[Daemon], start_daemon: Start, store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, replicated=True)
+    save(group)
+    for trainer in group:
+        trainer.kill()
+    empty = [start_daemon(), nodes[1]]  # node 1 lost its disk; a new one has its rank
+    again = ranks(start_trainer, empty, store, "again", replicated=True)
+    for trainer in again:
+        trainer.post("restore")
+    for trainer in again:
+        with pytest.raises(RemoteError, match=r"host .* is not") as caught:
+            trainer.answer()
+        assert "without=" in str(caught.value)
+
+
+def test_fresh_begins_without_the_checkpoints_of_all_nodes(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    for trainer in group:
+        trainer.kill()
+    again = ranks(start_trainer, nodes, store, "again", fresh=True)
+    assert save(again) == 1
+    for trainer in again:
+        trainer.kill()
+    assert restored(ranks(start_trainer, nodes, store, "third")) == [1, 1]
