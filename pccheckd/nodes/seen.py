@@ -16,6 +16,8 @@ from .wide import WideJob
 #: So long the nodes may agree, or the store be silent, before somebody is told.
 PATIENCE_S = 10.0
 
+TORCH_STORE = "the process with the store (torchrun's agent, or rank 0)"
+
 Document = dict[str, object]
 
 
@@ -123,10 +125,12 @@ def troubles(wide: WideJob) -> Iterator[str]:
         yield f"this start is refused: {member.refused.reason}{hint}"
     elif (quiet_s := silent_s(wide)) > PATIENCE_S:
         why = member.silent or "no answer"
+        store, check = "the store of the job", TORCH_STORE
+        if wide.carrier is not wide.voice:
+            store, check = "etcd (--coordinator)", "etcd"
         yield (
-            f"the store of the job has not answered for {quiet_s:.0f} s ({why}): checkpoints go on "
-            "on this node, and none becomes global; check that the process with the store "
-            "(torchrun's agent, or rank 0) runs, and that this node reaches it"
+            f"{store} has not answered for {quiet_s:.0f} s ({why}): checkpoints go on on this "
+            f"node, and none becomes global; check that {check} runs, and that this node reaches it"
         )
     elif (waits_s := wide.waits_s) > PATIENCE_S:
         who = member.missing or "the other nodes were asked"

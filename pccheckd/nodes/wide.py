@@ -60,7 +60,7 @@ class WideJob:
     ) -> None:
         """`voice`: gives operations to trainers; it has none if the carrier is another one."""
         self.job = job
-        self.voice, self._carrier = voice, carrier
+        self.voice, self.carrier = voice, carrier
         self._engine = engine
         self.node = node
         self._records = Records(engine.config.storage, job.uid, job.name)
@@ -179,7 +179,7 @@ class WideJob:
             await asyncio.wait([task])
 
     async def _run(self, start: Start) -> None:
-        self.member = NodeMember(self._carrier, f"{self.job.uid}/{self.job.name}", self)
+        self.member = NodeMember(self.carrier, f"{self.job.uid}/{self.job.name}", self)
         try:
             known = self._known.get(start.id)
             if known is not None and known.born:  # this daemon has restarted

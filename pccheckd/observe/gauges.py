@@ -14,6 +14,7 @@ from pccheckd.front.endpoints import ControlServer
 from pccheckd.group.job import Job
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Sessions
+from pccheckd.nodes import seen as seen_nodes
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.upkeep.scrub import Scrubber
 
@@ -46,6 +47,7 @@ def read(sessions: Sessions, health: Health, scrubber: Scrubber) -> list[Family]
         *_gpus(engine.driver.info()),
         Family("sessions", "Connected processes", list(connected.items()), ("role", "transfer")),
         *_groups(registry.jobs.values()),
+        *_nodes(registry),
         *_death_costs(registry.jobs.values()),
         *_ranks(ranks),
         *_scrub(scrubber),
@@ -120,6 +122,42 @@ def _groups(jobs: Iterable[Job]) -> Iterator[Family]:
         "behind", "Newer checkpoints that other ranks have durable and this rank does not",
         (((*k, str(rank)), count) for k, one in found for rank, count in one.behind.items()),
         "rank",
+    )  # fmt: skip
+
+
+def _nodes(registry: Registry) -> Iterator[Family]:
+    """Jobs on several nodes. The other nodes are shown by the node that hears of them all: that of
+    rank 0."""
+    every = [wide for job in registry.jobs.values() if (wide := registry.nodes.of(job)) is not None]
+    jobs = [
+        ((str(wide.job.uid), wide.job.name), wide, wide.member)
+        for wide in every if wide.start is not None and wide.member is not None
+    ]  # fmt: skip
+    yield Family(
+        "nodes_agreed", "1 when the nodes have agreed on what this start begins from",
+        [(k, wide.waits_s == 0 and one.refused is None) for k, wide, one in jobs], RANK[:2],
+    )  # fmt: skip
+    yield Family(
+        "nodes_silent_seconds", "For how long the store of the nodes has not answered",
+        [(k, one.silent_s) for k, _, one in jobs], RANK[:2],
+    )  # fmt: skip
+    yield Family(
+        "nodes_store_operations", "Of this node, for this start",
+        [(k, one.operations) for k, _, one in jobs], RANK[:2], counts=True,
+    )  # fmt: skip
+    now_s = time.time()
+    rows = [
+        ((*k, row.host, row.node), row)
+        for k, wide, one in jobs if one.at == 0 for row in seen_nodes.rows(wide)
+    ]  # fmt: skip
+    labels = (*RANK[:2], "host", "node")
+    yield Family(
+        "node_heard_timestamp_seconds", "When something of it was new, by the wall clock",
+        [(k, now_s - row.heard_s) for k, row in rows if row.heard_s is not None], labels,
+    )  # fmt: skip
+    yield Family(
+        "node_waited_for_seconds", "How long a checkpoint that other nodes have waits for it",
+        [(k, row.waited_s) for k, row in rows], labels,
     )  # fmt: skip
 
 

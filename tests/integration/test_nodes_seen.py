@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_memory import samples
 from tests.integration.test_nodes import COUNTS, JOB, ranks, save
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
@@ -141,3 +142,31 @@ def test_list_and_wait_know_what_all_nodes_have(
     assert flagged(ctl, nodes[1].storage)[2]  # flags are on the disk with the next record
     (shown,) = ctl(nodes[1].storage, "status", "--json").json["groups"]
     assert shown["global"]["step"] in (2, 3) and shown["behind"] == {}
+
+
+def test_metrics_say_which_node_is_waited_for(
+    start_daemon: Start, start_trainer: Connect, store: TorchStore
+) -> None:
+    nodes = [start_daemon("--metrics", "127.0.0.1:0") for _ in range(2)]
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    group[0].step()
+    group[0].wait_durable(group[0].checkpoint())
+    until(lambda: row(nodes[0], 1)["waited_step"] == 2)
+    first, second = (metrics(daemon) for daemon in nodes)
+    assert first["nodes_agreed"] == second["nodes_agreed"] == [1]
+    for found in (first, second):
+        assert found["nodes_store_operations_total"][0] > 0
+        assert found["nodes_silent_seconds"][0] < 10  # an operation may be on its way
+    own, other = first["node_waited_for_seconds"]
+    assert own == 0 < other
+    assert len(first["node_heard_timestamp_seconds"]) == 2
+    assert not second.get("node_waited_for_seconds")  # this node does not hear of the others
+
+
+def metrics(daemon: Daemon) -> dict[str, list[float]]:
+    """The values of each, in the order of the nodes."""
+    found: dict[str, list[float]] = {}
+    for one in samples(daemon):
+        found.setdefault(one.name.removeprefix("pccheck_"), []).append(one.value)
+    return found
