@@ -43,7 +43,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
 from .carrier import VALUE_MAX, Carrier, CarrierError
-from .view import View
+from .view import NodesView
 
 _T = TypeVar("_T")
 
@@ -112,7 +112,7 @@ class NodeMember:
         self.missing = ""  #: whom this node waits for, while it does
         self.operations = 0  #: of the carrier, so far ...
         self.began_with = 0  #: ... and of these, before the start had begun
-        self.view = View()
+        self.view = NodesView()
         self.hellos: list[NodeHello | None] = []  #: while it is calling
         self._calls: list[_Call] = []
         self._looked_s = -LOOK_S

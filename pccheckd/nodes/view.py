@@ -17,7 +17,7 @@ class Waited(NamedTuple):
     since_s: float
 
 
-class View:
+class NodesView:
     """Owned by the member. Members are numbered as in its list; times are those of `clock`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

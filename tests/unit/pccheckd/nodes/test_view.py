@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pccheck_native.nodes.facts import Have, Said, SaveName
-from pccheckd.nodes.view import View, Waited
+from pccheckd.nodes.view import NodesView, Waited
 
 
 class Clock:
@@ -23,7 +23,7 @@ def have(*steps: int) -> Have:
 
 
 def test_a_member_is_heard_when_something_of_it_is_new() -> None:
-    view = View(Clock())  # 1 s
+    view = NodesView(Clock())  # 1 s
     view.saw([have(1), None])
     view.saw([have(1), have(1)])
     assert view.heard_s == {0: 2, 1: 3}
@@ -32,7 +32,7 @@ def test_a_member_is_heard_when_something_of_it_is_new() -> None:
 
 
 def test_an_answer_counts_once_and_news_later() -> None:
-    view = View(Clock())
+    view = NodesView(Clock())
     view.answered({1})
     view.answered({1})
     assert view.heard_s == {1: 2}
@@ -41,7 +41,7 @@ def test_an_answer_counts_once_and_news_later() -> None:
 
 
 def test_what_one_offers_waits_for_the_other_since_it_was_seen() -> None:
-    view = View(Clock())
+    view = NodesView(Clock())
     view.saw([have(1, 2), None])
     view.saw([have(1, 2, 3), have(1)])
     assert view.waited_for(0) is None
@@ -53,7 +53,7 @@ def test_what_one_offers_waits_for_the_other_since_it_was_seen() -> None:
 
 
 def test_each_global_is_counted_once() -> None:
-    view = View(Clock())
+    view = NodesView(Clock())
     for said in ([1], [2, 1], [2, 1], [4, 2]):
         view.heard(Said(tuple(map(name, said))))
     assert view.globals == 3
