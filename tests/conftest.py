@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import subprocess
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -71,6 +72,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         ended = f"a fork in {item.nodeid} has ended: {call.excinfo and call.excinfo.getrepr()}\n"
         os.write(2, ended.encode())
         os._exit(70)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
+    """The process that distributes tests imports the class of each warning that it prints at the
+    end, and with PccheckWarning torch."""
+    kind = warning_message.category
+    if kind.__module__ != "builtins":
+        text = f"{kind.__name__}: {warning_message.message}"
+        warning_message.message, warning_message.category = UserWarning(text), UserWarning
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
