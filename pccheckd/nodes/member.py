@@ -164,8 +164,7 @@ class NodeMember:
         if self.phase is MemberPhase.BEGINNING:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
-        mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
-        await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
+        mine, is_left_out = await self._call(hello), False
         hellos = self.hellos = []
         pause = PAUSE_FIRST_S
         while True:
@@ -180,10 +179,22 @@ class NodeMember:
                 if isinstance(made, StartList):
                     await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
                 self.missing = made.reason if isinstance(made, Missing) else ""
+            seen = self._lists_seen
             if (found := await self._newest_list(hello)) is not None:
                 return await self._promise(found)
+            is_left_out |= self._lists_seen > seen
+            if is_left_out and not _is_last(hellos, mine, hello):
+                # A list was made when this hello had a number and had not arrived. Who made it
+                # waits for a process of before, and makes no other one.
+                mine, is_left_out = await self._call(hello), False
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
+
+    async def _call(self, hello: NodeHello) -> int:
+        """Which hello it is."""
+        mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
+        await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
+        return mine
 
     async def _read_hellos(self, hellos: list[NodeHello | None]) -> None:
         lacking = [at for at, one in enumerate(hellos) if one is None]
