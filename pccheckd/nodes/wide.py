@@ -8,11 +8,11 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pccheck_native import _core, catalog
+from pccheck_native import _core
 from pccheck_native.group import Held, Refused
 from pccheck_native.nodes import facts, lists
 from pccheck_native.nodes.facts import FullName, Have, Promises, RankHas, Said, SaveName
@@ -36,6 +36,7 @@ from pccheckd.tenancy.volumes import OpenVolume
 
 from .carrier import Carrier
 from .member import MemberPhase, NodeMember
+from .names import Names, lists_here
 from .records import Records
 from .voice import StoreVoice
 
@@ -66,7 +67,7 @@ class WideJob:
         self._records = Records(engine.config.storage, job.uid, job.name)
         self._known: dict[bytes, StartRecord] = {}  # the records, by start
         self._start: Start | None = None  # whose member runs
-        self._names: dict[FullName, int] = {}  # the sequences of this node
+        self._names = Names(job)
         self.member: NodeMember | None = None
         self._mine: Promises | None = None
         self.replicated = False
@@ -270,18 +271,16 @@ class WideJob:
         for tenant in self.job.tenants.values():
             await tenant.volumes.refresh()
         await self._see_volumes()
-        held, known = [], []
-        for tenant, one, full in self._every():
-            intact = tenant.retention.is_usable(one)
-            held.append(HeldPart(full, one.id.rank, one.id.digest, intact))
-            if one.is_known_global:
-                known.append(full)
+        held = tuple(
+            HeldPart(full, one.id.rank, one.id.digest, tenant.retention.is_usable(one))
+            for tenant, one, full in self._names.every()
+        )
         mine = self._known[found.start]
         answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
         return Offer(
             self.node, self.hello().host, self._promise(),
             records=tuple(self._known.values()),
-            known=tuple(sorted(set(known))), parts=tuple(held), answers=tuple(answers),
+            known=tuple(sorted(self._known_globals())), parts=held, answers=tuple(answers),
             word=self.words.get(round_, Word()), round=round_,
         )  # fmt: skip
 
@@ -329,14 +328,14 @@ class WideJob:
     async def _take_up(self, start: Start, record: StartRecord) -> None:
         """The start has begun: its ranks may restore and save."""
         await self._see_volumes()
-        every = list(self._every())
-        known = {full for _, one, full in every if one.is_known_global}
+        known = self._known_globals()
         own = sorted((one for one in known if one.start == start.id), reverse=True)
         older = [one for one in known if one.start != start.id]
         round_, restored = record.restored[-1]
         keep = self._engine.config.keep
         mine = facts.begin(start.id, restored, (*own, *older), keep, round_)
-        offered = {full.name for _, one, full in every if one.is_offered and mine.is_own(full)}
+        stored = self._names.every()
+        offered = {full.name for _, one, full in stored if one.is_offered and mine.is_own(full)}
         mine = mine._replace(offered=frozenset(offered))
         self._mine = facts.hear(mine, Said(tuple(one.name for one in own)), keep)
         self._answers = dict(record.restored)
@@ -404,7 +403,7 @@ class WideJob:
 
     def held(self, full: FullName) -> Held | None:
         """What this node has of a checkpoint; None: not all of its ranks have it."""
-        sequence = self._names.get(full)
+        sequence = self._names.sequence(full)
         for found in self.job.members.common():
             if found.sequence == sequence:
                 return found
@@ -415,16 +414,16 @@ class WideJob:
     def _offers(self, sequence: int) -> bool:
         """Whether a checkpoint that begins now is promised to the other nodes as soon as it is
         durable."""
-        name = self._name_of(sequence)
-        if self._mine is None or name is None:
+        mine = self._mine
+        full = self._names.take(mine.start, sequence) if mine is not None else None
+        if mine is None or full is None:
             return False
-        full = FullName(self._mine.start, name)
-        self._names[full] = sequence
-        there = {*self._names, full}
-        given_up = [n for n, s in self._own() if s in self.job.members.elsewhere.given_up]
-        self._mine = facts.offer(self._mine, there, self._room(), given_up)
+        elsewhere, own = self.job.members.elsewhere, self._own()
+        there = {FullName(mine.start, name) for name in own}
+        given_up = [name for name, n in own.items() if n in elsewhere.given_up]
+        self._mine = facts.offer(mine, there, self._room(), given_up)
         self._show()
-        return name in self._mine.offered
+        return full.name in self._mine.offered
 
     def _offer_more(self) -> None:
         """What is durable and was not promised, because there was no room for more promises."""
@@ -433,7 +432,8 @@ class WideJob:
             return
         every = [self.job.tenants[rank].volumes.sequences() for rank in start.members]
         durable = set.intersection(*every) if every else set()
-        there = {name for name, n in self._own() if n in durable and not self.job.gives_up(n)}
+        own = self._own().items()
+        there = {name for name, n in own if n in durable and not self.job.gives_up(n)}
         held = {FullName(mine.start, name) for name in there | mine.offered}
         if more := sorted(facts.offer(mine, held, self._room()).offered - mine.offered):
             self._offering = True
@@ -444,7 +444,7 @@ class WideJob:
         """The record of each rank has the mark before the other nodes hear of it."""
         try:
             for name in more:
-                sequence = self._names.get(FullName(start, name), 0)
+                sequence = self._names.sequence(FullName(start, name))
                 if not sequence or not await self._mark_offered(sequence):
                     continue
                 if self._mine is not None and self._mine.start == start:
@@ -482,7 +482,7 @@ class WideJob:
         return ranks
 
     def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
-        by_sequence = {sequence: name for name, sequence in self._own()}
+        by_sequence = {sequence: name for name, sequence in self._own().items()}
         appearing = tenant.ledger.appearing
         held = {one.id.sequence for one in tenant.volumes.checkpoints()}
         flying = set(tenant.ledger.pending()) - held | appearing.keys()
@@ -496,10 +496,9 @@ class WideJob:
             SaveName(*mine[1:]) if mine is not None else None,
         )
 
-    def _own(self) -> list[tuple[SaveName, int]]:
+    def _own(self) -> dict[SaveName, int]:
         """The names of this start, with the sequences of this node."""
-        start = self._mine.start if self._mine is not None else None
-        return [(full.name, n) for full, n in self._names.items() if full.start == start]
+        return self._names.own(self._mine.start if self._mine is not None else None)
 
     def _drop_lost_offers(self) -> None:
         """What a rank here has failed to save was never offered to anybody."""
@@ -512,7 +511,7 @@ class WideJob:
             return
         before = self._mine
         self._mine = facts.hear(before, said, self._engine.config.keep)
-        own = dict(self._own())
+        own = self._own()
         elsewhere = self.job.members.elsewhere
         elsewhere.given_up |= {own[name]: LACKS for name in said.given_up if name in own}
         self._show()
@@ -526,46 +525,26 @@ class WideJob:
 
     def _show(self) -> None:
         """The promises, as sequences of this node."""
-        assert self._mine is not None
-        elsewhere = self.job.members.elsewhere
-        elsewhere.globals |= {self._names[one] for one in self._mine.known if one in self._names}
-        elsewhere.offered |= {n for name, n in self._own() if name in self._mine.offered}
-
-    # -- names and sequences -------------------------------------------------------------------
-
-    def _name_of(self, sequence: int) -> SaveName | None:
-        name = self.job.members.numbering.name_of(sequence)
-        return SaveName(*name[1:]) if name is not None else None
-
-    def _every(self) -> Iterable[tuple[Tenant, catalog.StoredCheckpoint, FullName]]:
-        by_sequence = {sequence: full for full, sequence in self._names.items()}
-        for tenant in self.job.tenants.values():
-            for one in tenant.volumes.checkpoints():
-                full = by_sequence.get(one.id.sequence)
-                if full is not None and full.start == one.id.start:
-                    yield tenant, one, full
+        mine, elsewhere = self._mine, self.job.members.elsewhere
+        assert mine is not None
+        sequences = map(self._names.sequence, mine.known)
+        elsewhere.globals |= {n for n in sequences if n is not None}
+        elsewhere.offered |= {n for name, n in self._own().items() if name in mine.offered}
+        elsewhere.forget(self._names.forget(mine.known))
 
     async def _see_volumes(self) -> None:
-        """Learns the names of what the volumes hold. Blocks on the disk once for each."""
-        wide = {start for start, record in self._known.items()}
-        for tenant in self.job.tenants.values():
-            for item in tenant.volumes.open:
-                for one in item.checkpoints:
-                    if one.id.start in wide and one.id.sequence not in self._names.values():
-                        try:
-                            base, descents, step, row = await self._call(item.name, one)
-                        except (OSError, ValueError, _core.NativeError):
-                            continue  # unreadable: it does not count
-                        name = SaveName(base, descents, step, row)
-                        self._names[FullName(one.id.start, name)] = one.id.sequence
+        await self._names.see(self._known.keys(), self._call)
         elsewhere = self.job.members.elsewhere
-        for _, one, full in self._every():
-            record = self._known[full.start]
-            mine = [m for m in record.who.members if m.node == self.node]
-            if mine:
-                elsewhere.here.setdefault(one.id.incarnation, frozenset(mine[0].ranks))
+        for _, one, full in self._names.every():
+            if ranks := lists_here(self._known[full.start], self.node):
+                elsewhere.here.setdefault(one.id.incarnation, ranks)
             if one.is_known_global:
                 elsewhere.globals.add(one.id.sequence)
+
+    def _known_globals(self) -> set[FullName]:
+        """What this node knows to be global; the disk is told with the next record."""
+        known = self.job.members.elsewhere.globals
+        return {full for _, one, full in self._names.every() if one.id.sequence in known}
 
     async def _call(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await self._engine.call(self.job.uid, work, *arguments)
