@@ -158,6 +158,13 @@ class PCcheckClient(Closing):
         self._pid = os.getpid()
         self._lock = threading.RLock()
         _check_together(solo, replicated, autostart, storage)
+        if durable_every == "auto" and identity.is_wide and not solo:
+            raise UsageError(
+                'durable_every="auto" writes what the idle disk of each node takes, so the '
+                f"{identity.world_size} ranks of this job, {identity.local_world_size} of them on "
+                "this node, would have almost no checkpoint on the disk in common",
+                hint="name a number: durable_every=10 writes every tenth checkpoint on all nodes",
+            )
         several = identity.world_size > 1
         self._fresh, self._alone = fresh, solo and several
         saving = 1 if solo else identity.world_size  # ranks

@@ -499,6 +499,10 @@ CALLS: dict[str, Callable[[Kit], object]] = {
     "option": lambda kit: kit.client(snapshot="fast"),
     "stall limit": lambda kit: kit.client(stall_limit_s=0),
     "solo and replicated": lambda kit: kit.client(solo=True, replicated=True),
+    "auto on several nodes": lambda kit: (
+        kit.patch.setenv("LOCAL_WORLD_SIZE", "2"),
+        kit.client(rank=0, world_size=4, durable_every="auto"),
+    ),
     "storage without autostart": lambda kit: kit.client(storage="/data"),
     "autostart without storage": lambda kit: PCcheckClient("gpt", autostart=True),
     "autostart with socket": lambda kit: PCcheckClient(
@@ -680,6 +684,11 @@ WORDS: dict[str, str] = {
     "solo and replicated": (
         "solo=True and replicated=True cannot be combined (use solo=True if one rank saves, "
         "replicated=True if every rank saves a part)"
+    ),
+    "auto on several nodes": (
+        'durable_every="auto" writes what the idle disk of each node takes, so the 4 ranks of '
+        "this job, 2 of them on this node, would have almost no checkpoint on the disk in common "
+        "(name a number: durable_every=10 writes every tenth checkpoint on all nodes)"
     ),
     "storage without autostart": (
         "storage= is for a private daemon only, and needs autostart=True (add "
