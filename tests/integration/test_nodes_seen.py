@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -170,3 +171,25 @@ def metrics(daemon: Daemon) -> dict[str, list[float]]:
     for one in samples(daemon):
         found.setdefault(one.name.removeprefix("pccheck_"), []).append(one.value)
     return found
+
+
+def test_a_job_that_was_dropped_on_one_node_names_that_node(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    for trainer in group:
+        trainer.kill()
+    dropped = ctl(None, "--socket", nodes[1].socket, "drop", JOB, "--yes")
+    assert dropped.code == 0, dropped.err
+    directory = nodes[1].storage / str(os.getuid()) / JOB
+    assert not list(directory.glob("*"))  # no volume, and no record of a start
+    group = ranks(start_trainer, nodes, store, run="again")
+    for trainer in group:
+        trainer.post("restore")
+    for trainer in group:
+        with pytest.raises(Exception, match=r"stored the part of rank 1 and no longer has it"):
+            trainer.answer()
+    until(lambda: seen(nodes[0])["phase"] == "refused")
+    (warning,) = nodes[0].status()["warnings"]
+    assert "this start is refused: step 1 is global" in warning and "fresh=True" in warning
