@@ -135,7 +135,7 @@ class NodeMember:
     async def run(self, resumed: StartList | None = None) -> None:
         """Until it is cancelled. `resumed`: the start has begun, and this daemon has restarted."""
         if resumed is None:
-            while self.phase is not MemberPhase.RUNNING and await self._find_list():
+            while self.phase in (_P.CALLING, _P.BEGINNING) and await self._find_list():
                 await self._begin()
             if self.phase is not MemberPhase.RUNNING:
                 return

@@ -281,7 +281,7 @@ class WideJob:
             self.node, self.hello().host, self._promise(),
             records=tuple(self._known.values()),
             known=tuple(sorted(self._known_globals())), parts=held, answers=tuple(answers),
-            word=self.words.get(round_, Word()), round=round_,
+            word=self.words.get(round_, Word(fresh=self._fresh)), round=round_,
         )  # fmt: skip
 
     async def record(self, found: StartList, answer: StartAnswer) -> None:
@@ -435,6 +435,7 @@ class WideJob:
         own = self._own().items()
         there = {name for name, n in own if n in durable and not self.job.gives_up(n)}
         held = {FullName(mine.start, name) for name in there | mine.offered}
+        held |= {one for one in mine.known if self._names.sequence(one) in durable}
         if more := sorted(facts.offer(mine, held, self._room()).offered - mine.offered):
             self._offering = True
             tenant = self.job.tenants[min(start.members)]
@@ -529,7 +530,7 @@ class WideJob:
         assert mine is not None
         sequences = map(self._names.sequence, mine.known)
         elsewhere.globals |= {n for n in sequences if n is not None}
-        elsewhere.offered |= {n for name, n in self._own().items() if name in mine.offered}
+        elsewhere.offered = {n for name, n in self._own().items() if name in mine.offered}
         elsewhere.forget(self._names.forget(mine.known))
 
     async def _see_volumes(self) -> None:

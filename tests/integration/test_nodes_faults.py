@@ -1,0 +1,73 @@
+"""What ends, and is lost, while a job on two nodes runs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.test_nodes import ranks, restored, save
+from tests.support.daemon import Daemon, Start
+from tests.support.torchstore import TorchStore
+from tests.support.trainer import Connect, RemoteError
+
+
+@pytest.fixture
+def store() -> Iterator[TorchStore]:
+    with TorchStore() as server:
+        yield server
+
+
+@pytest.fixture
+def nodes(start_daemon: Start) -> list[Daemon]:
+    return [start_daemon(), start_daemon()]
+
+
+def test_offers_of_an_ended_start_leave_room(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """Node 0 has promised slots to checkpoints that rank 1 never asked for."""
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    for _ in range(6):
+        group[0].save()
+    for trainer in group:
+        trainer.kill()
+    again = ranks(start_trainer, nodes, store, run="again")
+    assert restored(again) == [1, 1]
+    assert [again[0].save() for _ in range(6)] == ["durable"] * 6
+
+
+def lose_disk(start_trainer: Connect, nodes: list[Daemon], store: TorchStore) -> None:
+    """All nodes had a checkpoint, and node 1 comes back with an empty disk."""
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    for trainer in group:
+        trainer.kill()
+    nodes[1].kill()
+    shutil.rmtree(nodes[1].storage)
+    nodes[1].storage.mkdir()
+    nodes[1].start()
+
+
+def test_a_start_without_a_disk_is_refused_once(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    lose_disk(start_trainer, nodes, store)
+    group = ranks(start_trainer, nodes, store, run="again")
+    for trainer in group:
+        trainer.post("restore")
+    for trainer in group:
+        with pytest.raises(RemoteError, match="stored the part of rank 1 and is not here"):
+            trainer.answer()
+    for daemon in nodes:
+        assert "ERROR" not in daemon.log.read_text().replace("ERROR job 0/wide: step 1", "")
+
+
+def test_a_fresh_start_needs_no_lost_disk(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    lose_disk(start_trainer, nodes, store)
+    group = ranks(start_trainer, nodes, store, run="again", fresh=True)
+    assert [save(group), save(group)] == [1, 2]
