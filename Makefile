@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check nodes-check etcd-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check nodes-check etcd-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -96,9 +96,13 @@ memory-campaign: $(READY) ## kills trainers and daemons beside checkpoints in me
 handler-campaign: $(READY) ## calls in signal handlers before each EVERY-th (default 1) instruction of other calls
 	$(BIN)/python -m tests.integration.handler_campaign --every $(EVERY) --seed $(SEED)
 
+nodes-campaign: ROUNDS = 300
+nodes-campaign: $(READY) ## kills ranks, daemons and the store of jobs on several nodes, ROUNDS times (default 300), with SEED
+	$(BIN)/python -m tests.integration.nodes_campaign --rounds $(ROUNDS) --seed $(SEED)
+
 WALKS ?= 2000
 nodes-search: $(READY) ## every state of small jobs on several nodes, around the rules; WALKS (2000) through larger ones, with SEED
-	$(BIN)/python -m tests.integration.nodes_campaign --walks $(WALKS) --seed $(SEED)
+	$(BIN)/python -m tests.integration.nodes_search_campaign --walks $(WALKS) --seed $(SEED)
 
 KILLS ?= 3
 resume-campaign: $(READY) ## 30 trainings of HF, Lightning, Accelerate, DeepSpeed and own loops, each killed KILLS (3) times

@@ -1,6 +1,6 @@
 """Searches what may happen to jobs on several nodes, around the real rules: `make nodes-search`.
 
-    python -m tests.integration.nodes_campaign [--walks N] [--seed S] [--limit STATES]
+    python -m tests.integration.nodes_search_campaign [--walks N] [--seed S] [--limit STATES]
 
 Prints a row per job: states, depth, whether the search reached the last of them, and the
 broken invariant, if there is one, with the shortest way to it. Then seeded walks through jobs that

@@ -25,7 +25,8 @@ CAMPAIGNS = {
     "handler_campaign": ("--outer", "gate", "--inner", "flush", "--every", "100"),
     "kill_campaign": ("--rounds", "1"),
     "memory_campaign": ("--rounds", "1"),
-    "nodes_campaign": ("--walks", "2", "--limit", "100", "--only", "all faults"),
+    "nodes_campaign": ("--rounds", "1"),
+    "nodes_search_campaign": ("--walks", "2", "--limit", "100", "--only", "all faults"),
     "restart_campaign": ("--rounds", "1"),
     "resume_campaign": ("--kills", "1", "--only", "own-stream", "own-quantized"),
     "sharded_campaign": ("--rounds", "3"),  # with each number of ranks

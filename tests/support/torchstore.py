@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Self
@@ -19,18 +18,18 @@ def _serve(link: Connection) -> None:
         "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
     )
     link.send(store.port)
-    while True:
-        time.sleep(3600)
+    while link.recv() == "empty":
+        link.send(sum(map(store.delete_key, store.list_keys())))
 
 
 class TorchStore:
     """The end of the block kills it."""
 
     def __init__(self) -> None:
-        link, theirs = CONTEXT.Pipe()
+        self._link, theirs = CONTEXT.Pipe()
         self._process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
-        self.port: int = link.recv()
+        self.port: int = self._link.recv()
 
     def environment(self, run: str, per_node: int, local_rank: int) -> dict[str, str]:
         """Of a rank, as torchrun sets it."""
@@ -49,6 +48,11 @@ class TorchStore:
     def go_on(self) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGCONT)
+
+    def empty(self) -> int:
+        """It loses all keys; how many."""
+        self._link.send("empty")
+        return int(self._link.recv())
 
     def kill(self) -> None:
         self._process.kill()
