@@ -118,7 +118,7 @@ class NodeMember:
         self._looked_s = -LOOK_S
         self._is_warned = False
         self._lists_seen = 0
-        self._asked_round = 0
+        self._asked_round = self._round = 0
         self._changed = asyncio.Event()
 
     # -- what the node tells it ----------------------------------------------------------------
@@ -132,8 +132,9 @@ class NodeMember:
         self._asked_round = max(self._asked_round, round_)
         self._changed.set()
 
-    async def run(self, resumed: StartList | None = None) -> None:
-        """Until it is cancelled. `resumed`: the start has begun, and this daemon has restarted."""
+    async def run(self, resumed: StartList | None = None, round_: int = 0) -> None:
+        """Until it is cancelled. `resumed`: the start has begun, and this daemon has restarted;
+        `round_` is the last one whose answer is on the disk."""
         if resumed is None:
             while self.phase in (_P.CALLING, _P.BEGINNING) and await self._find_list():
                 await self._begin()
@@ -142,6 +143,7 @@ class NodeMember:
         else:
             self.list, self.phase = resumed, MemberPhase.RUNNING
             self.at = _at(resumed, self._keeper.hello())
+        self._round = round_
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish())
             tasks.create_task(self._decide() if self.at == 0 else self._listen())
@@ -282,12 +284,12 @@ class NodeMember:
     async def _publish(self) -> None:
         """What this node has, whenever that has changed; and the rounds that it takes part in."""
         published: Have | None = None
-        round_, rung_s = self._asked_round, 0.0
+        rung_s = 0.0
         while True:
             self._changed.clear()
-            if self._asked_round > round_:
-                round_ += 1
-                if not await self._agree(round_):
+            if self._asked_round > self._round:
+                self._round += 1
+                if not await self._agree(self._round):
                     return
                 self._changed.set()
                 continue

@@ -77,6 +77,7 @@ class WideJob:
         self._wanted = asyncio.Event()  # a rank restores or saves ...
         self.wanted_s = 0.0  # ... and since when (time.monotonic)
         self._fresh = False
+        self._is_ready = False  # what this node knows of the start is in memory
         self._offering = False  # the disk is told of more promises
         self._promised: set[Path] = set()  # the volumes that have the promise
         self._task: asyncio.Task[None] | None = None
@@ -162,6 +163,7 @@ class WideJob:
         elif start.closed and start.is_live:
             self._stop()
             self._start, self._mine, self._answers, self.words = start, None, {}, {}
+            self._is_ready = False
             self._wanted.clear()
             self._limit = asyncio.get_running_loop().call_later(AGREE_LIMIT_S, self._too_late)
             self._task = asyncio.create_task(self._run(start), name=f"nodes of {self.job.name}")
@@ -180,20 +182,46 @@ class WideJob:
             await asyncio.wait([task])
 
     async def _run(self, start: Start) -> None:
-        self.member = NodeMember(self.carrier, f"{self.job.uid}/{self.job.name}", self)
+        self.member = member = NodeMember(self.carrier, f"{self.job.uid}/{self.job.name}", self)
         try:
-            known = self._known.get(start.id)
-            if known is not None and known.born:  # this daemon has restarted
-                await self._take_up(start, known)
-                await self.member.run(known.who)
-            else:
-                await self.member.run()
+            known = self._known_of(start)
+            last = await self._resume(start, known) if known is not None else 0
+            self._is_ready = True
+            await member.run(known.who if known is not None else None, last)
         except asyncio.CancelledError:
             raise
         except Exception:
             LOG.exception("job %s: what speaks with the other nodes has failed", self.job.name)
         if self.member is not None and self.member.refused is not None:
             self._refuse(self.member.refused)
+
+    def _known_of(self, start: Start) -> StartRecord | None:
+        """The record of a start that began before this daemon restarted. Its processes tell, not
+        its id: they may have connected before the nodes agreed on one."""
+        processes = {rank: one.process for rank, one in start.members.items()}
+        found = (
+            record
+            for record in self._known.values()
+            if record.born and lists.member_of(record.who, self.node, processes) is not None
+        )
+        return max(found, key=lambda record: record.who.promise, default=None)
+
+    async def _resume(self, start: Start, known: StartRecord) -> int:
+        """This daemon has restarted, and the start has begun: the last round that has an answer
+        here."""
+        start.id = known.start
+        last, _ = known.restored[-1]
+        if known.round == last:
+            await self._take_up(start, known)
+            return last
+        # It promised a later round: until that has an answer, nothing is saved or offered.
+        self._answers = dict(known.restored)
+        for member in start.members.values():
+            member.round = known.round
+        self._want()
+        if self.member is not None:
+            self.member.want_round(known.round)
+        return last
 
     def _too_late(self) -> None:
         """The nodes have not agreed: checkpoints that wait for that are skipped."""
@@ -240,6 +268,8 @@ class WideJob:
 
     async def promise(self, found: StartList) -> Refused | None:
         """Durably: in the record of the start, and in the volumes of the job."""
+        if found.start in self._known:  # before this daemon restarted
+            return None
         record = StartRecord(found)
         ranks = sorted(self._start.members) if self._start is not None else []
         if found.replicated and ranks != list(range(ranks[0], ranks[0] + len(ranks))):
@@ -340,8 +370,11 @@ class WideJob:
         self._mine = facts.hear(mine, Said(tuple(one.name for one in own)), keep)
         self._answers = dict(record.restored)
         elsewhere = self.job.members.elsewhere
-        for member in start.members.values():
-            member.round = max(member.round, round_)
+        saved = {one.id.rank for _, one, full in self._names.every() if mine.is_own(full)}
+        for rank, member in start.members.items():
+            member.round = max(member.round, record.round, round_)
+            # After a restart of this daemon the disk tells.
+            member.moved = member.moved or (member.begun and rank in saved)
         elsewhere.here[start.incarnation] = frozenset(start.members)
         elsewhere.agreed = start.incarnation
         self._show()
@@ -359,7 +392,8 @@ class WideJob:
             start, member = self._start, self.member
             if member is not None and member.refused is not None:
                 raise NoCheckpointError(member.refused.reason, hint=member.refused.hint)
-            if start is not None and self.job.members.starts.of(rank, process) is start:
+            mine = self.job.members.starts.of(rank, process) is start
+            if start is not None and mine and self._is_ready:
                 if round_ is None:
                     round_ = self._round(start, rank, asked)
                 if round_ < 0:  # a look in mid-run, in which other ranks need not take part

@@ -12,6 +12,7 @@ from tests.support.daemon import Daemon, Start
 from tests.support.etcd import StandIn
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError, Trainer
+from tests.support.waiting import until
 
 COUNTS = [300_000, 11]
 JOB = "wide"
@@ -216,3 +217,24 @@ def test_fresh_begins_without_the_checkpoints_of_all_nodes(
     for trainer in again:
         trainer.kill()
     assert restored(ranks(start_trainer, nodes, store, "third")) == [1, 1]
+
+
+def test_a_daemon_that_restarts_in_a_restore_of_all_takes_part_in_it(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    save(group)
+    group[1].post("restore")  # its node promises the round, and waits for the other one
+    records = list(nodes[1].storage.glob(f"*/{JOB}/start-*.json"))
+    before = [record.read_bytes() for record in records]
+    until(lambda: [record.read_bytes() for record in records] != before)
+    nodes[1].kill()
+    nodes[1].start()
+    with pytest.raises(RemoteError):
+        group[1].answer()
+    group[1].post("restore")
+    group[0].post("restore")
+    got = [trainer.answer()["step"] for trainer in group]
+    assert got == [2, 2], nodes[1].log.read_text()
+    assert save(group) == 3
