@@ -159,8 +159,8 @@ async def _aside(describe: Callable[[_T], Document], what: _T) -> Document:
 
 
 def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Document]:
-    """What `pccheckctl trace` shows: checkpoints that ended in the last seconds, or are live. A
-    call for a thread."""
+    """What `pccheckctl trace` shows: checkpoints that ended in the last seconds, or are live, and
+    the nodes of jobs on several nodes as they are now. A call for a thread."""
     now_ns = time.monotonic_ns()
     since_ns = max(0, now_ns - int(last_s * 1e9))
     records = registry.chronicle.ring.newest(asker_uid, since_ns)
@@ -170,8 +170,10 @@ def trace(asker_uid: int, registry: Registry, last_s: float) -> Callable[[], Doc
         if has_access(asker_uid, tenant.key.uid)
         for item in tenant.ledger.live()
     ]
+    jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
+    nodes = [*filter(None, map(seen_nodes.document, filter(None, map(registry.nodes.of, jobs))))]
     return functools.partial(
-        outcomes.document, records, since_ns=since_ns, now_ns=now_ns, wall_ns=time.time_ns()
+        outcomes.document, records, nodes, since_ns=since_ns, now_ns=now_ns, wall_ns=time.time_ns()
     )
 
 

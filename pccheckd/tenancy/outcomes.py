@@ -152,7 +152,9 @@ def fields(item: Record) -> dict[str, object]:
     return found | {f"{word}_s": seconds for word, seconds in item.seconds().items()}
 
 
-def document(records: list[Record], *, since_ns: int, now_ns: int, wall_ns: int) -> Document:
+def document(
+    records: list[Record], nodes: list[Document], *, since_ns: int, now_ns: int, wall_ns: int
+) -> Document:
     """What `pccheckctl trace` makes a trace of; `wall_ns`: the wall clock at `now_ns`. Too long for
     the loop."""
     return {
@@ -160,6 +162,7 @@ def document(records: list[Record], *, since_ns: int, now_ns: int, wall_ns: int)
         "since_ns": since_ns,
         "now_ns": now_ns,
         "wall_ns": wall_ns,
+        "nodes": nodes,
         "checkpoints": [
             item.document() for item in sorted(records, key=lambda item: item.requested)
         ],

@@ -63,6 +63,8 @@ def test_status_has_a_row_for_each_node(
     text = ctl(None, "--socket", nodes[0].socket, "status").out
     assert f"nodes    {JOB}: running; " in text
     assert re.search(rf"{re.escape(socket.gethostname())}, this node +\w{{8}} +0 ", text)
+    traced = ctl(None, "--socket", nodes[0].socket, "trace", "--last", "60s").json["otherData"]
+    assert [one["ranks"] for one in traced["nodes"][0]["nodes"]] == [[0], [1]]
 
 
 def test_a_checkpoint_that_waits_for_a_node_names_the_node(

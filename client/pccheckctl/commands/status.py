@@ -162,20 +162,25 @@ def _nodes(job: Document) -> str:
         facts.append(f"the store is silent for {render.duration(silent_s)}")
     if cost is not None:
         facts.append(f"{cost:g} store operations per global checkpoint")
-    lines = [
-        (
-            f"{text(node, 'host')}, this node" if node.get("here") is True else text(node, "host"),
-            text(node, "node"),
-            render.spans(_ranks_of(node)),
-            "" if node.get("here") is True else render.age(number(node, "heard_s")),
-            node.get("offered_step"),
-            node.get("global_step"),
-            _waited(node),
-        )
-        for node in rows(job, "nodes")
-    ]
-    headings = ("host", "node", "ranks", "news", "newest step", "known global", "waited for")
-    return f"nodes    {text(job, 'job')}: {'; '.join(facts)}\n{render.table(headings, lines)}"
+    table = render.table(NODE_HEADINGS, map(node_cells, rows(job, "nodes")))
+    return f"nodes    {text(job, 'job')}: {'; '.join(facts)}\n{table}"
+
+
+NODE_HEADINGS = ("host", "node", "ranks", "news", "newest step", "known global", "waited for")
+
+
+def node_cells(node: Document) -> tuple[object, ...]:
+    """The row of a node, also in a report."""
+    here = node.get("here") is True
+    return (
+        f"{text(node, 'host')}, this node" if here else text(node, "host"),
+        text(node, "node"),
+        render.spans(_ranks_of(node)),
+        "" if here else render.age(number(node, "heard_s")),
+        node.get("offered_step"),
+        node.get("global_step"),
+        _waited(node),
+    )
 
 
 def _ranks_of(node: Document) -> list[int]:

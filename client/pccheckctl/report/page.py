@@ -13,8 +13,10 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 from pccheck_wire.basics import some
+from pccheckctl.commands.status import NODE_HEADINGS, node_cells
 from pccheckctl.commands.trace import PHASES
 from pccheckctl.output import render
+from pccheckctl.output.documents import rows, text
 
 from .saves import LOST, Key, Save, TracedSaves, disk_rates, lags, lanes, losses, parked
 
@@ -55,6 +57,10 @@ def _head(saves: TracedSaves) -> str:
 
 def _sections(saves: TracedSaves) -> Iterable[str]:
     yield _section("Ranks", "", _ranks(saves))
+    for job in saves.nodes:
+        cells = ([_cell(one) for one in node_cells(node)] for node in rows(job, "nodes"))
+        title, words = f"Nodes of {escape(text(job, 'job'))}", "When the trace was made."
+        yield _section(title, words, _table(NODE_HEADINGS, cells))
     yield _section(
         "In time",
         "Each row is a lane: the copy above, the write to the disk below. Lanes that overlap are "
@@ -95,6 +101,10 @@ def _sections(saves: TracedSaves) -> Iterable[str]:
     )  # fmt: skip
     yield _section("What the disk wrote", "", _disk(saves))
     yield _section("What was lost or skipped, and why", "", _losses(saves.items))
+
+
+def _cell(value: object) -> str:
+    return "-" if value in (None, "") else str(value)
 
 
 def _section(title: str, words: str, inner: str) -> str:

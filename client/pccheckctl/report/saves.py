@@ -60,6 +60,7 @@ class TracedSaves(NamedTuple):
     items: list[Save]
     now_ns: int
     wall_ns: int  # the wall clock at `now_ns`
+    nodes: Sequence[Document] = ()  # jobs on several nodes, as in status
 
     def ranks(self) -> dict[Key, list[Save]]:
         found: dict[Key, list[Save]] = {}
@@ -81,7 +82,9 @@ def saves_of(document: Document, *, job: str | None, uid: int | None) -> TracedS
     found = [_save(row) for row in rows(document, "checkpoints")]
     kept = [one for one in found if job in (None, one.job) and uid in (None, one.uid)]
     kept.sort(key=lambda one: one.requested)
-    return TracedSaves(kept, whole(document, "now_ns"), whole(document, "wall_ns"))
+    wide = [one for one in rows(document, "nodes") if job in (None, text(one, "job"))]
+    wide = [one for one in wide if uid in (None, one.get("uid"))]
+    return TracedSaves(kept, whole(document, "now_ns"), whole(document, "wall_ns"), wide)
 
 
 def _save(row: Document) -> Save:

@@ -147,3 +147,17 @@ def test_what_is_in_memory_only_has_a_row_until_it_is_written() -> None:
     assert any("step 4, in memory" in bar for bar in shown.bars)
     assert "memory lost" not in text and "copy lost" not in text
     assert shown.said[shown.said.index("job 0") :][:7] == ["job 0", "2", "1", "0", "0", "1", "0"]
+
+
+def test_a_job_on_several_nodes_has_a_row_for_each() -> None:
+    node = {"host": "a<b", "node": "3f0a91c2", "ranks": [0, 1], "here": True, "heard_s": 0.0,
+            "offered_step": 7, "global_step": 6, "waited_step": None, "waited_s": 0.0}  # fmt: skip
+    other = node | {"host": "n2", "here": False, "ranks": [2], "waited_step": 7, "waited_s": 3.0}
+    wide = {"uid": 7, "job": "job", "nodes": [node, other]}
+    document = made([record(1, 10, 20)], ()) | {"nodes": [wide, wide | {"job": "another"}]}
+    found = parsed(page(saves_of(document, job="job", uid=None)))
+    assert "Nodes of job" in found.said and "Nodes of another" not in found.said
+    at = found.said.index("a<b, this node")
+    row = [text for text in found.said[at:] if text.strip()]
+    assert row[:7] == ["a<b, this node", "3f0a91c2", "0-1", "-", "7", "6", "-"]
+    assert row[7:14] == ["n2", "3f0a91c2", "2", "0.0 s ago", "7", "6", "step 7, 3.0 s"]

@@ -101,11 +101,11 @@ async def test_a_users_traces_are_made_one_after_another(
     """And what is in the second is what was there when its turn came."""
     made, begun, let_go = outcomes.document, threading.Semaphore(0), threading.Event()
 
-    def held(records: list[Record], **times: int) -> Document:
+    def held(records: list[Record], nodes: list[Document], **times: int) -> Document:
         begun.release()
         if records[0].id.uid == 7:
             let_go.wait(LIMIT_S)
-        return made(records, **times)
+        return made(records, nodes, **times)
 
     monkeypatch.setattr(outcomes, "document", held)
     ring = place.registry.chronicle.ring

@@ -34,7 +34,7 @@ def record(
 
 
 def made(ended: Iterable[Record], live: Iterable[Record] = ()) -> Document:
-    return document([*ended, *live], since_ns=0, now_ns=1000 * MS, wall_ns=5000 * MS)
+    return document([*ended, *live], [], since_ns=0, now_ns=1000 * MS, wall_ns=5000 * MS)
 
 
 def slices(chrome: Document) -> list[Document]:
