@@ -342,6 +342,7 @@ class Search:
         self.late = config.mode != "prompt"
         self.stale = config.mode == "stale"
         self.unseen = config.mode == "unseen"
+        self.is_faultless = config.is_faultless
         self._ranks: list[Rank] = []
         self._numbers: dict[One, int] = {}
         self._kinds = Kinds()
@@ -404,8 +405,12 @@ class Search:
 
     def _in_order(self, state: State) -> State:
         """The state that stands for all with these ranks in other places."""
+        if self.in_places:
+            return state
         ranks = state[0]
-        if self.in_places or ranks == (ordered := tuple(sorted(ranks))):
+        if len(ranks) == 2 and ranks[0] <= ranks[1]:
+            return state
+        if ranks == (ordered := tuple(sorted(ranks))):
             return state
         return tuple.__new__(State, (ordered, *state[1:]))
 
@@ -414,6 +419,8 @@ class Search:
         if self.in_places:
             return 1
         ranks = state.ranks
+        if len(ranks) == 2:
+            return 1 + (ranks[0] != ranks[1])
         return math.factorial(len(ranks)) // math.prod(
             math.factorial(ranks.count(rank)) for rank in set(ranks)
         )
@@ -530,12 +537,12 @@ class Search:
             decided = _cut(decided, (numbers & -numbers).bit_length() or FAR, _names(numbers))
             numbers |= _bits(decided[:2])
         if numbers == (1 << last) - 1 and not steps & steps + 1:
-            return State(
-                ranks, last, given, top, ever, choice, above, run, world, mark, budget, decided
-            )
+            return tuple.__new__(State, (
+                ranks, last, given, top, ever, choice, above, run, world, mark, budget, decided,
+            ))  # fmt: skip
         runs = min([run, *(least for rank in found for least in rank.runs)]) - 1
         smaller = Smaller(_names(numbers), _names(steps), runs)
-        return State(
+        return tuple.__new__(State, (
             tuple([self._smaller(number, smaller) for number in ranks]),
             len(smaller.numbers),
             tuple([smaller.code(code) for code in given]),
@@ -547,8 +554,8 @@ class Search:
             world,
             smaller.floor(mark),
             budget,
-            smaller.agreement(decided),
-        )
+            smaller.agreement(decided) if self.stale else decided,
+        ))  # fmt: skip
 
     def _forget(self, state: State) -> tuple[int, ...]:
         """The ranks, without lost checkpoints that some rank can never have been told of."""
@@ -676,7 +683,8 @@ class Search:
             asked = self._asked[key] = self._ask(one, code)
         made = _at(state, place, asked)
         if number > state.last:
-            made = made._replace(last=number, given=(*state.given, code))
+            given = (*state.given, code)
+            made = tuple.__new__(State, (made[0], number, given, *made[3:]))
         return (place, "asks for", number), made
 
     def _ask(self, one: One, code: int) -> int:
@@ -778,8 +786,12 @@ class Search:
             top = sequence
         if ever < self.config.keep and all(code in one.held for one in others):
             ever += 1
-        made = self._at_end(state._replace(top=top, ever=ever), place, number)
-        return (place, "has durable", sequence), made._replace(mark=max(state.mark, sequence))
+        if top != state.top or ever != state.ever:
+            state = state._replace(top=top, ever=ever)
+        made = self._at_end(state, place, number)
+        if sequence > state.mark:
+            made = made._replace(mark=sequence)
+        return (place, "has durable", sequence), made
 
     def _at_end(self, state: State, place: int, number: int) -> State:
         """With another rank in this place, a checkpoint of which the rules have ended. If all ranks
@@ -1083,7 +1095,7 @@ class Search:
             return f"(2) a rank restores {_name(chosen)}, another one {_name(state.choice)}"
         if not self.config.daemons and (twice := self._numbered_twice(state)):
             return twice
-        if self.config.is_faultless:
+        if self.is_faultless:
             said = self.agreed(state)
             if any(number > said[1] for number in said[2]):
                 return f"(7) {said[2]} are given up, without any fault"
