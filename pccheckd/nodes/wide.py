@@ -295,6 +295,7 @@ class WideJob:
         await self._wanted.wait()  # then it is known what restore() was told
         if round_ > self._known[found.start].round:
             self._mine, self.job.members.elsewhere.agreed = None, 0
+            self.wanted_s = time.monotonic()
             record = self._known[found.start]._replace(round=round_)
             await self._call(self._records.update, record)
             self._known[found.start] = record

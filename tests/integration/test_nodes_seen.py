@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,3 +196,20 @@ def test_a_job_that_was_dropped_on_one_node_names_that_node(
     until(lambda: seen(nodes[0])["phase"] == "refused")
     (warning,) = nodes[0].status()["warnings"]
     assert "this start is refused: step 1 is global" in warning and "fresh=True" in warning
+
+
+def test_a_restore_of_all_in_mid_run_waits_since_it_began(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    save(group)
+    assert seen(nodes[0])["waits_s"] == 0
+    began_s = time.monotonic()
+    group[0].post("restore")  # the other rank trains on
+    waited_s = until(lambda: seen(nodes[0])["waits_s"])
+    assert waited_s <= time.monotonic() - began_s
+    group[1].post("restore")
+    for trainer in group:
+        assert trainer.answer()["step"] == 2
+    assert seen(nodes[0])["waits_s"] == 0
