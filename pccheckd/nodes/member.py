@@ -182,7 +182,8 @@ class NodeMember:
                     await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
                 self.missing = made.reason if isinstance(made, Missing) else ""
             seen = self._lists_seen
-            if (found := await self._newest_list(hello)) is not None:
+            found = await self._newest_list(hello)
+            if found is not None and found.promise >= hello.promise:  # else of an older hello
                 return await self._promise(found)
             is_left_out |= self._lists_seen > seen
             if is_left_out and not _is_last(hellos, mine, hello):

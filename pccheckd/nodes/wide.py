@@ -455,6 +455,7 @@ class WideJob:
             return False
         elsewhere, own = self.job.members.elsewhere, self._own()
         there = {FullName(mine.start, name) for name in own}
+        there |= {one for one in mine.known if self._names.sequence(one) is not None}
         given_up = [name for name, n in own.items() if n in elsewhere.given_up]
         self._mine = facts.offer(mine, there, self._room(), given_up)
         self._show()
