@@ -13,7 +13,7 @@ from pccheck.warn import LOG
 from tests.support.trainer import Commands, Trainer, mismatch
 
 #: A line is what ranks save after one restore. Its number and the step are one number, the stamp.
-STEPS_MAX = 1000
+STEPS_MAX = 100_000
 
 
 class _Tell(logging.Handler):
