@@ -147,9 +147,10 @@ class Launch:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                for child in psutil.Process(process.pid).children(recursive=True):
+                launcher = psutil.Process(process.pid)
+                for one in (launcher, *launcher.children(recursive=True)):
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        child.kill()
+                        one.kill()
             process.end()
 
     def text(self) -> str:
