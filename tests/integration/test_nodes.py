@@ -238,3 +238,18 @@ def test_a_daemon_that_restarts_in_a_restore_of_all_takes_part_in_it(
     got = [trainer.answer()["step"] for trainer in group]
     assert got == [2, 2], nodes[1].log.read_text()
     assert save(group) == 3
+
+
+def test_slots_and_keep_may_differ_between_nodes(
+    start_trainer: Connect, start_daemon: Start, store: TorchStore
+) -> None:
+    nodes = [
+        start_daemon("--slots", "3", "--keep", "1"),
+        start_daemon("--slots", "6", "--keep", "3"),
+    ]
+    group = ranks(start_trainer, nodes, store)
+    for step in range(1, 9):
+        assert save(group) == step
+    for trainer in group:
+        trainer.kill()
+    assert restored(ranks(start_trainer, nodes, store, "again")) == [8, 8]
