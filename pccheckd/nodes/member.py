@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 import msgpack  # type: ignore[import-untyped]
 
 from pccheck_native.group import Refused
-from pccheck_native.nodes.beginning import decide
+from pccheck_native.nodes.beginning import absent, decide
 from pccheck_native.nodes.facts import Have, Said, say
 from pccheck_native.nodes.lists import (
     Missing,
@@ -174,13 +174,13 @@ class NodeMember:
             if count > len(hellos) or None in hellos[-BATCH:]:
                 hellos += [None] * (count - len(hellos))
                 await self._read_hellos(hellos)
+            made = make_list(hellos, secrets.token_bytes(ID), hello)
+            self.missing = made.reason if isinstance(made, Missing) else ""
             if _is_last(hellos, mine, hello):
-                made = make_list(hellos, secrets.token_bytes(ID), hello)
                 if isinstance(made, Refused):
                     return self._refuse(made)
                 if isinstance(made, StartList):
                     await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
-                self.missing = made.reason if isinstance(made, Missing) else ""
             seen = self._lists_seen
             found = await self._newest_list(hello)
             if found is not None and found.promise >= hello.promise:  # else of an older hello
@@ -248,23 +248,24 @@ class NodeMember:
                 self._lists_seen -= 1  # it is read again, and taken
                 return False
             if time.monotonic() - began_s >= DECIDES_AFTER_S * self.at:
-                await self._try_to_decide(found, round_)
+                await self._try_to_decide(found, round_, began_s)
             else:
                 self.missing = f"{found.name(found.members[0])} has not decided yet"
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
-    async def _try_to_decide(self, found: StartList, round_: int) -> None:
+    async def _try_to_decide(self, found: StartList, round_: int, began_s: float) -> None:
         offers: list[Offer | None] = []
         keys = [self._key("offer", round_, at) for at in range(len(found.members))]
         for first in range(0, len(keys), BATCH):
             values = await self._get(keys[first : first + BATCH])
             offers += [_parsed(Offer.of_plain, value) for value in values]
-        lacking = [m for m, one in zip(found.members, offers, strict=True) if one is None]
         self.view.answered({at for at, one in enumerate(offers) if one is not None})
-        self.missing = f"{', '.join(map(found.name, lacking))} did not answer" if lacking else ""
-        if not lacking:
-            answer = decide([one for one in offers if one is not None], found, round_)
+        came = [one for one in offers if one is not None]
+        missing = absent(came, found, time.monotonic() - began_s, round_)
+        self.missing = missing.reason if missing is not None else ""
+        if missing is None:
+            answer = decide(came, found, round_)
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
             await self._swap(self._key("answer", round_), plain)
 

@@ -21,13 +21,15 @@ LIMIT_S = 60.0
 class Node:
     """A `NodeKeeper` with one rank and no checkpoints."""
 
-    def __init__(self, rank: int, life: int, promised: Promise | None = None) -> None:
+    def __init__(
+        self, rank: int, life: int, promised: Promise | None = None, *, world_size: int = 2
+    ) -> None:  # fmt: skip
         self._rank, self._nonce = rank, bytes([rank, life]) * 8
-        self.promised = promised or Promise()
+        self.promised, self._world_size = promised or Promise(), world_size
         self.answers: list[StartAnswer] = []
 
     def hello(self) -> NodeHello:
-        return NodeHello(bytes([self._rank]) * 16, f"n{self._rank}", "launch", 2,
+        return NodeHello(bytes([self._rank]) * 16, f"n{self._rank}", "launch", self._world_size,
                          {self._rank: self._nonce}, self.promised)  # fmt: skip
 
     def lives(self) -> StartList | None:
@@ -112,3 +114,29 @@ async def test_a_list_from_before_a_promise_is_replaced() -> None:
             one.cancel()
         await asyncio.gather(task, late, return_exceptions=True)
         nodes = [Node(rank, 100 + life, nodes[rank].promised) for rank in range(2)]
+
+
+async def test_who_waits_is_told_for_which_ranks() -> None:
+    """One node waits before the second node comes, and then for the third one only. A later launch
+    with the same id finds the hellos of the nodes before, and waits for an answer of theirs."""
+    store = MemoryStore()
+    nodes = [Node(rank, 0, world_size=3) for rank in range(3)]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    tasks = [asyncio.create_task(members[0].run())]
+    await until_told(members[0], "ranks 1 to 2 of 3 did not come")
+    tasks.append(asyncio.create_task(members[1].run()))
+    await until_told(members[0], "rank 2 of 3 did not come")
+    await until_told(members[1], "rank 2 of 3 did not come")
+    for task in tasks:
+        task.cancel()
+    await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+    again = NodeMember(MemoryCarrier(store), "job", Node(0, 1, world_size=3))
+    task = asyncio.create_task(again.run())
+    await until_told(again, "host n1 (rank 1) and host n2 (rank 2) did not answer for")
+    task.cancel()
+
+
+async def until_told(member: NodeMember, words: str) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while words not in member.missing:
+            await asyncio.sleep(0.001)
