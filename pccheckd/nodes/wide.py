@@ -453,11 +453,7 @@ class WideJob:
         full = self._names.take(mine.start, sequence) if mine is not None else None
         if mine is None or full is None:
             return False
-        elsewhere, own = self.job.members.elsewhere, self._own()
-        there = {FullName(mine.start, name) for name in own}
-        there |= {one for one in mine.known if self._names.sequence(one) is not None}
-        given_up = [name for name, n in own.items() if n in elsewhere.given_up]
-        self._mine = facts.offer(mine, there, self._room(), given_up)
+        self._mine = facts.offer(mine, self._there() | {full}, self._room())
         self._show()
         return full.name in self._mine.offered
 
@@ -468,14 +464,25 @@ class WideJob:
             return
         every = [self.job.tenants[rank].volumes.sequences() for rank in start.members]
         durable = set.intersection(*every) if every else set()
-        own = self._own().items()
-        there = {name for name, n in own if n in durable and not self.job.gives_up(n)}
-        held = {FullName(mine.start, name) for name in there | mine.offered}
-        held |= {one for one in mine.known if self._names.sequence(one) in durable}
-        if more := sorted(facts.offer(mine, held, self._room()).offered - mine.offered):
+        more = facts.offer(mine, self._there(), self._room()).offered - mine.offered
+        own = self._own()
+        if later := sorted(name for name in more if own[name] in durable):
             self._offering = True
             tenant = self.job.tenants[min(start.members)]
-            tenant.tasks.spawn(self._offer_durable(mine.start, more))
+            tenant.tasks.spawn(self._offer_durable(mine.start, later))
+
+    def _there(self) -> set[FullName]:
+        """What takes a slot here, of this start and of what it keeps of older ones."""
+        mine, start = self._mine, self._start
+        assert mine is not None and start is not None
+        there = set[int]()
+        for rank in start.members:
+            tenant = self.job.tenants[rank]
+            there |= tenant.volumes.sequences() | set(tenant.ledger.pending())
+        own = self._own().items()
+        found = {name for name, n in own if n in there and not self.job.gives_up(n)}
+        kept = {one for one in mine.known if self._names.sequence(one) in there}
+        return {FullName(mine.start, name) for name in found} | kept
 
     async def _offer_durable(self, start: bytes, more: list[SaveName]) -> None:
         """The record of each rank has the mark before the other nodes hear of it."""

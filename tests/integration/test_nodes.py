@@ -146,14 +146,14 @@ def test_saves_go_on_beside_a_store_that_has_stopped(
     group = ranks(start_trainer, nodes, store)
     save(group)
     store.stop()
-    for _ in range(12):  # more than there are slots
+    for _ in range(7):  # more than there are slots
         for trainer in group:
             assert trainer.save() == "durable"
     store.go_on()
-    assert save(group) == 14
+    assert save(group) == 9
     for trainer in group:
         trainer.kill()
-    assert restored(ranks(start_trainer, nodes, store, "again")) == [14, 14]
+    assert restored(ranks(start_trainer, nodes, store, "again")) == [9, 9]
 
 
 def test_a_store_that_ends_ends_nothing_else(
