@@ -285,6 +285,7 @@ class Player:
         self._make(start, fresh=True)
         self.line += 1
         self._all("begin_line", self.line)
+        self._save()
 
     def _save(self) -> None:
         """All ranks save one step, and wait for it."""
@@ -339,7 +340,8 @@ class Player:
                     raise WrongError(f"a rank ended its training: {rank._ended}")
             if time.monotonic() - began_s > ANSWER_S:
                 told = [rank.durable for rank in self.ranks]
-                raise WrongError(f"no new global checkpoint {when}: {told}")
+                seen = [daemon.status() for daemon in self.nodes]
+                raise WrongError(f"no new global checkpoint {when}: {told}; {seen}")
             time.sleep(0.005)
         self.tally.took(f"progress {when}", began_s)
 
@@ -439,7 +441,7 @@ def play(seed: int, number: int, tally: Tally) -> None:
             tally.violations.append(wrong)
             print(f"VIOLATION {wrong}\n{player.said[-8:]}", file=sys.stderr)
             for at, daemon in enumerate(nodes):
-                print(f"--- node {at}\n{daemon.log.read_text()[-3000:]}", file=sys.stderr)
+                print(f"--- node {at}\n{daemon.log.read_text()[-5000:]}", file=sys.stderr)
     took_s = time.monotonic() - began_s
     print(f"round {number} ({took_s:.1f} s): {drawn}{' VIOLATION' if wrong else ''}", flush=True)
 
