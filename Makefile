@@ -56,7 +56,7 @@ pytest: $(READY) ## all tests in Python, WORKERS (7) at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # Older subjects may be longer.
-SUBJECTS_FROM := 32705aa8
+SUBJECTS_FROM := b91af317
 lint: $(READY) ## ruff, mypy --strict, the layers, clang-format, commit subjects
 	$(BIN)/ruff check -q $(PYTHON_SOURCES)
 	$(BIN)/ruff format -q --check $(PYTHON_SOURCES)
