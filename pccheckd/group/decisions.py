@@ -51,6 +51,7 @@ class Decisions:
             self._members.numbering.passed(tenant.volumes.last_sequence())
         ranks = self._known = self.known()
         agreed = group.agree(self._with_lost(ranks), self._members.world_size, self._keep(), short)
+        agreed = self._members.elsewhere.keeps(agreed)
         shared = group.common(ranks)
         there = {n for known in ranks.values() for n in known.pending}
         there |= {held.sequence for known in ranks.values() for held in known.held}

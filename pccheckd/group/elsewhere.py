@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from pccheck_native.group import Held, Rank
+from pccheck_native.group import Agreement, Held, Rank
 from pccheck_wire.ends import Why
 
 
@@ -25,6 +25,8 @@ class Elsewhere:
         self.globals: set[int] = set()  #: sequences that all nodes have
         self.given_up: dict[int, Why] = {}  #: sequences that some node will never have, and why
         self.offered: set[int] = set()  #: sequences that this node has promised to keep
+        self.kept: set[int] = set()  #: sequences that the nodes keep until newer ones are global
+        self.old: set[int] = set()  #: sequences from before the newest restore of all ranks
         #: The newest wide start whose nodes have agreed on what it begins from. Until then none of
         #: its checkpoints begins, and nothing is given up or recycled.
         self.agreed = 0
@@ -32,6 +34,14 @@ class Elsewhere:
         self.offers: Callable[[int], bool] = lambda _: False
         #: A rank requests a checkpoint, and the nodes have not agreed.
         self.wanted: Callable[[], None] = lambda: None
+
+    def keeps(self, agreed: Agreement) -> Agreement:
+        """The decision of this node, in the order of the nodes: what all ranks went back to counts
+        as newer than what they had saved before."""
+        if not self.kept:
+            return agreed
+        given_up = agreed.given_up | (self.old - self.kept)
+        return Agreement(min(self.kept), max(self.kept), given_up)
 
     def forget(self, there: Collection[int]) -> None:
         """Keeps what is known of the sequences that are still there."""

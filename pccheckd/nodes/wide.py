@@ -158,6 +158,7 @@ class WideJob:
     def _follow(self, start: Start | None) -> None:
         """The processes of another start have come."""
         if start is None or not start.kind.is_wide:
+            self.job.members.elsewhere.kept.clear()
             self._start = start
             self._stop()
         elif start.closed and start.is_live:
@@ -572,7 +573,11 @@ class WideJob:
         mine, elsewhere = self._mine, self.job.members.elsewhere
         assert mine is not None
         sequences = map(self._names.sequence, mine.known)
-        elsewhere.globals |= {n for n in sequences if n is not None}
+        known = {n for n in sequences if n is not None}
+        there = {one.id.sequence: full for _, one, full in self._names.every()}
+        elsewhere.globals |= known
+        elsewhere.kept = known & there.keys()
+        elsewhere.old = {n for n, full in there.items() if not mine.is_own(full)}
         elsewhere.offered = {n for name, n in self._own().items() if name in mine.offered}
         elsewhere.forget(self._names.forget(mine.known))
 

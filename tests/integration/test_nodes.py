@@ -54,10 +54,10 @@ def save(group: list[Trainer]) -> int:
     return steps.pop()
 
 
-def restored(group: list[Trainer]) -> list[int]:
+def restored(group: list[Trainer], **options: object) -> list[int]:
     """All ranks restore at the same time; the steps, whose content was checked."""
     for trainer in group:
-        trainer.post("restore")
+        trainer.post("restore", **options)
     steps = [trainer.answer()["step"] for trainer in group]
     assert [t.check(step) for t, step in zip(group, steps, strict=True)] == ["" for _ in group]
     return steps

@@ -71,3 +71,17 @@ def test_a_fresh_start_needs_no_lost_disk(
     lose_disk(start_trainer, nodes, store)
     group = ranks(start_trainer, nodes, store, run="again", fresh=True)
     assert [save(group), save(group)] == [1, 2]
+
+
+def test_what_was_restored_stays_until_newer_ones_are_global(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    for _ in range(4):
+        save(group)
+    assert restored(group, step=2) == [2, 2]
+    for _ in range(6):  # in each slot that may be replaced
+        group[0].save()
+    for trainer in group:
+        trainer.kill()
+    assert restored(ranks(start_trainer, nodes, store, run="again")) == [2, 2]

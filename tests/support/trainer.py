@@ -96,8 +96,8 @@ class Commands:
     def tensors(self) -> list[torch.Tensor]:
         return [p.data for p in self.model.parts]
 
-    def restore(self) -> dict[str, Any]:
-        done = self.client.restore()
+    def restore(self, **options: Any) -> dict[str, Any]:
+        done = self.client.restore(**options)
         if done:
             self.optimizer.now = done.step
         return self._found(done)
