@@ -20,12 +20,11 @@ import torch
 
 from bench import common
 from bench.common import GIB, MIB, Spread
-from bench.figures.disk import limited
+from bench.figures.disk import limited, unlimited
 from bench.ours import Daemon
 from pccheck import PCcheckClient
 
 LIMIT = 25_000_000  # bytes a second
-EVERY_S = 2.0
 STEP_S = 0.05
 
 
@@ -51,12 +50,15 @@ def main() -> None:
     parser = common.arguments(__doc__, rounds=4)
     parser.add_argument("--size", type=common.parse_sizes, default=[8 * MIB])
     parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two saves")
+    parser.add_argument("--unlimited", action="store_true", help="the disk as it is; not as root")
     options = parser.parse_args()
     (size,), step = options.size, 0
     alone: list[float] = []
     together: list[float] = []
     context = multiprocessing.get_context("spawn")
-    with limited(options.directory, GIB, LIMIT) as disk:
+    made = unlimited(options.directory) if options.unlimited else None
+    with made or limited(options.directory, GIB, LIMIT) as disk:
         flags = ("--chunk", "1MiB", "--dram", "256MiB")
         with Daemon(*flags, storage=disk.path / "storage") as daemon:
             daemon.start()
@@ -68,7 +70,7 @@ def main() -> None:
                     other.start()
                     runs.wait()
                 for number in range(options.saves + 1):
-                    time.sleep(EVERY_S)
+                    time.sleep(options.every)
                     step += 1
                     began_s = time.monotonic()
                     client.checkpoint(step=step).wait_durable(60)

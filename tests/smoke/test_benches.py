@@ -20,6 +20,8 @@ BENCHES = {
     "first": ("--sizes", "8MiB", *SMALL),
     "recover": ("--sizes", "32MiB", *SMALL),
     "memory": ("--steps", "4", "--sizes", "8MiB", "--trainers", "paced", *SMALL),
+    "nodes": ("--nodes", "2", "--steps", "2", *SMALL),
+    "beside": ("--unlimited", "--size", "1MiB", "--saves", "1", "--every", "0.1", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
     "resume_check": ("--small",),
