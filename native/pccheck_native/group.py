@@ -306,9 +306,9 @@ def choose(
     newest = shared[0]
     if newest.world_size != world_size and not any_world_size:
         return Refused(
-            f"the checkpoint of step {newest.step} was saved by {_ranks(newest.world_size)}, and "
-            f"this start has {_ranks(world_size)}",
-            f"start the job with {_ranks(newest.world_size)}; if the ranks saved with "
+            f"the checkpoint of step {newest.step} was saved by {count_ranks(newest.world_size)}, "
+            f"and this start has {count_ranks(world_size)}",
+            f"start the job with {count_ranks(newest.world_size)}; if the ranks saved with "
             "replicated=True, restore with replicated=True; fresh=True starts without a checkpoint",
         )
     if newest.world_size == 1 and newest not in mine and not any_world_size:
@@ -350,5 +350,6 @@ def _nothing_common(ranks: Ranks, wanted: Sequence[int], step: int | None) -> Re
     )
 
 
-def _ranks(count: int) -> str:
+def count_ranks(count: int) -> str:
+    """For a sentence."""
     return "1 rank" if count == 1 else f"{count} ranks"

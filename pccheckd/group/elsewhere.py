@@ -64,7 +64,10 @@ class Elsewhere:
         }
         shared = {h for h in held if h.sequence in self.globals}
         other = Rank(held=frozenset(shared), pending=undecided)
-        for rank in range(max((h.world_size for h in held), default=0) or self._world(pending)):
+        world_size = max((h.world_size for h in held), default=0) or max(
+            pending.values(), default=0
+        )
+        for rank in range(world_size):
             known = ranks.get(rank)
             if known is None:
                 ranks[rank] = other
@@ -75,6 +78,3 @@ class Elsewhere:
     def _foreign(self, rank: int, shared: Collection[Held]) -> set[Held]:
         """Of what all nodes have: the parts of this rank that lie on another node."""
         return {h for h in shared if rank not in self.here[h.incarnation]}
-
-    def _world(self, pending: Mapping[int, int]) -> int:
-        return max(pending.values(), default=0)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pccheck_wire.errors import PccheckError
+from pccheck_wire.packing import VALUE_BYTES_MAX
 
-#: Bytes of one value.
-VALUE_MAX = 1 << 20
+VALUE_MAX = VALUE_BYTES_MAX  #: bytes of one value
 
 
 class CarrierError(PccheckError):

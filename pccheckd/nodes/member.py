@@ -166,7 +166,7 @@ class NodeMember:
         if self.phase is MemberPhase.BEGINNING:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
-        mine, is_left_out = await self._call(hello), False
+        mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
         pause = PAUSE_FIRST_S
         while True:
@@ -189,11 +189,11 @@ class NodeMember:
             if is_left_out and not _is_last(hellos, mine, hello):
                 # A list was made when this hello had a number and had not arrived. Who made it
                 # waits for a process of before, and makes no other one.
-                mine, is_left_out = await self._call(hello), False
+                mine, is_left_out = await self._say_hello(hello), False
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
-    async def _call(self, hello: NodeHello) -> int:
+    async def _say_hello(self, hello: NodeHello) -> int:
         """Which hello it is."""
         mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
         await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
@@ -442,8 +442,7 @@ def _is_news(have: Have, before: Have | None) -> bool:
 
 def _is_last(hellos: Sequence[NodeHello | None], mine: int, hello: NodeHello) -> bool:
     """Whether no later hello is of this launch: its sender makes the list."""
-    kind = hello.launch, hello.world_size
-    return all(one is None or (one.launch, one.world_size) != kind for one in hellos[mine:])
+    return all(one is None or one.kind != hello.kind for one in hellos[mine:])
 
 
 def _packed(plain: object) -> bytes:

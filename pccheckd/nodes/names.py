@@ -79,7 +79,7 @@ class Names:
         self._sequences[full], self._names[sequence] = sequence, full
 
 
-def lists_here(record: StartRecord, node: bytes) -> frozenset[int]:
+def ranks_here(record: StartRecord, node: bytes) -> frozenset[int]:
     """The ranks of a start on this node."""
     mine = (member.ranks for member in record.who.members if member.node == node)
     return frozenset(rank for ranks in mine for rank in ranks)

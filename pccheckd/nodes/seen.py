@@ -64,7 +64,7 @@ def _calling(wide: WideJob, member: NodeMember) -> Iterator[ListMember]:
     mine = wide.hello()
     newest = {wide.node: mine}
     for one in member.hellos:
-        if one and (one.launch, one.world_size) == (mine.launch, mine.world_size):
+        if one and one.kind == mine.kind:
             newest[one.node] = one
     for one in newest.values():
         yield ListMember(one.node, one.host, tuple(sorted(one.nonces)), ())
@@ -77,7 +77,7 @@ def _row(wide: WideJob, member: NodeMember, at: int, one: ListMember) -> NodeRow
     heard = None if heard_s is None else round(time.monotonic() - heard_s, 4)
     offered = max(have.offered, default=None) if have else None
     known = max(have.known, default=None) if have else None
-    if here and (mine := wide.promises) is not None:
+    if here and (mine := wide.promising.mine) is not None:
         known = mine.newest
         offered = max(mine.offered, default=known)
     return NodeRow(

@@ -1,6 +1,6 @@
-"""A job with ranks on several nodes, as this node has it. What `member.py` tells the other nodes
-comes from here, and what they say is applied here: `group/elsewhere.py` shows the rest of the
-daemon what that means for each sequence of this node."""
+"""A job with ranks on several nodes, as this node has it: which start runs here, how it begins, and
+what its ranks restore. This module keeps N4 of `pccheck_native/nodes/`: a promise is on the disk
+before anything follows from it. `promising.py` keeps the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import TypeVar
 
 from pccheck_native import _core
 from pccheck_native.group import Held, Refused
-from pccheck_native.nodes import facts, lists
-from pccheck_native.nodes.facts import FullName, Have, Promises, RankHas, Said, SaveName
+from pccheck_native.nodes import lists
+from pccheck_native.nodes.facts import FullName, Have, Said
 from pccheck_native.nodes.lists import NodeHello, StartList
 from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
 from pccheck_native.nodes.plain import TEXT_MAX
-from pccheck_wire.ends import NONE_KEEPS, Cause, Why
+from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Hello, Open, Waiting
@@ -30,13 +30,12 @@ from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Start
 from pccheckd.tenancy.checkpoint import End
-from pccheckd.tenancy.saves import INHERITED
-from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
 from .carrier import Carrier
 from .member import MemberPhase, NodeMember
-from .names import Names, lists_here
+from .names import Names, ranks_here
+from .promising import Promising
 from .records import Records
 from .voice import StoreVoice
 
@@ -47,9 +46,6 @@ _T = TypeVar("_T")
 AGREE_LIMIT_S = 10.0
 #: How long a restore waits before its client is told for whom.
 POINT_LIMIT_S = 5.0
-LACKS = Why(
-    Cause.DESCRIBED, words=f"another node of the job will never have this checkpoint, {NONE_KEEPS}"
-)
 
 
 class WideJob:
@@ -69,7 +65,7 @@ class WideJob:
         self._start: Start | None = None  # whose member runs
         self._names = Names(job)
         self.member: NodeMember | None = None
-        self._mine: Promises | None = None
+        self.promising = Promising(job, engine.config, self._names)
         self.replicated = False
         self.words: dict[int, Word] = {}  # what restore() was told, by round
         self._answers: dict[int, FullName | None] = {}  # of this start, by round
@@ -78,13 +74,11 @@ class WideJob:
         self.wanted_s = 0.0  # ... and since when (time.monotonic)
         self._fresh = False
         self._is_ready = False  # what this node knows of the start is in memory
-        self._offering = False  # the disk is told of more promises
         self._promised: set[Path] = set()  # the volumes that have the promise
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Handle | None = None
         self._loaded = False
         job.on_decision = self.look
-        job.members.elsewhere.offers = self._offers
         job.members.elsewhere.wanted = self._want
 
     async def load(self) -> None:
@@ -124,11 +118,6 @@ class WideJob:
         start = self._start
         return start if start is not None and start.is_live and start.kind.is_wide else None
 
-    @property
-    def promises(self) -> Promises | None:
-        """What this node has promised to the others; None: the start has not begun."""
-        return self._mine
-
     # -- which start ---------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -137,17 +126,16 @@ class WideJob:
         if start is not self._start and self._loaded:
             self._follow(start)
         if self.member is not None and self.member.phase is MemberPhase.RUNNING:
-            self._drop_lost_offers()
             self._promise_in_new_volumes()
-            self._offer_more()
+            self.promising.look()
             self.member.changed()
 
     def _promise_in_new_volumes(self) -> None:
         every = {v.path: (t, v) for t in self.job.tenants.values() for v in t.volumes.open}
         made = every.keys() - self._promised
         self._promised = set(every)
-        if self._mine is not None:
-            record = self._known[self._mine.start]
+        if self.promising.mine is not None:
+            record = self._known[self.promising.mine.start]
             for tenant, item in (every[path] for path in made):
                 tenant.tasks.spawn(self._promise_in(record, item))
 
@@ -163,7 +151,8 @@ class WideJob:
             self._stop()
         elif start.closed and start.is_live:
             self._stop()
-            self._start, self._mine, self._answers, self.words = start, None, {}, {}
+            self._start, self.promising.mine = start, None
+            self._answers, self.words = {}, {}
             self._is_ready = False
             self._wanted.clear()
             self._limit = asyncio.get_running_loop().call_later(AGREE_LIMIT_S, self._too_late)
@@ -189,8 +178,6 @@ class WideJob:
             last = await self._resume(start, known) if known is not None else 0
             self._is_ready = True
             await member.run(known.who if known is not None else None, last)
-        except asyncio.CancelledError:
-            raise
         except Exception:
             LOG.exception("job %s: what speaks with the other nodes has failed", self.job.name)
         if self.member is not None and self.member.refused is not None:
@@ -295,7 +282,7 @@ class WideJob:
     async def offer(self, found: StartList, round_: int) -> Offer:
         await self._wanted.wait()  # then it is known what restore() was told
         if round_ > self._known[found.start].round:
-            self._mine, self.job.members.elsewhere.agreed = None, 0
+            self.promising.mine, self.job.members.elsewhere.agreed = None, 0
             self.wanted_s = time.monotonic()
             record = self._known[found.start]._replace(round=round_)
             await self._call(self._records.update, record)
@@ -312,7 +299,7 @@ class WideJob:
         return Offer(
             self.node, self.hello().host, self._promise(),
             records=tuple(self._known.values()),
-            known=tuple(sorted(self._known_globals())), parts=held, answers=tuple(answers),
+            known=tuple(sorted(self.promising.known_globals())), parts=held, answers=tuple(answers),
             word=self.words.get(round_, Word(fresh=self._fresh)), round=round_,
         )  # fmt: skip
 
@@ -360,26 +347,18 @@ class WideJob:
     async def _take_up(self, start: Start, record: StartRecord) -> None:
         """The start has begun: its ranks may restore and save."""
         await self._see_volumes()
-        known = self._known_globals()
-        own = sorted((one for one in known if one.start == start.id), reverse=True)
-        older = [one for one in known if one.start != start.id]
         round_, restored = record.restored[-1]
-        keep = self._engine.config.keep
-        mine = facts.begin(start.id, restored, (*own, *older), keep, round_)
-        stored = self._names.every()
-        offered = {full.name for _, one, full in stored if one.is_offered and mine.is_own(full)}
-        mine = mine._replace(offered=frozenset(offered))
-        self._mine = facts.hear(mine, Said(tuple(one.name for one in own)), keep)
         self._answers = dict(record.restored)
         elsewhere = self.job.members.elsewhere
-        saved = {one.id.rank for _, one, full in self._names.every() if mine.is_own(full)}
+        elsewhere.here[start.incarnation] = frozenset(start.members)
+        elsewhere.agreed = start.incarnation
+        self.promising.begin(start, restored, round_)
+        stored = self._names.every()
+        saved = {one.id.rank for _, one, full in stored if self.promising.is_own(full)}
         for rank, member in start.members.items():
             member.round = max(member.round, record.round, round_)
             # After a restart of this daemon the disk tells.
             member.moved = member.moved or (member.begun and rank in saved)
-        elsewhere.here[start.incarnation] = frozenset(start.members)
-        elsewhere.agreed = start.incarnation
-        self._show()
         for tenant in self.job.tenants.values():
             tenant.saves.number_waiting()
         self.job.settle()
@@ -447,157 +426,20 @@ class WideJob:
 
     # -- NodeKeeper: how it runs -----------------------------------------------------------------
 
-    def _offers(self, sequence: int) -> bool:
-        """Whether a checkpoint that begins now is promised to the other nodes as soon as it is
-        durable."""
-        mine = self._mine
-        full = self._names.take(mine.start, sequence) if mine is not None else None
-        if mine is None or full is None:
-            return False
-        self._mine = facts.offer(mine, self._there() | {full}, self._room())
-        self._show()
-        return full.name in self._mine.offered
-
-    def _offer_more(self) -> None:
-        """What is durable and was not promised, because there was no room for more promises."""
-        mine, start = self._mine, self._start
-        if mine is None or start is None or self._offering:
-            return
-        every = [self.job.tenants[rank].volumes.sequences() for rank in start.members]
-        durable = set.intersection(*every) if every else set()
-        more = facts.offer(mine, self._there(), self._room()).offered - mine.offered
-        own = self._own()
-        if later := sorted(name for name in more if own[name] in durable):
-            self._offering = True
-            tenant = self.job.tenants[min(start.members)]
-            tenant.tasks.spawn(self._offer_durable(mine.start, later))
-
-    def _there(self) -> set[FullName]:
-        """What takes a slot here, of this start and of what it keeps of older ones."""
-        mine, start = self._mine, self._start
-        assert mine is not None and start is not None
-        there = set[int]()
-        for rank in start.members:
-            tenant = self.job.tenants[rank]
-            there |= tenant.volumes.sequences() | set(tenant.ledger.pending())
-        own = self._own().items()
-        found = {name for name, n in own if n in there and not self.job.gives_up(n)}
-        kept = {one for one in mine.known if self._names.sequence(one) in there}
-        return {FullName(mine.start, name) for name in found} | kept
-
-    async def _offer_durable(self, start: bytes, more: list[SaveName]) -> None:
-        """The record of each rank has the mark before the other nodes hear of it."""
-        try:
-            for name in more:
-                sequence = self._names.sequence(FullName(start, name))
-                if not sequence or not await self._mark_offered(sequence):
-                    continue
-                if self._mine is not None and self._mine.start == start:
-                    self._mine = self._mine._replace(offered=self._mine.offered | {name})
-                    self._show()
-        finally:
-            self._offering = False
-            self.job.settle()
-
-    async def _mark_offered(self, sequence: int) -> bool:
-        for rank in list(self._start.members) if self._start is not None else ():
-            flag = self.job.tenants[rank].retention.flag
-            if not await flag(sequence, set_=_core.SLOT_OFFERED, now=True):
-                return False
-        return True
-
-    def _room(self) -> facts.Space:
-        config = self._engine.config
-        volumes = [t.volumes.current for t in self.job.tenants.values()]
-        slots = min((v.info.slots for v in volumes if v is not None), default=config.slots + 1)
-        return facts.room(slots, config.in_flight, config.keep)
-
     def have(self) -> Have | None:
-        ranks = self._ranks_have()
-        return facts.publish(self._mine, ranks) if self._mine and ranks is not None else None
-
-    def _ranks_have(self) -> list[RankHas] | None:
-        """None: not all is known again since this daemon has restarted."""
-        ranks = []
-        for rank in self._start.members if self._start is not None else ():
-            tenant = self.job.tenants[rank]
-            if any(one.session == INHERITED for one in tenant.ledger.live()):
-                return None  # of the daemon before: its name is known when it is durable
-            ranks.append(self._rank_has(rank, tenant))
-        return ranks
-
-    def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
-        by_sequence = {sequence: name for name, sequence in self._own().items()}
-        appearing = tenant.ledger.appearing
-        held = {one.id.sequence for one in tenant.volumes.checkpoints()}
-        flying = set(tenant.ledger.pending()) - held | appearing.keys()
-        lost = {n for n in by_sequence if self.job.gives_up(n)}
-        newest = self.job.members.numbering.newest(rank)
-        asked = newest is not None and self._start is not None
-        mine = newest if asked and newest.start == self._start.incarnation else None  # type: ignore[union-attr]
-        return RankHas(
-            {by_sequence[n] for n in held & by_sequence.keys() - lost},
-            {by_sequence[n] for n in flying & by_sequence.keys() - lost},
-            SaveName(*mine[1:]) if mine is not None else None,
-        )
-
-    def _own(self) -> dict[SaveName, int]:
-        """The names of this start, with the sequences of this node."""
-        return self._names.own(self._mine.start if self._mine is not None else None)
-
-    def _drop_lost_offers(self) -> None:
-        """What a rank here has failed to save was never offered to anybody."""
-        ranks = self._ranks_have()
-        if self._mine is not None and ranks is not None:
-            self._mine = facts.give_up(self._mine, ranks)
+        return self.promising.have()
 
     def heard(self, said: Said) -> None:
-        if self._mine is None:
-            return
-        before = self._mine
-        self._mine = facts.hear(before, said, self._engine.config.keep)
-        own = self._own()
-        elsewhere = self.job.members.elsewhere
-        elsewhere.given_up |= {own[name]: LACKS for name in said.given_up if name in own}
-        self._show()
-        fresh = {own[one.name] for one in self._mine.known if one not in before.known
-                 and one.start == before.start and one.name in own}  # fmt: skip
-        if self._mine != before or said.given_up:
-            self.job.settle()
-        for sequence in fresh:
-            for tenant in self.job.tenants.values():
-                tenant.tasks.spawn(_note_global(tenant, sequence))
-
-    def _show(self) -> None:
-        """The promises, as sequences of this node."""
-        mine, elsewhere = self._mine, self.job.members.elsewhere
-        assert mine is not None
-        sequences = map(self._names.sequence, mine.known)
-        known = {n for n in sequences if n is not None}
-        there = {one.id.sequence: full for _, one, full in self._names.every()}
-        elsewhere.globals |= known
-        elsewhere.kept = known & there.keys()
-        elsewhere.old = {n for n, full in there.items() if not mine.is_own(full)}
-        elsewhere.offered = {n for name, n in self._own().items() if name in mine.offered}
-        elsewhere.forget(self._names.forget(mine.known))
+        self.promising.heard(said)
 
     async def _see_volumes(self) -> None:
         await self._names.see(self._known.keys(), self._call)
         elsewhere = self.job.members.elsewhere
         for _, one, full in self._names.every():
-            if ranks := lists_here(self._known[full.start], self.node):
+            if ranks := ranks_here(self._known[full.start], self.node):
                 elsewhere.here.setdefault(one.id.incarnation, ranks)
             if one.is_known_global:
                 elsewhere.globals.add(one.id.sequence)
 
-    def _known_globals(self) -> set[FullName]:
-        """What this node knows to be global; the disk is told with the next record."""
-        known = self.job.members.elsewhere.globals
-        return {full for _, one, full in self._names.every() if one.id.sequence in known}
-
     async def _call(self, work: Callable[..., _T], *arguments: object) -> _T:
         return await self._engine.call(self.job.uid, work, *arguments)
-
-
-async def _note_global(tenant: Tenant, sequence: int) -> None:
-    await tenant.retention.flag(sequence, set_=_core.SLOT_GLOBAL)  # with the next record

@@ -127,9 +127,9 @@ class Saves:
 
     def begun(self, checkpoint: RankCheckpoint, given: int) -> None:
         """The core has found lane and slot for it, and has `given` it a sequence; 0: it has not."""
-        if any(checkpoint is waiting for waiting, _, _ in self._waiting):
-            pass  # it is copied, and gets its number when the nodes have agreed
-        elif not checkpoint.id.sequence:  # of a rank alone
+        # One that waits is copied, and gets its number when the nodes of the job have agreed.
+        waits = any(checkpoint is one for one, _, _ in self._waiting)
+        if not waits and not checkpoint.id.sequence:  # of a rank alone
             sequence = self._group.took(self._key.rank, given)
             checkpoint.id = checkpoint.id._replace(sequence=sequence)
             self._ledger.numbered(checkpoint)

@@ -65,8 +65,7 @@ class Session:
         self._replicated = replicated
         self._warner = warner
         self._connection: Connection | None = None
-        spread = identity.local_world_size < identity.world_size and not solo
-        self._voice = Voice(open_dealer) if spread else None  # of a job on several nodes
+        self._voice = Voice(open_dealer) if identity.is_wide and not solo else None
         self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
         self._delay_s = BACKOFF_FIRST_S
         self._next_try_s = 0.0  # time.monotonic()

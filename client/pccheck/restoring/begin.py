@@ -237,7 +237,7 @@ class Recovery:
     def _nothing_here(self) -> None:
         """Warns when the rank that saves (solo) may have been on another node before."""
         identity = self._session.identity
-        if identity.local_world_size < identity.world_size:
+        if identity.is_wide:
             self._warner.once(
                 "other nodes",
                 f"this node has no checkpoint of job {identity.job!r}, which has ranks on other "

@@ -24,11 +24,11 @@ some member has passed it and has it neither durable nor in flight. Nothing is g
 node is silent. Both facts stay true for ever.
 
 **What a node promises.**
-P1. What was offered stays until a fact frees it: somebody may count on it.
-P2. Who said "I will never have x" never offers x in this start, also after the daemon's restart. So
+N1. What was offered stays until a fact frees it: somebody may count on it.
+N2. Who said "I will never have x" never offers x in this start, also after the daemon's restart. So
     no checkpoint is both global and given up. A failed copy is destroyed before the node says so.
-P3. Only what is durable is offered.
-P4. After a promise to a newer start or round (on the disk before the offer): no save, offer or
+N3. Only what is durable is offered.
+N4. After a promise to a newer start or round (on the disk before the offer): no save, offer or
     recycling for an older one, and none for the newer one before its answer is recorded here. A
     start that was displaced here never comes back.
 

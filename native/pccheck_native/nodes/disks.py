@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from pccheck_native.group import count_ranks
 from pccheck_native.nodes.facts import FullName, SaveName
-from pccheck_native.nodes.lists import ListMember, StartList, listed, ranks_of
+from pccheck_native.nodes.lists import ListMember, StartList, listed
 from pccheck_native.nodes.offers import Offer, StartRecord
 
 PARTS_MAX = 4  # groups of what lacks, in a sentence
@@ -141,7 +142,7 @@ class Disks:
                 if member.node in homes:
                     continue
                 if not same:
-                    sizes = ranks_of(saved.world_size), ranks_of(self._found.world_size)
+                    sizes = count_ranks(saved.world_size), count_ranks(self._found.world_size)
                     return [Lack(-1, "size", sizes[0], b"", sizes[1])]
                 needed = self._found.name(member)
                 if member.node in self._of(self._damaged, one, rank):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from pccheck_native.group import Refused
+from pccheck_native.group import Refused, count_ranks
 from pccheck_native.nodes import plain
 
 PROTOCOL = 1  # of what nodes write for each other; one release back works
@@ -50,6 +50,11 @@ class NodeHello(NamedTuple):
     replicated: bool = False  # the state is the same on all ranks: one copy on each node
     protocol: int = PROTOCOL
     version: str = ""  # of the software, for people
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Only nodes that are equal in this can be of one start."""
+        return self.launch, self.world_size
 
     def to_plain(self) -> list[object]:
         """A later protocol may add fields at the end."""
@@ -116,6 +121,11 @@ class StartList(NamedTuple):
     protocol: int  # that all members understand
     members: tuple[ListMember, ...]  # by their lowest rank: the first has rank 0
 
+    @property
+    def kind(self) -> tuple[str, int]:
+        """As that of the hellos."""
+        return self.launch, self.world_size
+
     def to_plain(self) -> list[object]:
         return [*self[:-1], [member.to_plain() for member in self.members]]
 
@@ -170,7 +180,7 @@ def make_list(
     store holds, in order of their arrival (None: it is not there yet, or it is malformed)."""
     newest: dict[bytes, tuple[int, NodeHello]] = {}
     for at, hello in enumerate(hellos):
-        if hello and _alike(hello, mine):
+        if hello and hello.kind == mine.kind:
             if (earlier := newest.get(hello.node)) and earlier[1].host != hello.host:
                 return _cloned(hello.node, earlier[1].host, hello.host)
             newest[hello.node] = (at, hello)
@@ -215,10 +225,10 @@ def may_promise(
     has already. `lives`: the list of another start of the job of which a process lives here."""
     if found.promise == promise:
         return None
-    if lives and (lives.launch, lives.world_size) != (found.launch, found.world_size):
+    if lives and lives.kind != found.kind:
         return Refused(
-            f"a process of the launch {lives.launch!r} with {ranks_of(lives.world_size)} lives "
-            f"here, and this is the launch {found.launch!r} with {ranks_of(found.world_size)}",
+            f"a process of the launch {lives.launch!r} with {count_ranks(lives.world_size)} lives "
+            f"here, and this is the launch {found.launch!r} with {count_ranks(found.world_size)}",
             "end that launch first, with what started it",
         )
     if found.promise < promise:
@@ -233,10 +243,6 @@ def may_promise(
 def displaced(found: StartList, member: ListMember, refused: Refused) -> Refused:
     """What the other members say of the refusal of one."""
     return Refused(f"{found.name(member)} refused this start: {refused.reason}", refused.hint)
-
-
-def ranks_of(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -268,23 +274,19 @@ def _missing(
 ) -> Missing:
     here = joined([f"host {one.host} ({listed(list(one.nonces))})" for _, one in newest.values()])
     reason = f"{listed(lacking)} of {mine.world_size} did not come; there are {here or 'none'}"
-    others = [hello for hello in hellos if hello and not _alike(hello, mine)]
+    others = [hello for hello in hellos if hello and hello.kind != mine.kind]
     if others:
         other = others[-1]
         reason += (
             f"; host {other.host} belongs to the launch {other.launch!r} with "
-            f"{ranks_of(other.world_size)}, and this is {mine.launch!r} with "
-            f"{ranks_of(mine.world_size)}"
+            f"{count_ranks(other.world_size)}, and this is {mine.launch!r} with "
+            f"{count_ranks(mine.world_size)}"
         )
     return Missing(
         lacking,
         reason,
         "check that the job runs on all its nodes, each with a daemon, and with one launch id",
     )
-
-
-def _alike(hello: NodeHello, mine: NodeHello) -> bool:
-    return (hello.launch, hello.world_size) == (mine.launch, mine.world_size)
 
 
 def _cloned(node: bytes, host: str, other: str) -> Refused:

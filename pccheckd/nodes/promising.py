@@ -1,0 +1,195 @@
+"""What this node has promised to the other nodes of a start, and what it tells them of its
+checkpoints. It keeps N1 to N3 of `pccheck_native/nodes/`: what was offered stays until a fact frees
+it, what a rank here has failed to save is never offered, and only what is durable is."""
+
+from __future__ import annotations
+
+from pccheck_native import _core
+from pccheck_native.nodes import facts
+from pccheck_native.nodes.facts import FullName, Have, Promises, RankHas, Said, SaveName
+from pccheck_wire.ends import NONE_KEEPS, Cause, Why
+from pccheckd.config.options import Config
+from pccheckd.group.job import Job
+from pccheckd.group.starts import Start
+from pccheckd.tenancy.saves import INHERITED
+from pccheckd.tenancy.tenant import Tenant
+
+from .names import Names
+
+LACKS = Why(
+    Cause.DESCRIBED, words=f"another node of the job will never have this checkpoint, {NONE_KEEPS}"
+)
+
+
+class Promising:
+    """Owned by the wide job. Of the start that has begun here last."""
+
+    def __init__(self, job: Job, config: Config, names: Names) -> None:
+        self._job, self._config, self._names = job, config, names
+        self._start: Start | None = None
+        self.mine: Promises | None = None  #: None: the start, or a round of it, has not begun
+        self._offering = False  # the disk is told of more promises
+        job.members.elsewhere.offers = self._offers
+
+    def begin(self, start: Start, restored: FullName | None, round_: int) -> None:
+        """A round has begun with what all nodes restore. The volumes tell what was promised in it,
+        before this daemon restarted."""
+        known = self.known_globals()
+        own = sorted((one for one in known if one.start == start.id), reverse=True)
+        older = [one for one in known if one.start != start.id]
+        keep = self._config.keep
+        mine = facts.begin(start.id, restored, (*own, *older), keep, round_)
+        stored = self._names.every()
+        offered = {full.name for _, one, full in stored if one.is_offered and mine.is_own(full)}
+        mine = mine._replace(offered=frozenset(offered))
+        self._start = start
+        self.mine = facts.hear(mine, Said(tuple(one.name for one in own)), keep)
+        self._show()
+
+    def is_own(self, full: FullName) -> bool:
+        """It was saved in the round that has begun last."""
+        return self.mine is not None and self.mine.is_own(full)
+
+    def look(self) -> None:
+        """After a decision of the job."""
+        ranks = self._ranks_have()
+        if self.mine is not None and ranks is not None:
+            # What a rank here has failed to save was never offered to anybody.
+            self.mine = facts.give_up(self.mine, ranks)
+        self._offer_more()
+
+    def known_globals(self) -> set[FullName]:
+        """What this node knows to be global; the disk is told with the next record."""
+        known = self._job.members.elsewhere.globals
+        return {full for _, one, full in self._names.every() if one.id.sequence in known}
+
+    def _offers(self, sequence: int) -> bool:
+        """Whether a checkpoint that begins now is promised to the other nodes as soon as it is
+        durable."""
+        mine = self.mine
+        full = self._names.take(mine.start, sequence) if mine is not None else None
+        if mine is None or full is None:
+            return False
+        self.mine = facts.offer(mine, self._there() | {full}, self._room())
+        self._show()
+        return full.name in self.mine.offered
+
+    def _offer_more(self) -> None:
+        """What is durable and was not promised, because there was no room for more promises."""
+        mine, start = self.mine, self._start
+        if mine is None or start is None or self._offering:
+            return
+        every = [self._job.tenants[rank].volumes.sequences() for rank in start.members]
+        durable = set.intersection(*every) if every else set()
+        more = facts.offer(mine, self._there(), self._room()).offered - mine.offered
+        own = self._own()
+        if later := sorted(name for name in more if own[name] in durable):
+            self._offering = True
+            tenant = self._job.tenants[min(start.members)]
+            tenant.tasks.spawn(self._offer_durable(mine.start, later))
+
+    def _there(self) -> set[FullName]:
+        """What takes a slot here, of this start and of what it keeps of older ones."""
+        mine, start = self.mine, self._start
+        assert mine is not None and start is not None
+        there = set[int]()
+        for rank in start.members:
+            tenant = self._job.tenants[rank]
+            there |= tenant.volumes.sequences() | set(tenant.ledger.pending())
+        own = self._own().items()
+        found = {name for name, n in own if n in there and not self._job.gives_up(n)}
+        kept = {one for one in mine.known if self._names.sequence(one) in there}
+        return {FullName(mine.start, name) for name in found} | kept
+
+    async def _offer_durable(self, start: bytes, more: list[SaveName]) -> None:
+        """The record of each rank has the mark before the other nodes hear of it."""
+        try:
+            for name in more:
+                sequence = self._names.sequence(FullName(start, name))
+                if not sequence or not await self._mark_offered(sequence):
+                    continue
+                if self.mine is not None and self.mine.start == start:
+                    self.mine = self.mine._replace(offered=self.mine.offered | {name})
+                    self._show()
+        finally:
+            self._offering = False
+            self._job.settle()
+
+    async def _mark_offered(self, sequence: int) -> bool:
+        for rank in list(self._start.members) if self._start is not None else ():
+            flag = self._job.tenants[rank].retention.flag
+            if not await flag(sequence, set_=_core.SLOT_OFFERED, now=True):
+                return False
+        return True
+
+    def _room(self) -> facts.Space:
+        config = self._config
+        volumes = [t.volumes.current for t in self._job.tenants.values()]
+        slots = min((v.info.slots for v in volumes if v is not None), default=config.slots + 1)
+        return facts.room(slots, config.in_flight, config.keep)
+
+    def have(self) -> Have | None:
+        ranks = self._ranks_have()
+        return facts.publish(self.mine, ranks) if self.mine and ranks is not None else None
+
+    def _ranks_have(self) -> list[RankHas] | None:
+        """None: not all is known again since this daemon has restarted."""
+        ranks = []
+        for rank in self._start.members if self._start is not None else ():
+            tenant = self._job.tenants[rank]
+            if any(one.session == INHERITED for one in tenant.ledger.live()):
+                return None  # of the daemon before: its name is known when it is durable
+            ranks.append(self._rank_has(rank, tenant))
+        return ranks
+
+    def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
+        by_sequence = {sequence: name for name, sequence in self._own().items()}
+        appearing = tenant.ledger.appearing
+        held = {one.id.sequence for one in tenant.volumes.checkpoints()}
+        flying = set(tenant.ledger.pending()) - held | appearing.keys()
+        lost = {n for n in by_sequence if self._job.gives_up(n)}
+        start, asked = self._start, self._job.members.numbering.newest(rank)
+        is_own = asked is not None and start is not None and asked.start == start.incarnation
+        return RankHas(
+            {by_sequence[n] for n in held & by_sequence.keys() - lost},
+            {by_sequence[n] for n in flying & by_sequence.keys() - lost},
+            SaveName(*asked[1:]) if asked is not None and is_own else None,
+        )
+
+    def _own(self) -> dict[SaveName, int]:
+        """The names of this start, with the sequences of this node."""
+        return self._names.own(self.mine.start if self.mine is not None else None)
+
+    def heard(self, said: Said) -> None:
+        if self.mine is None:
+            return
+        before = self.mine
+        self.mine = facts.hear(before, said, self._config.keep)
+        own = self._own()
+        elsewhere = self._job.members.elsewhere
+        elsewhere.given_up |= {own[name]: LACKS for name in said.given_up if name in own}
+        self._show()
+        fresh = {own[one.name] for one in self.mine.known if one not in before.known
+                 and one.start == before.start and one.name in own}  # fmt: skip
+        if self.mine != before or said.given_up:
+            self._job.settle()
+        for sequence in fresh:
+            for tenant in self._job.tenants.values():
+                tenant.tasks.spawn(_note_global(tenant, sequence))
+
+    def _show(self) -> None:
+        """The promises, as sequences of this node."""
+        mine, elsewhere = self.mine, self._job.members.elsewhere
+        assert mine is not None
+        sequences = map(self._names.sequence, mine.known)
+        known = {n for n in sequences if n is not None}
+        there = {one.id.sequence: full for _, one, full in self._names.every()}
+        elsewhere.globals |= known
+        elsewhere.kept = known & there.keys()
+        elsewhere.old = {n for n, full in there.items() if not mine.is_own(full)}
+        elsewhere.offered = {n for name, n in self._own().items() if name in mine.offered}
+        elsewhere.forget(self._names.forget(mine.known))
+
+
+async def _note_global(tenant: Tenant, sequence: int) -> None:
+    await tenant.retention.flag(sequence, set_=_core.SLOT_GLOBAL)  # with the next record
