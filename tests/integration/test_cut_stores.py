@@ -63,7 +63,7 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def test_a_silent_cut_ends_operations_and_waits_and_another_connection_follows(
+def test_a_silent_cut_ends_what_waits_and_a_connection_follows(
     network: Network,
 ) -> None:
     first, second = network.hosts

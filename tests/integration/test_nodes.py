@@ -3,7 +3,6 @@ torchrun would bring."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,56 +10,9 @@ import pytest
 from tests.support.daemon import Daemon, Start
 from tests.support.etcd import StandIn
 from tests.support.torchstore import TorchStore
-from tests.support.trainer import Connect, RemoteError, Trainer
+from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import until
-
-COUNTS = [300_000, 11]
-JOB = "wide"
-
-
-@pytest.fixture
-def store() -> Iterator[TorchStore]:
-    with TorchStore() as server:
-        yield server
-
-
-@pytest.fixture
-def nodes(start_daemon: Start) -> list[Daemon]:
-    return [start_daemon(), start_daemon()]
-
-
-def ranks(
-    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, run: str = "run",
-    per_node: int = 1, **options: object,
-) -> list[Trainer]:  # fmt: skip
-    """The ranks of a start: `per_node` on each node, in a row."""
-    world = per_node * len(nodes)
-    return [
-        start_trainer(
-            nodes[rank // per_node], COUNTS, job=JOB, rank=rank, world_size=world,
-            environment=store.environment(run, per_node, rank % per_node), **options,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-
-
-def save(group: list[Trainer]) -> int:
-    """Every rank makes a step; waits until all nodes have its checkpoint."""
-    steps = {trainer.step() for trainer in group}
-    assert len(steps) == 1
-    handles = [trainer.checkpoint() for trainer in group]
-    states = [trainer.wait_global(at) for trainer, at in zip(group, handles, strict=True)]
-    assert set(states) == {"global"}, states
-    return steps.pop()
-
-
-def restored(group: list[Trainer], **options: object) -> list[int]:
-    """All ranks restore at the same time; the steps, whose content was checked."""
-    for trainer in group:
-        trainer.post("restore", **options)
-    steps = [trainer.answer()["step"] for trainer in group]
-    assert [t.check(step) for t, step in zip(group, steps, strict=True)] == ["" for _ in group]
-    return steps
+from tests.support.widejob import JOB, end, ranks, restored, save
 
 
 def test_a_checkpoint_of_two_nodes_becomes_global(
@@ -79,20 +31,18 @@ def test_all_ranks_restore_one_step(
     save(group)
     group[0].step()
     group[0].wait_durable(group[0].checkpoint())  # rank 1 ends without it
-    for trainer in group:
-        trainer.kill()
+    end(group)
     again = ranks(start_trainer, nodes, store, run="again")
     assert restored(again) == [2, 2]
     assert save(again) == 3
 
 
-def test_several_ranks_of_each_node_have_one_copy_of_replicated_state(
+def test_the_ranks_of_a_node_store_one_replicated_copy(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
     group = ranks(start_trainer, nodes, store, per_node=2, replicated=True)
     save(group)
-    for trainer in group:
-        trainer.kill()
+    end(group)
     again = ranks(start_trainer, nodes, store, "again", per_node=2, replicated=True)
     assert restored(again) == [1, 1, 1, 1]
     assert save(again) == 2
@@ -107,8 +57,7 @@ def test_records_of_starts_go_when_they_are_needed_no_more(
             assert restored(group) == [3 * number, 3 * number]
         for _ in range(3):  # a volume has five slots
             save(group)
-        for trainer in group:
-            trainer.kill()
+        end(group)
     left = [len(list(node.storage.glob(f"*/{JOB}/start-*.json"))) for node in nodes]
     assert max(left) <= 3, left
 
@@ -151,8 +100,7 @@ def test_saves_go_on_beside_a_store_that_has_stopped(
             assert trainer.save() == "durable"
     store.go_on()
     assert save(group) == 9
-    for trainer in group:
-        trainer.kill()
+    end(group)
     assert restored(ranks(start_trainer, nodes, store, "again")) == [9, 9]
 
 
@@ -180,8 +128,7 @@ def test_the_nodes_agree_through_etcd_and_need_no_torch_store(
         group = ranks(start_trainer, nodes, store)
         store.kill()
         save(group)
-        for trainer in group:
-            trainer.kill()
+        end(group)
         with TorchStore() as another:
             again = ranks(start_trainer, nodes, another, "again")
             assert restored(again) == [1, 1]
@@ -193,8 +140,7 @@ def test_a_lost_node_is_named_and_left_out_by_the_users_word(
 ) -> None:
     group = ranks(start_trainer, nodes, store, replicated=True)
     save(group)
-    for trainer in group:
-        trainer.kill()
+    end(group)
     empty = [start_daemon(), nodes[1]]  # node 1 lost its disk; a new one has its rank
     again = ranks(start_trainer, empty, store, "again", replicated=True)
     for trainer in again:
@@ -210,12 +156,10 @@ def test_fresh_begins_without_the_checkpoints_of_all_nodes(
 ) -> None:
     group = ranks(start_trainer, nodes, store)
     save(group)
-    for trainer in group:
-        trainer.kill()
+    end(group)
     again = ranks(start_trainer, nodes, store, "again", fresh=True)
     assert save(again) == 1
-    for trainer in again:
-        trainer.kill()
+    end(again)
     assert restored(ranks(start_trainer, nodes, store, "third")) == [1, 1]
 
 
@@ -250,6 +194,5 @@ def test_slots_and_keep_may_differ_between_nodes(
     group = ranks(start_trainer, nodes, store)
     for step in range(1, 9):
         assert save(group) == step
-    for trainer in group:
-        trainer.kill()
+    end(group)
     assert restored(ranks(start_trainer, nodes, store, "again")) == [8, 8]

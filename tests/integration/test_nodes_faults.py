@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.test_nodes import ranks, restored, save
-from tests.support.daemon import Daemon, Start
+from tests.support.daemon import Daemon
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
-
-
-@pytest.fixture
-def store() -> Iterator[TorchStore]:
-    with TorchStore() as server:
-        yield server
-
-
-@pytest.fixture
-def nodes(start_daemon: Start) -> list[Daemon]:
-    return [start_daemon(), start_daemon()]
+from tests.support.widejob import end, ranks, restored, save
 
 
 def test_offers_of_an_ended_start_leave_room(
@@ -32,8 +20,7 @@ def test_offers_of_an_ended_start_leave_room(
     save(group)
     for _ in range(6):
         group[0].save()
-    for trainer in group:
-        trainer.kill()
+    end(group)
     again = ranks(start_trainer, nodes, store, run="again")
     assert restored(again) == [1, 1]
     assert [again[0].save() for _ in range(6)] == ["durable"] * 6
@@ -43,8 +30,7 @@ def lose_disk(start_trainer: Connect, nodes: list[Daemon], store: TorchStore) ->
     """All nodes had a checkpoint, and node 1 comes back with an empty disk."""
     group = ranks(start_trainer, nodes, store)
     save(group)
-    for trainer in group:
-        trainer.kill()
+    end(group)
     nodes[1].kill()
     shutil.rmtree(nodes[1].storage)
     nodes[1].storage.mkdir()
@@ -82,6 +68,5 @@ def test_what_was_restored_stays_until_newer_ones_are_global(
     assert restored(group, step=2) == [2, 2]
     for _ in range(6):  # in each slot that may be replaced
         group[0].save()
-    for trainer in group:
-        trainer.kill()
+    end(group)
     assert restored(ranks(start_trainer, nodes, store, run="again")) == [2, 2]

@@ -6,29 +6,17 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.integration.test_memory import samples
-from tests.integration.test_nodes import COUNTS, JOB, ranks, save
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def store() -> Iterator[TorchStore]:
-    with TorchStore() as server:
-        yield server
-
-
-@pytest.fixture
-def nodes(start_daemon: Start) -> list[Daemon]:
-    return [start_daemon(), start_daemon()]
+from tests.support.widejob import COUNTS, JOB, end, ranks, save
 
 
 def seen(daemon: Daemon) -> dict[str, Any]:
@@ -181,8 +169,7 @@ def test_a_job_that_was_dropped_on_one_node_names_that_node(
 ) -> None:
     group = ranks(start_trainer, nodes, store)
     save(group)
-    for trainer in group:
-        trainer.kill()
+    end(group)
     dropped = ctl(None, "--socket", nodes[1].socket, "drop", JOB, "--yes")
     assert dropped.code == 0, dropped.err
     directory = nodes[1].storage / str(os.getuid()) / JOB

@@ -97,7 +97,7 @@ def test_the_ranks_of_this_node_are_those_that_the_launcher_names(
     assert identify("x", 0, 5, environ).local_world_size == local
 
 
-def test_ranks_on_several_nodes_have_one_launch_id_after_a_restart_of_one() -> None:
+def test_a_restart_of_one_node_leaves_one_launch_id() -> None:
     """torchrun counts a restart only on the node whose worker has failed."""
     run = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert identify("x", 0, 2, run | {"LOCAL_WORLD_SIZE": "2"}).launch == "torchelastic-r-2"

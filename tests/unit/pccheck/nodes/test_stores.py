@@ -77,9 +77,7 @@ def test_the_operations(server: Server, store: JobStore) -> None:
     assert not raw.check(["first"])
 
 
-def test_a_wait_ends_with_the_value_its_limit_or_when_it_is_called_away(
-    server: Server, store: JobStore
-) -> None:
+def test_a_wait_ends_with_value_limit_or_call(server: Server, store: JobStore) -> None:
     other = JobStore(agent(server.port))
     assert store.wait("key", 0.05) is None
     assert store.wait("key", 0) is None
@@ -133,7 +131,7 @@ def test_answers_have_a_limit_and_begin_with_the_first_key(store: JobStore) -> N
     ],
     ids=["add", "get", "set", "set-long", "swap", "wait"],
 )  # fmt: skip
-def test_a_stopped_server_ends_the_operation_and_a_new_connection_follows(
+def test_a_stopped_server_ends_the_operation_and_is_replaced(
     server: Server, store: JobStore, hurried: None, operation: Callable[[JobStore], object]
 ) -> None:
     assert store.add("n", 1) == 1
@@ -154,7 +152,7 @@ def reaches(store: JobStore) -> bool:
     return False
 
 
-def test_a_killed_server_is_an_error_and_the_next_one_may_have_another_port() -> None:
+def test_a_killed_server_is_an_error_and_another_port_follows() -> None:
     with Server() as first, Server() as second:
         environ = agent(first.port)
         store = JobStore(environ)
