@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check nodes-check etcd-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -122,6 +122,10 @@ guest: $(READY) ## systemd, DAX, power cuts: virtual machines, see CONTRIBUTING.
 
 arm64-check: $(READY) ## as root: the C tests and TESTS on emulated arm64 processors, see CONTRIBUTING.md
 	$(BIN)/python -m tests.arm64 $(TESTS)
+
+hosts-campaign: ROUNDS = 20
+hosts-campaign: $(READY) ## as root: cuts, kills and slows jobs on hosts of our own, ROUNDS times (default 20), with SEED
+	$(BIN)/python -m tests.nodes.campaign --rounds $(ROUNDS) --seed $(SEED)
 
 nodes-check: $(READY) ## as root: jobs on several hosts of our own; SCENARIO=worker runs one
 	$(BIN)/python -m tests.nodes $(SCENARIO)

@@ -551,10 +551,10 @@ class PCcheckClient(Closing):
             only: names of attached things. The rest of the checkpoint is neither compared nor
                 read, and the other attached things stay as they are. This does not count as
                 restored: call `adopt()` afterwards if this run continues the job.
-            start: of a job on several nodes whose starts ran apart, the one that goes on: the
+            start: which start continues, if starts of a job on several nodes ran apart: the
                 beginning of its id, which the refusal names, or "newest".
-            without: host names of nodes that will not come back, if restore() refuses to go on
-                without them. What only they have is given up.
+            without: host names of nodes that will not come back, if restore() refuses to continue
+                without them. What only these nodes have is given up.
 
         Returns what was restored; a falsy result only when the storage was read and holds nothing.
         Raises DaemonUnreachableError and the like when this is not known; UsageError with

@@ -262,8 +262,8 @@ class Open(Message):
     any_world_size: bool = False
     #: Of a job on several nodes: all its ranks restore now, by the same call.
     together: bool = False
-    # What restore() was told for a start that would be refused otherwise:
-    start: str = ""  # whose checkpoints go on: the beginning of its id in hex, or "newest"
+    # The user's words in restore(), for a start that would be refused without them:
+    start: str = ""  # whose checkpoints continue: the beginning of its id in hex, or "newest"
     without: list[str] = field(default_factory=list)  # nodes that will not come back
 
 

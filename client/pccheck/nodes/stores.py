@@ -83,8 +83,8 @@ class JobStore:
         return self._do(lambda store: int(store.add(PREFIX + key, amount)))
 
     def swap(self, key: str, value: bytes) -> bytes:
-        """Sets a key that is missing; what the key holds then. The value must not be empty: that is
-        how compare_set() is told that the key is missing."""
+        """Sets a key that is missing; what the key holds then. The value must not be empty:
+        compare_set() takes an empty one as "the key is missing"."""
         if not value:
             raise StoreError("swap needs a value that is not empty")
         return self._do(lambda store: bytes(store.compare_set(PREFIX + key, b"", value)))

@@ -4,12 +4,13 @@ One member decides with the offers of all members, writes the answer where only 
 succeeds, and every member takes what is written there. An answer that an offer repeats is the
 answer: a rank may have restored it before the store, or the decider, was lost.
 
-**Which start goes on.** A start counts once its answer is recorded on some node. The top is the one
-that no other has seen. If two have not seen each other (a fork), the branch with a checkpoint of
-its own goes on; two such branches are refused. When not most of the top's members are here, a newer
-start may have begun without this one: refused. (Half is enough, if it has the first member.)
-As long as the top has no known global, this holds for the starts before it, too.
-So is a start when another one may have begun with shards of nodes here, none of which was a member.
+**Which start continues.** A start counts when its answer is recorded on some node. The top is the
+start that no other one has seen. If two have not seen each other (a fork), the branch with a
+checkpoint of its own continues; two such branches are refused. If not most of the top's members are
+here, a newer start may have begun without this one, which is refused. (Half of the members are
+enough, if the first one is among them.) As long as the top has no known global, this holds for the
+starts before it, too. A start is also refused if another one may have begun with shards of nodes
+here, of which none was a member.
 
 **Which checkpoint of it.** Of its newest round, c: the newest that this start can restore. It need
 not have been global: survivors use what they hold. m: the newest that every member here holds. g:
