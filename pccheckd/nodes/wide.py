@@ -71,6 +71,7 @@ class WideJob:
         self._answers: dict[int, FullName | None] = {}  # of this start, by round
         self._answered = asyncio.Event()
         self._wanted = asyncio.Event()  # a rank restores or saves ...
+        self._wanted_in: Start | None = None  # ... of this start ...
         self.wanted_s = 0.0  # ... and since when (time.monotonic)
         self._fresh = False
         self._is_ready = False  # what this node knows of the start is in memory
@@ -91,6 +92,8 @@ class WideJob:
         await self._see_volumes()
 
     async def close(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
         await self._end_member()
 
     def came(self, hello: Hello) -> None:
@@ -154,16 +157,14 @@ class WideJob:
             self._start, self.promising.mine = start, None
             self._answers, self.words = {}, {}
             self._is_ready = False
-            self._wanted.clear()
-            self._limit = asyncio.get_running_loop().call_later(AGREE_LIMIT_S, self._too_late)
+            if self._wanted_in is not start:
+                self._wanted.clear()
             self._task = asyncio.create_task(self._run(start), name=f"nodes of {self.job.name}")
 
     def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        if self._limit is not None:
-            self._limit.cancel()
-        self._task = self.member = self._limit = None
+        self._task = self.member = None
 
     async def _end_member(self) -> None:
         task = self._task
@@ -212,8 +213,10 @@ class WideJob:
         return last
 
     def _too_late(self) -> None:
-        """The nodes have not agreed: checkpoints that wait for that are skipped."""
-        if self._start is not None and self.job.members.elsewhere.agreed != self._start.incarnation:
+        """The nodes have not agreed, or a rank of this node has not come: checkpoints that wait for
+        that are skipped."""
+        self._limit = None
+        if self.job.members.waits_for_nodes:
             self._skip_waiting(self.why_not_agreed())
             self._limit = asyncio.get_running_loop().call_later(1.0, self._too_late)
 
@@ -221,6 +224,8 @@ class WideJob:
         """Whom this node waits for."""
         member = self.member
         words = (member.silent or member.missing) if member is not None else ""
+        if absent := self.job.members.absent():
+            words = f"on this node {lists.listed(absent)} did not come"
         return f"the nodes of this job have not agreed yet: {words or 'they were asked just now'}"
 
     def _refuse(self, refused: Refused) -> None:
@@ -402,9 +407,12 @@ class WideJob:
         return member.round
 
     def _want(self) -> None:
-        if not self._wanted.is_set():
-            self.wanted_s = time.monotonic()
+        start = self.job.members.starts.current
+        if not self._wanted.is_set() or self._wanted_in is not start:
+            self._wanted_in, self.wanted_s = start, time.monotonic()
             self._wanted.set()
+        if self._limit is None:
+            self._limit = asyncio.get_running_loop().call_later(AGREE_LIMIT_S, self._too_late)
 
     def _found(self, full: FullName | None) -> Held | None:
         found = None if full is None else self.held(full)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.daemon import Daemon
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
-from tests.support.widejob import end, ranks, restored, save
+from tests.support.widejob import COUNTS, JOB, end, ranks, restored, save
 
 
 def test_offers_of_an_ended_start_leave_room(
@@ -70,3 +70,15 @@ def test_what_was_restored_stays_until_newer_ones_are_global(
         group[0].save()
     end(group)
     assert restored(ranks(start_trainer, nodes, store, run="again")) == [2, 2]
+
+
+def test_a_checkpoint_without_the_other_rank_of_its_node_is_skipped(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    alone = start_trainer(
+        nodes[0], COUNTS, job=JOB, rank=0, world_size=4, environment=store.environment("run", 2, 0)
+    )
+    alone.step()
+    handle = alone.checkpoint()
+    assert alone.ended(handle) == "skipped"
+    assert "rank 1" in alone.reason(handle)
