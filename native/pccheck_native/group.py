@@ -133,8 +133,10 @@ def agree(ranks: Ranks, world_size: int, keep: int, short: Iterable[int] = ()) -
     blocked = {n for known in ranks.values() for n in known.blocked if n < whole}
     for_slots = set()  # each rank gives up the oldest that it can, whatever others give up
     for rank in short:
-        held = {item.sequence for item in ranks.get(rank, EMPTY).held}
-        for number in sorted(held.difference(kept, given_up)):
+        known = ranks.get(rank, EMPTY)
+        held = {item.sequence for item in known.held}
+        # What is pending, too, has just become durable: the caller does not know of its end yet.
+        for number in sorted(held.difference(kept, given_up, known.pending)):
             if number in blocked or lacking.may_not_ask(number, sizes[number]):
                 for_slots.add(number)
                 break

@@ -282,11 +282,11 @@ class Job:
     def why_given_up(self, sequence: int) -> Why:
         return self.decisions.why_given_up(sequence)
 
-    async def request_slot(self, rank: int) -> list[int]:
+    async def request_slot(self, rank: int, needs_it: Callable[[], bool]) -> list[int]:
         """A rank of a group has no slot for its next checkpoint: gives up what it can, by the next
-        decision, which is one for all ranks that ask meanwhile. Names the ranks that are waited
-        for although they have requested nothing."""
-        await self._schedule.for_slot(rank)
+        decision, which is one for all ranks that ask meanwhile, if the rank needs the slot then.
+        Names the ranks that are waited for although they have requested nothing."""
+        await self._schedule.for_slot(rank, needs_it)
         return self.decisions.lagging(rank)
 
     def needs(self, sequence: int) -> bool:

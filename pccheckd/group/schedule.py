@@ -20,7 +20,8 @@ class Schedule:
     ) -> None:
         self._decide = decide
         self._clock = clock
-        self._short: set[int] = set()  # ranks that wait for a slot, until the next decision ...
+        #: Ranks that wait for a slot, and whether they still do, until the next decision ...
+        self._short: list[tuple[int, Callable[[], bool]]] = []
         self._decided = asyncio.Event()  # ... which sets this
         self._due: asyncio.Handle | None = None
         self._rests_until_s = 0.0
@@ -40,7 +41,8 @@ class Schedule:
             self._due = None
         if self.is_held:
             return
-        short, self._short = self._short, set()
+        asked, self._short = self._short, []
+        short = {rank for rank, needs_it in asked if needs_it()}
         began_s = self._clock()
         try:
             self._decide(short)
@@ -51,9 +53,10 @@ class Schedule:
             self._decided.set()
             self._decided = asyncio.Event()
 
-    async def for_slot(self, rank: int) -> None:
-        """Waits for the next decision, in which the rank has no slot for its next checkpoint."""
-        self._short.add(rank)
+    async def for_slot(self, rank: int, needs_it: Callable[[], bool]) -> None:
+        """Waits for the next decision, in which the rank has no slot for its next checkpoint,
+        unless it has got one before."""
+        self._short.append((rank, needs_it))
         decided = self._decided
         self.soon()
         await decided.wait()

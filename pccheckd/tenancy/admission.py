@@ -52,6 +52,7 @@ _SKIPPED = End(State.SKIPPED, Why(Cause.SLOTS_BUSY))
 class Slots:
     """Whether a slot for the next checkpoint is free or can be freed, and why none will be."""
 
+    _engine: Engine
     _group: Group
     _seat: Seat
     _uses: Uses
@@ -97,21 +98,26 @@ class Slots:
         if self._binding.volumes.current is None:
             return False
         if self._group.is_shared:
-            late = await self._group.request_slot(self._binding.volumes.key.rank)
+            rank = self._binding.volumes.key.rank
+            late = await self._group.request_slot(rank, lambda: checkpoint.has_no_slot)
             before = self._late
             if not late or not before:
                 self._late_since_s = time.monotonic()
             self._late = late
         if await self._binding.volumes.recycle():
             return True
+        self._engine.deliver()
+        if not checkpoint.has_no_slot:  # it has taken the slot that became free
+            return True
         waits = not checkpoint.skip_when_busy
         return self._end_lease(waits=waits) and await self._binding.volumes.recycle()
 
     def _end_lease(self, *, waits: bool) -> bool:
         """Ends a reader's lease, and returns whether a slot is free now. For a checkpoint that
-        `waits`, no lease ends while another checkpoint will free a slot: one in flight, or one that
-        waits for other ranks."""
-        if waits and self._ledger.in_flight:
+        `waits`, no lease ends while a slot will become free: by a checkpoint in flight, by a record
+        under way, or by a checkpoint that waits for other ranks."""
+        current = self._binding.volumes.current
+        if waits and (current is None or not _is_full(current)):
             return False
         newest = self._group.newest_common
         late = self._group.is_shared and any(
@@ -244,15 +250,14 @@ class Admission:
             except Exception:  # the edge of this checkpoint: the next ones continue
                 LOG.exception("%s: step %d cannot begin", self._binding.volumes.key, first.id.step)
                 end = BROKEN
-            if end is not None:
-                # The slot that was missing may be the one that this checkpoint has just got.
-                self._engine.deliver()
-                if self._waiting() is first:
-                    self._saves.refuse(first, end)
+            if end is not None and self._waiting() is first:
+                self._saves.refuse(first, end)
             if self._waiting() is first:
                 await happened(self._changed, LOOK_S)
 
     def _waiting(self) -> RankCheckpoint | None:
+        """The first one, if the core has not said meanwhile that it has got what it waited for."""
+        self._engine.deliver()
         first = self._first
         if first is None or first.state is not State.REQUESTED:
             self._first = None

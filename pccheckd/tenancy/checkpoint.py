@@ -142,6 +142,11 @@ class RankCheckpoint:
         return self.parks and self.state is State.COPIED
 
     @property
+    def has_no_slot(self) -> bool:
+        """It has not begun, or is in memory only."""
+        return not self.is_begun or self.is_parked
+
+    @property
     def ended_ns(self) -> int:
         """0 while it is live. The core's time counts, because the next checkpoint may begin before
         the event loop learns of the end."""

@@ -43,7 +43,7 @@ class Tenant:
         self.leases = Leases(self.volumes)
         self.pulling = Pulling(binding)
         self.slots = Slots(
-            group, self.seat, self.uses, self.ledger, binding, self.retention, self.leases
+            engine, group, self.seat, self.uses, self.ledger, binding, self.retention, self.leases
         )
         self.readiness = Readiness(
             group, self.seat, self.ledger, binding, self.retention, self.leases

@@ -256,9 +256,9 @@ class Ranks:
             sequence = self.job.took(rank, free[1] + 1)
         return incarnation, sequence
 
-    def request_slot(self, rank: int) -> list[int]:
+    def request_slot(self, rank: int, *, needs_it: bool = True) -> list[int]:
         async def ask() -> list[int]:
-            return await self.job.request_slot(rank)
+            return await self.job.request_slot(rank, lambda: needs_it)
 
         return asyncio.run(ask())
 

@@ -52,7 +52,8 @@ def defined(ranks: Any, world_size: int, keep: int, short: Collection[int]) -> A
     }  # fmt: skip
     slots = set()
     for rank in short:
-        mine = {*numbers(ranks[rank].held)} & (without.keys() - given_up)
+        flying = ranks[rank].pending.keys()
+        mine = {*numbers(ranks[rank].held)} & (without.keys() - given_up - flying)
         may_not = (
             number for number in sorted(mine)
             if any(known.asked is None or known.asked >= number for _, known in without[number])
@@ -189,6 +190,13 @@ def test_what_another_rank_has_no_slot_for_is_given_up_for_a_slot() -> None:
     for blocked, expected in ([], []), ([2], [2]):
         other = Rank(held(1, 3), pending={2: 2}, asked=3, parked=[2], blocked=blocked)
         assert agreed({0: mine, 1: other}, short=(0,)) == (1, 1, expected)
+
+
+def test_a_rank_gives_up_nothing_for_the_slot_that_it_has_just_got() -> None:
+    """The request for a slot is older than what the volume says: its checkpoint is durable."""
+    ranks = {0: Rank(held(1, 2), pending={2: 2}, asked=2), 1: Rank(held(1))}
+    assert agreed(ranks, short=(0,)) == (1, 1, [])
+    assert agreed({**ranks, 0: Rank(held(1, 2), asked=2)}, short=(0,)) == (1, 1, [2])
 
 
 def test_no_rank_waits_for_one_with_checkpoints_in_memory_only() -> None:

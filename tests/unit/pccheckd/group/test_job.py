@@ -189,6 +189,8 @@ def test_a_rank_without_a_slot_gives_up_what_only_a_dead_rank_could_bring() -> N
     assert dead is not None
     ranks.left(1, dead.process)
     assert not ranks.job.gives_up(number)  # rank 0 still has slots
+    assert ranks.request_slot(0, needs_it=False) == []  # it has got one since it asked
+    assert not ranks.job.gives_up(number)
     assert ranks.request_slot(0) == []
     assert ranks.job.gives_up(number)
 
@@ -224,7 +226,9 @@ def test_ranks_that_need_slots_get_one_decision(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(group, "agree", counted)
 
     async def work() -> list[str]:
-        return await asyncio.gather(*(ranks.job.request_slot(rank) for rank in range(8)))
+        return await asyncio.gather(
+            *(ranks.job.request_slot(rank, lambda: True) for rank in range(8))
+        )
 
     assert len(asyncio.run(work())) == 8
     assert len(decided) == 1 and decided[0][3] == set(range(8))

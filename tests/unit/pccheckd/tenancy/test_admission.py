@@ -90,7 +90,7 @@ class Ranks:
     def why_given_up(self, _sequence: int) -> Why:
         return Why(Cause.RANK_ENDED, 1)
 
-    async def request_slot(self, _rank: int) -> list[int]:
+    async def request_slot(self, _rank: int, _needs_it: object) -> list[int]:
         self.asked_slot += 1
         return []
 
@@ -127,7 +127,8 @@ class Desk:
             volumes=self.volumes,
         )  # fmt: skip
         self.retention: Any = SimpleNamespace(protected=set())
-        leases: Any = SimpleNamespace(end_for_room=lambda: False)
+        self.ended_leases = 0
+        leases: Any = SimpleNamespace(end_for_room=self._end_for_room)
         self.unready: Exception | None = None  # what reopen() raises
         about: Any = self.group, self.seat
         self.readiness = Readiness(*about, self.ledger, binding, self.retention, leases)
@@ -137,7 +138,7 @@ class Desk:
             *about, self.ledger, binding, self.retention, self.readiness, Pulling(binding),
             Chronicle(), Tasks(self.key),
         )  # fmt: skip
-        slots = Slots(*about, Uses(), self.ledger, binding, self.retention, leases)
+        slots = Slots(engine, *about, Uses(), self.ledger, binding, self.retention, leases)
         self.queue = Admission(engine, self.ledger, binding, self.readiness, slots, self.saves)
 
     def _port_of(self, session: int) -> Any:
@@ -159,6 +160,10 @@ class Desk:
         return self.recycles.pop(0) if self.recycles else False
 
     async def _refresh(self) -> None: ...
+
+    def _end_for_room(self) -> bool:
+        self.ended_leases += 1
+        return False
 
     def _is_full(self) -> bool:
         return not (self.ledger.in_flight or self.frees_slots)
@@ -301,7 +306,7 @@ async def test_a_rank_without_a_slot_looks_again_after_another_decision(
     agreement = UNDECIDED
     asked: list[Agreement] = []
 
-    async def request_slot(_rank: int) -> list[int]:
+    async def request_slot(_rank: int, _needs_it: object) -> list[int]:
         asked.append(agreement)
         desk.queue.obey(agreement)
         return []
@@ -314,6 +319,48 @@ async def test_a_rank_without_a_slot_looks_again_after_another_decision(
     desk.queue.obey(agreement)
     await passes()
     assert len(asked) == before + 1
+    await desk.queue.close()
+
+
+async def test_what_has_got_its_slot_meanwhile_makes_no_rank_give_up_anything() -> None:
+    """The loop looks for a slot again before it has taken the event that there is one."""
+    desk = Desk(grouped=True)
+    desk.recycles = [True]
+    desk.group.given = Numbered(6, 12)
+    desk.request()
+    await desk.waits("NO_SLOT")
+    assert desk.group.asked_slot == 1
+    desk.undelivered.append(event("begun", sequence=12))
+    desk.queue.look()
+    await passes()
+    assert desk.group.asked_slot == 1
+    await desk.queue.close()
+
+
+@pytest.mark.parametrize("skip", [False, True])
+async def test_what_takes_the_slot_that_becomes_free_ends_no_lease(*, skip: bool) -> None:
+    """When the volume is asked again, its slot is taken, and nothing else is free."""
+    desk = Desk()
+    desk.request(skip=skip)
+    desk.undelivered.append(event("begun", sequence=12))
+    await desk.waits("NO_SLOT")
+    assert desk.ended_leases == 0
+    desk.request(2, skip=skip)
+    await desk.waits("NO_SLOT", 2)
+    assert desk.ended_leases == skip  # one that waits gets the slot of the one in flight
+    await desk.queue.close()
+
+
+async def test_no_lease_ends_while_a_record_frees_a_slot() -> None:
+    desk = Desk()
+    desk.frees_slots = True
+    desk.request()
+    await desk.waits("NO_SLOT")
+    assert desk.ended_leases == 0
+    desk.frees_slots = False
+    desk.queue.look()
+    await passes()
+    assert desk.ended_leases == 1
     await desk.queue.close()
 
 
