@@ -339,7 +339,9 @@ def main() -> int:
         source = ('-DFORMAT_MD="../../native/FORMAT.md"', "-c", str(NATIVE / f"{program}.c"))
         compiled([*options.cc.split(), *source, "-o", f"build/mutants/{program}.o"])
         sound = build(Mutant(f"sound {program}", "", program), options)
-        subprocess.run([sound], cwd=HERE, check=True, stdout=subprocess.DEVNULL, timeout=300)
+        done = subprocess.run([sound], cwd=HERE, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise SystemExit(f"{program} fails without a mutant:\n{done.stdout}{done.stderr}")
     for mutant in chosen:
         is_test = mutant.program in TESTS
         command = [build(mutant, options), *(() if is_test else ("--killed",)), *mutant.arguments]

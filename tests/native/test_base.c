@@ -627,7 +627,7 @@ static void test_what_was_offered_is_rescued_from_a_damaged_base(void)
 
 static void test_with_threads(void)
 {
-    struct owner *owner = owner_new(6, 2, 3, 2);
+    struct owner *owner = owner_new(7, 2, 3, 2); /* two kept ones with a base each, three lanes */
     struct payload payloads[3];
     uint64_t tag = 1;
 
