@@ -9,10 +9,7 @@ import pytest
 
 from pccheck_native import ENGINES, NativeError, Volume
 from tests.support.coreloop import Loop, make_volume
-
-
-def open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+from tests.support.descriptors import open_files
 
 
 @pytest.mark.parametrize("engine", [name for name, _, _ in ENGINES])

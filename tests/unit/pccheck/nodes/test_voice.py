@@ -21,6 +21,7 @@ from pccheck.nodes.stores import JobStore
 from pccheck.nodes.voice import Voice
 from pccheck_wire import codec, messages, packing
 from pccheck_wire.messages import Carried, Carry, Reply, Request
+from tests.support.descriptors import open_files
 from tests.support.programs import ROOT
 from tests.support.waiting import LIMIT_S, suspend, until
 
@@ -222,10 +223,7 @@ def test_a_refusal_is_not_the_end(
 def test_a_thread_that_cannot_start_is_tried_with_the_next_connection(
     endpoint: Endpoint, voice: Voice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def files() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = files()
+    before = open_files()
 
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -234,7 +232,7 @@ def test_a_thread_that_cannot_start_is_tried_with_the_next_connection(
         none.setattr(threading.Thread, "start", start)
         voice.follow(endpoint.welcome)
         voice.leave()
-    assert (lanes(), files()) == ([], before)
+    assert (lanes(), open_files()) == ([], before)
     voice.follow(endpoint.welcome)
     assert endpoint.do(0, ["add", "n", 1]) == [1]
 

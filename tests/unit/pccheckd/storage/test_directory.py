@@ -11,6 +11,7 @@ import pytest
 
 from pccheck_native import layout
 from pccheckd.storage.directory import StorageDirectory
+from tests.support.descriptors import open_files
 
 
 def test_a_directory_that_was_made_again_gets_the_note_of_a_private_daemon(tmp_path: Path) -> None:
@@ -110,9 +111,9 @@ def test_a_new_directory_that_is_removed_at_once_is_tried_again(
     try:
         shutil.rmtree(storage)
         storage.mkdir()
-        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        descriptors = open_files()
         assert "cannot be read: No such file" in directory.look()
-        assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+        assert open_files() == descriptors
         monkeypatch.undo()
         storage.mkdir()
         assert not directory.look()
