@@ -3,6 +3,7 @@ are exchanged for a validation, manual optimization, tuners. `lightningrun` runs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +18,15 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.tuner.lr_finder import _lr_find
+from lightning.pytorch.tuner import lr_finder
 from torch import nn
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 Tensors = list[torch.Tensor]
+
+# The finder leaves its progress bar open, and another thread may end the bar within a line.
+lr_finder.tqdm = functools.partial(lr_finder.tqdm, disable=True)
 
 
 @dataclass
@@ -342,7 +346,7 @@ class Searches(Callback):
     """A tuner of the script's own, which sets the counters to 0 after its trial steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _lr_find(trainer, pl_module, num_training=6)
+        lr_finder._lr_find(trainer, pl_module, num_training=6)
 
 
 HALF = {"val_check_interval": 0.5}

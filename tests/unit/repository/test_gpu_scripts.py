@@ -44,6 +44,8 @@ def test_parts_of_the_probe_on_the_stand_in_end_ok(
     assert ran.returncode == 0 and steps.keys() == probe.PARTS.keys(), ran.stdout
     lacking = {name for name, step in steps.items() if step["ended"] != "ok"}
     assert lacking <= {"mps", "power"}, lacking
+    refused = {name: fact for name, fact in steps["vmm"].items() if "refused" in str(fact)}
+    assert not refused
     right = {key: fact for key, fact in steps["death"].items() if isinstance(fact, dict)}
     assert all(fact.get("right") is not False for fact in right.values()), right
     assert steps["vmm"]["mapped_right"] == steps["vmm"]["plain_right"] == [3, 3]
