@@ -4,7 +4,7 @@
 
 Each node is a daemon with a storage directory of its own; all of them are on this machine. A round
 draws a job (nodes, ranks per node, slots kept, pace) and a chain of starts. A start restores, or
-forgets to; its ranks save in lockstep or each at its own pace; in mid-run all of them restore, or
+forgets to; its ranks wait for what they save, or go on; in mid-run all of them restore, or
 go back to a step; then comes a fault. The last start of each round has none.
 
 Checked against what the ranks were told:
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.daemon import Daemon
-from tests.support.noderank import STEPS_MAX, NodeRank
+from tests.support.noderank import STEPS_MAX, NodeRank, Together
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import RemoteError
 from tests.support.waiting import PATIENCE
@@ -313,8 +313,9 @@ class Player:
 
     def _train(self, start: Start) -> None:
         stop = self.nodes[0].root / f"stop-{self.tally.starts}"
+        Together.make(f"{stop}.steps", len(self.ranks))
         for at, rank in enumerate(self.ranks):
-            rank.post("train", self.drawn.interval_s * (1 + at % 3), str(stop))
+            rank.post("train", self.drawn.interval_s * (1 + at % 3), str(stop), at)
         if start.pause_s < 0.25:  # else the fault comes before the first one is global
             self._progress("before the fault")
         time.sleep(start.pause_s)

@@ -9,11 +9,36 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pccheck.warn import LOG
 from tests.support.trainer import Commands, Trainer, mismatch
 
 #: A line is what ranks save after one restore. Its number and the step are one number, the stamp.
 STEPS_MAX = 100_000
+#: So long ranks wait for a rank that was killed.
+STANDS_S = 5.0
+
+
+class Together:
+    """Ranks make their steps together, as collectives make them. The file has a word per rank."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._steps = np.memmap(path, np.int64, "r+")
+        self._rank = rank
+
+    @staticmethod
+    def make(path: str, ranks: int) -> None:
+        np.zeros(ranks, np.int64).tofile(path)
+
+    def wait(self) -> None:
+        """Until all have made this step, or one of them has stood still."""
+        self._steps[self._rank] += 1
+        since_s = time.monotonic()
+        while self._steps.min() < self._steps[self._rank]:
+            if time.monotonic() - since_s > STANDS_S:
+                return
+            time.sleep(0.0005)
 
 
 class _Tell(logging.Handler):
@@ -58,9 +83,9 @@ class RankCommands(Commands):
             return self.optimizer.now, self.state(at), f"{error} ({self.reason(at)})"
         return self.optimizer.now, self.state(at), ""
 
-    def train(self, pause_s: float, stop: str) -> list[tuple[int, str, str]]:
+    def train(self, pause_s: float, stop: str, rank: int) -> list[tuple[int, str, str]]:
         """Saves every step until the file `stop` exists. Reports the stamp of what is global."""
-        told, steps = -1, []
+        told, steps, others = -1, list[int](), Together(f"{stop}.steps", rank)
         while not Path(stop).exists() and self.optimizer.now % STEPS_MAX < STEPS_MAX - 50:
             self.checkpoint(step=self.step() % STEPS_MAX)
             steps.append(self.optimizer.now)
@@ -70,6 +95,7 @@ class RankCommands(Commands):
                 told = newest
                 self.native.send(("durable", told))
             time.sleep(pause_s)
+            others.wait()
         return [
             (at, self.state(number), self.reason(number))
             for number, at in enumerate(steps, len(self.handles) - len(steps))
