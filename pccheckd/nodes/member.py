@@ -120,6 +120,10 @@ class NodeMember:
         self._lists_seen = 0
         self._asked_round = self._round = 0
         self._changed = asyncio.Event()
+        self._haves: list[Have | None] = []  # as published, where this member decides ...
+        self._mine: Have | None = None  # ... and its own, which needs no message
+        self._said = Said()
+        self._has_said = asyncio.Event()  # what the others were not told yet
 
     # -- what the node tells it ----------------------------------------------------------------
 
@@ -144,9 +148,15 @@ class NodeMember:
             self.list, self.phase = resumed, MemberPhase.RUNNING
             self.at = _at(resumed, self._keeper.hello())
         self._round = round_
+        assert self.list is not None
+        self._haves = [None] * len(self.list.members)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._publish())
-            tasks.create_task(self._decide() if self.at == 0 else self._listen())
+            if self.at == 0:
+                tasks.create_task(self._decide())
+                tasks.create_task(self._tell())
+            else:
+                tasks.create_task(self._listen())
 
     def _move(self, to: MemberPhase) -> None:
         self.phase = moved(MEMBER_MOVES, self.phase, to, self._job)
@@ -298,7 +308,7 @@ class NodeMember:
             have = self._keeper.have()
             is_due = time.monotonic() - rung_s >= QUIET_S
             if have is not None and have != published and (is_due or _is_news(have, published)):
-                await self._ring("have", have.to_plain(), self.at)
+                await self._show(have)
                 published, rung_s = have, time.monotonic()
             try:
                 async with asyncio.timeout(LISTEN_S if have == published else QUIET_S):
@@ -307,21 +317,44 @@ class NodeMember:
                 if (await self._get([self._key("have", self.at)]))[0] is None:
                     published = None  # the store has come back empty
 
+    async def _show(self, have: Have) -> None:
+        """The other members find it in the store. The one that decides hears a bell."""
+        if self.at == 0:
+            self._mine = have
+            self._say()
+            await self._set(self._key("have", self.at), have.to_plain())
+        else:
+            await self._ring("have", have.to_plain(), self.at)
+
     async def _decide(self) -> None:
-        """The facts, whenever a member has published."""
+        """The facts, whenever another member has published."""
         found = self.list
         assert found is not None
         keys = [self._key("have", at) for at in range(len(found.members))]
-        said, heard = Said(), 0
+        heard = 0
         while True:
             heard, values = await self._hear(self._key("bell"), heard, keys)
-            haves = [_parsed(Have.of_plain, value) for value in values]
-            self.view.saw(haves)
-            if (now := say(haves)) != said:
-                said = now
-                self.view.heard(said)
-                self._keeper.heard(said)
-                await self._ring("said", said.to_plain())
+            self._haves = [_parsed(Have.of_plain, value) for value in values]
+            self._say()
+
+    def _say(self) -> None:
+        """The facts that follow, if they are new."""
+        haves = list(self._haves)
+        if self._mine is not None:
+            haves[:1] = [self._mine]
+        self.view.saw(haves)
+        if (said := say(haves)) != self._said:
+            self._said = said
+            self.view.heard(said)
+            self._keeper.heard(said)
+            self._has_said.set()
+
+    async def _tell(self) -> None:
+        """The other members of the newest facts."""
+        while True:
+            await self._has_said.wait()
+            self._has_said.clear()
+            await self._ring("said", self._said.to_plain())
 
     async def _listen(self) -> None:
         """The facts, as the member with rank 0 says them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from pccheck_native.group import Refused
-from pccheck_native.nodes.facts import Have, Said
+from pccheck_native.nodes.facts import Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, Promise, StartList
 from pccheck_native.nodes.offers import Offer, StartAnswer
 from pccheckd.nodes.member import MemberPhase, NodeMember
@@ -140,3 +141,77 @@ async def until_told(member: NodeMember, words: str) -> None:
     async with asyncio.timeout(LIMIT_S):
         while words not in member.missing:
             await asyncio.sleep(0.001)
+
+
+class Saver(Node):
+    """A node with one rank that has these checkpoints, and is told these facts."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank, 0)
+        self.saved: Have | None = None
+        self.said = Said()
+
+    def have(self) -> Have | None:
+        return self.saved
+
+    def heard(self, said: Said) -> None:
+        self.said = said
+
+
+class Deaf(MemoryCarrier):
+    """It hears no bell any more, once it is told."""
+
+    is_deaf = False
+
+    async def listen(
+        self, bell: str, after: int, keys: Sequence[str], limit_s: float
+    ) -> tuple[int, list[bytes | None]] | None:
+        heard = await super().listen(bell, after, keys, limit_s)
+        while self.is_deaf:
+            await asyncio.sleep(1.0)
+        return heard
+
+
+async def test_the_own_checkpoint_of_who_decides_needs_no_message_to_be_global() -> None:
+    name = SaveName(0, 0, 1, 0)
+    have = Have((name,), (name,), name)
+    store, nodes = MemoryStore(), [Saver(0), Saver(1)]
+    carrier = Deaf(store)
+    members = [
+        NodeMember(carrier if rank == 0 else MemoryCarrier(store), "job", node)
+        for rank, node in enumerate(nodes)
+    ]
+    tasks = [asyncio.create_task(member.run()) for member in members]
+    async with asyncio.timeout(LIMIT_S):
+        while any(member.phase is not MemberPhase.RUNNING for member in members):
+            await asyncio.sleep(0)
+        nodes[1].saved = have
+        members[1].changed()
+        while members[0].view.haves[1:] != [have]:
+            await asyncio.sleep(0)
+        assert nodes[0].said == Said()  # the first member has not saved it yet
+        carrier.is_deaf = True
+        nodes[0].saved = have
+        members[0].changed()
+        while nodes[1].said.globals != (name,):
+            await asyncio.sleep(0)
+    assert nodes[0].said.globals == (name,)
+    assert ("ring", f"job/{members[0].list.start.hex()}/have/0") not in store.operations
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_first_checkpoint_of_who_decides_is_not_global_alone() -> None:
+    name = SaveName(0, 0, 1, 0)
+    store, nodes = MemoryStore(), [Saver(0), Saver(1)]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    nodes[0].saved = Have((name,), (name,), name)
+    tasks = [asyncio.create_task(member.run()) for member in members]
+    async with asyncio.timeout(LIMIT_S):
+        while not any(key.endswith("have/0") for _, key in store.operations):
+            await asyncio.sleep(0)
+    assert nodes[0].said == nodes[1].said == Said()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
