@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import Daemon, Start
-from tests.support.etcd import StandIn
+from tests.support.etcd import server
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import until
@@ -122,7 +122,7 @@ def test_a_store_that_ends_ends_nothing_else(
 def test_the_nodes_agree_through_etcd_and_need_no_torch_store(
     start_trainer: Connect, start_daemon: Start, store: TorchStore, tmp_path: Path
 ) -> None:
-    with StandIn(tmp_path) as etcd:
+    with server(tmp_path) as etcd:
         host, port = etcd.place.hosts[0]
         nodes = [start_daemon("--coordinator", f"etcd://{host}:{port}") for _ in range(2)]
         group = ranks(start_trainer, nodes, store)
