@@ -305,7 +305,7 @@ class WideJob:
             self.node, self.hello().host, self._promise(),
             records=tuple(self._known.values()),
             known=tuple(sorted(self.promising.known_globals())), parts=held, answers=tuple(answers),
-            word=self.words.get(round_, Word(fresh=self._fresh)), round=round_,
+            word=self._word(round_), round=round_,
         )  # fmt: skip
 
     async def record(self, found: StartList, answer: StartAnswer) -> None:
@@ -394,17 +394,23 @@ class WideJob:
     def _round(self, start: Start, rank: int, asked: Open) -> int:
         """The round in which a process restores now; -1: none."""
         member = start.members[rank]
-        word = Word(asked.step, asked.start, tuple(asked.without), self._fresh)
-        if 0 in self._answers:
+        has_begun = 0 in self._answers
+        word = Word(asked.step, asked.start, tuple(asked.without), self._fresh and not has_begun)
+        if has_begun:
             if not asked.together:
                 return -1 if member.moved else member.round
-            if member.moved or word != self.words.get(member.round, Word(fresh=self._fresh)):
+            if member.moved or word != self._word(member.round):
                 member.round, member.moved = member.round + 1, False
         self.words.setdefault(member.round, word)
         self._want()
         if self.member is not None and member.round:
             self.member.want_round(member.round)
         return member.round
+
+    def _word(self, round_: int) -> Word:
+        """What restore() was told; of ranks that did not restore, what the client was told. A start
+        that began fresh has checkpoints of its own to go back to."""
+        return self.words.get(round_, Word(fresh=self._fresh and round_ == 0))
 
     def _want(self) -> None:
         start = self.job.members.starts.current

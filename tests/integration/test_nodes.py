@@ -163,6 +163,16 @@ def test_fresh_begins_without_the_checkpoints_of_all_nodes(
     assert restored(ranks(start_trainer, nodes, store, "third")) == [1, 1]
 
 
+def test_a_job_that_began_fresh_goes_back_to_its_own_checkpoints(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, fresh=True)
+    for _ in range(2):
+        save(group)
+    assert restored(group) == [2, 2]
+    assert restored(group, step=1) == [1, 1]
+
+
 def test_a_daemon_that_restarts_in_a_restore_of_all_takes_part_in_it(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
