@@ -164,6 +164,22 @@ def test_a_host_without_power_says_nothing(network: Network) -> None:
     assert call.ask.stderr and "ConnectionResetError" in call.ask.stderr.read()
 
 
+def test_a_full_disk_and_a_dead_one(network: Network) -> None:
+    (n1, n2) = network.hosts
+    write = ("sh", "-c", f"seq 9999 >{n2.disk}/file && sync {n2.disk}/file")
+    n2.fill()
+    with pytest.raises(subprocess.CalledProcessError):
+        n2.run(*write)
+    n2.empty()
+    n2.run(*write)
+    n2.break_disk()
+    with pytest.raises(subprocess.CalledProcessError):
+        n2.run("touch", f"{n2.disk}/other")
+    n1.run("touch", f"{n1.disk}/other")
+    n2.mend_disk()
+    assert n2.run("tail", "-n1", f"{n2.disk}/file") == "9999\n"
+
+
 def test_a_bad_cable(network: Network) -> None:
     n1, n2 = network.hosts
     call = Call(n1, n2)

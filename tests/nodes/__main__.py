@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.nodes.cluster import Cluster, Life
+from tests.nodes.cluster import Cluster, Launch, Life, NodeDaemon
 from tests.support import hosts
 from tests.support.hosts import Host
 from tests.support.waiting import until
@@ -18,6 +18,9 @@ from tests.support.waiting import until
 STEPS, KILLED = 40, 15
 #: Slow enough to be struck in mid-run.
 PACE_S = 0.1
+#: Of a disk or a clock that is bad for a while: the state grows at this step of so many, and five
+#: more follow.
+GROWS, LONG, MORE = 20, 80, 5
 
 
 def worker(hosts: int = 2, late: bool = False, **options: bool) -> str:
@@ -100,8 +103,86 @@ def slow() -> str:
     return f"{STEPS} steps, all of them global"
 
 
-def undisturbed(cluster: Cluster) -> list[Life]:
-    with cluster.launch("--steps", STEPS, "--undisturbed", job="undisturbed") as run:
+def disk(
+    spoil: Callable[[Host], None], mend: Callable[[Host, NodeDaemon], None], why: str,
+    *words: object, ends: bool = False,
+) -> str:  # fmt: skip
+    """The disk of the second host is bad for a while. The steps go on, and the new ones are global
+    when the disk is well again. `ends`: the launch ends before that."""
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster, LONG + MORE)
+        host, daemon = cluster.hosts[1], cluster.daemons[1]
+        with cluster.launch("--steps", LONG, "--pace", PACE_S, *words) as run:
+            run.reaches(KILLED)
+            spoil(host)
+            run.reaches(GROWS + 5)
+            said = stuck(cluster, run, why)
+            if not ends:
+                mend(host, daemon)
+                run.finish()
+        lives = run.lives()
+        if ends:
+            mend(host, daemon)
+        else:
+            assert {life.known for life in lives} == {LONG} and len(lives) == run.ranks
+        return f"{said}; {goes_on(cluster, lives, wanted, *words)}"
+
+
+def mount_again(host: Host, daemon: NodeDaemon) -> None:
+    daemon.kill()
+    host.mend_disk()
+    daemon.start()
+
+
+def clock() -> str:
+    """The wall clock of the second host's daemon steps an hour forth and back."""
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster, LONG + MORE)
+        with cluster.launch("--steps", LONG, "--pace", PACE_S) as run:
+            for number, ahead_s in enumerate((3600, 0, -3600, 0), 1):
+                run.reaches(KILLED * number)
+                cluster.daemons[1].set_clock(ahead_s)
+            lives = run.finish()
+        log = cluster.daemons[1].log.read_text()
+        hours = {line[:13] for line in log.splitlines() if " step " in line}
+        assert len(hours) >= 3, f"the clock did not step: {hours}"
+        assert {life.known for life in lives} == {LONG} and len(lives) == run.ranks
+        return goes_on(cluster, lives, wanted)
+
+
+def stuck(cluster: Cluster, run: Launch, why: str) -> str:
+    """`status` of the first host names the second one, and that of the second one says why."""
+    first, second = cluster.daemons
+
+    def waits_for() -> str:
+        rows = first.status()["nodes"][0]["nodes"]
+        return ", ".join(row["host"] for row in rows if row["waited_step"] is not None)
+
+    assert until(waits_for) == cluster.hosts[1].name
+    until(lambda: why in str(second.status()["warnings"]), lambda: str(second.status()["warnings"]))
+    at, known = max(max(life.losses) for life in run.lives()), {x.known for x in run.lives()}
+    run.reaches(at + 10)
+    assert {life.known for life in run.lives()} == known
+    return f"{max(known)} was the newest global one for ten steps"
+
+
+def goes_on(
+    cluster: Cluster, before: Sequence[Life], wanted: Sequence[Life], *words: object
+) -> str:
+    """Another launch restores one step, which is not older than what a rank was told is global, and
+    makes five more than all before."""
+    with cluster.launch("--steps", LONG + MORE, *words) as run:
+        after = run.finish()
+    compare([*before, *after], wanted)
+    (begin,) = {life.begin for life in after}
+    told = max(life.known for life in before)
+    assert told <= begin, f"{told} was global, and the run began at {begin}"
+    assert {life.known for life in after} == {LONG + MORE}
+    return f"{told} was known, began again at step {begin}"
+
+
+def undisturbed(cluster: Cluster, steps: int = STEPS) -> list[Life]:
+    with cluster.launch("--steps", steps, "--undisturbed", job="undisturbed") as run:
         return run.finish()
 
 
@@ -114,6 +195,10 @@ def compare(lives: Sequence[Life], wanted: Sequence[Life]) -> None:
     for rank, steps in losses.items():
         assert {step for life in lives if life.rank == rank for step in life.losses} == set(steps)
 
+
+#: No room for the larger volume of a state that has grown.
+FULL_DISK = (Host.fill, lambda host, _: host.empty(), "0 B free", "--grow", GROWS)
+DEAD_DISK = (Host.break_disk, mount_again, "Input/output error")
 
 SCENARIOS: Mapping[str, Callable[[], str]] = {
     "worker": lambda: worker(command=True),
@@ -131,6 +216,11 @@ SCENARIOS: Mapping[str, Callable[[], str]] = {
         lambda host, other: other.mute(host), lambda host, other: other.unmute(host)
     ),
     "slow": slow,
+    "full-disk": lambda: disk(*FULL_DISK),
+    "full-disk-restart": lambda: disk(*FULL_DISK, ends=True),
+    "dead-disk": lambda: disk(*DEAD_DISK),
+    "dead-disk-restart": lambda: disk(*DEAD_DISK, ends=True),
+    "clock": clock,
 }
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import psutil
 
 from tests.nodes.forked import Forked
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, build
 from tests.support.hosts import ROOT, Host, Network, Process
 from tests.support.waiting import until
 
@@ -35,8 +35,16 @@ class NodeDaemon(Daemon):
     def __init__(self, host: Host, *flags: str) -> None:
         super().__init__(*FLAGS, *flags, storage=host.disk / "storage")
         self._host = host
+        self._clock = self.root / "clock"
+
+    def set_clock(self, ahead_s: int) -> None:
+        """Steps the daemon's wall clock."""
+        fresh = self._clock.with_suffix(".new")
+        fresh.write_text(str(ahead_s))
+        fresh.rename(self._clock)
 
     def spawn(self, environment: dict[str, str], log: int, *flags: str) -> None:
+        environment |= {"LD_PRELOAD": str(build("clockshim")), "PCC_CLOCK": str(self._clock)}
         self.process = self._host.begin(
             *self.command(*flags), stdout=log, stderr=log, env=environment
         )

@@ -20,6 +20,7 @@ from torch import nn
 from pccheck import Checkpoint, CheckpointState, PCcheckClient
 
 WIDTH = 64
+GROWN = 1 << 19  # of 4 bytes
 LIMIT_S = 240.0
 #: How a rank sees that another one hangs.
 SILENCE = timedelta(seconds=60)
@@ -32,6 +33,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--pace", type=float, default=0, help="seconds that a step takes longer")
+    parser.add_argument("--grow", type=int, default=0, help="the state is larger from this step on")
     parser.add_argument("--undisturbed", action="store_true", help="without a client")
     parser.add_argument("--late", action="store_true", help="the client comes after the group")
     parser.add_argument("--apart", action="store_true", help="the group has a store of its own")
@@ -61,6 +63,19 @@ class Training:
             parameter.grad /= self.ranks
         self.optimizer.step()
         return loss.item()
+
+
+class Growing:
+    """Makes the state larger, and changes no loss."""
+
+    def __init__(self) -> None:
+        self.more = torch.zeros(1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"more": self.more}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.more = state["more"]
 
 
 class Known:
@@ -108,13 +123,15 @@ def meet(apart: bool) -> None:
 
 def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> None:
     training = Training()
-    rank, begin, known = training.rank, 0, Known(training.rank)
+    rank, begin, known, growing = training.rank, 0, Known(training.rank), Growing()
     if client is not None:
-        client.attach(model=training.model, optimizer=training.optimizer, rng=True)
+        client.attach(model=training.model, optimizer=training.optimizer, rng=True, growing=growing)
         begin = client.restore().step or 0
     print(f"rank {rank} begins at step {begin} at {time.monotonic()} s", flush=True)
     for step in range(begin + 1, chosen.steps + 1):
         print(f"rank {rank} step {step} loss {training.step()!r}", flush=True)
+        if step == chosen.grow:
+            growing.more = torch.zeros(GROWN)
         if client is not None and step % chosen.every == 0:
             known.add(client.checkpoint(step=step))
         time.sleep(chosen.pace)

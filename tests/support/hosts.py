@@ -31,6 +31,10 @@ _PREFIX = "pcc-hosts-"
 _NOBODY = "02:00:00:00:00:00"
 _APART = ("setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--pid",
           "--fork", "--kill-child", "--mount-proc", "sh", "-ec")  # fmt: skip
+_SHUTDOWN = (  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH
+    "import fcntl, os, sys; "
+    "fcntl.ioctl(os.open(sys.argv[1], os.O_RDONLY), 0x8004587D, bytes((2, 0, 0, 0)))"
+)
 #: The shell is the first process of its host: it also takes the end of processes without a parent.
 _RUNS = "echo runs; while :; do sleep 1000000 & wait; done"
 
@@ -178,6 +182,25 @@ class Host:
         """As `kill`, but the others hear nothing. What the disk has not flushed is not lost."""
         self.cut()
         self.kill()
+
+    # -- its disk ------------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Leaves no room on the disk, until `empty`."""
+        write = f"cat /dev/zero >>{self.disk}/filling 2>/dev/null; sync {self.disk}"
+        self.run("sh", "-c", f"{write}; {write}")  # what is written late takes less than promised
+
+    def empty(self) -> None:
+        self.run("rm", f"{self.disk}/filling")
+
+    def break_disk(self) -> None:
+        """From now on each access fails with EIO. What was not flushed is lost."""
+        self.run(sys.executable, "-c", _SHUTDOWN, self.disk)
+
+    def mend_disk(self) -> None:
+        """No process may use the disk meanwhile."""
+        self.run("umount", self.disk)
+        self.run("mount", "-o", "loop", self._image, self.disk)
 
     # -- its cable -----------------------------------------------------------------------------
 
