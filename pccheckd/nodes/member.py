@@ -345,16 +345,18 @@ class NodeMember:
         self.view.saw(haves)
         if (said := say(haves)) != self._said:
             self._said = said
-            self.view.heard(said)
-            self._keeper.heard(said)
             self._has_said.set()
 
     async def _tell(self) -> None:
-        """The other members of the newest facts."""
+        """The other members first: a process here that hears of its last checkpoint may end, and
+        the store with it."""
         while True:
             await self._has_said.wait()
             self._has_said.clear()
-            await self._ring("said", self._said.to_plain())
+            said = self._said
+            await self._ring("said", said.to_plain())
+            self.view.heard(said)
+            self._keeper.heard(said)
 
     async def _listen(self) -> None:
         """The facts, as the member with rank 0 says them."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.support.memorycarrier import MemoryCarrier, MemoryStore
 pytestmark = pytest.mark.anyio
 
 LIMIT_S = 60.0
+_T = TypeVar("_T")
 
 
 class Node:
@@ -193,10 +195,37 @@ async def test_the_own_checkpoint_of_who_decides_needs_no_message_to_be_global()
         carrier.is_deaf = True
         nodes[0].saved = have
         members[0].changed()
-        while nodes[1].said.globals != (name,):
+        while not all(node.said.globals == (name,) for node in nodes):
             await asyncio.sleep(0)
-    assert nodes[0].said.globals == (name,)
     assert ("ring", f"job/{members[0].list.start.hex()}/have/0") not in store.operations
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Ending(MemoryStore):
+    """It holds what the first node says, or has ended before."""
+
+    async def do(self, name: str, key: str, operation: Callable[[dict[str, bytes]], _T]) -> _T:
+        if name == "ring" and key.endswith("/said"):
+            assert self.first.said == Said()
+        return await super().do(name, key, operation)
+
+    first: Saver
+
+
+async def test_who_decides_tells_its_own_ranks_last() -> None:
+    """Those may end then, and one of them may have the store."""
+    name = SaveName(0, 0, 1, 0)
+    store, nodes = Ending(), [Saver(0), Saver(1)]
+    store.first = nodes[0]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    for node in nodes:
+        node.saved = Have((name,), (name,), name)
+    tasks = [asyncio.create_task(member.run()) for member in members]
+    async with asyncio.timeout(LIMIT_S):
+        while not all(node.said.globals == (name,) for node in nodes):
+            await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
