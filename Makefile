@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -130,6 +130,16 @@ hosts-campaign: $(READY) ## as root: cuts, kills and slows jobs on hosts of our 
 nodes-check: $(READY) ## as root: jobs on several hosts of our own; SCENARIO=worker runs one
 	$(BIN)/python -m tests.nodes $(SCENARIO)
 
+MPI_PACKAGES := openmpi-bin libopenmpi3 libpmix2 libhwloc15 libhwloc-plugins libevent-core-2.1-7 \
+	libevent-pthreads-2.1-7 libmunge2 libucx0 libfabric1 libpsm2-2 libpsm-infinipath1 libxnvctrl0 \
+	ocl-icd-libopencl1 openmpi-common
+.mpi/usr/bin/mpirun.openmpi:
+	mkdir -p .mpi && cd .mpi && apt-get -q download $(MPI_PACKAGES) && \
+	  for package in *.deb; do dpkg -x $$package .; done
+
+mpi-check: $(READY) .mpi/usr/bin/mpirun.openmpi ## as root: the same with mpirun, of Debian's Open MPI, unpacked into .mpi
+	PCC_MPI=$(abspath .mpi/usr) $(BIN)/python -m tests.nodes mpirun
+
 ETCD ?= .etcd/usr/bin/etcd
 .etcd/usr/bin/etcd:
 	mkdir -p .etcd && cd .etcd && apt-get -q download etcd-server && dpkg -x etcd-server_*.deb .
@@ -207,7 +217,7 @@ gpu-probe: ## what this machine's GPU and driver do; one JSON document
 	@$(PYTHON) bench/gpu/probe.py
 
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .venv-demo .guest .arm64 .etcd wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .venv-demo .guest .arm64 .etcd .mpi wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

@@ -10,7 +10,8 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from tests.nodes.cluster import Cluster, Launch, Life, NodeDaemon
+from tests.nodes import openmpi
+from tests.nodes.cluster import Cluster, Launch, Life, NodeDaemon, lives_in
 from tests.support import hosts
 from tests.support.hosts import Host
 from tests.support.waiting import until
@@ -181,8 +182,25 @@ def goes_on(
     return f"{told} was known, began again at step {begin}"
 
 
-def undisturbed(cluster: Cluster, steps: int = STEPS) -> list[Life]:
-    with cluster.launch("--steps", steps, "--undisturbed", job="undisturbed") as run:
+def mpi() -> str:
+    """Two ranks on each host, twice: the second launch goes on from the last step of the first one,
+    whether the client comes before the group of ranks or after it."""
+    with Cluster(2) as cluster:
+        wanted = undisturbed(cluster, ranks=2)
+        texts = [
+            openmpi.mpirun(cluster, 2, "--steps", steps, *words)
+            for steps, words in ((KILLED, []), (GROWS, []), (STEPS, ["--late"]))
+        ]
+    lives = lives_in(*texts)
+    compare(lives, wanted)
+    assert [life.begin for life in lives] == [0] * 4 + [KILLED] * 4 + [GROWS] * 4, lives
+    assert [life.known for life in lives] == [KILLED] * 4 + [GROWS] * 4 + [STEPS] * 4
+    return f"{STEPS} steps in three launches, all of them global"
+
+
+def undisturbed(cluster: Cluster, steps: int = STEPS, ranks: int = 1) -> list[Life]:
+    words = ("--steps", steps, "--undisturbed")
+    with cluster.launch(*words, job="undisturbed", ranks=ranks) as run:
         return run.finish()
 
 
@@ -221,6 +239,7 @@ SCENARIOS: Mapping[str, Callable[[], str]] = {
     "dead-disk": lambda: disk(*DEAD_DISK),
     "dead-disk-restart": lambda: disk(*DEAD_DISK, ends=True),
     "clock": clock,
+    **({"mpirun": mpi} if openmpi.MPI else {}),
 }
 
 

@@ -116,6 +116,25 @@ class Life:
     done: bool = False
 
 
+def lives_in(*texts: str) -> list[Life]:
+    """In the order of their begins. A rank may begin again on another host, in another text."""
+    found: list[Life] = []
+    for text in texts:
+        here: dict[int, Life] = {}
+        for said in _SAID.finditer(text):
+            rank = int(said["rank"])
+            if said["begin"]:
+                here[rank] = Life(rank, int(said["begin"]), float(said["when"]))
+                found.append(here[rank])
+            elif said["step"]:
+                here[rank].losses[int(said["step"])] = said["loss"]
+            elif said["known"]:
+                here[rank].known = int(said["known"])
+            else:
+                here[rank].done = True
+    return sorted(found, key=lambda life: life.when_s)
+
+
 class Launch:
     """torchrun on each host. The end of a with block kills it."""
 
@@ -165,22 +184,7 @@ class Launch:
         return "\n".join(output.read_text(errors="replace") for output in self._outputs)
 
     def lives(self) -> list[Life]:
-        """In the order of their begins. A rank may begin again on another host."""
-        found: list[Life] = []
-        for output in self._outputs:
-            here: dict[int, Life] = {}
-            for said in _SAID.finditer(output.read_text(errors="replace")):
-                rank = int(said["rank"])
-                if said["begin"]:
-                    here[rank] = Life(rank, int(said["begin"]), float(said["when"]))
-                    found.append(here[rank])
-                elif said["step"]:
-                    here[rank].losses[int(said["step"])] = said["loss"]
-                elif said["known"]:
-                    here[rank].known = int(said["known"])
-                else:
-                    here[rank].done = True
-        return sorted(found, key=lambda life: life.when_s)
+        return lives_in(*(output.read_text(errors="replace") for output in self._outputs))
 
     def generations(self) -> list[list[Life]]:
         """The lives that began together. The last one may lack ranks."""
