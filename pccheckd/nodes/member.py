@@ -33,6 +33,7 @@ from pccheck_native.nodes.lists import (
     Missing,
     NodeHello,
     StartList,
+    cloned,
     make_list,
     may_promise,
     member_of,
@@ -184,6 +185,9 @@ class NodeMember:
             if count > len(hellos) or None in hellos[-BATCH:]:
                 hellos += [None] * (count - len(hellos))
                 await self._read_hellos(hellos)
+            if (two := cloned(hellos[mine:], hello)) is not None:
+                await self._say_hello(hello)  # later than that of the other one, which then knows
+                return self._refuse(two)
             made = make_list(hellos, secrets.token_bytes(ID), hello)
             self.missing = made.reason if isinstance(made, Missing) else ""
             if _is_last(hellos, mine, hello):

@@ -221,8 +221,10 @@ class WideJob:
             self._limit = asyncio.get_running_loop().call_later(1.0, self._too_late)
 
     def why_not_agreed(self) -> str:
-        """Whom this node waits for."""
+        """Whom this node waits for, or why in vain."""
         member = self.member
+        if member is not None and member.refused is not None:
+            return f"this start is refused: {member.refused.reason}"
         words = (member.silent or member.missing) if member is not None else ""
         if absent := self.job.members.absent():
             words = f"on this node {lists.listed(absent)} did not come"

@@ -9,7 +9,7 @@ part of a launch displaces nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -165,6 +165,22 @@ class StartList(NamedTuple):
         return f"host {member.host}{which}"
 
 
+def cloned(later: Iterable[NodeHello | None], mine: NodeHello) -> Refused | None:
+    """Why there are two nodes with one id: `later` came after `mine`, whose daemon lives and has
+    said no other one. An earlier hello with its id proves nothing: it may be of this node before it
+    restarted, also under another host name."""
+    for one in later:
+        if one and one.node == mine.node and one.nonces != mine.nonces:
+            here, there = (f"host {x.host} ({listed(list(x.nonces))})" for x in (mine, one))
+            return Refused(
+                f"the storage of {here} and of {there} has one id ({mine.node.hex()[:8]}): one is "
+                "a copy of the other, or both use one shared directory",
+                "give each node a --storage directory of its own; on the copy, stop pccheckd, "
+                "remove .pccheckd.node and the directories of the jobs, and start pccheckd again",
+            )
+    return None
+
+
 class Missing(NamedTuple):
     """There is no list yet: wait, and name these when the time is up."""
 
@@ -181,8 +197,6 @@ def make_list(
     newest: dict[bytes, tuple[int, NodeHello]] = {}
     for at, hello in enumerate(hellos):
         if hello and hello.kind == mine.kind:
-            if (earlier := newest.get(hello.node)) and earlier[1].host != hello.host:
-                return _cloned(hello.node, earlier[1].host, hello.host)
             newest[hello.node] = (at, hello)
     whose: dict[int, NodeHello] = {}
     for _, hello in sorted(newest.values(), key=lambda one: one[0]):
@@ -286,14 +300,6 @@ def _missing(
         lacking,
         reason,
         "check that the job runs on all its nodes, each with a daemon, and with one launch id",
-    )
-
-
-def _cloned(node: bytes, host: str, other: str) -> Refused:
-    return Refused(
-        f"the storage of host {host} and of host {other} has one id ({node.hex()[:8]}): a disk was "
-        "cloned, or both use one shared directory",
-        "give each node a --storage directory of its own, which its own daemon has made",
     )
 
 

@@ -12,6 +12,7 @@ from pccheck_native.nodes.lists import (
     NodeHello,
     Promise,
     StartList,
+    cloned,
     displaced,
     listed,
     make_list,
@@ -73,10 +74,12 @@ def test_a_rank_that_moved_leaves_a_list_that_its_old_node_refuses() -> None:
     assert member_of(found, node(0), hello(0, (0,)).nonces) == 0
 
 
-def test_one_id_on_two_hosts_is_refused_by_name() -> None:
+def test_one_id_of_two_living_nodes_is_refused_by_name() -> None:
     clone = SECOND._replace(node=node(0))
-    found = make_list([FIRST, clone], A, FIRST)
-    assert isinstance(found, Refused) and "host a and of host b has one id" in found.reason
+    found = cloned([None, FIRST, clone], FIRST)
+    assert found and "host a (ranks 0 to 1) and of host b (ranks 2 to 3) has one id" in found.reason
+    assert cloned([FIRST, clone._replace(host="a")], FIRST)  # two machines of one image
+    assert cloned([FIRST, SECOND, None], FIRST) is None
 
 
 def test_peers_of_other_versions() -> None:

@@ -25,14 +25,16 @@ class Node:
     """A `NodeKeeper` with one rank and no checkpoints."""
 
     def __init__(
-        self, rank: int, life: int, promised: Promise | None = None, *, world_size: int = 2
+        self, rank: int, life: int, promised: Promise | None = None, *, world_size: int = 2,
+        node: int | None = None, host: str = "",
     ) -> None:  # fmt: skip
         self._rank, self._nonce = rank, bytes([rank, life]) * 8
         self.promised, self._world_size = promised or Promise(), world_size
+        self._node, self._host = rank if node is None else node, host or f"n{rank}"
         self.answers: list[StartAnswer] = []
 
     def hello(self) -> NodeHello:
-        return NodeHello(bytes([self._rank]) * 16, f"n{self._rank}", "launch", self._world_size,
+        return NodeHello(bytes([self._node]) * 16, self._host, "launch", self._world_size,
                          {self._rank: self._nonce}, self.promised)  # fmt: skip
 
     def lives(self) -> StartList | None:
@@ -85,6 +87,27 @@ async def test_ranks_that_start_again_are_one_start() -> None:
         nodes = [Node(rank, life) for rank in range(2)]
         await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
         assert [len(node.answers) for node in nodes] == [1, 1]
+
+
+async def test_a_node_that_comes_back_under_another_host_name_is_no_clone() -> None:
+    store = MemoryStore()
+    for name in ("pod-1", "pod-2"):
+        nodes = [Node(0, 0), Node(1, 0, host=name)]
+        await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+
+
+@pytest.mark.parametrize("host", ["", "n1"])
+async def test_both_nodes_with_one_id_are_refused(host: str) -> None:
+    store = MemoryStore()
+    nodes = [Node(0, 0, node=7, host="n0"), Node(1, 0, node=7, host=host or "n0")]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(member.run() for member in members))
+    for member in members:
+        assert member.refused is not None and "has one id" in member.refused.reason
+        assert all(f"(rank {rank})" in member.refused.reason for rank in (0, 1)), member.refused
+    again = [Node(0, 1, node=7), Node(1, 1, node=8)]  # the copy has got an id of its own
+    await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in again))
 
 
 async def test_a_list_made_before_a_hello_had_arrived_is_replaced() -> None:
