@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pccheck_native.nodes.facts import SaveName
 from pccheck_native.nodes.lists import ListMember
+from pccheck_wire.basics import size_text
 
 from .member import MemberPhase, NodeMember
 from .view import Waited
@@ -137,4 +138,14 @@ def troubles(wide: WideJob) -> Iterator[str]:
         yield (
             f"its nodes have not agreed for {waits_s:.0f} s, and no checkpoint is saved ({who}): "
             "start the ranks that are missing; if they run, see pccheckctl status on their nodes"
+        )
+
+
+def notices(wide: WideJob) -> Iterator[str]:
+    """Information; nothing is wrong."""
+    for tenant in wide.moved:
+        size = size_text(sum(item.info.volume_bytes for item in tenant.volumes.open))
+        yield (
+            f"rank {tenant.key.rank} runs on another node now: its volume here ({size}) is deleted "
+            f"when {tenant.engine.config.keep} newer checkpoints are global"
         )

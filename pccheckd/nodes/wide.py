@@ -30,6 +30,7 @@ from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Start
 from pccheckd.tenancy.checkpoint import End
+from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
 from .carrier import Carrier
@@ -131,7 +132,25 @@ class WideJob:
         if self.member is not None and self.member.phase is MemberPhase.RUNNING:
             self._promise_in_new_volumes()
             self.promising.look()
+            self._vacate()
             self.member.changed()
+
+    @property
+    def moved(self) -> list[Tenant]:
+        """The ranks that have volumes here, and are on another node in the present start."""
+        mine, tenants = self.promising.mine, self.job.tenants
+        if mine is None or self.start is None:
+            return []
+        here = ranks_here(self._known[mine.start], self.node)
+        return [one for rank, one in tenants.items() if rank not in here and one.volumes.open]
+
+    def _vacate(self) -> None:
+        """Their volumes go when this start has as many globals as the nodes keep."""
+        mine = self.promising.mine
+        if mine is not None and sum(map(mine.is_own, mine.known)) >= self._engine.config.keep:
+            for tenant in self.moved:
+                if tenant.idle:
+                    tenant.tasks.spawn(tenant.vacate())
 
     def _promise_in_new_volumes(self) -> None:
         every = {v.path: (t, v) for t in self.job.tenants.values() for v in t.volumes.open}

@@ -95,6 +95,10 @@ async def status(
         "warnings": warnings,
         "notices": [
             *(f"{tenant.key}: {text}" for tenant in tenants for text in _notices(tenant)),
+            *(
+                f"job {one.job.name!r} of uid {one.job.uid}: {text}"
+                for one in wide for text in seen_nodes.notices(one)
+            ),
             *_losses(engine, dropped),
         ],
     }  # fmt: skip

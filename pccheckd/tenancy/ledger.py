@@ -101,6 +101,13 @@ class Ledger:
         checkpoint.advance(State.COPIED, time.monotonic_ns())
         self.add(checkpoint)
 
+    def forget(self) -> None:
+        """The volumes were deleted, and nothing is on its way to them."""
+        self.checkpoints.clear()
+        self.by_sequence.clear()
+        self._alone.clear()
+        self.newest = None
+
     def sequences(self, session: int) -> set[int]:
         """Those of one session's checkpoints."""
         return {found.id.sequence for (one, _), found in self.checkpoints.items() if one == session}

@@ -149,6 +149,20 @@ class Tenant:
             if self.seat.owner is None and not self.ledger.live():
                 await self.binding.rest()
 
+    async def vacate(self) -> None:
+        """Deletes the volumes of a rank that runs on another node, unless it is used, or something
+        in them is needed."""
+        async with self.binding.lock:
+            used = self.seat.owner is not None or self.ledger.live() or self.uses
+            if used or any(map(self.saves.needs, self.volumes.open)):
+                return
+            await self.binding.abandon_port()
+            for item in list(self.volumes.open):
+                if not self.uses.reads:  # no read began meanwhile
+                    await self.volumes.drop(item)
+            if not self.volumes.open:
+                self.ledger.forget()
+
     async def close(self) -> None:
         """Drains sealed saves, then closes port and volumes."""
         self.seat.close()

@@ -212,6 +212,9 @@ class Commands:
     def shorten(self, stall_limit_s: float) -> None:
         stall.shorten(self.client, stall_limit_s)
 
+    def pin(self, step: int) -> None:
+        self.client.pin(step)
+
     def close(self, **options: Any) -> None:
         self.client.close(**options)
 
