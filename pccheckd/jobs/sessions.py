@@ -73,6 +73,7 @@ class Session:
     job: Job | None = None
     tenant: Tenant | None = None
     wide: WideJob | None = None  # of a trainer whose job has ranks on other nodes
+    was_wide: WideJob | None = None  # of one whose job had them before, and runs here alone
     port: Port | None = None
     endpoint: str = ""  # for its requests; "" for an observer
     gone: Callable[[], bool] = lambda: False  # as `Peer.gone`
@@ -302,6 +303,8 @@ class Sessions:
         session.job, session.tenant = job, tenant
         if hello.local_world_size < session.world_size:
             session.wide = await self.registry.nodes.take(job)
+        elif not hello.solo:
+            session.was_wide = self.registry.nodes.of(job)
         owner = Owner(
             session=session.number, pid=session.pid,
             world_size=session.world_size, local_world_size=hello.local_world_size,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import TypeVar
 from pccheck_native import _core
 from pccheck_native.group import Held, Refused
 from pccheck_native.nodes import lists
+from pccheck_native.nodes.beginning import decide
 from pccheck_native.nodes.facts import FullName, Have, Said
 from pccheck_native.nodes.lists import NodeHello, StartList
 from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
-from pccheck_native.nodes.plain import TEXT_MAX
+from pccheck_native.nodes.plain import ID
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState as State
@@ -33,6 +34,7 @@ from pccheckd.tenancy.checkpoint import End
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
+from . import alone
 from .carrier import Carrier
 from .member import MemberPhase, NodeMember
 from .names import Names, ranks_here
@@ -194,6 +196,7 @@ class WideJob:
     async def _run(self, start: Start) -> None:
         self.member = member = NodeMember(self.carrier, f"{self.job.uid}/{self.job.name}", self)
         try:
+            await self._adopt()
             known = self._known_of(start)
             last = await self._resume(start, known) if known is not None else 0
             self._is_ready = True
@@ -264,7 +267,7 @@ class WideJob:
         start = self._start
         assert start is not None
         return NodeHello(
-            self.node, socket.gethostname()[:TEXT_MAX], start.kind.launch,
+            self.node, alone.host(), start.kind.launch,
             start.world_size, {rank: one.process for rank, one in sorted(start.members.items())},
             self._promise(), self.replicated, version=VERSION,
         )  # fmt: skip
@@ -313,20 +316,23 @@ class WideJob:
             record = self._known[found.start]._replace(round=round_)
             await self._call(self._records.update, record)
             self._known[found.start] = record
-        for tenant in self.job.tenants.values():
-            await tenant.volumes.refresh()
-        await self._see_volumes()
+        await self._refresh()
+        mine = self._known[found.start]
+        answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
+        offer = self._offer(self._promise(), self._word(round_))
+        return offer._replace(answers=tuple(answers), round=round_)
+
+    def _offer(self, promise: lists.Promise, word: Word) -> Offer:
+        """What the volumes hold, in the first round of a start."""
         held = tuple(
             HeldPart(full, one.id.rank, one.id.digest, tenant.retention.is_usable(one))
             for tenant, one, full in self._names.every()
         )
-        mine = self._known[found.start]
-        answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
+        known = self.promising.known_globals()
+        known |= alone.globals_alone((part.checkpoint for part in held), self._known)
         return Offer(
-            self.node, self.hello().host, self._promise(),
-            records=tuple(self._known.values()),
-            known=tuple(sorted(self.promising.known_globals())), parts=held, answers=tuple(answers),
-            word=self._word(round_), round=round_,
+            self.node, alone.host(), promise, records=tuple(self._known.values()),
+            known=tuple(sorted(known)), parts=held, word=word,
         )  # fmt: skip
 
     async def record(self, found: StartList, answer: StartAnswer) -> None:
@@ -388,6 +394,33 @@ class WideJob:
         for tenant in self.job.tenants.values():
             tenant.saves.number_waiting()
         self.job.settle()
+
+    # -- a start of this node alone -----------------------------------------------------------
+
+    async def _adopt(self) -> None:
+        """What this node has saved without the others gets a record, which they will hear of."""
+        await self._refresh()
+        saved = [one.id for t in self.job.tenants.values() for one in t.volumes.checkpoints()]
+        for record in alone.unrecorded(saved, self.node, self._known) if self._known else ():
+            volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
+            await self._call(self._records.promise, record, volumes)
+            self._known[record.start] = record
+        await self._see_volumes()
+
+    async def require_alone(self, world_size: int, asked: Open, *, fresh: bool) -> None:
+        """A start of this node alone restores. Raises PccheckError if the other nodes may have gone
+        on without this one, or have what it would restore."""
+        if not self._known:
+            return
+        await self._adopt()
+        start = secrets.token_bytes(ID)
+        found = alone.list_alone(self.node, start, world_size, self._known.values())
+        word = Word(asked.step, asked.start, tuple(asked.without), fresh)
+        answer = decide([self._offer(found.promise, word)], found, travel=True)
+        if isinstance(answer, Refused):
+            raise NoCheckpointError(answer.reason, hint=answer.hint)
+        for words in answer.warnings:
+            LOG.warning("job %s: %s", self.job.name, words)
 
     # -- what a rank restores ------------------------------------------------------------------
 
@@ -467,11 +500,17 @@ class WideJob:
     def heard(self, said: Said) -> None:
         self.promising.heard(said)
 
+    async def _refresh(self) -> None:
+        for tenant in self.job.tenants.values():
+            await tenant.volumes.refresh()
+        await self._see_volumes()
+
     async def _see_volumes(self) -> None:
         await self._names.see(self._known.keys(), self._call)
         elsewhere = self.job.members.elsewhere
         for _, one, full in self._names.every():
-            if ranks := ranks_here(self._known[full.start], self.node):
+            record = self._known[full.start]
+            if not alone.is_alone(record) and (ranks := ranks_here(record, self.node)):
                 elsewhere.here.setdefault(one.id.incarnation, ranks)
             if one.is_known_global:
                 elsewhere.globals.add(one.id.sequence)

@@ -103,7 +103,9 @@ class Recovery:
     ) -> tuple[RestoreResult, bool, int]:
         """Restores what is attached. `words`: the start and the nodes of `Open`. Also returns
         whether it has GPU tensors, and payload bytes."""
-        newest = self.settle(connection) if step is not None else None
+        # On several nodes the first question tells all of them what this start goes on from.
+        looks = step is not None and not self._session.identity.is_wide
+        newest = self.settle(connection) if looks else None
 
         def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
             self._require(opened, described)

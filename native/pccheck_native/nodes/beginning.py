@@ -141,18 +141,20 @@ class _Decision:
                 for member in saved.members
                 if name == member.host or (len(name) >= 8 and member.node.hex().startswith(name))
             }
+            away = nodes - self._disks.hosts.keys()  # a node with a new disk has a new id
             if not nodes:
+                # Nothing needs that node any more, or the refusal that follows names the right one.
                 hosts = {member.host for saved in lists for member in saved.members}
-                return Refused(
-                    f"without={name!r} names no node of this job",
-                    f"its nodes are {joined(sorted(hosts)) or 'not known'}",
+                self._warnings.append(
+                    f"without={name!r} names no node of this job; its nodes are "
+                    f"{joined(sorted(hosts)) or 'not known'}"
                 )
-            if nodes & self._disks.hosts.keys():
+            elif not away:
                 return Refused(
                     f"without={name!r} names a node that is here",
                     "leave it out, or start the job without that node",
                 )
-            self._without |= nodes
+            self._without |= away
         return None
 
     def _top(self) -> StartRecord | Refused | None:
@@ -173,9 +175,11 @@ class _Decision:
             return None
         if refused := self._may_have_begun(pool):
             return refused
-        if self._word.start and self._word.start != NEWEST:
-            return self._named(pool)
         tops = [one for one in pool if not any(one.start in other.seen for other in pool)] or pool
+        if self._word.start and self._word.start != NEWEST:
+            # A start that went on from it by the same word goes on: torchrun may begin a job again.
+            again = [one for one in tops if one.word.start == self._word.start]
+            return again[0] if len(tops) == len(again) == 1 else self._named(pool)
         branches = [one for one in tops if self._has_own(one)] or self._newest_restored(tops)
         if len(branches) == 1:
             return branches[0]
@@ -303,13 +307,15 @@ class _Decision:
                 return whole
             by_all = bool(here) and all(self._disks.has_own(one, member) for member in here)
             counts = one in self._disks.known or by_all
-            if counts and (refused := self._must_not_lose(one, whole)):
+            if counts and (refused := self._must_not_lose(top, one, whole)):
                 return refused
         return self._restored_by(top)
 
-    def _must_not_lose(self, one: FullName, whole: FullName | None) -> Refused | None:
+    def _must_not_lose(
+        self, top: StartRecord, one: FullName, whole: FullName | None
+    ) -> Refused | None:
         """It is, or may be, global, and this start cannot restore it."""
-        lacks = self._disks.lacks(one)
+        lacks, older = self._disks.lacks(one), whole or self._newest_before(top)
         what = "is" if one in self._disks.known else "may be"
         text = (
             f"step {one.name.step} {what} global, and cannot be restored: {self._disks.why(lacks)}"
@@ -317,7 +323,17 @@ class _Decision:
         if all(lack.kind == "damaged" or lack.node in self._without for lack in lacks):
             self._warnings.append(f"{text}; going on from an older checkpoint")
             return None
-        return Refused(text, _way_out(lacks, whole))
+        return Refused(text, _way_out(lacks, older, self._word))
+
+    def _newest_before(self, top: StartRecord) -> FullName | None:
+        """Of the starts before the top: the newest that can be restored."""
+        found = [
+            one
+            for one in self._disks.checkpoints
+            if one.start in top.seen and not self._disks.lacks(one)
+        ]
+        newest = [one for one in found if not any(self._is_newer(two, one) for two in found)]
+        return newest[0] if len(newest) == 1 else None
 
     def _restored_by(self, top: StartRecord) -> FullName | Refused | None:
         """What the top restored, when nothing that it saved then can be restored."""
@@ -328,7 +344,7 @@ class _Decision:
                 return Refused(
                     f"the job continued from step {restored.name.step}, and that cannot be "
                     f"restored: {self._disks.why(lacks)}",
-                    _way_out(lacks, None),
+                    _way_out(lacks, None, self._word),
                 )
             return restored
         away = [one for one in top.who.members if one not in self._disks.here(top)]
@@ -351,7 +367,7 @@ class _Decision:
             why = f": {self._disks.why(lacks)}" if lacks else ""
             return Refused(
                 f"there are checkpoints ({self._seen_steps()}), and none can be restored{why}",
-                _way_out(lacks, None),
+                _way_out(lacks, None, self._word),
             )
         return None
 
@@ -413,7 +429,7 @@ def _typed_hosts(hosts: Sequence[str]) -> str:
     return repr(hosts[0]) if len(hosts) == 1 else repr([*hosts])
 
 
-def _way_out(lacks: Sequence[Lack], whole: FullName | None) -> str:
+def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
     """What to type."""
     ways = []
     kinds = {lack.kind for lack in lacks}
@@ -432,9 +448,11 @@ def _way_out(lacks: Sequence[Lack], whole: FullName | None) -> str:
     if "size" in kinds:
         ways.append(f"start the job with {next(one.host for one in lacks if one.kind == 'size')}")
     if "no copy" in kinds:
-        ways.append("start the job on the nodes that have a copy")
+        holders = next(one.host for one in lacks if one.kind == "no copy")
+        ways.append(f"start the job on {holders} only, with a copy of it")
     if whole:
-        ways.append(f"restore(step={whole.name.step}) goes back to step {whole.name.step}")
+        typed = _typed(Word(whole.name.step, word.start))
+        ways.append(f"restore({typed}) goes back to step {whole.name.step}")
     ways.append(FRESH)
     return "; ".join(ways)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pccheck_native.group import count_ranks
 from pccheck_native.nodes.facts import FullName, SaveName
-from pccheck_native.nodes.lists import ListMember, StartList, listed
+from pccheck_native.nodes.lists import ListMember, StartList, joined, listed
 from pccheck_native.nodes.offers import Offer, StartRecord
 
 PARTS_MAX = 4  # groups of what lacks, in a sentence
@@ -19,7 +19,7 @@ class Lack(NamedTuple):
 
     part: int  # -1: the whole checkpoint
     kind: str  # a key of `_WHY`
-    host: str = ""  # with the part, or that stored it
+    host: str = ""  # with the part, or that stored it; all with a copy
     node: bytes = b""  # that stored it
     needed: str = ""  # the host on which the part is needed
 
@@ -168,6 +168,7 @@ class Disks:
                 for rank in member.ranks
                 if not self._of(self._parts, one, rank)
             ] or [Lack(-1, "split")]
+        with_copy = joined(sorted(self.hosts[node] for node in copies))
         found = []
         for member in self._found.members:
             if member.node in copies:
@@ -179,7 +180,7 @@ class Disks:
                 if member.node in self._of(self._damaged, one, rank)
             ]
             found += [Lack(rank, "damaged", needed, member.node) for rank in broken] or [
-                Lack(-1, "no copy", node=member.node, needed=needed)
+                Lack(-1, "no copy", with_copy, member.node, needed)
             ]
         return found
 

@@ -146,7 +146,7 @@ def test_of_replicated_state_one_copy_on_each_node_is_enough() -> None:
     assert restored(decide(offers, new)) == full(A, 1)
     assert restored(decide(offers, new, travel=True)) == full(A, 2)
     half = [offers[0], an_offer(1, new, [saved], *other[:1])]
-    refused(decide(half, new), "host b has no copy of it", "start the job on the nodes that have")
+    refused(decide(half, new), "host b has no copy of it", "start the job on host a only")
     assert restored(decide(half, new, travel=True)) == full(A, 1)
 
 
@@ -162,7 +162,7 @@ def test_the_half_with_the_first_member_goes_on() -> None:
     refused(decide([offer], second), "1 of the 2 nodes", "host a is not", "restore(without='a')")
     said = offer._replace(word=Word(without=("a",)))
     assert restored(decide([said], second)) == full(A, 1)
-    refused(decide([offer._replace(word=Word(without=("x",)))], second), "'x' names no node", "a")
+    refused(decide([offer._replace(word=Word(without=("x",)))], second), "restore(without='a')")
     refused(decide([offer._replace(word=Word(without=("b",)))], second), "a node that is here")
 
 
@@ -232,6 +232,45 @@ def test_two_branches_are_never_mixed() -> None:
     assert restored(decide(said, NEW, travel=True)) == full(B, 2)
     unknown = [one._replace(word=Word(start="ff")) for one in offers]
     refused(decide(unknown, NEW), "start='ff' names no start", C.hex()[:12])
+
+
+def test_a_branch_that_not_all_nodes_have_is_refused_with_the_ways_out() -> None:
+    every = a_list(A, replicated=True), a_list(B, [(0,)], 2, replicated=True)
+    records = [born(every[0]), born(every[1], full(A, 1), [A])]
+    offers = [
+        an_offer(0, NEW, records, (full(A, 1), 0), (full(B, 2), 0), known=(full(B, 2),)),
+        an_offer(1, NEW, records, (full(A, 1), 1)),
+    ]
+    lacks = "step 2 is global", "host b has no copy of it"
+    refused(decide(offers, NEW), *lacks, "on host a only", "restore(step=1) goes back")
+    said = [one._replace(word=Word(start=B.hex()[:8])) for one in offers]
+    refused(decide(said, NEW), *lacks, f"restore(step=1, start={B.hex()[:8]!r}) goes back")
+    back = [one._replace(word=Word(1, B.hex()[:8])) for one in offers]
+    assert restored(decide(back, NEW)) == full(A, 1)
+
+
+def test_a_word_that_a_start_has_followed_goes_on_from_that_start() -> None:
+    """torchrun begins the job again with the arguments that it has."""
+    word = Word(start=B.hex()[:8], without=("node-of-old",))
+    records = [OLD, born(a_list(B, number=2), full(A, 1), [A]),
+               born(a_list(C, number=3), full(B, 2), [A, B], word=word)]  # fmt: skip
+    parts = [[(full(B, 2), at), (full(C, 3), at)] for at in (0, 1)]
+    again = [an_offer(at, NEW, records, *parts[at], word=word) for at in (0, 1)]
+    found = decide(again, NEW)
+    assert restored(found) == full(C, 3)
+    assert isinstance(found, StartAnswer) and "'node-of-old' names no node" in found.warnings[0]
+    other = [one._replace(word=Word(start=B.hex()[:12])) for one in again]
+    assert restored(decide(other, NEW)) == full(B, 2)
+
+
+def test_a_new_disk_under_the_old_host_name_is_not_left_out() -> None:
+    old = a_list(A, replicated=True)
+    moved = old.members[1]._replace(node=bytes([99]) * 16)
+    saved = born(old._replace(members=(old.members[0], moved)))
+    offers = [an_offer(at, NEW, [saved] if not at else (), (full(A, 1), 0)) for at in (0, 1)]
+    newer = born(a_list(B, number=2, replicated=True), full(A, 1), [A])
+    said = [one._replace(records=(saved, newer), word=Word(without=("b",))) for one in offers]
+    assert restored(decide(said, NEW)) == full(A, 1)
 
 
 def test_a_branch_that_saved_nothing_gives_way() -> None:

@@ -1,0 +1,73 @@
+"""A job that had ranks on several nodes, and that one node runs without the others.
+
+Such a start needs no message, so the rules of one node decide what it saves and keeps. But the
+other nodes must hear of it when they come back: they may have run the job, too. So what it has
+saved gets a record, as a start with one member, before this node says hello to them. Pure: no I/O.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from pccheck_native.identity import UNKNOWN, CheckpointId
+from pccheck_native.nodes.facts import FullName
+from pccheck_native.nodes.lists import PROTOCOL, ListMember, Promise, StartList
+from pccheck_native.nodes.offers import SEEN_MAX, StartRecord
+from pccheck_native.nodes.plain import TEXT_MAX
+
+
+def host() -> str:
+    """How people know this node."""
+    return socket.gethostname()[:TEXT_MAX]
+
+
+def list_alone(
+    node: bytes, start: bytes, world_size: int, known: Collection[StartRecord]
+) -> StartList:
+    """The list of a start whose ranks are all here."""
+    newest = max(known, key=lambda one: one.who.promise)
+    ranks = tuple(range(world_size))
+    member = ListMember(node, host(), ranks, (b"",) * world_size)
+    number = newest.who.number + 1
+    replicated = newest.who.replicated
+    return StartList(start, number, "", world_size, replicated, PROTOCOL, (member,))
+
+
+def unrecorded(
+    saved: Iterable[CheckpointId], node: bytes, known: Mapping[bytes, StartRecord]
+) -> Iterator[StartRecord]:
+    """Records of the starts that have saved here after those of `known`, oldest first. What was
+    saved before the job had other nodes is older than their starts."""
+    records, every = dict(known), list(saved)
+    recorded = max((one.incarnation for one in every if one.start in known), default=0)
+    starts = {
+        one.incarnation: one
+        for one in every
+        if one.start not in {*known, UNKNOWN}
+        and one.incarnation > recorded
+        and one.rank < one.world_size  # else a rank has saved with solo=True
+    }
+    for _, one in sorted(starts.items()):
+        newest_first = sorted(records.values(), key=_promise_of, reverse=True)
+        born = [record for record in newest_first if record.born]
+        seen = dict.fromkeys(start for record in born for start in (record.start, *record.seen))
+        who = list_alone(node, one.start, one.world_size, newest_first)
+        made = StartRecord(who, tuple(seen)[:SEEN_MAX], ((0, None),))
+        records[made.start] = made
+        yield made
+
+
+def is_alone(record: StartRecord) -> bool:
+    return len(record.who.members) == 1
+
+
+def globals_alone(held: Iterable[FullName], known: Mapping[bytes, StartRecord]) -> set[FullName]:
+    """Of the parts that this node holds: what all ranks of a start of one node have."""
+    found = Counter(full for full in held if is_alone(known[full.start]))
+    return {full for full, parts in found.items() if parts == known[full.start].who.world_size}
+
+
+def _promise_of(record: StartRecord) -> Promise:
+    return record.who.promise

@@ -1,0 +1,137 @@
+"""A job on two nodes whose nodes go on without each other: nothing is mixed or lost unasked."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.daemon import Daemon, Start
+from tests.support.torchstore import TorchStore
+from tests.support.trainer import Connect, RemoteError, Trainer
+from tests.support.widejob import end, ranks, restored, save
+
+Launch = Callable[[list[Daemon]], list[Trainer]]
+
+
+@pytest.fixture
+def launch(start_trainer: Connect) -> Iterator[Launch]:
+    """Begins a start with a store of its own, as torchrun does."""
+    with contextlib.ExitStack() as stores:
+
+        def begin(nodes: list[Daemon]) -> list[Trainer]:
+            store = stores.enter_context(TorchStore())
+            return ranks(start_trainer, nodes, store, f"run-{store.port}", replicated=True)
+
+        yield begin
+
+
+def refused(group: list[Trainer], **options: object) -> str:
+    """All ranks restore, and are refused; why."""
+    for trainer in group:
+        trainer.post("restore", **options)
+    found = set()
+    for trainer in group:
+        with pytest.raises(RemoteError) as caught:
+            trainer.answer()
+        found.add(caught.value.message)
+    (reason,) = found
+    end(group)
+    return reason
+
+
+def node_of(daemon: Daemon) -> str:
+    return (daemon.storage / ".pccheckd.node").read_text()[:8]
+
+
+def go_on(launch: Launch, node: Daemon, step: int, saves: int, **options: object) -> None:
+    """The job on one node only, with the copy of that node."""
+    alone = launch([node])
+    assert restored(alone, **options) == [step]
+    for _ in range(saves):
+        assert alone[0].save() == "durable"
+    end(alone)
+
+
+@pytest.fixture
+def apart(launch: Launch, nodes: list[Daemon]) -> list[Daemon]:
+    """Both nodes have step 2; then node 0 has saved 3 and 4 alone, and node 1 has saved 3."""
+    group = launch(nodes)
+    save(group)
+    save(group)
+    end(group)
+    go_on(launch, nodes[0], 2, saves=2)
+    # Half of the nodes are enough only with the first one.
+    without = node_of(nodes[0])
+    alone = launch(nodes[1:])
+    reason = refused(alone)
+    assert "1 of the 2 nodes that ran this job last are here" in reason and "without=" in reason
+    go_on(launch, nodes[1], 2, saves=1, without=without)
+    return nodes
+
+
+def test_starts_that_ran_apart_are_named_and_not_mixed(launch: Launch, apart: list[Daemon]) -> None:
+    group = launch(apart)
+    reason = refused(group)
+    found = re.findall(r"(\w{12}) \(host [^:]+: steps? ([0-9, and]+)\)", reason)
+    starts = {steps: start for start, steps in found}
+    assert starts.keys() == {"4 and 3", "3"} and "ran apart" in reason, reason
+    first = starts["4 and 3"]
+    assert f"restore(start='{first}')" in reason
+    # Bytes do not travel: node 1 has no copy of step 4.
+    group = launch(apart)
+    reason = refused(group, start=first)
+    assert "step 4 is global" in reason and "has no copy of it" in reason
+    assert f"restore(step=2, start='{first}') goes back to step 2" in reason
+    group = launch(apart)
+    assert restored(group, step=2, start=first) == [2, 2]
+    for step in range(3, 11):  # more than there are slots
+        assert save(group) == step
+    end(group)
+    group = launch(apart)
+    assert restored(group) == [10, 10]
+
+
+def test_each_node_goes_on_alone_after_they_were_refused_together(
+    launch: Launch, apart: list[Daemon]
+) -> None:
+    refused(launch(apart))
+    for daemon, step in zip(apart, (4, 3), strict=True):
+        daemon.kill()
+        daemon.start()
+        go_on(launch, daemon, step, saves=1)
+
+
+def test_what_one_node_saved_alone_is_not_passed_over(launch: Launch, nodes: list[Daemon]) -> None:
+    group = launch(nodes)
+    save(group)
+    end(group)
+    go_on(launch, nodes[0], 1, saves=1)
+    reason = refused(launch(nodes))
+    assert "step 2 is global" in reason and "has no copy of it" in reason
+    group = launch(nodes)
+    assert restored(group, step=1) == [1, 1]
+
+
+def test_a_job_goes_on_without_a_node_whose_disk_is_gone(
+    launch: Launch, start_daemon: Start
+) -> None:
+    nodes = [start_daemon() for _ in range(4)]
+    group = launch(nodes)
+    save(group)
+    end(group)
+    lost, left = [*map(node_of, nodes[:2])], nodes[2:]
+    for daemon in nodes[:2]:
+        daemon.kill()
+        shutil.rmtree(daemon.storage)
+    reason = refused(launch(left))
+    assert "2 of the 4 nodes that ran this job last are here" in reason
+    group = launch(left)
+    assert restored(group, without=lost) == [1, 1]
+    assert save(group) == 2
+    end(group)
+    group = launch(left)
+    assert restored(group) == [2, 2]
