@@ -20,7 +20,7 @@ import enum
 import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -28,12 +28,14 @@ import msgpack  # type: ignore[import-untyped]
 
 from pccheck_native.group import Refused
 from pccheck_native.nodes.beginning import absent, decide
-from pccheck_native.nodes.facts import Have, Said, say
+from pccheck_native.nodes.facts import Have, Said, SaveName, say, who_lacks
 from pccheck_native.nodes.lists import (
     Missing,
     NodeHello,
     StartList,
     cloned,
+    joined,
+    listed,
     make_list,
     may_promise,
     member_of,
@@ -90,7 +92,7 @@ class NodeKeeper(Protocol):
     async def offer(self, found: StartList, round_: int) -> Offer: ...
     async def record(self, found: StartList, answer: StartAnswer) -> None: ...
     def have(self) -> Have | None: ...
-    def heard(self, said: Said) -> None: ...
+    def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +126,7 @@ class NodeMember:
         self._haves: list[Have | None] = []  # as published, where this member decides ...
         self._mine: Have | None = None  # ... and its own, which needs no message
         self._said = Said()
+        self._lacking: dict[SaveName, str] = {}  # of what is given up: the nodes that lack it
         self._has_said = asyncio.Event()  # what the others were not told yet
 
     # -- what the node tells it ----------------------------------------------------------------
@@ -348,7 +351,7 @@ class NodeMember:
             haves[:1] = [self._mine]
         self.view.saw(haves)
         if (said := say(haves)) != self._said:
-            self._said = said
+            self._said, self._lacking = said, self._lacks(said, haves)
             self._has_said.set()
 
     async def _tell(self) -> None:
@@ -357,13 +360,28 @@ class NodeMember:
         while True:
             await self._has_said.wait()
             self._has_said.clear()
-            said = self._said
+            said, lacking = self._said, self._lacking
             await self._ring("said", said.to_plain())
             self.view.heard(said)
-            self._keeper.heard(said)
+            self._keeper.heard(said, lacking)
+
+    def _lacks(self, said: Said, haves: Sequence[Have | None]) -> dict[SaveName, str]:
+        """The nodes that will never have what is given up."""
+        found = self.list
+        assert found is not None
+        names = {}
+        for name in said.given_up:
+            nodes = [found.members[at] for at in who_lacks(haves, name)]
+            names[name] = joined([f"{found.name(one)} ({listed(one.ranks)})" for one in nodes])
+        return names
 
     async def _listen(self) -> None:
-        """The facts, as the member with rank 0 says them."""
+        """The facts, as the member with rank 0 says them. Few checkpoints are given up: for each,
+        this member reads whose they are."""
+        found = self.list
+        assert found is not None
+        keys = [self._key("have", at) for at in range(len(found.members))]
+        given_up = set[SaveName]()
         heard = 0
         while True:
             heard, (value,) = await self._hear(
@@ -371,7 +389,11 @@ class NodeMember:
             )
             if (said := _parsed(Said.of_plain, value)) is not None:
                 self.view.heard(said)
-                self._keeper.heard(said)
+                haves: list[Have | None] = []
+                if not given_up.issuperset(said.given_up):
+                    haves = [_parsed(Have.of_plain, value) for value in await self._get(keys)]
+                given_up = set(said.given_up)
+                self._keeper.heard(said, self._lacks(said, haves))
 
     async def _hear(
         self, bell: str, heard: int, keys: Sequence[str]

@@ -4,6 +4,8 @@ it, what a rank here has failed to save is never offered, and only what is durab
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pccheck_native import _core
 from pccheck_native.nodes import facts
 from pccheck_native.nodes.facts import FullName, Have, Promises, RankHas, Said, SaveName
@@ -16,9 +18,10 @@ from pccheckd.tenancy.tenant import Tenant
 
 from .names import Names
 
-LACKS = Why(
-    Cause.DESCRIBED, words=f"another node of the job will never have this checkpoint, {NONE_KEEPS}"
-)
+
+def _lacks(nodes: str) -> Why:
+    who = nodes or "another node of the job"
+    return Why(Cause.DESCRIBED, words=f"{who} will never have this checkpoint, {NONE_KEEPS}")
 
 
 class Promising:
@@ -160,14 +163,17 @@ class Promising:
         """The names of this start, with the sequences of this node."""
         return self._names.own(self.mine.start if self.mine is not None else None)
 
-    def heard(self, said: Said) -> None:
+    def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None:
+        """`lacks`: the nodes that will never have what is given up, where that is known."""
         if self.mine is None:
             return
         before = self.mine
         self.mine = facts.hear(before, said, self._config.keep)
         own = self._own()
         elsewhere = self._job.members.elsewhere
-        elsewhere.given_up |= {own[name]: LACKS for name in said.given_up if name in own}
+        for name in said.given_up:
+            if name in own:
+                elsewhere.given_up.setdefault(own[name], _lacks(lacks.get(name, "")))
         self._show()
         fresh = {own[one.name] for one in self.mine.known if one not in before.known
                  and one.start == before.start and one.name in own}  # fmt: skip

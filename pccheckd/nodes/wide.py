@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from pccheck_native import _core
 from pccheck_native.group import Held, Refused
 from pccheck_native.nodes import lists
 from pccheck_native.nodes.beginning import decide
-from pccheck_native.nodes.facts import FullName, Have, Said
+from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, StartList
 from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
 from pccheck_native.nodes.plain import ID
@@ -497,8 +497,8 @@ class WideJob:
     def have(self) -> Have | None:
         return self.promising.have()
 
-    def heard(self, said: Said) -> None:
-        self.promising.heard(said)
+    def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None:
+        self.promising.heard(said, lacks)
 
     async def _refresh(self) -> None:
         for tenant in self.job.tenants.values():

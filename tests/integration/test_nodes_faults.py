@@ -82,3 +82,18 @@ def test_a_checkpoint_without_the_other_rank_of_its_node_is_skipped(
     handle = alone.checkpoint()
     assert alone.ended(handle) == "skipped"
     assert "rank 1" in alone.reason(handle)
+
+
+@pytest.mark.parametrize("lacks", [0, 1])
+def test_what_one_node_will_never_have_names_that_node(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, lacks: int
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    saves, skips = group[1 - lacks], group[lacks]
+    handle = (saves.step(), saves.checkpoint())[1]
+    saves.wait_durable(handle)
+    skips.step(2)  # the checkpoint of the first one is left out
+    skips.wait_durable(skips.checkpoint())
+    with pytest.raises(RemoteError, match=rf"host .* \(rank {lacks}\) will never have this"):
+        saves.wait_global(handle)

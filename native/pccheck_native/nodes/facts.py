@@ -150,14 +150,20 @@ def say(haves: Sequence[Have | None]) -> Said:
         for name in (*have.offered, *have.there)
         if newest is None or name > newest
     }
-    lost = {
-        name
-        for have in heard
-        if have.passed is not None
-        for name in open_names.difference(have.there, have.offered)
-        if name <= have.passed
-    }
+    lost = {name for name in open_names if who_lacks(haves, name)}
     return Said(tuple(sorted(known, reverse=True)), tuple(sorted(lost)))
+
+
+def who_lacks(haves: Sequence[Have | None], name: SaveName) -> list[int]:
+    """The members that have passed a checkpoint, and have it neither durable nor in flight."""
+    return [
+        at
+        for at, have in enumerate(haves)
+        if have is not None
+        and have.passed is not None
+        and name <= have.passed
+        and name not in (*have.there, *have.offered)
+    ]
 
 
 def begin(

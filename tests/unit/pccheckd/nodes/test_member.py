@@ -53,7 +53,7 @@ class Node:
     def have(self) -> Have | None:
         return None
 
-    def heard(self, said: Said) -> None:
+    def heard(self, said: Said, lacks: object) -> None:
         pass
 
 
@@ -179,7 +179,7 @@ class Saver(Node):
     def have(self) -> Have | None:
         return self.saved
 
-    def heard(self, said: Said) -> None:
+    def heard(self, said: Said, lacks: object) -> None:
         self.said = said
 
 
