@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pccheck_native.nodes.facts import SaveName
 from pccheck_native.nodes.lists import ListMember
 from pccheck_wire.basics import size_text
+from pccheckd import VERSION
 
 from .member import MemberPhase, NodeMember
 from .view import Waited
@@ -33,6 +34,7 @@ class NodeRow(NamedTuple):
     offered: SaveName | None  # the newest that it has on all its ranks
     known: SaveName | None  # the newest that it knows to be global
     waited: Waited | None  # what waits for it
+    version: str  # of its daemon; "": not known since this daemon has restarted
 
     @property
     def waited_s(self) -> float:
@@ -40,7 +42,7 @@ class NodeRow(NamedTuple):
         return time.monotonic() - self.waited.since_s if self.waited is not None else 0.0
 
     def document(self) -> Document:
-        names = ("host", "node", "ranks", "here", "heard_s")
+        names = ("host", "node", "ranks", "here", "heard_s", "version")
         return {
             **{name: getattr(self, name) for name in names},
             "offered_step": self.offered.step if self.offered else None,
@@ -84,7 +86,14 @@ def _row(wide: WideJob, member: NodeMember, at: int, one: ListMember) -> NodeRow
     return NodeRow(
         one.host, one.node.hex()[:8], one.ranks, here, 0.0 if here else heard,
         max(filter(None, (offered, known)), default=None), known, view.waited_for(at),
+        VERSION if here else _version(member, one.node),
     )  # fmt: skip
+
+
+def _version(member: NodeMember, node: bytes) -> str:
+    """As the newest hello of a node says."""
+    said = [one.version for one in member.hellos if one is not None and one.node == node]
+    return said[-1] if said else ""
 
 
 def document(wide: WideJob) -> Document | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pccheckctl import VERSION
 from tests.integration.test_memory import samples
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
@@ -52,6 +53,10 @@ def test_status_has_a_row_for_each_node(
     text = ctl(None, "--socket", nodes[0].socket, "status").out
     assert f"nodes    {JOB}: running; " in text
     assert re.search(rf"{re.escape(socket.gethostname())}, this node +\w{{8}} +0 ", text)
+    found = ctl(None, "--socket", nodes[0].socket, "doctor", "--json").json["findings"]
+    (told,) = [one for one in found if one["check"] == "nodes"]
+    assert told["level"] == "ok" and "2 nodes agree" in told["found"], told
+    assert {row(daemon, at)["version"] for daemon in nodes for at in (0, 1)} == {VERSION}
     traced = ctl(None, "--socket", nodes[0].socket, "trace", "--last", "60s").json["otherData"]
     assert [one["ranks"] for one in traced["nodes"][0]["nodes"]] == [[0], [1]]
 

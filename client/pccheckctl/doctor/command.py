@@ -10,7 +10,7 @@ from pathlib import Path
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part, whole
 
-from . import daemon, gpu, machine, storage
+from . import daemon, gpu, machine, nodes, storage
 from .finding import OK, PROBLEM, WARNING, Finding, guarded, ok
 
 ERROR, DEGRADED = 1, 3
@@ -52,6 +52,8 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
     else:
         found += guarded("socket", lambda: daemon.socket_access(asked.path))
         found += guarded("daemon", lambda: daemon.reachable(asked))
+    found += guarded("nodes", lambda: nodes.agreement(asked.status))
+    found += guarded("nodes", lambda: nodes.spare_slot(asked.status))
     found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
     return place, found
 

@@ -12,7 +12,7 @@ import pytest
 from pccheck_native import mounts
 from pccheck_wire.basics import with_options
 from pccheckctl import cli
-from pccheckctl.doctor import command, daemon, gpu, machine, storage
+from pccheckctl.doctor import command, daemon, gpu, machine, nodes, storage
 from pccheckctl.doctor.finding import OK, PROBLEM, WARNING, Finding, guarded, ok, problem, warning
 from pccheckctl.measure import disk
 
@@ -201,3 +201,49 @@ def test_a_socket_that_others_can_replace_is_told(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     (found,) = daemon.socket_access(tmp_path / "attach.sock")
     assert found.level == OK
+
+
+def a_wide_job(**changed: object) -> dict[str, object]:
+    """The status of a daemon with a job on two nodes."""
+    places = [("a", "11", True), ("b", "22", False)]
+    names = ("host", "node", "here")
+    every = [dict(zip(names, one, strict=True), ranks=[0], version="2") for one in places]
+    job = {"uid": 0, "job": "gpt", "phase": "running", "refused": None, "silent_reason": "",
+           "waits_for": "", "nodes": every, **changed}  # fmt: skip
+    ranks = [{"uid": 0, "job": "gpt", "rank": 0, "volume": {"slots": 5}}]
+    return {"daemon": {"in_flight": 2, "keep": 2}, "nodes": [job], "ranks": ranks}
+
+
+def test_a_job_on_several_nodes_that_is_well_says_which_node_this_is() -> None:
+    (found,) = nodes.agreement(a_wide_job())
+    assert (found.level, list(nodes.spare_slot(a_wide_job()))) == (OK, [])
+    assert "2 nodes agree" in found.found and "this node is 11" in found.found
+    assert not list(nodes.agreement({})) and not list(nodes.spare_slot({}))
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "told"),
+    [
+        ({"refused": {"message": "one id", "hint": "h"}}, PROBLEM, "refused: one id"),
+        ({"silent_reason": "timed out"}, WARNING, "does not answer: timed out"),
+        ({"phase": "calling", "waits_for": "rank 1 did not come"}, WARNING, "rank 1 did not come"),
+    ],
+)
+def test_what_keeps_nodes_from_agreeing(changed: dict[str, object], level: str, told: str) -> None:
+    (found,) = nodes.agreement(a_wide_job(**changed))
+    assert found.level == level and told in found.found and found.effect and found.fix
+
+
+def test_nodes_of_several_versions_are_named() -> None:
+    every = [{"host": "a", "version": "1"}, {"host": "b", "version": "2"}, {"host": "c"}]
+    _, found = nodes.agreement(a_wide_job(nodes=every))
+    assert found.level == WARNING and "1 on host a, 2 on host b" in found.found
+
+
+def test_a_volume_without_the_spare_slot_of_several_nodes() -> None:
+    status = a_wide_job()
+    status["ranks"][0]["volume"]["slots"] = 4  # type: ignore[index]
+    (found,) = nodes.spare_slot(status)
+    assert found.level == WARNING and "has 4 slots" in found.found and "needs 5" in found.found
+    alone = status | {"nodes": []}
+    assert not list(nodes.spare_slot(alone))

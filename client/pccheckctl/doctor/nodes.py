@@ -1,0 +1,67 @@
+"""Checks of the jobs on several nodes that run here, as this node's daemon sees the others. Clocks
+are not compared: nothing depends on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pccheckctl.output import render
+from pccheckctl.output.documents import Document, part, rows, text, whole
+
+from .finding import Finding, ok, problem, warning
+
+
+def agreement(status: Document) -> Iterator[Finding]:
+    """Whether the nodes reach each other and fit together. Nothing without such a job."""
+    for job in rows(status, "nodes"):
+        name, nodes = f"job {text(job, 'job')}", rows(job, "nodes")
+        refused = part(job, "refused")
+        if refused:
+            yield problem(
+                "nodes", f"{name}: this start is refused: {text(refused, 'message')}",
+                effect="it neither restores nor saves", fix=text(refused, "hint") or "start again",
+            )  # fmt: skip
+        elif why := text(job, "silent_reason"):
+            yield warning(
+                "nodes", f"{name}: the store of the job, or etcd, does not answer: {why}",
+                effect="checkpoints go on on each node, and none becomes global",
+                fix="check that torchrun's agent, rank 0 or etcd runs, and the network to it",
+            )  # fmt: skip
+        elif text(job, "phase") != "running":
+            yield warning(
+                "nodes", f"{name}: the nodes have not agreed: {text(job, 'waits_for')}",
+                effect="no checkpoint is saved until they have",
+                fix="start the ranks that are missing, with a daemon on each node",
+            )  # fmt: skip
+        else:
+            own = next((text(one, "node") for one in nodes if one.get("here")), "?")
+            count = render.plural(len(nodes), "node")
+            yield ok("nodes", f"{name}: {count} agree, and the store answers; this node is {own}")
+        yield from _versions(name, nodes)
+
+
+def _versions(name: str, nodes: list[Document]) -> Iterator[Finding]:
+    found = {text(one, "version"): text(one, "host") for one in nodes if text(one, "version")}
+    if len(found) > 1:
+        told = ", ".join(f"{version} on host {host}" for version, host in sorted(found.items()))
+        yield warning(
+            "nodes", f"{name}: the nodes have several versions of PCcheck: {told}",
+            effect="one release apart works; a start of nodes further apart is refused",
+            fix="install the same version on all nodes",
+        )  # fmt: skip
+
+
+def spare_slot(status: Document) -> Iterator[Finding]:
+    """Whether the volumes of such a job have a slot that the other nodes never count on."""
+    daemon = part(status, "daemon")
+    least = whole(daemon, "in_flight") + whole(daemon, "keep") + 1
+    wide = {(job.get("uid"), text(job, "job")) for job in rows(status, "nodes")}
+    for rank in rows(status, "ranks"):
+        slots = whole(part(rank, "volume"), "slots")
+        if (rank.get("uid"), text(rank, "job")) in wide and 0 < slots < least:
+            yield warning(
+                "nodes", f"job {text(rank, 'job')} rank {whole(rank, 'rank')}: its volume has "
+                f"{slots} slots, and a job on several nodes needs {least}",
+                effect="saves may wait for the other nodes",
+                fix="restart pccheckd with one less in --slots, or pccheckctl drop the job",
+            )  # fmt: skip
