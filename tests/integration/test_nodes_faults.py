@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from tests.support.daemon import Daemon
+from pccheck_native import catalog
+from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
 from tests.support.widejob import COUNTS, JOB, end, ranks, restored, save
@@ -97,3 +98,36 @@ def test_what_one_node_will_never_have_names_that_node(
     skips.wait_durable(skips.checkpoint())
     with pytest.raises(RemoteError, match=rf"host .* \(rank {lacks}\) will never have this"):
         saves.wait_global(handle)
+
+
+@pytest.mark.parametrize("restarts", [(), (1,), (1, 0)])
+def test_a_failed_checkpoint_whose_record_is_on_the_disk_is_never_half_restored(
+    start_trainer: Connect, start_daemon: Start, store: TorchStore, restarts: tuple[int, ...]
+) -> None:
+    """Its node has said that it will never have it, and its next daemon finds it in the volume."""
+    nodes = [start_daemon(), start_daemon(shim="late:record-a:1")]
+    group = ranks(start_trainer, nodes, store)
+    for _ in range(3):  # the volume has the promise by then, which is a record, too
+        save(group)
+    nodes[1].armed.touch()
+    for trainer in group:
+        trainer.step()
+    handles = [trainer.checkpoint() for trainer in group]
+    assert group[1].ended(handles[1]) == "failed"
+    with pytest.raises(RemoteError, match=r"\(rank 1\) will never have this checkpoint"):
+        group[0].wait_global(handles[0])
+    assert max(one.id.step for one in catalog.scan(nodes[1].storage).checkpoints) == 4
+    nodes[1].shim = ""
+    for number in restarts:
+        nodes[number].kill()
+        nodes[number].start()
+        group[number].connects_again()
+    assert group[0].state(handles[0]) == "durable"  # of this start it is not global any more
+    end(group)
+    for daemon in nodes:
+        daemon.kill()
+        daemon.start()
+    group = ranks(start_trainer, nodes, store, "again")
+    first, second = restored(group)  # the content of each is that of its step
+    assert first == second
+    assert save(group) == first + 1

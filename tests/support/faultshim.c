@@ -4,6 +4,7 @@
  *          "kill:record-b:1"  between replica A and B
  *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
+ *          "late:record-a:1"  fails that call once, and the record is on the disk
  *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it, while armed
  *          "eio:open:1" "dead:open:1"   the same of opening a volume
  *          "slow:data:20000"  every data write takes 20,000 us longer
@@ -88,6 +89,13 @@ static int reached(enum point point)
     return strncmp(spec, "enospc", 6) == 0 ? ENOSPC : EIO;
 }
 
+/* The call fails after it has done its work. */
+static int is_late(void)
+{
+    const char *spec = getenv("PCC_SHIM");
+    return spec && strncmp(spec, "late", 4) == 0;
+}
+
 static int at(enum point point, int fd)
 {
     return is_volume(fd) ? reached(point) : 0;
@@ -164,6 +172,8 @@ ssize_t pwritev2(int fd, const struct iovec *iov, int count, off_t offset, int f
 {
     int error = at((flags & RWF_DSYNC) ? record_point(fd, offset) : DATA, fd);
     if (error) {
+        if (is_late())
+            (void)!REAL(pwritev2)(fd, iov, count, offset, flags);
         errno = error;
         return -1;
     }
@@ -174,6 +184,8 @@ ssize_t pwritev64v2(int fd, const struct iovec *iov, int count, off64_t offset, 
 {
     int error = at((flags & RWF_DSYNC) ? record_point(fd, offset) : DATA, fd);
     if (error) {
+        if (is_late())
+            (void)!REAL(pwritev64v2)(fd, iov, count, offset, flags);
         errno = error;
         return -1;
     }
