@@ -318,7 +318,7 @@ class NewestCompleteWins(Patched):
     method = "_must_not_lose"
 
     def instead(self, real: Any) -> Any:
-        return lambda _self, _one, _whole: None
+        return lambda _self, _top, _one, _whole: None
 
 
 class HighestNumberWins(Patched):
