@@ -221,6 +221,7 @@ class WideJob:
         """This daemon has restarted, and the start has begun: the last round that has an answer
         here."""
         start.id = known.start
+        await self._begin_in_volumes(start)  # of ranks that came before it was known
         last, _ = known.restored[-1]
         if known.round == last:
             await self._take_up(start, known)

@@ -3,6 +3,8 @@ torchrun would bring."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from tests.support.daemon import Daemon, Start
 from tests.support.etcd import server
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
-from tests.support.waiting import until
+from tests.support.waiting import suspend, until
 from tests.support.widejob import JOB, end, ranks, restored, save
 
 
@@ -87,6 +89,26 @@ def test_a_daemon_that_restarts_goes_on_with_its_start(
         ahead = group[number].step() - group[1 - number].step()
         group[1 - number].step(ahead)
         save(group)
+
+
+def test_ranks_that_find_a_new_daemon_one_after_another_save_for_one_start(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    nodes[1].kill()
+    suspend(group[3].pid)
+    nodes[1].start()
+    group[2].connects_again()
+    os.kill(group[3].pid, signal.SIGCONT)
+    group[3].connects_again()
+    steps = [trainer.step() for trainer in group]
+    for trainer, step in zip(group, steps, strict=True):
+        trainer.step(max(steps) - step)
+    step = save(group)
+    end(group)
+    again = ranks(start_trainer, nodes, store, "again", per_node=2)
+    assert restored(again) == [step] * 4
 
 
 def test_saves_go_on_beside_a_store_that_has_stopped(
