@@ -20,7 +20,7 @@ import enum
 import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -497,8 +497,11 @@ def _is_news(have: Have, before: Have | None) -> bool:
     if before is None or set(have.offered) - set(before.offered):
         return True
     newest = max(have.known, default=None)
-    open_names = {one for one in before.there if newest is None or one > newest}
-    return bool(open_names - {*have.there, *have.offered})
+
+    def lost(before: Collection[SaveName], now: Collection[SaveName]) -> bool:
+        return any((newest is None or one > newest) and one not in now for one in before)
+
+    return lost(before.offered, have.offered) or lost(before.there, (*have.there, *have.offered))
 
 
 def _is_last(hellos: Sequence[NodeHello | None], mine: int, hello: NodeHello) -> bool:

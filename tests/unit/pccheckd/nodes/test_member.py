@@ -267,3 +267,21 @@ async def test_the_first_checkpoint_of_who_decides_is_not_global_alone() -> None
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_offer_that_is_withdrawn_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others may count on what this node does not have any more."""
+    monkeypatch.setattr("pccheckd.nodes.member.QUIET_S", 1e9)
+    name = SaveName(0, 0, 1, 0)
+    store, nodes = MemoryStore(), [Saver(0), Saver(1)]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    tasks = [asyncio.create_task(member.run()) for member in members]
+    async with asyncio.timeout(LIMIT_S):
+        for have in (Have((name,), (name,), name), Have((), (name,), name)):
+            nodes[1].saved = have
+            members[1].changed()
+            while members[0].view.haves[1:] != [have]:
+                await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
