@@ -200,6 +200,7 @@ class WideJob:
             known = self._known_of(start)
             last = await self._resume(start, known) if known is not None else 0
             self._is_ready = True
+            self._wake()
             await member.run(known.who if known is not None else None, last)
         except Exception:
             LOG.exception("job %s: what speaks with the other nodes has failed", self.job.name)
@@ -255,7 +256,12 @@ class WideJob:
 
     def _refuse(self, refused: Refused) -> None:
         self._skip_waiting(refused.reason, refused.hint)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Restores that wait look again."""
         self._answered.set()
+        self._answered = asyncio.Event()
 
     def _skip_waiting(self, words: str, hint: str = "") -> None:
         end = End(State.SKIPPED, Why(Cause.DESCRIBED, words=words, hint=hint))
@@ -351,8 +357,7 @@ class WideJob:
         await self._take_up(start, record)
         if answer.round == 0:
             await self._forget()
-        self._answered.set()
-        self._answered = asyncio.Event()
+        self._wake()
 
     async def _forget(self) -> None:
         """Removes the records of starts that this node needs no more."""

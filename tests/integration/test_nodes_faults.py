@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import psutil
 import pytest
 
 from pccheck_native import catalog
@@ -131,3 +132,29 @@ def test_a_failed_checkpoint_whose_record_is_on_the_disk_is_never_half_restored(
     first, second = restored(group)  # the content of each is that of its step
     assert first == second
     assert save(group) == first + 1
+
+
+def test_a_restore_that_waits_behind_a_refused_start_takes_no_cpu(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """It turned in a loop, and every user of the daemon waited."""
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    end(group)
+    refused = ranks(start_trainer, nodes, store, run="refused")
+    for trainer in refused:
+        trainer.post("restore", start="ff")
+    for trainer in refused:
+        with pytest.raises(RemoteError, match="start='ff' names no start"):
+            trainer.answer()
+    end(refused)
+    again = ranks(start_trainer, nodes, store, run="again")
+    daemon = psutil.Process(nodes[0].pid)
+    again[0].post("restore")
+    before = daemon.cpu_times()
+    for _ in range(3):
+        nodes[0].status()
+    after = daemon.cpu_times()
+    assert after.user - before.user < 1.0
+    again[1].post("restore")
+    assert [trainer.answer()["step"] for trainer in again] == [1, 1]
