@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import TypeVar
 
 from pccheck_native import _core
 from pccheck_native.group import Held, Refused
-from pccheck_native.nodes import lists
+from pccheck_native.nodes import alone, lists
 from pccheck_native.nodes.beginning import decide
 from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, StartList
 from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
-from pccheck_native.nodes.plain import ID
+from pccheck_native.nodes.plain import ID, TEXT_MAX
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState as State
@@ -34,7 +35,6 @@ from pccheckd.tenancy.checkpoint import End
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
-from . import alone
 from .carrier import Carrier
 from .member import MemberPhase, NodeMember
 from .names import Names, ranks_here
@@ -62,7 +62,8 @@ class WideJob:
         self.job = job
         self.voice, self.carrier = voice, carrier
         self._engine = engine
-        self.node = node
+        self.node = node  # its id ...
+        self.host = socket.gethostname()[:TEXT_MAX]  # ... and how people know it
         self._records = Records(engine.config.storage, job.uid, job.name)
         self._known: dict[bytes, StartRecord] = {}  # the records, by start
         self._start: Start | None = None  # whose member runs
@@ -274,7 +275,7 @@ class WideJob:
         start = self._start
         assert start is not None
         return NodeHello(
-            self.node, alone.host(), start.kind.launch,
+            self.node, self.host, start.kind.launch,
             start.world_size, {rank: one.process for rank, one in sorted(start.members.items())},
             self._promise(), self.replicated, version=VERSION,
         )  # fmt: skip
@@ -338,7 +339,7 @@ class WideJob:
         known = self.promising.known_globals()
         known |= alone.globals_alone((part.checkpoint for part in held), self._known)
         return Offer(
-            self.node, alone.host(), promise, records=tuple(self._known.values()),
+            self.node, self.host, promise, records=tuple(self._known.values()),
             known=tuple(sorted(known)), parts=held, word=word,
         )  # fmt: skip
 
@@ -407,7 +408,8 @@ class WideJob:
         """What this node has saved without the others gets a record, which they will hear of."""
         await self._refresh()
         saved = [one.id for t in self.job.tenants.values() for one in t.volumes.checkpoints()]
-        for record in alone.unrecorded(saved, self.node, self._known) if self._known else ():
+        known = self._known
+        for record in alone.unrecorded(saved, self.node, self.host, known) if known else ():
             volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
             await self._call(self._records.promise, record, volumes)
             self._known[record.start] = record
@@ -420,7 +422,7 @@ class WideJob:
             return
         await self._adopt()
         start = secrets.token_bytes(ID)
-        found = alone.list_alone(self.node, start, world_size, self._known.values())
+        found = alone.list_alone(self.node, self.host, start, world_size, self._known.values())
         word = Word(asked.step, asked.start, tuple(asked.without), fresh)
         answer = decide([self._offer(found.promise, word)], found, travel=True)
         if isinstance(answer, Refused):

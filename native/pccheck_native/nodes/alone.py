@@ -7,7 +7,6 @@ saved gets a record, as a start with one member, before this node says hello to 
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -15,28 +14,22 @@ from pccheck_native.identity import UNKNOWN, CheckpointId
 from pccheck_native.nodes.facts import FullName
 from pccheck_native.nodes.lists import PROTOCOL, ListMember, Promise, StartList
 from pccheck_native.nodes.offers import SEEN_MAX, StartRecord
-from pccheck_native.nodes.plain import TEXT_MAX
-
-
-def host() -> str:
-    """How people know this node."""
-    return socket.gethostname()[:TEXT_MAX]
 
 
 def list_alone(
-    node: bytes, start: bytes, world_size: int, known: Collection[StartRecord]
+    node: bytes, host: str, start: bytes, world_size: int, known: Collection[StartRecord]
 ) -> StartList:
     """The list of a start whose ranks are all here."""
     newest = max(known, key=lambda one: one.who.promise)
     ranks = tuple(range(world_size))
-    member = ListMember(node, host(), ranks, (b"",) * world_size)
+    member = ListMember(node, host, ranks, (b"",) * world_size)
     number = newest.who.number + 1
     replicated = newest.who.replicated
     return StartList(start, number, "", world_size, replicated, PROTOCOL, (member,))
 
 
 def unrecorded(
-    saved: Iterable[CheckpointId], node: bytes, known: Mapping[bytes, StartRecord]
+    saved: Iterable[CheckpointId], node: bytes, host: str, known: Mapping[bytes, StartRecord]
 ) -> Iterator[StartRecord]:
     """Records of the starts that have saved here after those of `known`, oldest first. What was
     saved before the job had other nodes is older than their starts."""
@@ -53,7 +46,7 @@ def unrecorded(
         newest_first = sorted(records.values(), key=_promise_of, reverse=True)
         born = [record for record in newest_first if record.born]
         seen = dict.fromkeys(start for record in born for start in (record.start, *record.seen))
-        who = list_alone(node, one.start, one.world_size, newest_first)
+        who = list_alone(node, host, one.start, one.world_size, newest_first)
         made = StartRecord(who, tuple(seen)[:SEEN_MAX], ((0, None),))
         records[made.start] = made
         yield made
