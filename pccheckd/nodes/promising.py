@@ -31,7 +31,7 @@ class Promising:
         self._job, self._config, self._names = job, config, names
         self._start: Start | None = None
         self.mine: Promises | None = None  #: None: the start, or a round of it, has not begun
-        self._offering = False  # the disk is told of more promises
+        self._offering = False  # more promises are being written to the disk
         job.members.elsewhere.offers = self._offers
 
     def begin(self, start: Start, restored: FullName | None, round_: int) -> None:
@@ -62,7 +62,7 @@ class Promising:
         self._offer_more()
 
     def known_globals(self) -> set[FullName]:
-        """What this node knows to be global; the disk is told with the next record."""
+        """What this node knows to be global. The next record writes it to the disk."""
         known = self._job.members.elsewhere.globals
         return {full for _, one, full in self._names.every() if one.id.sequence in known}
 

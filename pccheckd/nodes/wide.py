@@ -470,8 +470,8 @@ class WideJob:
         return member.round
 
     def _word(self, round_: int) -> Word:
-        """What restore() was told; of ranks that did not restore, what the client was told. A start
-        that began fresh has checkpoints of its own to go back to."""
+        """The words of restore() in a round. Without a restore, round 0 is as fresh as the clients
+        are. A later round is not: the start has checkpoints of its own to go back to."""
         return self.words.get(round_, Word(fresh=self._fresh and round_ == 0))
 
     def _want(self) -> None:

@@ -91,7 +91,7 @@ def test_a_daemon_that_restarts_goes_on_with_its_start(
         save(group)
 
 
-def test_ranks_that_find_a_new_daemon_one_after_another_save_for_one_start(
+def test_ranks_that_reconnect_one_by_one_save_for_one_start(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
     group = ranks(start_trainer, nodes, store, per_node=2)

@@ -102,7 +102,7 @@ def test_what_one_node_will_never_have_names_that_node(
 
 
 @pytest.mark.parametrize("restarts", [(), (1,), (1, 0)])
-def test_a_failed_checkpoint_whose_record_is_on_the_disk_is_never_half_restored(
+def test_a_failed_copy_with_a_record_is_never_half_restored(
     start_trainer: Connect, start_daemon: Start, store: TorchStore, restarts: tuple[int, ...]
 ) -> None:
     """Its node has said that it will never have it, and its next daemon finds it in the volume."""

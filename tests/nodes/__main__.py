@@ -45,20 +45,13 @@ def node(number: int, how: Callable[[Host], None]) -> str:
     """A host goes in mid-run, and the launcher ends what is left. Then all is started again, and
     goes on from what every rank was told is global, or a newer step."""
     with Cluster(2) as cluster:
-        wanted, words = undisturbed(cluster), ("--steps", STEPS, "--pace", PACE_S)
-        with cluster.launch(*words) as run:
+        wanted, pace = undisturbed(cluster), ("--pace", PACE_S)
+        with cluster.launch("--steps", STEPS, *pace) as run:
             run.reaches(KILLED)
             how(cluster.hosts[number])
         before = run.lives()
         cluster.restart(cluster.hosts[number])
-        with cluster.launch(*words) as run:
-            after = run.finish()
-    compare([*before, *after], wanted)
-    (begin,) = {life.begin for life in after}
-    told = max(life.known for life in before)
-    assert told <= begin, f"{told} was global, and the run began at {begin}"
-    assert {life.known for life in after} == {STEPS}
-    return f"killed after step {KILLED}, {told} was known, began again at step {begin}"
+        return f"killed after step {KILLED}, {goes_on(cluster, before, wanted, STEPS, *pace)}"
 
 
 def daemon() -> str:
@@ -126,7 +119,7 @@ def disk(
             mend(host, daemon)
         else:
             assert {life.known for life in lives} == {LONG} and len(lives) == run.ranks
-        return f"{said}; {goes_on(cluster, lives, wanted, *words)}"
+        return f"{said}; {goes_on(cluster, lives, wanted, LONG + MORE, *words)}"
 
 
 def mount_again(host: Host, daemon: NodeDaemon) -> None:
@@ -148,7 +141,7 @@ def clock() -> str:
         hours = {line[:13] for line in log.splitlines() if " step " in line}
         assert len(hours) >= 3, f"the clock did not step: {hours}"
         assert {life.known for life in lives} == {LONG} and len(lives) == run.ranks
-        return goes_on(cluster, lives, wanted)
+        return goes_on(cluster, lives, wanted, LONG + MORE)
 
 
 def stuck(cluster: Cluster, run: Launch, why: str) -> str:
@@ -168,23 +161,23 @@ def stuck(cluster: Cluster, run: Launch, why: str) -> str:
 
 
 def goes_on(
-    cluster: Cluster, before: Sequence[Life], wanted: Sequence[Life], *words: object
+    cluster: Cluster, before: Sequence[Life], wanted: Sequence[Life], steps: int, *words: object
 ) -> str:
-    """Another launch restores one step, which is not older than what a rank was told is global, and
-    makes five more than all before."""
-    with cluster.launch("--steps", LONG + MORE, *words) as run:
+    """Another launch restores one step on all ranks, and makes the rest of the steps. The restored
+    step is not older than any step that a rank knew to be global."""
+    with cluster.launch("--steps", steps, *words) as run:
         after = run.finish()
     compare([*before, *after], wanted)
     (begin,) = {life.begin for life in after}
     told = max(life.known for life in before)
     assert told <= begin, f"{told} was global, and the run began at {begin}"
-    assert {life.known for life in after} == {LONG + MORE}
+    assert {life.known for life in after} == {steps}
     return f"{told} was known, began again at step {begin}"
 
 
 def mpi() -> str:
-    """Two ranks on each host, twice: the second launch goes on from the last step of the first one,
-    whether the client comes before the group of ranks or after it."""
+    """Three launches with two ranks on each host: each launch continues from the last step of the
+    one before, whether the client comes before the group of ranks or after it."""
     with Cluster(2) as cluster:
         wanted = undisturbed(cluster, ranks=2)
         texts = [

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.nodes.cluster import Cluster
 from tests.support.hosts import ROOT, Host
 
-#: Where Open MPI is unpacked (`make nodes-check` names it); "": scenarios of mpirun are left out.
+#: Where Open MPI is unpacked (`make mpi-check` sets it); "": the scenario of mpirun is left out.
 MPI = os.environ.get("PCC_MPI", "")
 PORT = "29500"
 #: mpirun gives numbers; torch wants them under these names.

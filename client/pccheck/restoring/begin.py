@@ -103,7 +103,7 @@ class Recovery:
     ) -> tuple[RestoreResult, bool, int]:
         """Restores what is attached. `words`: the start and the nodes of `Open`. Also returns
         whether it has GPU tensors, and payload bytes."""
-        # On several nodes the first question tells all of them what this start goes on from.
+        # On several nodes the first question decides for all of them where this start continues.
         looks = step is not None and not self._session.identity.is_wide
         newest = self.settle(connection) if looks else None
 

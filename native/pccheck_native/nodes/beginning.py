@@ -177,7 +177,7 @@ class _Decision:
             return refused
         tops = [one for one in pool if not any(one.start in other.seen for other in pool)] or pool
         if self._word.start and self._word.start != NEWEST:
-            # A start that went on from it by the same word goes on: torchrun may begin a job again.
+            # torchrun may start the job again with the same word: the start behind it continues.
             again = [one for one in tops if one.word.start == self._word.start]
             return again[0] if len(tops) == len(again) == 1 else self._named(pool)
         branches = [one for one in tops if self._has_own(one)] or self._newest_restored(tops)

@@ -234,7 +234,7 @@ def test_two_branches_are_never_mixed() -> None:
     refused(decide(unknown, NEW), "start='ff' names no start", C.hex()[:12])
 
 
-def test_a_branch_that_not_all_nodes_have_is_refused_with_the_ways_out() -> None:
+def test_a_branch_that_some_nodes_lack_is_refused_with_ways_out() -> None:
     every = a_list(A, replicated=True), a_list(B, [(0,)], 2, replicated=True)
     records = [born(every[0]), born(every[1], full(A, 1), [A])]
     offers = [

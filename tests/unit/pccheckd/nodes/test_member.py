@@ -169,7 +169,8 @@ async def until_told(member: NodeMember, words: str) -> None:
 
 
 class Saver(Node):
-    """A node with one rank that has these checkpoints, and is told these facts."""
+    """A node with one rank. It has the checkpoints of `saved`, and keeps the facts that it hears in
+    `said`."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank, 0)
@@ -184,7 +185,7 @@ class Saver(Node):
 
 
 class Deaf(MemoryCarrier):
-    """It hears no bell any more, once it is told."""
+    """While `is_deaf` is set, no bell is heard."""
 
     is_deaf = False
 
@@ -197,7 +198,7 @@ class Deaf(MemoryCarrier):
         return heard
 
 
-async def test_the_own_checkpoint_of_who_decides_needs_no_message_to_be_global() -> None:
+async def test_a_deciders_own_checkpoint_is_global_without_a_message() -> None:
     name = SaveName(0, 0, 1, 0)
     have = Have((name,), (name,), name)
     store, nodes = MemoryStore(), [Saver(0), Saver(1)]

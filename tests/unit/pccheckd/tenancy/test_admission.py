@@ -322,7 +322,7 @@ async def test_a_rank_without_a_slot_looks_again_after_another_decision(
     await desk.queue.close()
 
 
-async def test_what_has_got_its_slot_meanwhile_makes_no_rank_give_up_anything() -> None:
+async def test_a_checkpoint_with_its_slot_makes_no_rank_give_up() -> None:
     """The loop looks for a slot again before it has taken the event that there is one."""
     desk = Desk(grouped=True)
     desk.recycles = [True]
