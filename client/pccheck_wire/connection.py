@@ -7,6 +7,7 @@ fast."""
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import socket
@@ -40,6 +41,7 @@ class DaemonSocket:
         """Raises DaemonUnreachableError (no process listens), RefusedError, ProtocolError,
         WaitTimeoutError."""
         self.path = path
+        self._process = os.getpid()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             _connect(self.socket, path, time.monotonic() + timeout_s)
@@ -87,6 +89,11 @@ class DaemonSocket:
             raise self._error(error, timeout_s) from error
 
     def close(self) -> None:
+        """Ends the connection. In a forked process it closes the copy of the socket only."""
+        if self._process == os.getpid():
+            # A process that was forked a moment ago may not have closed its copy yet.
+            with contextlib.suppress(OSError):  # closed before
+                self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _receive(

@@ -356,6 +356,16 @@ def test_a_fork_that_keeps_the_socket_does_not_keep_the_session(daemon: Daemon) 
         os.kill(worker, signal.SIGKILL)
 
 
+def test_a_closed_session_ends_though_a_fork_has_its_socket(daemon: Daemon) -> None:
+    """A worker of a DataLoader has it until the worker runs for the first time."""
+    rank = Rank(daemon.socket)
+    rank.register(SIZE)
+    worker = os.dup(rank.attachment.socket.fileno())
+    rank.close()
+    saved(daemon, 1)
+    os.close(worker)
+
+
 def test_a_killed_daemon_leaves_nothing_behind_for_long(daemon: Daemon) -> None:
     for _ in range(2):
         saved(daemon, 1)
