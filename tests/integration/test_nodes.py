@@ -25,6 +25,17 @@ def test_a_checkpoint_of_two_nodes_becomes_global(
         assert save(group) == step
 
 
+def test_a_first_start_warns_of_nothing(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    for trainer in group:
+        trainer.post("restore")
+    assert [trainer.answer()["found"] for trainer in group] == [False, False]
+    assert save(group) == 1
+    assert [trainer.warnings for trainer in group] == [[], []]
+
+
 def test_all_ranks_restore_one_step(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:

@@ -237,9 +237,10 @@ class Recovery:
         return self._replicated or self._planner.sharded
 
     def _nothing_here(self) -> None:
-        """Warns when the rank that saves (solo) may have been on another node before."""
+        """Warns when the rank that saves (solo) may have been on another node before. Where every
+        rank saves, the nodes have told each other what each of them has."""
         identity = self._session.identity
-        if identity.is_wide:
+        if identity.is_wide and self._session.saves_alone(identity.world_size):
             self._warner.once(
                 "other nodes",
                 f"this node has no checkpoint of job {identity.job!r}, which has ranks on other "
