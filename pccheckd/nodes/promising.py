@@ -149,8 +149,8 @@ class Promising:
         by_sequence = {sequence: name for name, sequence in self._own().items()}
         appearing = tenant.ledger.appearing
         held = {one.id.sequence for one in tenant.volumes.checkpoints()}
-        flying = set(tenant.ledger.pending()) - held | appearing.keys()
-        lost = {n for n in by_sequence if self._job.gives_up(n)}
+        flying = set(tenant.ledger.pending()) - held | appearing.keys() | tenant.binding.unsure
+        lost = {n for n in by_sequence if self._job.gives_up(n)} - self._unsure()
         start, asked = self._start, self._job.members.numbering.newest(rank)
         is_own = asked is not None and start is not None and asked.start == start.incarnation
         return RankHas(
@@ -158,6 +158,11 @@ class Promising:
             {by_sequence[n] for n in flying & by_sequence.keys() - lost},
             SaveName(*asked[1:]) if asked is not None and is_own else None,
         )
+
+    def _unsure(self) -> set[int]:
+        """What failed on a rank here, and may be in its volume: the next daemon would find it."""
+        ranks = self._start.members if self._start is not None else ()
+        return set[int]().union(*(self._job.tenants[rank].binding.unsure for rank in ranks))
 
     def _own(self) -> dict[SaveName, int]:
         """The names of this start, with the sequences of this node."""

@@ -60,6 +60,8 @@ class Binding:
         self.port: Port | None = None
         self.state = BindingState.UNBOUND
         self.stalled = ""  # why the disk seems to hang
+        #: Sequences whose record failed: it may be on the disk, until the volume is opened again.
+        self.unsure: set[int] = set()
 
     def note_stall(self, why: str) -> None:
         """Why the disk seems to hang, or "": logged when that changes."""
@@ -81,8 +83,9 @@ class Binding:
         """Whether saves may begin without `register`."""
         return self.state not in (BindingState.STOPPED, BindingState.LOST)
 
-    def stop(self) -> None:
-        """A commit record failed. Takes no lock."""
+    def stop(self, sequence: int = 0) -> None:
+        """A commit record failed: that of this checkpoint, if it was one's. Takes no lock."""
+        self.unsure |= {sequence} - {0}
         ended = self.state in (BindingState.STOPPED, BindingState.CLOSED)
         if not ended and self.volumes.current is not None:
             self._move(BindingState.STOPPED)
@@ -246,8 +249,9 @@ class Binding:
             raise
 
     async def reopen(self) -> bool:
-        """Reads a stopped volume from the media again; whether it was stopped. Raises RefusedError
-        while the volume is read or written."""
+        """Reads a stopped volume from the media again; whether it was stopped. A checkpoint of
+        several ranks whose record failed is destroyed, if it is there: the other ranks give it up.
+        Raises RefusedError while the volume is read or written."""
         async with self._uses.reopening:  # a request and a save may both find it stopped
             port, current = self.port, self.volumes.current
             if self.state is not BindingState.STOPPED or port is None or current is None:
@@ -265,9 +269,10 @@ class Binding:
             async with self.lock:
                 if self.port is not port or self.volumes.current is not current:
                     return False
-                if not await self.volumes.reopen(current):
+                if not await self.volumes.reopen(current, self.unsure):
                     self.lose()
                     return False
+                self.unsure.clear()
                 await self.bind(current)
                 self._move(BindingState.BOUND)
             return True

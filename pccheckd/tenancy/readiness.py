@@ -79,6 +79,7 @@ class Readiness:
         await self.look()
         if await self._binding.reopen():
             await self._mark_again()
+            self._group.decide_soon()
         self.room_bytes = payload_bytes
         async with self._binding.lock:
             owner = self._seat.owner

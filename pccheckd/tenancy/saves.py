@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pccheck_native import OUTCOME_GIVEN_UP, _core
 from pccheck_native.identity import CheckpointId
 from pccheck_wire.ends import Cause, Why
+from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import CheckpointState as State
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
@@ -190,7 +191,8 @@ class Saves:
             self._readiness.instruct()
             self._tasks.spawn(self._readiness.look(listing=False))
         elif event.kind == "failed" and event.stage == "publish":
-            self._binding.stop()
+            self._binding.stop(checkpoint.id.sequence)
+            self._tasks.spawn(self._open_again())
         if not checkpoint.live:
             self._chronicle.ended(checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
@@ -201,6 +203,12 @@ class Saves:
             checkpoint.times_ns |= {"begin": at_ns[State.COPYING], "sealed": at_ns[State.COPIED]}
             checkpoint.copied_bytes = checkpoint.payload_bytes  # nothing of it is offered
             self._group.decide_soon()
+
+    async def _open_again(self) -> None:
+        """Other ranks wait for what is on the disk. If that fails, the next save tries again."""
+        if self._group.is_shared:
+            with contextlib.suppress(PccheckError):
+                await self._readiness.reopen()
 
     def failed_before_request(self, count: int) -> None:
         """Checkpoints of its trainer failed because it was refused room, or without a daemon."""

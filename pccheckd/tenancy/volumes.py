@@ -110,6 +110,13 @@ class OpenVolume:
                 self.info, self.checkpoints, self.quarantined = info, checkpoints, quarantined
 
 
+def _destroy(volume: _core.Volume, failed: Collection[int]) -> None:
+    """Durably. Raises OSError, NativeError."""
+    if failed and volume.info().world_size > 1:
+        volume.set_group(oldest=0, newest=0, given_up=sorted(failed)[-_core.GIVEN_UP_MAX :])
+        volume.recycle()
+
+
 def _close_in_place(volume: _core.Volume) -> bool:
     """Whether it was the file at its path; another file there must not be removed."""
     try:
@@ -391,9 +398,10 @@ class VolumeSet:
         LOG.info("%s: created %s, %d slots, %s", key, path, slots, size_text(needed))
         return made
 
-    async def reopen(self, item: OpenVolume) -> bool:
+    async def reopen(self, item: OpenVolume, failed: Collection[int] = ()) -> bool:
         """Closes a stopped volume and reads it from the disk again, read-only when it can no longer
-        be written. False: its file is no longer there."""
+        be written. Destroys the `failed` sequences of a group. False: its file is no longer
+        there."""
         await self._engine.call(self.key.uid, _close_and_wait, item.volume)
         try:
             fresh = await self._opened(item.path, item.generation)
@@ -408,6 +416,7 @@ class VolumeSet:
                 item.volume, item.engine = fresh.volume, fresh.engine
             raise
         item.volume, item.engine = fresh.volume, fresh.engine
+        await self._engine.call(self.key.uid, _destroy, item.volume, failed)
         await self._engine.call(self.key.uid, item.read)
         LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
         return True

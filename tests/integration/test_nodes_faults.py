@@ -10,7 +10,7 @@ import pytest
 from pccheck_native import catalog
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
-from tests.support.trainer import Connect, RemoteError
+from tests.support.trainer import Connect, RemoteError, Trainer
 from tests.support.widejob import COUNTS, JOB, end, ranks, restored, save
 
 
@@ -102,22 +102,16 @@ def test_what_one_node_will_never_have_names_that_node(
 
 
 @pytest.mark.parametrize("restarts", [(), (1,), (1, 0)])
-def test_a_failed_copy_with_a_record_is_never_half_restored(
+def test_a_failed_copy_with_a_record_is_destroyed_before_it_is_given_up(
     start_trainer: Connect, start_daemon: Start, store: TorchStore, restarts: tuple[int, ...]
 ) -> None:
-    """Its node has said that it will never have it, and its next daemon finds it in the volume."""
+    """Else its node's next daemon would find it in the volume, and offer it to the others."""
     nodes = [start_daemon(), start_daemon(shim="late:record-a:1")]
     group = ranks(start_trainer, nodes, store)
-    for _ in range(3):  # the volume has the promise by then, which is a record, too
-        save(group)
-    nodes[1].armed.touch()
-    for trainer in group:
-        trainer.step()
-    handles = [trainer.checkpoint() for trainer in group]
-    assert group[1].ended(handles[1]) == "failed"
+    handles = _late_record(group, nodes[1])
     with pytest.raises(RemoteError, match=r"\(rank 1\) will never have this checkpoint"):
         group[0].wait_global(handles[0])
-    assert max(one.id.step for one in catalog.scan(nodes[1].storage).checkpoints) == 4
+    assert _newest_step(nodes[1]) == 3
     nodes[1].shim = ""
     for number in restarts:
         nodes[number].kill()
@@ -129,9 +123,50 @@ def test_a_failed_copy_with_a_record_is_never_half_restored(
         daemon.kill()
         daemon.start()
     group = ranks(start_trainer, nodes, store, "again")
-    first, second = restored(group)  # the content of each is that of its step
-    assert first == second
-    assert save(group) == first + 1
+    assert restored(group) == [3, 3]
+    assert save(group) == 4
+
+
+def test_a_failed_copy_that_cannot_be_destroyed_yet_is_not_given_up(
+    start_trainer: Connect, start_daemon: Start, store: TorchStore
+) -> None:
+    nodes = [start_daemon(), start_daemon(shim="last:record-a:1")]
+    group = ranks(start_trainer, nodes, store)
+    handles = _late_record(group, nodes[1])
+    later = _saved(group)
+    assert group[1].ended(later[1]) == "failed"  # the volume cannot be opened
+    with pytest.raises(RemoteError, match=r"\(rank 1\) will never have this checkpoint"):
+        group[0].wait_global(later[0])
+    with pytest.raises(RemoteError, match="WaitTimeoutError"):
+        group[0].wait_global(handles[0], timeout=0.1)
+    assert _newest_step(nodes[1]) == 4
+    nodes[1].kill()
+    nodes[1].shim = ""
+    nodes[1].start()
+    group[1].connects_again()
+    assert group[0].wait_global(handles[0]) == "global"
+    end(group)
+    assert restored(ranks(start_trainer, nodes, store, "again")) == [4, 4]
+
+
+def _late_record(group: list[Trainer], faulty: Daemon) -> list[int]:
+    """After three global checkpoints, one whose record is on rank 1's disk although it failed."""
+    for _ in range(3):  # the volume has the promise by then, which is a record, too
+        save(group)
+    faulty.armed.touch()
+    handles = _saved(group)
+    assert group[1].ended(handles[1]) == "failed"
+    return handles
+
+
+def _saved(group: list[Trainer]) -> list[int]:
+    for trainer in group:
+        trainer.step()
+    return [trainer.checkpoint() for trainer in group]
+
+
+def _newest_step(node: Daemon) -> int:
+    return max(one.id.step for one in catalog.scan(node.storage).checkpoints)
 
 
 def test_a_restore_that_waits_behind_a_refused_start_takes_no_cpu(

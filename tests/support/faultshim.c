@@ -5,6 +5,7 @@
  *          "kill:flush:2"     before the 2nd fdatasync;  "kill:data:5" before the 5th data write
  *          "eio:data:2" "enospc:data:1" "eio:flush:1" "eio:record-a:1"   fail that call once
  *          "late:record-a:1"  fails that call once, and the record is on the disk
+ *          "last:record-a:1"  the same, and all after it fail, while armed
  *          "eio:read:3"       the 3rd read fails;  "dead:read:3"  and so do all after it, while armed
  *          "eio:open:1" "dead:open:1"   the same of opening a volume
  *          "slow:data:20000"  every data write takes 20,000 us longer
@@ -33,6 +34,7 @@
 enum point { NO_POINT, DATA, FLUSH, RECORD_A, RECORD_B, READ, OPEN };
 
 static atomic_int calls[OPEN + 1];
+static _Thread_local int is_first; /* whether the last call that failed here was the first one */
 
 static enum point point_named(const char *name, size_t length)
 {
@@ -80,8 +82,10 @@ static int reached(enum point point)
         return 0;
     }
     const int count = atomic_fetch_add(&calls[point], 1) + 1;
-    if (count < number || (count > number && strncmp(spec, "dead", 4) != 0))
+    const int lasts = strncmp(spec, "dead", 4) == 0 || strncmp(spec, "last", 4) == 0;
+    if (count < number || (count > number && !lasts))
         return 0;
+    is_first = count == number;
     if (strncmp(spec, "kill", 4) == 0) {
         kill(getpid(), SIGKILL);
         pause();
@@ -93,7 +97,7 @@ static int reached(enum point point)
 static int is_late(void)
 {
     const char *spec = getenv("PCC_SHIM");
-    return spec && strncmp(spec, "late", 4) == 0;
+    return spec && is_first && (strncmp(spec, "late", 4) == 0 || strncmp(spec, "last", 4) == 0);
 }
 
 static int at(enum point point, int fd)

@@ -184,9 +184,9 @@ async def test_a_stopped_volume_is_reopened_once(tenant: Tenant) -> None:
         calls: list[object] = []
         opens = tenant.volumes.reopen
 
-        async def reopen(item: Any) -> bool:
+        async def reopen(item: Any, failed: Any) -> bool:
             calls.append(item)
-            return await opens(item)
+            return await opens(item, failed)
 
         tenant.volumes.reopen = reopen  # type: ignore[method-assign]
         await asyncio.gather(
@@ -228,7 +228,7 @@ async def test_a_volume_that_stays_broken_stays_stopped(tenant: Tenant) -> None:
         tenant.binding.stop()
         opens = tenant.volumes.reopen
 
-        async def broken(_: Any) -> bool:
+        async def broken(*_: Any) -> bool:
             raise OSError(5, "EIO")
 
         tenant.volumes.reopen = broken  # type: ignore[method-assign]
