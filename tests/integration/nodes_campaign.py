@@ -216,6 +216,7 @@ class Player:
         self.tally.faults[start.fault or "none"] += 1
         if start.fault == "a node is absent":
             self._end_zombies()
+            self.zombie_node = -1
             self._absent(start)
             return
         self._make_beside_zombies(start)
