@@ -30,10 +30,10 @@ from pccheck_native.group import Refused
 from pccheck_native.nodes.beginning import absent, decide
 from pccheck_native.nodes.facts import Have, Said, SaveName, say, who_lacks
 from pccheck_native.nodes.lists import (
-    Missing,
     NodeHello,
     StartList,
     cloned,
+    displaced,
     joined,
     listed,
     make_list,
@@ -61,8 +61,10 @@ LOOK_S, LOOK_LIMIT_S = 10.0, 1.0
 #: What makes no fact (a checkpoint was asked for, an older one has gone) waits for so long, and is
 #: then published with what does: a checkpoint costs each node one message.
 QUIET_S = 5.0
-#: The member with rank 0 decides; each other one does so when it has waited for so long.
+#: Member 0 decides. Member k does so after k times this, if there is no answer.
 DECIDES_AFTER_S = 3.0
+#: For so long nodes that do not fit together wait for a newer hello: one may be of an earlier life.
+APART_S = 3.0
 
 
 class MemberPhase(enum.Enum):
@@ -103,6 +105,19 @@ class _Call:
     why: str = ""  # it has failed so far
 
 
+@dataclass(slots=True)
+class _Apart:
+    """Since when nodes do not fit together, for one reason."""
+
+    why: Refused | None = None
+    since_s: float = 0.0
+
+    def lasts(self, why: Refused) -> bool:
+        if why != self.why:
+            self.why, self.since_s = why, time.monotonic()
+        return time.monotonic() - self.since_s >= APART_S
+
+
 class NodeMember:
     """Owned by the job's nodes. `run` is its one task; everything else only wakes that."""
 
@@ -122,6 +137,7 @@ class NodeMember:
         self._is_warned = False
         self._lists_seen = 0
         self._asked_round = self._round = 0
+        self._answer = b""  # to the last round, if this daemon has heard it
         self._changed = asyncio.Event()
         self._haves: list[Have | None] = []  # as published, where this member decides ...
         self._mine: Have | None = None  # ... and its own, which needs no message
@@ -167,6 +183,18 @@ class NodeMember:
         if to is MemberPhase.RUNNING:
             self.began_with = self.operations
 
+    async def fail(self, refused: Refused) -> None:
+        """Its task has ended by an error."""
+        if self.phase is not MemberPhase.REFUSED:
+            self._refuse(refused)
+            await self._refuse_for_all(refused)
+
+    async def _refuse_for_all(self, refused: Refused) -> None:
+        """The others need not wait for the offer of this member: without it nobody can decide."""
+        if self.list is not None:
+            said = displaced(self.list, self.list.members[self.at], refused)
+            await self._swap(self._key("answer", self._round), ["refused", *said])
+
     def _refuse(self, refused: Refused) -> bool:
         self.refused = refused
         LOG.error("job %s: %s; %s", self._job, refused.reason, refused.hint)
@@ -182,22 +210,21 @@ class NodeMember:
         hello = self._keeper.hello()
         mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
+        apart = _Apart()
         pause = PAUSE_FIRST_S
         while True:
-            count = await self._count(f"{self._job}/hellos")
-            if count > len(hellos) or None in hellos[-BATCH:]:
-                hellos += [None] * (count - len(hellos))
-                await self._read_hellos(hellos)
+            if not await self._read_hellos(mine):
+                mine = await self._say_hello(hello)
+                continue
             if (two := cloned(hellos[mine:], hello)) is not None:
                 await self._say_hello(hello)  # later than that of the other one, which then knows
                 return self._refuse(two)
             made = make_list(hellos, secrets.token_bytes(ID), hello)
-            self.missing = made.reason if isinstance(made, Missing) else ""
-            if _is_last(hellos, mine, hello):
-                if isinstance(made, Refused):
-                    return self._refuse(made)
-                if isinstance(made, StartList):
-                    await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
+            self.missing = "" if isinstance(made, StartList) else f"{made.reason}; {made.hint}"
+            if isinstance(made, Refused) and apart.lasts(made):
+                return self._refuse(made)
+            if isinstance(made, StartList) and _is_last(hellos, mine, hello):
+                await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
             seen = self._lists_seen
             found = await self._newest_list(hello)
             if found is not None and found.promise >= hello.promise:  # else of an older hello
@@ -210,19 +237,33 @@ class NodeMember:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
+    async def _read_hellos(self, mine: int) -> bool:
+        """Those that have come. False: the store has come back empty, without `mine`."""
+        count, hellos = await self._count(f"{self._job}/hellos"), self.hellos
+        if count < mine:
+            self._lists_seen = 0
+            hellos.clear()
+            return False
+        if count > len(hellos) or None in hellos[-BATCH:]:
+            hellos += [None] * (count - len(hellos))
+            await self._fill(hellos, lambda at: f"{self._job}/hello/{at + 1}", NodeHello.of_plain)
+        return True
+
     async def _say_hello(self, hello: NodeHello) -> int:
         """Which hello it is."""
         mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
         await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
         return mine
 
-    async def _read_hellos(self, hellos: list[NodeHello | None]) -> None:
-        lacking = [at for at, one in enumerate(hellos) if one is None]
+    async def _fill(
+        self, found: list[_T | None], key: Callable[[int], str], read: Callable[[object], _T]
+    ) -> None:
+        """Reads what is missing in `found`."""
+        lacking = [at for at, one in enumerate(found) if one is None]
         for first in range(0, len(lacking), BATCH):
             part = lacking[first : first + BATCH]
-            values = await self._get([f"{self._job}/hello/{at + 1}" for at in part])
-            for at, value in zip(part, values, strict=True):
-                hellos[at] = _parsed(NodeHello.of_plain, value)
+            for at, value in zip(part, await self._get(list(map(key, part))), strict=True):
+                found[at] = _parsed(read, value)
 
     async def _newest_list(self, hello: NodeHello) -> StartList | None:
         """The newest list in the store, if it has the living processes of this node."""
@@ -239,9 +280,11 @@ class NodeMember:
         self._move(MemberPhase.PROMISING)
         refused = may_promise(found, hello.promise, self._keeper.lives())
         refused = refused or await self._keeper.promise(found)
-        if refused is not None:
-            return self._refuse(refused)
         self.list, self.at = found, _at(found, hello)
+        if refused is not None:
+            if found.promise > hello.promise:
+                await self._refuse_for_all(refused)
+            return self._refuse(refused)
         self._move(MemberPhase.BEGINNING)
         return True
 
@@ -254,29 +297,35 @@ class NodeMember:
         """Offers, and records the answer. False: refused, or there is a newer list."""
         found = self.list
         assert found is not None
-        offer = await self._keeper.offer(found, round_)
-        await self._set(self._key("offer", round_, self.at), offer.to_plain())
+        offer = (await self._keeper.offer(found, round_)).to_plain()
+        mine = self._key("offer", round_, self.at)
+        await self._set(mine, offer)
+        offers: list[Offer | None] = [None] * len(found.members)
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
-            value = (await self._get([self._key("answer", round_)]))[0]
+            value, there = await self._get([self._key("answer", round_), mine])
             if value is not None:
                 return await self._answered(found, value)
+            if there is None:  # the store has come back empty
+                await self._set(mine, offer)
+                if round_ == 0:
+                    self._lists_seen = 0
+                    await self._say_hello(self._keeper.hello())
             if round_ == 0 and await self._newest_list(self._keeper.hello()) is not None:
                 self._lists_seen -= 1  # it is read again, and taken
                 return False
             if time.monotonic() - began_s >= DECIDES_AFTER_S * self.at:
-                await self._try_to_decide(found, round_, began_s)
+                await self._try_to_decide(found, round_, offers, began_s)
             else:
                 self.missing = f"{found.name(found.members[0])} has not decided yet"
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
-    async def _try_to_decide(self, found: StartList, round_: int, began_s: float) -> None:
-        offers: list[Offer | None] = []
-        keys = [self._key("offer", round_, at) for at in range(len(found.members))]
-        for first in range(0, len(keys), BATCH):
-            values = await self._get(keys[first : first + BATCH])
-            offers += [_parsed(Offer.of_plain, value) for value in values]
+    async def _try_to_decide(
+        self, found: StartList, round_: int, offers: list[Offer | None], began_s: float
+    ) -> None:
+        """`offers`: those that were read before."""
+        await self._fill(offers, lambda at: self._key("offer", round_, at), Offer.of_plain)
         self.view.answered({at for at, one in enumerate(offers) if one is not None})
         came = [one for one in offers if one is not None]
         missing = absent(came, found, time.monotonic() - began_s, round_)
@@ -296,6 +345,7 @@ class NodeMember:
             return self._refuse(Refused(f"the answer of this start cannot be read: {error}", ""))
         self.missing = ""
         await self._keeper.record(found, answer)
+        self._answer = value
         return True
 
     # -- how it runs ---------------------------------------------------------------------------
@@ -321,8 +371,17 @@ class NodeMember:
                 async with asyncio.timeout(LISTEN_S if have == published else QUIET_S):
                     await self._changed.wait()
             except TimeoutError:
-                if (await self._get([self._key("have", self.at)]))[0] is None:
-                    published = None  # the store has come back empty
+                mine, answered = self._key("have", self.at), self._key("answer", self._round)
+                there, answer = await self._get([mine, answered])
+                if there is None:  # the store has come back empty
+                    published = None
+                if answer is None:
+                    await self._put_answer_back(answered)
+
+    async def _put_answer_back(self, key: str) -> None:
+        """Another member may not have read it."""
+        if self._answer:
+            await self._sure(lambda: self._carrier.swap(key, self._answer))
 
     async def _show(self, have: Have) -> None:
         """The other members find it in the store. The one that decides hears a bell."""
@@ -401,7 +460,7 @@ class NodeMember:
         """Waits until a bell has rung again: how often, and the values of the keys."""
         while True:
             listen = functools.partial(self._carrier.listen, bell, heard, keys, LISTEN_S)
-            answer = await self._sure(listen, counts=2, limit_s=LISTEN_S)
+            answer = await self._sure(listen, counts=2 + len(keys), limit_s=LISTEN_S)
             if answer is not None:
                 return answer
             heard = min(heard, await self._count(bell))  # a store that is empty again begins at 0
@@ -473,7 +532,7 @@ class NodeMember:
 
     async def _set(self, key: str, plain: object) -> None:
         value = _packed(plain)
-        await self._sure(lambda: self._carrier.set(key, value))
+        await self._sure(lambda: self._carrier.set(key, value), counts=2)
 
     async def _swap(self, key: str, plain: object) -> bytes:
         value = _packed(plain)
@@ -483,7 +542,7 @@ class NodeMember:
         """Sets a key of the start, and rings the bell of those who listen to it."""
         key, value = self._key(what, *more), _packed(plain)
         bell = self._key("said", "bell") if what == "said" else self._key("bell")
-        await self._sure(lambda: self._carrier.ring(key, value, bell), counts=3)
+        await self._sure(lambda: self._carrier.ring(key, value, bell), counts=4)
 
 
 def _at(found: StartList, hello: NodeHello) -> int:

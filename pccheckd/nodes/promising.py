@@ -39,7 +39,10 @@ class Promising:
         before this daemon restarted."""
         known = self.known_globals()
         own = sorted((one for one in known if one.start == start.id), reverse=True)
-        older = [one for one in known if one.start != start.id]
+        older = sorted(
+            (one for one in known if one.start != start.id),
+            key=lambda one: self._names.sequence(one) or 0, reverse=True,
+        )  # fmt: skip
         keep = self._config.keep
         mine = facts.begin(start.id, restored, (*own, *older), keep, round_)
         stored = self._names.every()

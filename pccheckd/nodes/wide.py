@@ -19,7 +19,7 @@ from pccheck_native.nodes import alone, lists
 from pccheck_native.nodes.beginning import decide
 from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, StartList
-from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word
+from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word, newest
 from pccheck_native.nodes.plain import ID, TEXT_MAX
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
@@ -71,7 +71,7 @@ class WideJob:
         self.member: NodeMember | None = None
         self.promising = Promising(job, engine.config, self._names)
         self.replicated = False
-        self.words: dict[int, Word] = {}  # what restore() was told, by round
+        self._words: dict[int, dict[int, Word]] = {}  # of restore(), by round and rank
         self._answers: dict[int, FullName | None] = {}  # of this start, by round
         self._answered = asyncio.Event()
         self._wanted = asyncio.Event()  # a rank restores or saves ...
@@ -177,7 +177,7 @@ class WideJob:
         elif start.closed and start.is_live:
             self._stop()
             self._start, self.promising.mine = start, None
-            self._answers, self.words = {}, {}
+            self._answers, self._words = {}, {}
             self._is_ready = False
             if self._wanted_in is not start:
                 self._wanted.clear()
@@ -203,8 +203,10 @@ class WideJob:
             self._is_ready = True
             self._wake()
             await member.run(known.who if known is not None else None, last)
-        except Exception:
-            LOG.exception("job %s: what speaks with the other nodes has failed", self.job.name)
+        except Exception as error:
+            LOG.exception("job %s: the agreement with the other nodes failed", self.job.name)
+            why = self._translated(error)
+            await member.fail(Refused(f"this node cannot go on: {why.message}", why.hint))
         if self.member is not None and self.member.refused is not None:
             self._refuse(self.member.refused)
 
@@ -247,13 +249,14 @@ class WideJob:
 
     def why_not_agreed(self) -> str:
         """Whom this node waits for, or why in vain."""
-        member = self.member
+        member = self.member if self._start is self.job.members.starts.current else None
         if member is not None and member.refused is not None:
             return f"this start is refused: {member.refused.reason}"
         words = (member.silent or member.missing) if member is not None else ""
         if absent := self.job.members.absent():
             words = f"on this node {lists.listed(absent)} did not come"
-        return f"the nodes of this job have not agreed yet: {words or 'they were asked just now'}"
+        words = words or "this node has just asked them"
+        return f"the nodes of this job have not agreed yet: {words}"
 
     def _refuse(self, refused: Refused) -> None:
         self._skip_waiting(refused.reason, refused.hint)
@@ -305,16 +308,31 @@ class WideJob:
             )
         try:
             volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
-            await self._call(self._records.promise, record, volumes)
+            await self._keep(record, self._records.promise, volumes)
             self._promised = {v.path for t in self.job.tenants.values() for v in t.volumes.open}
         except RefusedError as refused:
             return Refused(refused.message, refused.hint)
         except (OSError, ValueError, _core.NativeError, PccheckError) as error:
-            place = f"the record of the start in {self._engine.config.storage}"
-            why = error if isinstance(error, PccheckError) else translated(error, place)
+            why = self._translated(error)
             return Refused(f"this node cannot promise the start: {why.message}", why.hint)
-        self._known[found.start] = record
         return None
+
+    def _translated(self, error: Exception) -> PccheckError:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, PccheckError):
+            return error
+        return translated(error, f"the record of the start in {self._engine.config.storage}")
+
+    async def _keep(self, record: StartRecord, work: Callable[..., None], *more: object) -> None:
+        """Changes a record on the disk, and then here; also if this task is cancelled meanwhile.
+        Raises as `work` does."""
+
+        async def kept() -> None:
+            await self._call(work, record, *more)
+            self._known[record.start] = record
+
+        await asyncio.shield(kept())
 
     async def offer(self, found: StartList, round_: int) -> Offer:
         await self._wanted.wait()  # then it is known what restore() was told
@@ -322,8 +340,7 @@ class WideJob:
             self.promising.mine, self.job.members.elsewhere.agreed = None, 0
             self.wanted_s = time.monotonic()
             record = self._known[found.start]._replace(round=round_)
-            await self._call(self._records.update, record)
-            self._known[found.start] = record
+            await self._keep(record, self._records.update)
         await self._refresh()
         mine = self._known[found.start]
         answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
@@ -339,7 +356,7 @@ class WideJob:
         known = self.promising.known_globals()
         known |= alone.globals_alone((part.checkpoint for part in held), self._known)
         return Offer(
-            self.node, self.host, promise, records=tuple(self._known.values()),
+            self.node, self.host, promise, records=newest(self._known.values()),
             known=tuple(sorted(known)), parts=held, word=word,
         )  # fmt: skip
 
@@ -348,8 +365,7 @@ class WideJob:
         start = self._start
         assert start is not None
         record = self._known[found.start].with_answer(answer)
-        await self._call(self._records.update, record)
-        self._known[found.start] = record
+        await self._keep(record, self._records.update)
         for words in answer.warnings:
             LOG.warning("job %s: %s", self.job.name, words)
         if answer.round == 0:
@@ -411,8 +427,7 @@ class WideJob:
         known = self._known
         for record in alone.unrecorded(saved, self.node, self.host, known) if known else ():
             volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
-            await self._call(self._records.promise, record, volumes)
-            self._known[record.start] = record
+            await self._keep(record, self._records.promise, volumes)
         await self._see_volumes()
 
     async def require_alone(self, world_size: int, asked: Open, *, fresh: bool) -> None:
@@ -438,9 +453,9 @@ class WideJob:
         round_: int | None = None
         while time.monotonic() < deadline:
             start, member = self._start, self.member
-            if member is not None and member.refused is not None:
-                raise NoCheckpointError(member.refused.reason, hint=member.refused.hint)
             mine = self.job.members.starts.of(rank, process) is start
+            if mine and member is not None and member.refused is not None:
+                raise NoCheckpointError(member.refused.reason, hint=member.refused.hint)
             if start is not None and mine and self._is_ready:
                 if round_ is None:
                     round_ = self._round(start, rank, asked)
@@ -461,9 +476,16 @@ class WideJob:
         if has_begun:
             if not asked.together:
                 return -1 if member.moved else member.round
-            if member.moved or word != self._word(member.round):
+            before = self._words.get(member.round, {}).get(rank, word)
+            if member.moved or word != before:
                 member.round, member.moved = member.round + 1, False
-        self.words.setdefault(member.round, word)
+        said = self._words.setdefault(member.round, {})
+        if any(other != word for who, other in said.items() if who != rank):
+            raise RefusedError(
+                "the ranks of this node gave restore() different arguments",
+                hint="give restore() the same arguments on all ranks",
+            )
+        said[rank] = word
         self._want()
         if self.member is not None and member.round:
             self.member.want_round(member.round)
@@ -472,7 +494,8 @@ class WideJob:
     def _word(self, round_: int) -> Word:
         """The words of restore() in a round. Without a restore, round 0 is as fresh as the clients
         are. A later round is not: the start has checkpoints of its own to go back to."""
-        return self.words.get(round_, Word(fresh=self._fresh and round_ == 0))
+        said = self._words.get(round_, {}).values()
+        return next(iter(said), Word(fresh=self._fresh and round_ == 0))
 
     def _want(self) -> None:
         start = self.job.members.starts.current

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
-from tests.support.trainer import Connect, RemoteError, Trainer
-from tests.support.widejob import end, ranks, restored, save
+from tests.support.trainer import Connect, Trainer
+from tests.support.widejob import end, ranks, refused, restored, save
 
 Launch = Callable[[list[Daemon]], list[Trainer]]
 
@@ -29,18 +29,11 @@ def launch(start_trainer: Connect) -> Iterator[Launch]:
         yield begin
 
 
-def refused(group: list[Trainer], **options: object) -> str:
-    """All ranks restore, and are refused; why."""
-    for trainer in group:
-        trainer.post("restore", **options)
-    found = set()
-    for trainer in group:
-        with pytest.raises(RemoteError) as caught:
-            trainer.answer()
-        found.add(caught.value.message)
-    (reason,) = found
+def why_refused(group: list[Trainer], **options: object) -> str:
+    """All ranks are refused for one reason."""
+    (found,) = set(refused(group, **options))
     end(group)
-    return reason
+    return found
 
 
 def node_of(daemon: Daemon) -> str:
@@ -67,7 +60,7 @@ def apart(launch: Launch, nodes: list[Daemon]) -> list[Daemon]:
     # Half of the nodes are enough only with the first one.
     without = node_of(nodes[0])
     alone = launch(nodes[1:])
-    reason = refused(alone)
+    reason = why_refused(alone)
     assert "1 of the 2 nodes that ran this job last are here" in reason and "without=" in reason
     go_on(launch, nodes[1], 2, saves=1, without=without)
     return nodes
@@ -75,7 +68,7 @@ def apart(launch: Launch, nodes: list[Daemon]) -> list[Daemon]:
 
 def test_starts_that_ran_apart_are_named_and_not_mixed(launch: Launch, apart: list[Daemon]) -> None:
     group = launch(apart)
-    reason = refused(group)
+    reason = why_refused(group)
     found = re.findall(r"(\w{12}) \(host [^:]+: steps? ([0-9, and]+)\)", reason)
     starts = {steps: start for start, steps in found}
     assert starts.keys() == {"4 and 3", "3"} and "ran apart" in reason, reason
@@ -83,7 +76,7 @@ def test_starts_that_ran_apart_are_named_and_not_mixed(launch: Launch, apart: li
     assert f"restore(start='{first}')" in reason
     # Bytes do not travel: node 1 has no copy of step 4.
     group = launch(apart)
-    reason = refused(group, start=first)
+    reason = why_refused(group, start=first)
     assert "step 4 is global" in reason and "has no copy of it" in reason
     assert f"restore(step=2, start='{first}') goes back to step 2" in reason
     group = launch(apart)
@@ -98,7 +91,7 @@ def test_starts_that_ran_apart_are_named_and_not_mixed(launch: Launch, apart: li
 def test_each_node_goes_on_alone_after_they_were_refused_together(
     launch: Launch, apart: list[Daemon]
 ) -> None:
-    refused(launch(apart))
+    why_refused(launch(apart))
     for daemon, step in zip(apart, (4, 3), strict=True):
         daemon.kill()
         daemon.start()
@@ -110,7 +103,7 @@ def test_what_one_node_saved_alone_is_not_passed_over(launch: Launch, nodes: lis
     save(group)
     end(group)
     go_on(launch, nodes[0], 1, saves=1)
-    reason = refused(launch(nodes))
+    reason = why_refused(launch(nodes))
     assert "step 2 is global" in reason and "has no copy of it" in reason
     group = launch(nodes)
     assert restored(group, step=1) == [1, 1]
@@ -127,7 +120,7 @@ def test_a_job_goes_on_without_a_node_whose_disk_is_gone(
     for daemon in nodes[:2]:
         daemon.kill()
         shutil.rmtree(daemon.storage)
-    reason = refused(launch(left))
+    reason = why_refused(launch(left))
     assert "2 of the 4 nodes that ran this job last are here" in reason
     group = launch(left)
     assert restored(group, without=lost) == [1, 1]

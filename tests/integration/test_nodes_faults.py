@@ -11,7 +11,7 @@ from pccheck_native import catalog
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError, Trainer
-from tests.support.widejob import COUNTS, JOB, end, ranks, restored, save
+from tests.support.widejob import COUNTS, JOB, end, one_rank, ranks, refused, restored, save
 
 
 def test_offers_of_an_ended_start_leave_room(
@@ -44,11 +44,7 @@ def test_a_start_without_a_disk_is_refused_once(
 ) -> None:
     lose_disk(start_trainer, nodes, store)
     group = ranks(start_trainer, nodes, store, run="again")
-    for trainer in group:
-        trainer.post("restore")
-    for trainer in group:
-        with pytest.raises(RemoteError, match="stored the part of rank 1 and is not here"):
-            trainer.answer()
+    assert all("stored the part of rank 1 and is not here" in one for one in refused(group))
     for daemon in nodes:
         assert "ERROR" not in daemon.log.read_text().replace("ERROR job 0/wide: step 1", "")
 
@@ -169,6 +165,71 @@ def _newest_step(node: Daemon) -> int:
     return max(one.id.step for one in catalog.scan(node.storage).checkpoints)
 
 
+def test_a_rank_that_comes_first_is_not_refused_for_the_start_before(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    end(group)
+    group = ranks(start_trainer, nodes, store, "refused", per_node=2)
+    assert all("names no start" in one for one in refused(group, start="ff"))
+    end(group)
+    first = one_rank(start_trainer, nodes, store, "again", 0, per_node=2)
+    first.post("restore")
+    more = [one_rank(start_trainer, nodes, store, "again", at, per_node=2) for at in (1, 2, 3)]
+    for trainer in more:
+        trainer.post("restore")
+    assert [trainer.answer()["step"] for trainer in (first, *more)] == [1] * 4
+
+
+def test_a_record_that_cannot_be_written_refuses_the_restore_of_all_ranks(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store)
+    assert [save(group), save(group)] == [1, 2]
+    (record,) = nodes[1].storage.glob(f"*/{JOB}/start-*.json")
+    record.rename(record.with_suffix(".away"))
+    found = refused(group)
+    assert all("does not exist" in one for one in found), found
+    record.with_suffix(".away").rename(record)
+    end(group)
+    assert restored(ranks(start_trainer, nodes, store, "again")) == [2, 2]
+
+
+def test_ranks_of_a_node_that_restore_different_steps_are_refused(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    assert [save(group), save(group)] == [1, 2]
+    for trainer, step in zip(group, (1, 2, 1, 1), strict=True):
+        trainer.post("restore", step=step)
+    found = []
+    for trainer in group[:2]:
+        try:
+            trainer.answer()
+        except RemoteError as error:
+            found.append(error.message)
+    assert any("of this node gave restore() different arguments" in one for one in found), found
+
+
+def test_two_nodes_keep_the_same_checkpoints_of_an_older_start(
+    start_trainer: Connect, start_daemon: Start, store: TorchStore
+) -> None:
+    nodes = [start_daemon("--keep", "2", "--slots", "5") for _ in range(2)]
+    group = ranks(start_trainer, nodes, store)
+    for _ in range(4):
+        save(group)
+    end(group)
+    again = ranks(start_trainer, nodes, store, "again")
+    assert restored(again) == [4, 4]
+    for trainer, first in zip(again, (1, 100), strict=True):  # no step of both: none is global
+        trainer.step(first)
+        assert [trainer.save() for _ in range(8)] == ["durable"] * 8
+    for node in nodes:
+        kept = {one.id.step for one in catalog.scan(node.storage).checkpoints}
+        assert {3, 4} <= kept and not {1, 2} & kept
+
+
 def test_a_restore_that_waits_behind_a_refused_start_takes_no_cpu(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
@@ -176,13 +237,9 @@ def test_a_restore_that_waits_behind_a_refused_start_takes_no_cpu(
     group = ranks(start_trainer, nodes, store)
     save(group)
     end(group)
-    refused = ranks(start_trainer, nodes, store, run="refused")
-    for trainer in refused:
-        trainer.post("restore", start="ff")
-    for trainer in refused:
-        with pytest.raises(RemoteError, match="start='ff' names no start"):
-            trainer.answer()
-    end(refused)
+    wrong = ranks(start_trainer, nodes, store, run="refused")
+    assert all("start='ff' names no start" in one for one in refused(wrong, start="ff"))
+    end(wrong)
     again = ranks(start_trainer, nodes, store, run="again")
     daemon = psutil.Process(nodes[0].pid)
     again[0].post("restore")

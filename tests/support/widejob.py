@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.daemon import Daemon
 from tests.support.torchstore import TorchStore
-from tests.support.trainer import Connect, Trainer
+from tests.support.trainer import Connect, RemoteError, Trainer
 
 COUNTS = [300_000, 11]
 JOB = "wide"
@@ -15,14 +17,20 @@ def ranks(
     per_node: int = 1, **options: object,
 ) -> list[Trainer]:  # fmt: skip
     """The ranks of a start: `per_node` on each node, in a row."""
-    world = per_node * len(nodes)
     return [
-        start_trainer(
-            nodes[rank // per_node], COUNTS, job=JOB, rank=rank, world_size=world,
-            environment=store.environment(run, per_node, rank % per_node), **options,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
+        one_rank(start_trainer, nodes, store, run, rank, per_node, **options)
+        for rank in range(per_node * len(nodes))
+    ]
+
+
+def one_rank(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, run: str, rank: int,
+    per_node: int = 1, **options: object,
+) -> Trainer:  # fmt: skip
+    return start_trainer(
+        nodes[rank // per_node], COUNTS, job=JOB, rank=rank, world_size=per_node * len(nodes),
+        environment=store.environment(run, per_node, rank % per_node), **options,
+    )  # fmt: skip
 
 
 def save(group: list[Trainer]) -> int:
@@ -42,6 +50,18 @@ def restored(group: list[Trainer], **options: object) -> list[int]:
     steps = [trainer.answer()["step"] for trainer in group]
     assert [t.check(step) for t, step in zip(group, steps, strict=True)] == ["" for _ in group]
     return steps
+
+
+def refused(group: list[Trainer], **options: object) -> list[str]:
+    """All ranks restore at the same time, and are refused; what each is told."""
+    for trainer in group:
+        trainer.post("restore", **options)
+    found = []
+    for trainer in group:
+        with pytest.raises(RemoteError) as caught:
+            trainer.answer()
+        found.append(caught.value.message)
+    return found
 
 
 def end(group: list[Trainer]) -> None:

@@ -73,7 +73,7 @@ class NodeHello(NamedTuple):
             plain.raw(found.node, "a node"),
             plain.text(found.host, "a host name"),
             plain.text(found.launch, "a launch id"),
-            plain.number(found.world_size, "a world size", 1),
+            plain.number(found.world_size, "a world size", 1, plain.RANKS_MAX),
             dict(_nonces_of_plain(found.nonces)),
             Promise.of_plain(found.promise),
             plain.flag(found.replicated, "replicated"),
@@ -138,7 +138,7 @@ class StartList(NamedTuple):
             plain.raw(found.start, "a start"),
             plain.number(found.number, "the number of a start", 1),
             plain.text(found.launch, "a launch id"),
-            plain.number(found.world_size, "a world size", 1),
+            plain.number(found.world_size, "a world size", 1, plain.RANKS_MAX),
             plain.flag(found.replicated, "replicated"),
             plain.number(found.protocol, "a protocol", 1),
             tuple(map(ListMember.of_plain, members)),
@@ -331,7 +331,8 @@ def _nonces_of_plain(value: object) -> list[tuple[int, bytes]]:
     found = {}
     for pair in plain.items(value, "ranks", plain.RANKS_MAX):
         rank, nonce = plain.items(pair, "a rank", count=2)
-        found[plain.number(rank, "a rank")] = plain.raw(nonce, "a process", may_lack=True)
+        number = plain.number(rank, "a rank", most=plain.RANKS_MAX - 1)
+        found[number] = plain.raw(nonce, "a process", may_lack=True)
     if not found:
         raise ValueError("a node has no rank")
     return sorted(found.items())

@@ -3,7 +3,7 @@ I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from pccheck_native.nodes import plain
@@ -187,6 +187,13 @@ class Offer(NamedTuple):
             Word.of_plain(found.word),
             plain.number(found.round, "a round"),
         )
+
+
+def newest(records: Iterable[StartRecord]) -> tuple[StartRecord, ...]:
+    """As many as an offer takes: first those of starts that have begun. One that has not makes a
+    start refuse at most."""
+    by_age = sorted(records, key=lambda one: (one.born, one.who.promise), reverse=True)
+    return tuple(by_age[:RECORDS_MAX])
 
 
 def unneeded(

@@ -13,9 +13,10 @@ NODES_MAX = 1 << 13
 NAMES_MAX = 1 << 14  # names and parts in one value
 
 
-def number(value: object, what: str, least: int = 0) -> int:
-    if type(value) is not int or not least <= value <= INT_MAX:
-        raise ValueError(f"{what} is {value!r:.60}, and must be a whole number from {least} on")
+def number(value: object, what: str, least: int = 0, most: int = INT_MAX) -> int:
+    if type(value) is not int or not least <= value <= most:
+        upto = f"to {most}" if most < INT_MAX else "on"
+        raise ValueError(f"{what} is {value!r:.60}, and must be a whole number from {least} {upto}")
     return value
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, Promise, StartList
-from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, Word
+from pccheck_native.nodes.offers import (
+    RECORDS_MAX,
+    HeldPart,
+    Offer,
+    StartAnswer,
+    StartRecord,
+    Word,
+    newest,
+)
 from tests.unit.pccheck_native.nodes.cluster import A, B, a_list, born, full, host, name, node
 
 ANSWER = StartAnswer(B, 1, full(A, 3), (A,), Word(step=3), ("step 4 is damaged",))
@@ -32,6 +40,23 @@ VALUES = [
           (HeldPart(full(A, 1), 0),), (ANSWER,), Word(1), 2),
 ]  # fmt: skip
 LISTS: dict[type[Any], Any] = {type(value): value for value in VALUES}
+
+
+@pytest.mark.parametrize("size", [1 << 32, 1 << 62])
+def test_a_huge_world_takes_no_memory(size: int) -> None:
+    found = a_list(A, [(0, 2), (1,)], 3).to_plain()
+    found[3] = size
+    with pytest.raises(ValueError, match="a world size"):
+        StartList.of_plain(found)
+
+
+def test_an_offer_takes_the_records_of_starts_that_have_begun() -> None:
+    never = [StartRecord(a_list(bytes([n]) * 16, number=n + 1)) for n in range(1, 200)]
+    older = [born(a_list(bytes([n]) * 16, number=n), None) for n in range(200, 255)]
+    many = [*never, *never, *older]
+    found = newest(many)
+    assert len(found) == RECORDS_MAX and set(older) <= set(found)
+    assert Offer.of_plain(Offer(A, "a", Promise(1, A), found).to_plain())
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

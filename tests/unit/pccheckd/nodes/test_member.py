@@ -142,6 +142,125 @@ async def test_a_list_from_before_a_promise_is_replaced() -> None:
         nodes = [Node(rank, 100 + life, nodes[rank].promised) for rank in range(2)]
 
 
+async def refusals(*members: NodeMember) -> list[str]:
+    """Of all members, which end."""
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(member.run() for member in members))
+    return [member.refused.reason for member in members if member.refused is not None]
+
+
+async def test_who_cannot_promise_tells_the_other_members() -> None:
+    class Full(Node):
+        async def promise(self, found: StartList) -> Refused | None:
+            return Refused("the disk is full", "make room")
+
+    store = MemoryStore()
+    nodes = [Node(0, 0), Full(1, 0)]
+    found = await refusals(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+    assert found == ["host n1 refused this start: the disk is full", "the disk is full"]
+
+
+async def test_who_fails_in_a_round_tells_the_other_members() -> None:
+    class Failing(Node):
+        async def offer(self, found: StartList, round_: int) -> Offer:
+            raise OSError("no space left")
+
+    store = MemoryStore()
+    first, second = (NodeMember(MemoryCarrier(store), "job", one) for one in
+                     (Node(0, 0), Failing(1, 0)))  # fmt: skip
+    other = asyncio.create_task(first.run())
+    with pytest.raises(OSError, match="no space left"):
+        await second.run()
+    await second.fail(Refused("no space left", ""))
+    await asyncio.wait_for(other, LIMIT_S)
+    assert first.refused and first.refused.reason == "host n1 refused this start: no space left"
+
+
+class Replicated(Node):
+    def hello(self) -> NodeHello:
+        return super().hello()._replace(replicated=True)
+
+
+async def test_nodes_that_do_not_fit_together_are_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pccheckd.nodes.member.APART_S", 0.1)
+    store = MemoryStore()
+    nodes = [Replicated(0, 0), Node(1, 0)]
+    found = await refusals(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+    assert len(found) == 2 and all("host n0 saves with replicated=True" in one for one in found)
+
+
+async def test_the_hello_of_an_earlier_life_refuses_nobody() -> None:
+    store = MemoryStore()
+    old = NodeMember(MemoryCarrier(store), "job", Replicated(1, 0))
+    await started(old, lambda: "job/hello/1" in store.values)
+    first = NodeMember(MemoryCarrier(store), "job", Node(0, 1))
+    await started(first, lambda: "replicated=True" in first.missing)
+    await begun(*(NodeMember(MemoryCarrier(store), "job", Node(rank, 2)) for rank in range(2)))
+
+
+async def started(member: NodeMember, holds: Callable[[], bool]) -> None:
+    """It runs until the condition holds."""
+    task = asyncio.create_task(member.run())
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+    task.cancel()
+
+
+@pytest.mark.parametrize("when", ["/hello/1", "/list/1", "/offer/0/0", "/answer/0"])
+async def test_a_store_that_loses_all_while_a_start_begins_stops_nothing(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccheckd.nodes.member.LISTEN_S", 0.05)
+    monkeypatch.setattr("pccheckd.nodes.member.QUIET_S", 0.05)
+
+    class Losing(MemoryStore):
+        has_lost = False
+
+        async def do(self, name: str, key: str, operation: Callable[[dict[str, bytes]], _T]) -> _T:
+            result = await super().do(name, key, operation)
+            if not self.has_lost and name in ("set", "swap") and key.endswith(when):
+                self.has_lost = True
+                self.values.clear()
+            return result
+
+    store = Losing()
+    nodes = [Saver(rank) for rank in range(2)]
+    for node in nodes:
+        node.saved = Have()
+    await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+    assert store.has_lost
+
+
+async def test_an_answer_that_only_one_member_has_read_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pccheckd.nodes.member.LISTEN_S", 0.05)
+    monkeypatch.setattr("pccheckd.nodes.member.QUIET_S", 0.05)
+    store = MemoryStore()
+    sees = asyncio.Event()
+
+    class Blind(MemoryCarrier):
+        async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+            found = await super().get(keys)
+            hidden = not sees.is_set()
+            return [None if hidden and "/answer/" in key else value
+                    for key, value in zip(keys, found, strict=True)]  # fmt: skip
+
+    first = NodeMember(MemoryCarrier(store), "job", one := Saver(0))
+    one.saved = Have()
+
+    async def lose() -> None:
+        while first.phase is not MemberPhase.RUNNING:
+            await asyncio.sleep(0.001)
+        store.values.clear()
+        sees.set()
+
+    losing = asyncio.create_task(lose())
+    await begun(first, NodeMember(Blind(store), "job", Saver(1)))
+    await losing
+
+
 async def test_who_waits_is_told_for_which_ranks() -> None:
     """One node waits before the second node comes, and then for the third one only. A later launch
     with the same id finds the hellos of the nodes before, and waits for an answer of theirs."""
