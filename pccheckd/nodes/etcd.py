@@ -25,7 +25,8 @@ KEYS_AT_ONCE = 64
 #: `listen` asks again after the first of these times, then after twice as much, up to the second.
 PAUSES_S = (0.005, 0.5)
 
-#: A request has the time of its call, and its error says more than that of the call.
+#: A call may last this much longer than its request, so that the request's own error, which says
+#: more, comes first.
 GRACE_S = 0.5
 
 Json = dict[str, Any]

@@ -1,14 +1,22 @@
 """One start of a job on several nodes, as this node takes part in it.
 
-| phase | until | keys (below the job, `<s>`: the start, `<i>`: the member) |
-|---|---|---|
-| calling | a list has this node's living processes | `hellos` (a count), `hello/<i>`, `list/<k>` |
-| promising | the promise is on the disk | |
-| beginning | the answer of round 0 is on the disk | `<s>/offer/<round>/<i>`, `<s>/answer/<round>` |
-| running | its processes have ended | `<s>/have/<i>`, `<s>/said`, a bell for each of the two |
-| refused | its processes have ended | |
+| phase | until |
+|---|---|
+| calling | a list has this node's living processes |
+| promising | the promise is on the disk |
+| beginning | the answer of round 0 is on the disk |
+| running, refused | its processes have ended |
 
-The rules are those of `pccheck_native/nodes/`; here is who writes which key, and who reads it. A
+| key (below the job; `<s>`: the start) | written by | read by |
+|---|---|---|
+| `hellos` (a count), `hello/<i>` | each node | all |
+| `list/<k>` | the node whose hello is last | all |
+| `<s>/offer/<round>/<i>` | member i | who decides |
+| `<s>/answer/<round>` | who decides first, or who refuses | all |
+| `<s>/have/<i>`, `<s>/bell` | member i | member 0; the others for `status` |
+| `<s>/said`, `<s>/said/bell` | member 0 | the others |
+
+The rules are those of `pccheck_native/nodes/`. A
 key that holds what cannot be read counts as absent. A carrier that fails is asked again, for ever:
 saves go on meanwhile, and only new facts are missing."""
 
@@ -99,7 +107,7 @@ class NodeKeeper(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """Of the carrier, until it is done."""
+    """One call of the carrier that has not succeeded yet."""
 
     due_s: float  # time.monotonic()
     why: str = ""  # it has failed so far
@@ -119,7 +127,7 @@ class _Apart:
 
 
 class NodeMember:
-    """Owned by the job's nodes. `run` is its one task; everything else only wakes that."""
+    """Owned by the job's nodes. `run` is its one task; the other methods only wake this task."""
 
     def __init__(self, carrier: Carrier, job: str, keeper: NodeKeeper) -> None:
         self._carrier, self._job, self._keeper = carrier, job, keeper

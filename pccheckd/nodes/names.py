@@ -7,7 +7,6 @@ from typing import Any
 
 from pccheck_native import _core, catalog
 from pccheck_native.nodes.facts import FullName, SaveName
-from pccheck_native.nodes.offers import StartRecord
 from pccheckd.group.job import Job
 from pccheckd.tenancy.tenant import Tenant
 
@@ -36,7 +35,7 @@ class Names:
         return full
 
     def own(self, start: bytes | None) -> dict[SaveName, int]:
-        """Those of a start."""
+        """The names of a start's checkpoints, with their sequences."""
         return {full.name: n for full, n in self._sequences.items() if full.start == start}
 
     def every(self) -> Iterator[tuple[Tenant, catalog.StoredCheckpoint, FullName]]:
@@ -77,9 +76,3 @@ class Names:
             self._sequences.pop(before, None)
         self._names.pop(self._sequences.get(full, 0), None)
         self._sequences[full], self._names[sequence] = sequence, full
-
-
-def ranks_here(record: StartRecord, node: bytes) -> frozenset[int]:
-    """The ranks of a start on this node."""
-    mine = (member.ranks for member in record.who.members if member.node == node)
-    return frozenset(rank for ranks in mine for rank in ranks)

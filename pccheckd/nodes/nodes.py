@@ -35,7 +35,7 @@ class Nodes:
         return self._jobs.get((job.uid, job.name))
 
     async def take(self, job: Job) -> WideJob:
-        """The same, for a job that has ranks on other nodes now. Raises PccheckError."""
+        """Makes a job wide: it has ranks on other nodes now. Raises PccheckError."""
         wide = self.of(job)
         if wide is None:
             if not self._node:

@@ -33,7 +33,7 @@ class _OnDisk(NamedTuple):
     @property
     def promise(self) -> tuple[int, bytes, bytes]:
         """As VolumeInfo.promise."""
-        return *self.record.who.promise, _digest(self.first_line)
+        return *self.record.promise, _digest(self.first_line)
 
 
 class Records:
@@ -50,7 +50,9 @@ class Records:
 
     def all(self) -> list[StartRecord]:
         """The highest promise first. Raises as `read` does, for the first file that it concerns."""
-        return sorted((one.record for one in self._all()), key=_promise_of, reverse=True)
+        return sorted(
+            (one.record for one in self._all()), key=lambda one: one.promise, reverse=True
+        )
 
     def promised(self, volumes: Iterable[_core.VolumeInfo]) -> Promise:
         """The highest of the records, and of `volumes`: those of the job on this node that can be
@@ -63,7 +65,7 @@ class Records:
             _, start, digest = one.promise
             if digests.get(start, digest) != digest:
                 raise _damaged(self._path(start), "a volume of the job has promised another list")
-            found.append(one.record.who.promise)
+            found.append(one.record.promise)
         return max(found, default=Promise())
 
     def promise(self, record: StartRecord, volumes: Iterable[_core.Volume]) -> None:
@@ -74,7 +76,7 @@ class Records:
         Raises RefusedError if this node has promised a higher one; OSError, NativeError, and
         ValueError for a closed one, if a volume has no promise after the call, though others may.
         """
-        every, wanted = list(volumes), record.who.promise
+        every, wanted = list(volumes), record.promise
         before = self.promised(volume.info() for volume in every if not volume.closed)
         if wanted < before:
             raise RefusedError(
@@ -150,10 +152,6 @@ class Records:
             raise ValueError(f"the record of a start takes {len(content)} bytes")
         layout.store(path, content)
         return _OnDisk(record, first_line)
-
-
-def _promise_of(record: StartRecord) -> Promise:
-    return record.who.promise
 
 
 def _promise_in(volume: _core.Volume, made: tuple[int, bytes, bytes]) -> None:

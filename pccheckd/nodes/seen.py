@@ -139,8 +139,9 @@ def troubles(wide: WideJob) -> Iterator[str]:
         if wide.carrier is not wide.voice:
             store, check = "etcd (--coordinator)", "etcd"
         yield (
-            f"{store} has not answered for {quiet_s:.0f} s ({why}): checkpoints go on on this "
-            f"node, and none becomes global; check that {check} runs, and that this node reaches it"
+            f"{store} has not answered for {quiet_s:.0f} s ({why}): this node still saves "
+            f"checkpoints, but none becomes global; check that {check} runs, and that this node "
+            "reaches it"
         )
     elif (waits_s := wide.waits_s) > PATIENCE_S:
         who = member.missing or "the other nodes were asked"

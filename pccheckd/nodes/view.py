@@ -22,7 +22,6 @@ class NodesView:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.began_s = clock()
         self.haves: list[Have | None] = []
         self.heard_s: dict[int, float] = {}  #: by member: when something of it was new
         self.globals = 0  #: checkpoints that became global since the start has begun

@@ -127,7 +127,7 @@ class StoreVoice:
         for lane in self._lanes:
             if lane.voice == session:
                 lane.voice = 0
-                lane.lose("the process that spoke for this node has ended")
+                lane.lose("the process that used the store for this node has ended")
             lane.wake()
 
     # -- Carrier -------------------------------------------------------------------------------

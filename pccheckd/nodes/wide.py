@@ -37,7 +37,7 @@ from pccheckd.tenancy.volumes import OpenVolume
 
 from .carrier import Carrier
 from .member import MemberPhase, NodeMember
-from .names import Names, ranks_here
+from .names import Names
 from .promising import Promising
 from .records import Records
 from .voice import StoreVoice
@@ -144,7 +144,7 @@ class WideJob:
         mine, tenants = self.promising.mine, self.job.tenants
         if mine is None or self.start is None:
             return []
-        here = ranks_here(self._known[mine.start], self.node)
+        here = self._known[mine.start].who.ranks_of(self.node)
         return [one for rank, one in tenants.items() if rank not in here and one.volumes.open]
 
     def _vacate(self) -> None:
@@ -219,7 +219,7 @@ class WideJob:
             for record in self._known.values()
             if record.born and lists.member_of(record.who, self.node, processes) is not None
         )
-        return max(found, key=lambda record: record.who.promise, default=None)
+        return max(found, key=lambda record: record.promise, default=None)
 
     async def _resume(self, start: Start, known: StartRecord) -> int:
         """This daemon has restarted, and the start has begun: the last round that has an answer
@@ -254,7 +254,7 @@ class WideJob:
             return f"this start is refused: {member.refused.reason}"
         words = (member.silent or member.missing) if member is not None else ""
         if absent := self.job.members.absent():
-            words = f"on this node {lists.listed(absent)} did not come"
+            words = f"on this node {lists.listed(absent)} did not connect"
         words = words or "this node has just asked them"
         return f"the nodes of this job have not agreed yet: {words}"
 
@@ -284,7 +284,7 @@ class WideJob:
         )  # fmt: skip
 
     def _promise(self) -> lists.Promise:
-        return max((one.who.promise for one in self._known.values()), default=lists.Promise())
+        return max((one.promise for one in self._known.values()), default=lists.Promise())
 
     def lives(self) -> StartList | None:
         """The list of another start of which a process lives here."""
@@ -541,7 +541,7 @@ class WideJob:
         elsewhere = self.job.members.elsewhere
         for _, one, full in self._names.every():
             record = self._known[full.start]
-            if not alone.is_alone(record) and (ranks := ranks_here(record, self.node)):
+            if not alone.is_alone(record) and (ranks := record.who.ranks_of(self.node)):
                 elsewhere.here.setdefault(one.id.incarnation, ranks)
             if one.is_known_global:
                 elsewhere.globals.add(one.id.sequence)

@@ -247,7 +247,7 @@ class Player:
 
     def _restore(self, step: int | None = None) -> bool:
         """All ranks restore; False: refused, because a disk is lost."""
-        began_s, before = time.monotonic(), self.bound
+        began_s = time.monotonic()
         found = self._all("restore_stamp", step)
         self.tally.took("restore", began_s)
         if any(isinstance(one, RemoteError) for one in found):
@@ -260,9 +260,9 @@ class Player:
             raise WrongError(f"a rank restored {stamp}: {wrong}")
         if step is not None and stamp % STEPS_MAX != step:
             raise WrongError(f"restore(step={step}) restored {stamp}")
-        if step is None and stamp < before and not self.lost:
+        if step is None and stamp < self.bound and not self.lost:
             what = stamp if is_there else "nothing"
-            raise WrongError(f"ranks restored {what}, older than {before}")
+            raise WrongError(f"ranks restored {what}, older than {self.bound}")
         self.tally.restores["restored" if is_there else "empty"] += 1
         self.bound, self.lost = stamp, False
         self.line += 1

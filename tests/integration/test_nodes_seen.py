@@ -106,7 +106,7 @@ def test_a_silent_store_is_named_and_the_warning_ends(
     found = nodes[1].status()
     assert found["daemon"]["state"] == "degraded"
     (warning,) = [text for text in found["warnings"] if "has not answered" in text]
-    assert "checkpoints go on on this node" in warning and "torchrun" in warning
+    assert "this node still saves checkpoints" in warning and "torchrun" in warning
     store.go_on()
     until(lambda: nodes[1].status()["daemon"]["state"] == "ok")
     until(lambda: row(nodes[1], 1)["global_step"] == 2)

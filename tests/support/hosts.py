@@ -1,8 +1,8 @@
 """Hosts of our own on one machine, joined by a bridge: each has its own network, host name,
 processes, /etc/hosts and disk. Needs root, and of Debian iproute2, util-linux, e2fsprogs.
 
-Namespaces without names hold all of it, and end with their first process; which ends with this
-process, also when this is killed. What then is left is a folder, which the next network removes."""
+Each host is a set of unnamed namespaces. They end with their first process, and that process ends
+with this one, also by SIGKILL. A folder may be left; the next network removes it."""
 
 from __future__ import annotations
 

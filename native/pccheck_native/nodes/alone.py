@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from pccheck_native.identity import UNKNOWN, CheckpointId
 from pccheck_native.nodes.facts import FullName
-from pccheck_native.nodes.lists import PROTOCOL, ListMember, Promise, StartList
+from pccheck_native.nodes.lists import PROTOCOL, ListMember, StartList
 from pccheck_native.nodes.offers import SEEN_MAX, StartRecord
 
 
@@ -20,7 +20,7 @@ def list_alone(
     node: bytes, host: str, start: bytes, world_size: int, known: Collection[StartRecord]
 ) -> StartList:
     """The list of a start whose ranks are all here."""
-    newest = max(known, key=lambda one: one.who.promise)
+    newest = max(known, key=lambda one: one.promise)
     ranks = tuple(range(world_size))
     member = ListMember(node, host, ranks, (b"",) * world_size)
     number = newest.who.number + 1
@@ -31,8 +31,8 @@ def list_alone(
 def unrecorded(
     saved: Iterable[CheckpointId], node: bytes, host: str, known: Mapping[bytes, StartRecord]
 ) -> Iterator[StartRecord]:
-    """Records of the starts that have saved here after those of `known`, oldest first. What was
-    saved before the job had other nodes is older than their starts."""
+    """Makes a record for each start that saved here later than every start in `known`, oldest
+    first. What was saved before the job had other nodes is older than their starts."""
     records, every = dict(known), list(saved)
     recorded = max((one.incarnation for one in every if one.start in known), default=0)
     starts = {
@@ -43,7 +43,7 @@ def unrecorded(
         and one.rank < one.world_size  # else a rank has saved with solo=True
     }
     for _, one in sorted(starts.items()):
-        newest_first = sorted(records.values(), key=_promise_of, reverse=True)
+        newest_first = sorted(records.values(), key=lambda one: one.promise, reverse=True)
         born = [record for record in newest_first if record.born]
         seen = dict.fromkeys(start for record in born for start in (record.start, *record.seen))
         who = list_alone(node, host, one.start, one.world_size, newest_first)
@@ -60,7 +60,3 @@ def globals_alone(held: Iterable[FullName], known: Mapping[bytes, StartRecord]) 
     """Of the parts that this node holds: what all ranks of a start of one node have."""
     found = Counter(full for full in held if is_alone(known[full.start]))
     return {full for full, parts in found.items() if parts == known[full.start].who.world_size}
-
-
-def _promise_of(record: StartRecord) -> Promise:
-    return record.who.promise

@@ -55,9 +55,9 @@ def absent(
         return None
     names = joined([f"{found.name(one)} ({listed(one.ranks)})" for one in lacking])
     return Missing(
-        tuple(rank for member in lacking for rank in member.ranks),
-        f"{names} did not answer for {waits_s:.0f} s",
-        "check its daemon and its network (`pccheckctl doctor` on it), and start the job again",
+        f"{names} offered nothing for {waits_s:.0f} s: no rank there has called restore() or "
+        "checkpoint(), or its daemon cannot be reached",
+        "call restore() on all ranks; check that daemon (`pccheckctl doctor` on its node)",
     )
 
 
@@ -120,7 +120,7 @@ class _Decision:
         own = self._found.start
         seen: dict[bytes, None] = {}
         records = self._disks.records.values()
-        for record in sorted(records, key=lambda one: one.who.promise, reverse=True):
+        for record in sorted(records, key=lambda one: one.promise, reverse=True):
             seen |= dict.fromkeys((record.start, *record.seen))
         seen.pop(own, None)
         if self._round:
@@ -207,8 +207,8 @@ class _Decision:
                     f"a start began on {names}, to which {gave} gave checkpoints, and it may have "
                     "continued: none of its nodes is here",
                     f"start the job on {names} too; if they will not come back, "
-                    f"restore(without={_typed_hosts([one.host for one in members])}) goes on "
-                    "without what is there only",
+                    f"restore(without={_typed_hosts([one.host for one in members])}) "
+                    "continues without the checkpoints that only these nodes have",
                 )
         return None
 
@@ -238,7 +238,7 @@ class _Decision:
             if not any(self._is_newer(other.restored[-1][1], one.restored[-1][1]) for other in tops)
         ]
         if len({one.restored[-1][1] for one in best}) == 1:
-            return [max(best, key=lambda one: one.who.promise)]
+            return [max(best, key=lambda one: one.promise)]
         return best
 
     def _is_newer(self, one: FullName | None, other: FullName | None) -> bool:
@@ -250,7 +250,7 @@ class _Decision:
         return record is not None and other.start in record.seen
 
     def _fork(self, branches: Sequence[StartRecord]) -> StartRecord | Refused:
-        by_number = sorted(branches, key=lambda one: one.who.promise)
+        by_number = sorted(branches, key=lambda one: one.promise)
         texts = [
             f"{_id(one)} ({joined([f'host {member.host}' for member in one.who.members[:4]])}: "
             f"{self._steps_of(one)})"
@@ -290,7 +290,7 @@ class _Decision:
             "without these nodes",
             f"start the job on {'this node' if len(away) == 1 else 'these nodes'} too; if "
             f"{'it' if len(away) == 1 else 'they'} will not come back, restore(without={without}) "
-            "goes on without what is there only",
+            "continues without the checkpoints that only the missing nodes have",
         )
 
     # -- which checkpoint --------------------------------------------------------------------
@@ -441,7 +441,10 @@ def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
         ways.append(f"start the job on {names} too")
         if whole:
             without = _typed_hosts(sorted(hosts))
-            ways.append(f"restore(without={without}) goes on without what is there only")
+            ways.append(
+                f"restore(without={without}) continues without the checkpoints that only the "
+                "missing nodes have"
+            )
     moved = [lack for lack in lacks if lack.kind == "moved"]
     if moved:
         ways.append(f"start {listed([moved[0].part])} on {moved[0].host}")

@@ -30,8 +30,8 @@ _WHY = {
     "damaged": "{parts} is damaged on {host}",
     "moved": "{parts} is on {host}, and is needed on {needed}",
     "no copy": "{needed} has no copy of it",
-    "size": "{host} saved it, and this start has another number: {needed}",
-    "split": "the nodes here have it in pieces only",
+    "size": "it was saved by {host}, and this start has {needed}",
+    "split": "no node here has a whole copy",
     "unknown": "no node here has the record of its start",
 }
 
@@ -61,7 +61,7 @@ class Disks:
 
     @property
     def checkpoints(self) -> set[FullName]:
-        """All of which there is a part, or the memory."""
+        """Every checkpoint of which a node here has a part, or knows that it was global."""
         return {*self._parts, *self._damaged, *self.known}
 
     @property
@@ -78,7 +78,7 @@ class Disks:
         return [one for one in members if record.start in self._promised.get(one.node, ())]
 
     def promised_to(self, start: bytes) -> list[str]:
-        """The nodes here that did."""
+        """The nodes here that have promised to the start."""
         return [self.hosts[node] for node, starts in self._promised.items() if start in starts]
 
     def has_own(self, one: FullName, member: ListMember) -> bool:

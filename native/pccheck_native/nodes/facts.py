@@ -119,8 +119,7 @@ class Space(NamedTuple):
     """How many checkpoints a node may keep for others."""
 
     promises: int
-    #: One slot stays without a promise, so no save ever waits for a message. If not, the caller
-    #: tells the user once: saves may wait for the other nodes.
+    #: One slot stays without a promise, so no save ever waits for a message.
     spare: bool
 
 
@@ -190,16 +189,13 @@ def hear(mine: Promises, said: Said, keep: int) -> Promises:
     )
 
 
-def offer(
-    mine: Promises, held: Collection[FullName], space: Space, given_up: Collection[SaveName] = ()
-) -> Promises:
+def offer(mine: Promises, held: Collection[FullName], space: Space) -> Promises:
     """With more offered, oldest first, as far as there is space. `held`: durable on a rank of the
-    node, or about to be: the record that makes a shard durable says whether it may be offered.
-    `given_up`: what the node was told, and what a rank of it lacks."""
+    node, or about to be: the record that makes a shard durable says whether it may be offered."""
     offered = set(mine.offered)
     kept = len(stays(mine).intersection(held))
     for name in sorted(one.name for one in held if mine.is_own(one)):
-        if name in offered or name in given_up or not _is_newer(name, mine.newest):
+        if name in offered or not _is_newer(name, mine.newest):
             continue
         kept += 1
         if kept > space.promises:

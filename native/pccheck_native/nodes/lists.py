@@ -123,7 +123,7 @@ class StartList(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, int]:
-        """As that of the hellos."""
+        """Equal to `NodeHello.kind` of all its members."""
         return self.launch, self.world_size
 
     def to_plain(self) -> list[object]:
@@ -158,6 +158,10 @@ class StartList(NamedTuple):
     def promise(self) -> Promise:
         return Promise(self.number, self.start)
 
+    def ranks_of(self, node: bytes) -> frozenset[int]:
+        mine = (member.ranks for member in self.members if member.node == node)
+        return frozenset(rank for ranks in mine for rank in ranks)
+
     def name(self, member: ListMember) -> str:
         """For a sentence."""
         same = sum(other.host == member.host for other in self.members) > 1
@@ -182,9 +186,8 @@ def cloned(later: Iterable[NodeHello | None], mine: NodeHello) -> Refused | None
 
 
 class Missing(NamedTuple):
-    """There is no list yet: wait, and name these when the time is up."""
+    """Who is waited for, and what to do when the time is up."""
 
-    ranks: tuple[int, ...]
     reason: str
     hint: str
 
@@ -280,6 +283,10 @@ def joined(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1] if names else "")))
 
 
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
 def _missing(
     lacking: tuple[int, ...],
     newest: Mapping[bytes, tuple[int, NodeHello]],
@@ -287,7 +294,8 @@ def _missing(
     mine: NodeHello,
 ) -> Missing:
     here = joined([f"host {one.host} ({listed(list(one.nonces))})" for _, one in newest.values()])
-    reason = f"{listed(lacking)} of {mine.world_size} did not come; there are {here or 'none'}"
+    reason = f"{listed(lacking)} of {mine.world_size} {_has(lacking)} not connected; connected so "
+    reason += f"far: {here or 'none'}"
     others = [hello for hello in hellos if hello and hello.kind != mine.kind]
     if others:
         other = others[-1]
@@ -297,7 +305,6 @@ def _missing(
             f"{count_ranks(mine.world_size)}"
         )
     return Missing(
-        lacking,
         reason,
         "check that the job runs on all its nodes, each with a daemon, and with one launch id",
     )

@@ -90,6 +90,10 @@ class StartRecord(NamedTuple):
         return self.who.start
 
     @property
+    def promise(self) -> Promise:
+        return self.who.promise
+
+    @property
     def born(self) -> bool:
         return bool(self.restored)
 
@@ -192,7 +196,7 @@ class Offer(NamedTuple):
 def newest(records: Iterable[StartRecord]) -> tuple[StartRecord, ...]:
     """As many as an offer takes: first those of starts that have begun. One that has not makes a
     start refuse at most."""
-    by_age = sorted(records, key=lambda one: (one.born, one.who.promise), reverse=True)
+    by_age = sorted(records, key=lambda one: (one.born, one.promise), reverse=True)
     return tuple(by_age[:RECORDS_MAX])
 
 

@@ -39,7 +39,7 @@ def test_nodes_without_anything_begin_empty() -> None:
 
 def test_a_member_that_has_not_offered_is_named() -> None:
     late = absent([an_offer(1, NEW)], NEW, 30)
-    assert late and late.ranks == (0,) and "host a (rank 0) did not answer for 30 s" in late.reason
+    assert late and "host a (rank 0) offered nothing for 30 s" in late.reason
     with pytest.raises(ValueError, match="all members"):
         decide([an_offer(1, NEW)], NEW)
     stale = an_offer(0, NEW)._replace(promise=NEW.promise._replace(number=3))
@@ -132,7 +132,7 @@ def test_another_world_size_is_refused_with_both_numbers() -> None:
     assert restored(decide([two[0]], alone)) == full(A, 1)
     three = a_list(D, [(0,), (1,), (2,)], number=9)
     offers = [an_offer(at, three, [OLD], (full(A, 1), at)) for at in (0, 1)]
-    refused(decide([*offers, an_offer(2, three)], three), "2 ranks saved it", "3 ranks",
+    refused(decide([*offers, an_offer(2, three)], three), "saved by 2 ranks", "3 ranks",
             "start the job with 2 ranks")  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def test_a_later_round_restores_the_newest_that_all_have() -> None:
     with pytest.raises(ValueError, match="follows the first answer"):
         decide(no_record, NEW, 1)
     late = absent([offers[0], offers[1]._replace(round=0)], NEW, 5, 1)
-    assert late and late.ranks == (1,)
+    assert late and "rank 1" in late.reason
 
 
 def test_what_a_later_round_restored_is_newer_than_what_was_saved_before() -> None:

@@ -65,7 +65,6 @@ def test_one_slot_stays_without_a_promise() -> None:
     assert offer(mine, held, Space(2, spare=True)).offered == {ONE, TWO}
     known = hear(mine, Said((ONE,)), keep=1)
     assert offer(known, held, Space(2, spare=True)).offered == {TWO}
-    assert offer(known, held, Space(2, spare=True), given_up=[TWO]).offered == {THREE}
 
 
 def test_what_was_offered_stays_until_a_fact_frees_it() -> None:

@@ -59,8 +59,8 @@ class ANode:
         rank.flying.remove(one)
         if well:
             rank.durable.add(one)
-            held = {FullName(A, each) for other in self.ranks for each in other.durable}
-            self.mine = offer(self.mine, held, self.space, self.given_up)
+            held = {each for other in self.ranks for each in other.durable} - {*self.given_up}
+            self.mine = offer(self.mine, {FullName(A, each) for each in held}, self.space)
         self.settle()
 
     def settle(self) -> None:

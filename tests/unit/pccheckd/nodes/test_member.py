@@ -268,16 +268,16 @@ async def test_who_waits_is_told_for_which_ranks() -> None:
     nodes = [Node(rank, 0, world_size=3) for rank in range(3)]
     members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
     tasks = [asyncio.create_task(members[0].run())]
-    await until_told(members[0], "ranks 1 to 2 of 3 did not come")
+    await until_told(members[0], "ranks 1 to 2 of 3 have not connected")
     tasks.append(asyncio.create_task(members[1].run()))
-    await until_told(members[0], "rank 2 of 3 did not come")
-    await until_told(members[1], "rank 2 of 3 did not come")
+    await until_told(members[0], "rank 2 of 3 has not connected")
+    await until_told(members[1], "rank 2 of 3 has not connected")
     for task in tasks:
         task.cancel()
     await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
     again = NodeMember(MemoryCarrier(store), "job", Node(0, 1, world_size=3))
     task = asyncio.create_task(again.run())
-    await until_told(again, "host n1 (rank 1) and host n2 (rank 2) did not answer for")
+    await until_told(again, "host n1 (rank 1) and host n2 (rank 2) offered nothing for")
     task.cancel()
 
 

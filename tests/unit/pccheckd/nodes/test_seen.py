@@ -23,7 +23,7 @@ def wide(*, live: bool = True, waits_s: float = 0.0, etcd: bool = False, **of_me
 
 
 SILENT = {"silent_s": 12.3, "silent": "Connection reset by peer"}
-GO_ON = "checkpoints go on on this node, and none becomes global"
+GO_ON = "this node still saves checkpoints, but none becomes global"
 
 CASES = {
     "refused": (
