@@ -588,7 +588,7 @@ def _unpacked(value: bytes | None) -> object:
     """None for what is absent or cannot be read: whoever reaches the store may write there."""
     if value is None or len(value) > VALUE_MAX:
         return None
-    with contextlib.suppress(ValueError, msgpack.UnpackException):
+    with contextlib.suppress(ValueError, TypeError, msgpack.UnpackException):  # a key is a list
         return msgpack.unpackb(value, use_list=True, strict_map_key=False)
     return None
 

@@ -83,6 +83,7 @@ class WideJob:
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Handle | None = None
         self._loaded = False
+        self._adopting = asyncio.Lock()
         job.on_decision = self.look
         job.members.elsewhere.wanted = self._want
 
@@ -422,13 +423,17 @@ class WideJob:
 
     async def _adopt(self) -> None:
         """What this node has saved without the others gets a record, which they will hear of."""
-        await self._refresh()
-        saved = [one.id for t in self.job.tenants.values() for one in t.volumes.checkpoints()]
-        known = self._known
-        for record in alone.unrecorded(saved, self.node, self.host, known) if known else ():
-            volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
-            await self._keep(record, self._records.promise, volumes)
-        await self._see_volumes()
+        async with self._adopting:  # each rank of a start alone comes here
+            await self._refresh()
+            tenants = self.job.tenants.values()
+            saved = [one.id for t in tenants for one in t.volumes.checkpoints()]
+            unrecorded = alone.unrecorded(
+                saved, self.node, self.host, dict(self._known), replicated=self.replicated
+            )
+            for record in unrecorded:
+                volumes = [v.volume for t in tenants for v in t.volumes.open]
+                await self._keep(record, self._records.promise, volumes)
+            await self._see_volumes()
 
     async def require_alone(self, world_size: int, asked: Open, *, fresh: bool) -> None:
         """A start of this node alone restores. Raises PccheckError if the other nodes may have gone

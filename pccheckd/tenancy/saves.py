@@ -207,7 +207,7 @@ class Saves:
     async def _open_again(self) -> None:
         """Other ranks wait for what is on the disk. If that fails, the next save tries again."""
         if self._group.is_shared:
-            with contextlib.suppress(PccheckError):
+            with contextlib.suppress(OSError, _core.NativeError, PccheckError):
                 await self._readiness.reopen()
 
     def failed_before_request(self, count: int) -> None:

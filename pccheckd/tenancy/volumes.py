@@ -69,6 +69,8 @@ class OpenVolume:
     quarantined: int = 0
     begun: int = -1  # the incarnation whose beginning this daemon has written to it
     _names: dict[bytes, tuple[int, int, int, int]] = field(default_factory=dict)  # by digest
+    #: Sequences that nobody may read: their record failed, and they are to be destroyed.
+    hidden: frozenset[int] = frozenset()
     _reads: int = 0  # that have begun ...
     _known: int = 0  # ... and the one whose result is here
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,7 +104,8 @@ class OpenVolume:
         with self._lock:
             self._reads = turn = self._reads + 1
         info = self.volume.info()
-        checkpoints = catalog.checkpoints_of(self.volume, self.path)
+        found = catalog.checkpoints_of(self.volume, self.path)
+        checkpoints = [one for one in found if one.id.sequence not in self.hidden]
         quarantined = sum(1 for e in self.volume.table() if e.flags & QUARANTINED)
         with self._lock:
             if turn > self._known:
@@ -112,7 +115,7 @@ class OpenVolume:
 
 def _destroy(volume: _core.Volume, failed: Collection[int]) -> None:
     """Durably. Raises OSError, NativeError."""
-    if failed and volume.info().world_size > 1:
+    if failed:
         volume.set_group(oldest=0, newest=0, given_up=sorted(failed)[-_core.GIVEN_UP_MAX :])
         volume.recycle()
 
@@ -400,8 +403,10 @@ class VolumeSet:
 
     async def reopen(self, item: OpenVolume, failed: Collection[int] = ()) -> bool:
         """Closes a stopped volume and reads it from the disk again, read-only when it can no longer
-        be written. Destroys the `failed` sequences of a group. False: its file is no longer
-        there."""
+        be written. Destroys the `failed` sequences of a group, and nobody sees them until then.
+        False: its file is no longer there."""
+        if item.info.world_size > 1:
+            item.hidden = frozenset(failed)
         await self._engine.call(self.key.uid, _close_and_wait, item.volume)
         try:
             fresh = await self._opened(item.path, item.generation)
@@ -416,7 +421,8 @@ class VolumeSet:
                 item.volume, item.engine = fresh.volume, fresh.engine
             raise
         item.volume, item.engine = fresh.volume, fresh.engine
-        await self._engine.call(self.key.uid, _destroy, item.volume, failed)
+        await self._engine.call(self.key.uid, _destroy, item.volume, item.hidden)
+        item.hidden = frozenset()
         await self._engine.call(self.key.uid, item.read)
         LOG.warning("%s: reopened %s after a failed record", self.key, item.path)
         return True

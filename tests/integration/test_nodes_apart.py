@@ -49,6 +49,21 @@ def go_on(launch: Launch, node: Daemon, step: int, saves: int, **options: object
     end(alone)
 
 
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_job_of_one_node_does_not_begin_again_on_two(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, replicated: bool
+) -> None:
+    group = ranks(start_trainer, nodes[:1], store, per_node=2, replicated=replicated)
+    assert [save(group), save(group)] == [1, 2]
+    end(group)
+    both = ranks(start_trainer, nodes, store, "both", replicated=replicated)
+    found = why_refused(both)
+    assert ("has no copy" if replicated else "the part of rank 1 is on host") in found
+    back = ranks(start_trainer, nodes[:1], store, "back", per_node=2, replicated=replicated)
+    assert restored(back) == [2, 2]
+    assert save(back) == 3
+
+
 @pytest.fixture
 def apart(launch: Launch, nodes: list[Daemon]) -> list[Daemon]:
     """Both nodes have step 2; then node 0 has saved 3 and 4 alone, and node 1 has saved 3."""

@@ -145,6 +145,21 @@ def test_a_failed_copy_that_cannot_be_destroyed_yet_is_not_given_up(
     assert restored(ranks(start_trainer, nodes, store, "again")) == [4, 4]
 
 
+def test_a_failed_copy_is_not_restored_before_it_is_destroyed(
+    start_trainer: Connect, start_daemon: Start, store: TorchStore
+) -> None:
+    """Its volume can be read and not be written: the copy was restored, and destroyed later."""
+    nodes = [start_daemon(), start_daemon(shim="last:record-a:1")]
+    group = ranks(start_trainer, nodes, store)
+    _late_record(group, nodes[1])
+    assert restored(group) == [3, 3]
+    nodes[1].armed.unlink()
+    assert group[1].save() == "durable"
+    end(group)
+    assert restored(ranks(start_trainer, nodes, store, "again")) == [3, 3]
+    assert "Traceback" not in nodes[1].log.read_text()
+
+
 def _late_record(group: list[Trainer], faulty: Daemon) -> list[int]:
     """After three global checkpoints, one whose record is on rank 1's disk although it failed."""
     for _ in range(3):  # the volume has the promise by then, which is a record, too

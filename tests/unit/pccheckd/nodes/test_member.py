@@ -89,6 +89,13 @@ async def test_ranks_that_start_again_are_one_start() -> None:
         assert [len(node.answers) for node in nodes] == [1, 1]
 
 
+@pytest.mark.parametrize("value", [b"", b"\x81\x90\xc0", b"\xff\xfe", b"9" * 5000, b"\x90"])
+async def test_garbage_in_the_store_counts_as_nothing(value: bytes) -> None:
+    store = MemoryStore()
+    store.values |= {"job/hellos": b"1", "job/hello/1": value, "job/list/1": value or b"x"}
+    await begun(*(NodeMember(MemoryCarrier(store), "job", Node(rank, 0)) for rank in range(2)))
+
+
 async def test_a_node_that_comes_back_under_another_host_name_is_no_clone() -> None:
     store = MemoryStore()
     for name in ("pod-1", "pod-2"):
