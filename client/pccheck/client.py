@@ -44,7 +44,7 @@ from .job.agreement import RankAgreement
 from .job.naming import identify
 from .job.steps import steps_of
 from .job.stop import Stop
-from .options import Options, check_flag, check_path, check_seconds, check_step
+from .options import Options, check_flag, check_names, check_path, check_seconds, check_step
 from .restoring.begin import LIST_LIMIT_S, Recovery, Saved
 from .restoring.reading import OPEN_LIMIT_S, Found, RestoreResult
 from .saving.exposure import NoStagingError
@@ -589,6 +589,11 @@ class PCcheckClient(Closing):
                     hint=f"attached are: {', '.join(sorted(self._planner.attached))}",
                 )
         step = None if step is None else check_step(step)
+        if not isinstance(start, str):
+            raise UsageError(
+                f"start={start!r} is not text", hint="use the id that restore() has named"
+            )
+        words = start, check_names("without", without)
         # Until all that was made for it is gone.
         with self._calling("restore()"), no_collection():
             if self._planner.hooks.stepping:
@@ -598,7 +603,6 @@ class PCcheckClient(Closing):
                     hint=_BETWEEN,
                 )
             connection = self._connection()
-            words = start, [without] if isinstance(without, str) else [*without]
             result, on_gpu, payload_bytes = self._recovery.restore(
                 connection, step, words, strict_optimizer=strict_optimizer, only=only
             )

@@ -87,6 +87,19 @@ def check_flag(name: str, value: Any) -> bool:
     raise UsageError(f"{name}={value!r} is not a bool", hint=f"{name}=True, or leave it out")
 
 
+def check_names(name: str, value: Any) -> list[str]:
+    """One name, or several. Raises UsageError."""
+    found = [value] if isinstance(value, str) else value
+    if isinstance(found, (list, tuple, set, frozenset)) and all(
+        isinstance(one, str) for one in found
+    ):
+        return list(filter(None, found))
+    raise UsageError(
+        f"{name}={value!r} is not a name or a list of names",
+        hint=f'{name}="..." or {name}=["...", "..."]',
+    )
+
+
 def check_seconds(name: str, value: Any) -> float:
     """Raises UsageError."""
     try:

@@ -96,6 +96,8 @@ MEMBER_MOVES: dict[MemberPhase, frozenset[MemberPhase]] = {
 class NodeKeeper(Protocol):
     """What the node knows and keeps of the job: nodes/wide.py."""
 
+    @property
+    def is_live(self) -> bool: ...  # processes of the start live here
     def hello(self) -> NodeHello: ...
     def lives(self) -> StartList | None: ...
     async def promise(self, found: StartList) -> Refused | None: ...
@@ -502,7 +504,8 @@ class NodeMember:
 
     def _warn(self, call: _Call) -> None:
         """When it has lasted for a while: a process that ends takes its connection along."""
-        if not self._is_warned and time.monotonic() - call.due_s >= WARN_AFTER_S:
+        lasts = time.monotonic() - call.due_s >= WARN_AFTER_S
+        if lasts and not self._is_warned and self._keeper.is_live:  # else the job has ended
             self._is_warned = True
             LOG.warning("job %s: the other nodes cannot be reached: %s", self._job, call.why)
 

@@ -275,6 +275,10 @@ class WideJob:
 
     # -- NodeKeeper: how a start begins ----------------------------------------------------------
 
+    @property
+    def is_live(self) -> bool:
+        return self.start is not None
+
     def hello(self) -> NodeHello:
         start = self._start
         assert start is not None

@@ -145,6 +145,20 @@ def test_a_failed_copy_that_cannot_be_destroyed_yet_is_not_given_up(
     assert restored(ranks(start_trainer, nodes, store, "again")) == [4, 4]
 
 
+def test_words_of_restore_that_are_none(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    (alone,) = ranks(start_trainer, nodes[:1], store)
+    for words, text in (
+        ({"start": 7}, "start=7 is not text"),
+        ({"without": 5}, "without=5 is not a name"),
+        ({"without": [5]}, "is not a name or a list of names"),
+    ):
+        with pytest.raises(RemoteError, match=text) as caught:
+            alone.restore(**words)
+        assert caught.value.kind == "UsageError"
+
+
 def test_a_failed_copy_is_not_restored_before_it_is_destroyed(
     start_trainer: Connect, start_daemon: Start, store: TorchStore
 ) -> None:

@@ -58,6 +58,21 @@ def test_a_moved_ranks_volume_goes_when_keep_newer_ones_are_global(
         wait_for(node, f"rank-{rank}.0.pcc")
 
 
+def test_a_rank_with_the_copy_of_another_keeps_its_own_generators(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """Two ranks would draw the same random numbers from then on."""
+    group = ranks(start_trainer, nodes, store, replicated=True, rng=True)
+    save(group)
+    end(group)
+    swapped = ranks(start_trainer, nodes[::-1], store, "swapped", replicated=True, rng=True)
+    assert restored(swapped) == [1, 1]
+    for rank, trainer in enumerate(swapped):
+        (said,) = trainer.warnings
+        assert f"step 1 was saved by rank {1 - rank}, and not by rank {rank}" in said
+        assert "its generators (rng) are not restored" in said
+
+
 def test_a_moved_ranks_pinned_checkpoint_stays(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:

@@ -82,13 +82,13 @@ class Commands:
 
     def open(
         self, counts: list[int], *, attach: bool = True, hook: bool = True, frozen: int = 0,
-        **options: Any,
+        rng: bool = False, **options: Any,
     ) -> int:  # fmt: skip
         self.model = Stamped(counts, frozen)
         self.optimizer = Stamp(list(self.model.parts))
         self.client = PCcheckClient(**options)
         if attach and hook:
-            self.client.attach(model=self.model, optimizer=self.optimizer)
+            self.client.attach(model=self.model, optimizer=self.optimizer, rng=rng)
         elif attach:
             self.client.attach(model=self.model)
         return os.getpid()

@@ -269,8 +269,8 @@ class Recovery:
         self, opened: Opened, described: tree.Tree, only: Collection[str] | None
     ) -> frozenset[str]:
         """What is not restored in a world of another size: a position in the data counts the
-        batches of one rank among so many. And on a rank that did not save, its generators: it would
-        draw the same random numbers as the rank whose copy it gets."""
+        batches of one rank among so many. And on a rank that gets the copy of another one, its
+        generators: both would draw the same random numbers."""
         identity = self._session.identity
         alone = self._session.saves_alone(identity.world_size)
         attached = self._planner.attached
@@ -282,9 +282,10 @@ class Recovery:
                 "continue from this process's seeds",
             )
             del wanted[RNG]
-        if opened.world_size == (1 if alone else identity.world_size):
-            return frozenset()  # with solo=True the size of the world that saved is not known
         saved = f"step {opened.step} was saved with world size {opened.world_size}"
+        if opened.world_size == (1 if alone else identity.world_size):
+            # With solo=True the size of the world that saved is not known.
+            return frozenset() if alone else self._left_of_another(opened, wanted, saved)
         places = frozenset(name for name, thing in wanted.items() if has_position(name, thing))
         if places:
             self._warner.once(
@@ -294,14 +295,24 @@ class Recovery:
                 "restored. The interrupted epoch begins again on every rank, and training gets its "
                 "first batches a second time",
             )
+        return places | self._left_of_another(opened, wanted, saved)
+
+    def _left_of_another(
+        self, opened: Opened, wanted: Collection[str], saved: str
+    ) -> frozenset[str]:
+        """The generators, if this rank gets the copy of another one: it saved on another node, or
+        not at all."""
+        identity = self._session.identity
         if opened.rank == identity.rank or RNG not in wanted:
-            return places
+            return frozenset()
+        if opened.world_size == identity.world_size:
+            saved = f"on this node step {opened.step} was saved by rank {opened.rank}"
         self._warner.once(
             "left",
             f"{saved}, and not by rank {identity.rank}: its generators (rng) are not restored and "
             "keep the state of this process. Seed them on this rank if ranks must differ",
         )
-        return places | {RNG}
+        return frozenset({RNG})
 
     def _took_over(
         self, connection: Connection, found: Found, source: tuple[Opened, tree.Tree],

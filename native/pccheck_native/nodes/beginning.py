@@ -261,7 +261,7 @@ class _Decision:
             newest = by_number[-1]
             self._warnings.append(f"{apart}: going on from {_id(newest)}, as start='newest' says")
             return newest
-        words = joined([f"restore(start={_id(one)!r})" for one in by_number])
+        words = " or ".join(f"restore(start={_id(one)!r})" for one in by_number)
         return Refused(
             apart, f"choose the one that goes on: {words}; what the other saved is given up then"
         )
@@ -288,7 +288,7 @@ class _Decision:
             f"{len(here)} of the {len(members)} nodes that ran this job last are here, and "
             f"{joined(names)} {'is' if len(away) == 1 else 'are'} not: they may have continued "
             "without these nodes",
-            f"start the job on {'this node' if len(away) == 1 else 'these nodes'} too; if "
+            f"start the job on {joined(names)} too; if "
             f"{'it' if len(away) == 1 else 'they'} will not come back, restore(without={without}) "
             "continues without the checkpoints that only the missing nodes have",
         )
@@ -452,7 +452,7 @@ def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
         ways.append(f"start the job with {next(one.host for one in lacks if one.kind == 'size')}")
     if "no copy" in kinds:
         holders = next(one.host for one in lacks if one.kind == "no copy")
-        ways.append(f"start the job on {holders} only, with a copy of it")
+        ways.append(f"start the job on {holders} only, which has a copy")
     if whole:
         typed = _typed(Word(whole.name.step, word.start))
         ways.append(f"restore({typed}) goes back to step {whole.name.step}")

@@ -33,6 +33,8 @@ class Node:
         self._node, self._host = rank if node is None else node, host or f"n{rank}"
         self.answers: list[StartAnswer] = []
 
+    is_live = True
+
     def hello(self) -> NodeHello:
         return NodeHello(bytes([self._node]) * 16, self._host, "launch", self._world_size,
                          {self._rank: self._nonce}, self.promised)  # fmt: skip
