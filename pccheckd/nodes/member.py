@@ -292,9 +292,10 @@ class NodeMember:
         refused = refused or await self._keeper.promise(found)
         self.list, self.at = found, _at(found, hello)
         if refused is not None:
+            self._refuse(refused)  # first: the store may not answer
             if found.promise > hello.promise:
                 await self._refuse_for_all(refused)
-            return self._refuse(refused)
+            return False
         self._move(MemberPhase.BEGINNING)
         return True
 
@@ -470,7 +471,7 @@ class NodeMember:
         """Waits until a bell has rung again: how often, and the values of the keys."""
         while True:
             listen = functools.partial(self._carrier.listen, bell, heard, keys, LISTEN_S)
-            answer = await self._sure(listen, counts=2 + len(keys), limit_s=LISTEN_S)
+            answer = await self._sure(listen, counts=3 + _reads(keys), limit_s=LISTEN_S)
             if answer is not None:
                 return answer
             heard = min(heard, await self._count(bell))  # a store that is empty again begins at 0
@@ -530,12 +531,12 @@ class NodeMember:
         keys = [self._key("have", at) for at in range(len(found.members))]
         with contextlib.suppress(CarrierError, TimeoutError):
             async with asyncio.timeout(LOOK_LIMIT_S):
-                self.operations += 1
+                self.operations += _reads(keys)
                 values = await self._carrier.get(keys)
                 self.view.saw([_parsed(Have.of_plain, value) for value in values])
 
     async def _get(self, keys: Sequence[str]) -> list[bytes | None]:
-        return await self._sure(lambda: self._carrier.get(keys))
+        return await self._sure(lambda: self._carrier.get(keys), counts=_reads(keys))
 
     async def _count(self, key: str) -> int:
         value = (await self._get([key]))[0]
@@ -554,6 +555,11 @@ class NodeMember:
         key, value = self._key(what, *more), _packed(plain)
         bell = self._key("said", "bell") if what == "said" else self._key("bell")
         await self._sure(lambda: self._carrier.ring(key, value, bell), counts=4)
+
+
+def _reads(keys: Sequence[str]) -> int:
+    """Operations of a torch store: one for each key, or three for all of them."""
+    return min(len(keys), 3)
 
 
 def _at(found: StartList, hello: NodeHello) -> int:

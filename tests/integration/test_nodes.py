@@ -14,7 +14,7 @@ from tests.support.etcd import server
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import suspend, until
-from tests.support.widejob import JOB, end, ranks, restored, save
+from tests.support.widejob import JOB, end, ranks, restored, restores, save
 
 
 def test_a_checkpoint_of_two_nodes_becomes_global(
@@ -29,9 +29,7 @@ def test_a_first_start_warns_of_nothing(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
     group = ranks(start_trainer, nodes, store)
-    for trainer in group:
-        trainer.post("restore")
-    assert [trainer.answer()["found"] for trainer in group] == [False, False]
+    assert [found["found"] for found in restores(group)] == [False, False]
     assert save(group) == 1
     assert [trainer.warnings for trainer in group] == [[], []]
 

@@ -98,7 +98,7 @@ def test_what_one_node_will_never_have_names_that_node(
 
 
 @pytest.mark.parametrize("restarts", [(), (1,), (1, 0)])
-def test_a_failed_copy_with_a_record_is_destroyed_before_it_is_given_up(
+def test_a_failed_copy_is_destroyed_before_it_is_given_up(
     start_trainer: Connect, start_daemon: Start, store: TorchStore, restarts: tuple[int, ...]
 ) -> None:
     """Else its node's next daemon would find it in the volume, and offer it to the others."""
@@ -211,7 +211,7 @@ def test_a_rank_that_comes_first_is_not_refused_for_the_start_before(
     assert [trainer.answer()["step"] for trainer in (first, *more)] == [1] * 4
 
 
-def test_a_record_that_cannot_be_written_refuses_the_restore_of_all_ranks(
+def test_a_record_that_cannot_be_written_refuses_all_ranks(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
     group = ranks(start_trainer, nodes, store)

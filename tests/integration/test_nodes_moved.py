@@ -8,7 +8,7 @@ from tests.support.daemon import Daemon
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect
 from tests.support.waiting import until
-from tests.support.widejob import JOB, end, ranks, restored, save
+from tests.support.widejob import JOB, end, ranks, restored, restores, save
 
 
 def volumes(node: Daemon) -> list[str]:
@@ -93,10 +93,7 @@ def test_a_fresh_start_keeps_a_moved_ranks_volume_as_long(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
     group = ranks(start_trainer, nodes, store)
-    for trainer in group:
-        trainer.post("restore")
-    for trainer in group:
-        trainer.answer()
+    restores(group)
     group[0].step()
     group[0].wait_durable(group[0].checkpoint())  # never global: nothing but the count keeps it
     end(group)

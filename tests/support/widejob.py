@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.daemon import Daemon
@@ -45,15 +47,20 @@ def save(group: list[Trainer]) -> int:
 
 def restored(group: list[Trainer], **options: object) -> list[int]:
     """All ranks restore at the same time; the steps, whose content was checked."""
-    for trainer in group:
-        trainer.post("restore", **options)
-    steps = [trainer.answer()["step"] for trainer in group]
+    steps = [found["step"] for found in restores(group, **options)]
     assert [t.check(step) for t, step in zip(group, steps, strict=True)] == ["" for _ in group]
     return steps
 
 
+def restores(group: list[Trainer], **options: object) -> list[dict[str, Any]]:
+    """All ranks restore at the same time; what each rank gets."""
+    for trainer in group:
+        trainer.post("restore", **options)
+    return [trainer.answer() for trainer in group]
+
+
 def refused(group: list[Trainer], **options: object) -> list[str]:
-    """All ranks restore at the same time, and are refused; what each is told."""
+    """Lets all ranks restore at the same time, and returns the error that each rank gets."""
     for trainer in group:
         trainer.post("restore", **options)
     found = []

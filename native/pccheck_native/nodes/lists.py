@@ -283,10 +283,6 @@ def joined(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1] if names else "")))
 
 
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
 def _missing(
     lacking: tuple[int, ...],
     newest: Mapping[bytes, tuple[int, NodeHello]],
@@ -294,8 +290,11 @@ def _missing(
     mine: NodeHello,
 ) -> Missing:
     here = joined([f"host {one.host} ({listed(list(one.nonces))})" for _, one in newest.values()])
-    reason = f"{listed(lacking)} of {mine.world_size} {_has(lacking)} not connected; connected so "
-    reason += f"far: {here or 'none'}"
+    have = "has" if len(lacking) == 1 else "have"
+    reason = (
+        f"{listed(lacking)} of {mine.world_size} {have} not connected; connected so far: "
+        f"{here or 'none'}"
+    )
     others = [hello for hello in hellos if hello and hello.kind != mine.kind]
     if others:
         other = others[-1]

@@ -270,6 +270,19 @@ async def test_an_answer_that_only_one_member_has_read_comes_back(
     await losing
 
 
+@pytest.mark.parametrize("is_live", [True, False])
+async def test_a_silent_store_is_logged_while_processes_live(
+    is_live: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pccheckd.nodes.member.WARN_AFTER_S", 0.0)
+    monkeypatch.setattr("pccheckd.nodes.member.RETRY_S", 0.001)
+    store, node = MemoryStore(), Node(0, 0)
+    store.broken, node.is_live = "no process speaks", is_live
+    member = NodeMember(MemoryCarrier(store), "job", node)
+    await started(member, lambda: member.operations > 5)
+    assert ("the other nodes cannot be reached" in caplog.text) == is_live
+
+
 async def test_who_waits_is_told_for_which_ranks() -> None:
     """One node waits before the second node comes, and then for the third one only. A later launch
     with the same id finds the hellos of the nodes before, and waits for an answer of theirs."""
