@@ -297,11 +297,11 @@ class PCcheckClient(Closing):
                 f"attach({kinds}): everything is attached under a name",
                 hint="call attach(model=model, optimizer=optimizer)",
             )
-        if not self._inert():
-            self._require_open()
         given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         things = {name: thing for name, thing in given.items() if thing is not None} | more
         with self._calling("attach()"):
+            if not self._inert():
+                self._require_open()
             if self._alone and is_gathered(things):
                 raise UsageError(
                     "solo=True saves on one rank, and FullyShardedDataParallel gathers the model "
@@ -691,6 +691,7 @@ class PCcheckClient(Closing):
         connection = self._session.current()
         if connection is None:
             with self._calling("pin() or unpin()"):
+                self._require_open()  # a signal handler may have closed the client since
                 connection = self._session.require()
         with self._warner.errors():
             connection.request(body, timeout_s=LIST_LIMIT_S)

@@ -31,6 +31,13 @@ def test_every_call_is_safe_in_the_middle_of_every_other(daemon: Daemon, outer: 
     assert sum(tally.cases.values()) == len(CALLS)
 
 
+@pytest.mark.parametrize("outer", ["attach", "pin", "unpin"])
+def test_close_at_the_start_of_a_call_ends_the_connection(daemon: Daemon, outer: str) -> None:
+    """The call has looked whether the client is open: it must not connect again."""
+    tally = run(daemon, [outer], ["close"], lambda _: list(range(1, 101)))
+    assert not tally.violations, tally.violations[0]
+
+
 class Kit:
     def __init__(self, client: PCcheckClient) -> None:
         self.client, self.loader = client, Asking()
