@@ -63,6 +63,9 @@ DRAIN_LIMIT_S = 60.0
 STOP_LIMIT_S = 25.0
 #: ... and at least, when the last step took longer than that.
 LATE_LIMIT_S = 5.0
+#: How long close() waits until the last checkpoint, which is durable, is so on all nodes: the store
+#: through which the nodes agree may end with this process.
+AGREED_LIMIT_S = 3.0
 #: How long `close()` waits after failures for the daemon's answer what can be restored.
 LAST_LOOK_S = 5.0
 _BETWEEN = "let the signal handler set a flag, and check it between two steps"
@@ -253,6 +256,11 @@ class PCcheckClient(Closing):
     def has_guessed_job(self) -> bool:
         """Whether the job's name comes from the script: another command may have it, too."""
         return self._session.identity.guessed
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the ranks that save with this client are on several nodes."""
+        return self._session.identity.is_wide and not self._alone
 
     @property
     def closed(self) -> bool:
@@ -876,7 +884,8 @@ class PCcheckClient(Closing):
 
     def close(self, *, done: bool = False) -> None:
         """Waits until what is in flight is durable (at most a minute, and not longer than the
-        deadline after a signal of `stop_on`) and ends the session. With `done` the job is finished:
+        deadline after a signal of `stop_on`), on several nodes also until they agree on the last
+        checkpoint, for a moment at most; and ends the session. With `done` the job is finished:
         only its newest checkpoint and pinned checkpoints stay. When the last checkpoints failed, a
         warning names the reason, and the step from which a restart resumes.
 
@@ -906,6 +915,8 @@ class PCcheckClient(Closing):
             if self._stop.left_s() is None:
                 self._saver.gate(on_cpu=True)
             drained = self._saver.drain(self._drain_limit_s())
+            if drained and self.spans_nodes:
+                self._saver.flush(min(AGREED_LIMIT_S, self._drain_limit_s()))
             saved = self._newest_saved()
             if drained or done:  # the answer comes when all is saved
                 self._done = self._session.say_goodbye(done, self._stop.left_s()) and done

@@ -58,20 +58,31 @@ class Reader(Closing):
         restore() takes. None when there is none."""
         return next((stored for stored in self.steps() if stored.complete), None)
 
-    def open(self, step: int | None = None, *, sequence: int | None = None) -> OpenCheckpoint:
+    def open(
+        self, step: int | None = None, *, sequence: int | None = None, partial: bool = False
+    ) -> OpenCheckpoint:
         """Opens the newest complete checkpoint, of `step` or with `sequence` if given. Through a
         daemon it is leased: newer checkpoints do not replace it before it is closed or this process
         ends. When a new checkpoint would otherwise have no slot, the lease on the oldest checkpoint
         ends, and later reads of that checkpoint raise RecycledError.
 
+        `partial`: also one of which only some ranks are here, such as those of one node of several.
+        What they have saved can be read; `ranks` says which they are.
+
         Raises NoCheckpointError when there is none.
         """
         wanted = None if step is None else check_step(step)
-        opened = open_chosen(self._source, lambda: self._chosen(wanted, sequence), OpenCheckpoint)
+
+        def choose() -> list[catalog.StoredCheckpoint]:
+            return self._chosen(wanted, sequence, partial)
+
+        opened = open_chosen(self._source, choose, OpenCheckpoint)
         self._open.append(opened)
         return opened
 
-    def _chosen(self, step: int | None, sequence: int | None) -> list[catalog.StoredCheckpoint]:
+    def _chosen(
+        self, step: int | None, sequence: int | None, partial: bool
+    ) -> list[catalog.StoredCheckpoint]:
         """The parts of the chosen checkpoint, by rank."""
         found = checkpoints_of(self._source, self.job, self._uid)
         fits = [
@@ -79,7 +90,7 @@ class Reader(Closing):
             if step in (None, stored.step) and sequence in (None, stored.sequence)
         ]  # fmt: skip
         for stored, parts in fits:
-            if stored.complete:
+            if stored.complete or partial:
                 return parts
         raise self._none(step, sequence, [stored for stored, _ in (fits or found)], bool(fits))
 
@@ -105,5 +116,5 @@ class Reader(Closing):
         return NoCheckpointError(
             f"job {self.job!r} has no {what} that is complete on every rank: "
             f"step {best.step} is {why}",
-            hint=f"see: pccheckctl list {self.job}",
+            hint=f"see: pccheckctl list {self.job}; open(partial=True) reads what is here",
         )

@@ -103,7 +103,7 @@ def run(
                 if client is not None and step % every == 0:
                     last = client.checkpoint(step=step)
                 if step == kill_at and not between:
-                    (last.wait_global if durable_every == 1 else last.wait_copied)(60)
+                    (last.wait_durable if durable_every == 1 else last.wait_copied)(60)
                     os.kill(os.getpid(), signal.SIGKILL)
             elif client is not None and between:
                 client.checkpoint(step=step)

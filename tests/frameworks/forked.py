@@ -59,7 +59,8 @@ class Forks:
         os.close(tells)
 
     def run(self, output: Path, *, ranks: int = 1, **options: Any) -> list[int]:
-        """The exit codes. What rank r prints goes to `output` with r as its suffix."""
+        """The exit codes. What rank r prints goes to `output` with r as its suffix. A `socket` for
+        each rank makes each rank a node."""
         self.start(output, ranks=ranks, **options)
         return self.wait()
 
@@ -101,13 +102,17 @@ def _child(request: dict[str, Any], rank: int, run: Any) -> int:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ["MASTER_PORT"] = str(request["port"])
-    if request["ranks"] > 1:
+    ranks, options = request["ranks"], request["options"]
+    nodes = options.get("socket") if isinstance(options.get("socket"), list) else None
+    if nodes is not None:
+        options["socket"] = nodes[rank]
+    if ranks > 1:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]),
-            LOCAL_WORLD_SIZE=str(request["ranks"]), MASTER_ADDR="127.0.0.1",
+            RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+            LOCAL_RANK="0" if nodes else str(rank), LOCAL_WORLD_SIZE="1" if nodes else str(ranks),
         )  # fmt: skip
     try:
-        run(**request["options"])
+        run(**options)
         return 0
     except BaseException:
         traceback.print_exc()

@@ -258,14 +258,7 @@ def test_ranks_save_one_copy_and_go_on_bit_for_bit(
     said = launcher.finish()
     assert launcher.returncode == 0, said
     read = reader(tmp_path)
-    for rank in range(2):
-        require_resumed(
-            read("whole", *STEPS, rank=rank),
-            read("killed", *STEPS, "CODE", rank=rank),
-            read("resumed", rank=rank),
-            4,
-        )
-    assert read("whole", *STEPS, rank=0) != read("whole", *STEPS, rank=1)
+    require_ranks_resumed(read)
     sizes = [int(read("resumed", "BYTES", rank=rank)[0].split()[1]) for rank in range(2)]
     assert max(sizes) < WHOLE_BYTES < sum(sizes)
     told = [
@@ -274,3 +267,46 @@ def test_ranks_save_one_copy_and_go_on_bit_for_bit(
         for rank in range(2)
     ]
     assert told == [0, 0, 0, 0, 1, 0]
+
+
+def require_ranks_resumed(read: Read) -> None:
+    for rank in range(2):
+        require_resumed(
+            read("whole", *STEPS, rank=rank),
+            read("killed", *STEPS, "CODE", rank=rank),
+            read("resumed", rank=rank),
+            4,
+        )
+    assert read("whole", *STEPS, rank=0) != read("whole", *STEPS, rank=1)
+
+
+def test_two_nodes_go_on_bit_for_bit_and_keep_the_best(
+    stack: ExitStack, start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Each node has a whole copy, and pins and unpins of its own."""
+    daemons = [start_daemon(), start_daemon()]
+    environments = {
+        rank: {
+            "PCCHECK_SOCKET": str(daemon.socket), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": str(rank),
+        }
+        for rank, daemon in enumerate(daemons)
+    }  # fmt: skip
+    ranks: dict[str, object] = {
+        "devices": 1, "nodes": 2, "strategy": "ddp", "environments": environments
+    }  # fmt: skip
+    scenarios = [
+        ("whole", ranks),
+        ("killed", ranks | {"job": "ranks", "every": 4, "kill": 5, "saved": 4}),
+        ("resumed", ranks | {"job": "ranks", "every": 4}),
+        ("best", ranks | {"job": "best", "kind": "crowded", "best": 1}),
+    ]
+    program = (PROGRAM, tmp_path, json.dumps(scenarios))
+    launcher = stack.enter_context(started(daemons[0], "ranks", 2, *program))
+    said = launcher.finish()
+    assert launcher.returncode == 0, said
+    read = reader(tmp_path)
+    require_ranks_resumed(read)
+    for rank in range(2):
+        assert int(read("resumed", "BYTES", rank=rank)[0].split()[1]) > WHOLE_BYTES
+        assert read("best", "PINNED", "CODE", rank=rank) == ["PINNED [9]", "CODE 0"]

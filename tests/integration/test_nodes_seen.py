@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pccheck import NoCheckpointError, Reader
 from pccheckctl import VERSION
 from tests.integration.test_memory import samples
 from tests.support.ctl import Ctl
@@ -116,6 +117,37 @@ def flagged(ctl: Ctl, *place: object) -> dict[int, bool]:
     """By step: whether `list` calls it global."""
     found = ctl(*place, "list", JOB, "--json").json["checkpoints"]
     return {one["step"]: one["global"] for one in found}
+
+
+def test_the_last_checkpoint_of_a_run_that_ends_is_global(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    """Nobody waits for the checkpoint but close()."""
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    for trainer in group:
+        trainer.step()
+        trainer.checkpoint()
+        trainer.post("close")
+    for trainer in group:
+        trainer.answer()
+    end(group)
+    for node in nodes:
+        assert flagged(ctl, None, "--socket", node.socket) == {2: True, 1: True}
+
+
+def test_a_reader_reads_the_parts_of_one_node(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    with Reader(JOB, socket=nodes[1].socket) as reader:
+        with pytest.raises(NoCheckpointError, match=r"missing on ranks \[0, 1\].*partial=True"):
+            reader.open()
+        opened = reader.open(partial=True)
+        assert opened.ranks == (2, 3)
+        read = [opened.read("model.parts.0", rank=rank) for rank in opened.ranks]
+    assert [one.numel() for one in read] == [COUNTS[0]] * 2
 
 
 def test_list_and_wait_know_what_all_nodes_have(

@@ -132,7 +132,7 @@ def say(text: str) -> None:
 
 def trainer_of(options: Options, *callbacks: Callback, files: bool = False, **more: Any) -> Trainer:
     return Trainer(
-        accelerator="cpu", devices=options.get("devices", 1),
+        accelerator="cpu", devices=options.get("devices", 1), num_nodes=options.get("nodes", 1),
         strategy=options.get("strategy", "auto"), max_epochs=options.get("epochs", 3),
         callbacks=list(callbacks), enable_checkpointing=files, logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
@@ -143,7 +143,7 @@ def trainer_of(options: Options, *callbacks: Callback, files: bool = False, **mo
 def loader_of(options: Options) -> Any:
     seed_everything(5, verbose=False)
     kind = DataLoader if options.get("plain") else StatefulDataLoader
-    ranks = options.get("devices")
+    ranks = options.get("devices", 0) * options.get("nodes", 1)
     if ranks and not options.get("shuffle"):  # an order that depends on seed and epoch only
         sampler = DistributedSampler(Items(), ranks, int(os.environ["RANK"]), seed=5)
         return kind(Items(), BATCH, sampler=sampler)
@@ -244,10 +244,10 @@ def paths(options: Options) -> None:
 
 
 def crowded(options: Options) -> None:
-    """ModelCheckpoint keeps more checkpoints than may be pinned; each is a new best."""
-    job = options["job"]
-    best = ModelCheckpoint(f"pccheck://{job}", monitor="epoch", mode="max", save_top_k=2)
-    with PCcheckClient(job) as client:
+    """ModelCheckpoint keeps `best` checkpoints; each is a new best. Two may not be pinned."""
+    job, kept = options["job"], options.get("best", 2)
+    best = ModelCheckpoint(f"pccheck://{job}", monitor="epoch", mode="max", save_top_k=kept)
+    with PCcheckClient(job, replicated=bool(options.get("strategy"))) as client:
         trainer = trainer_of(options, PCcheckCallback(0, client=client), best, files=True)
         trainer.fit(Model(), loader_of(options))
         say(f"PINNED {[one.step for one in client.steps() if one.pinned]}")
@@ -374,6 +374,7 @@ def forked(output: Path, options: Options) -> int:
                 os.dup2(file.fileno(), 2)
             if "RANK" in os.environ:
                 meet(output.with_suffix(".port"))
+                os.environ.update(options.get("environments", {}).get(os.environ["RANK"], {}))
             os.environ["PCCHECK_JOB"] = options.get("job", "")
             KINDS[options.get("kind", "train")](options)
             code = 0

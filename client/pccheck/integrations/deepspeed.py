@@ -114,6 +114,8 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         self._state = DeepspeedState(engine.module)
         self.client.attach(rng=True, loader=loader, deepspeed=self._state)
         self._state.attached = True
+        if 0 == engine.local_rank != dist.get_rank():  # so that each node has what all ranks load
+            engine.save_non_zero_checkpoint = True
         engine.checkpoint_engine = self
         engine.save_checkpoint = self.save_checkpoint
         engine.load_checkpoint = self.load_checkpoint
@@ -143,12 +145,13 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
                     "by a newer client for the job. Use one client: install(engine, client=client)"
                 )
                 return done
+            self._state.saves = True  # without ZeRO most ranks have no file
             self.checkpoint = self.client.checkpoint(
                 step=self._engine.global_steps, metadata={"tag": self._info.tag}
             )
             return done
         finally:
-            self._saving = False
+            self._saving = self._state.saves = False
             self._state.files = {}
 
     def _is_between(self) -> bool:

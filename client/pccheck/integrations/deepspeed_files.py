@@ -27,10 +27,10 @@ class DeepspeedState:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module  # its buffers are copied at once
         self.files: dict[str, Any] = {}
-        self.attached = False
+        self.attached = self.saves = False
 
     def state_dict(self) -> dict[str, Any]:
-        if self.attached and not self.files:
+        if self.attached and not self.saves:
             raise UsageError(
                 "checkpoint() was called, and the engine has given it nothing to save",
                 hint="call engine.save_checkpoint(directory) on every rank",
@@ -42,12 +42,12 @@ class DeepspeedState:
 
 
 class DeepspeedSource:
-    """What is loaded: this rank's files, and those that only other ranks have saved."""
+    """What is loaded: this rank's files, and those that only other ranks of its node have saved."""
 
     def __init__(self, client: PCcheckClient, done: RestoreResult, mine: dict[str, Any]) -> None:
         self._mine = mine
         self._reader = Reader(client.place[0], socket=client.where())
-        self._opened = self._reader.open(sequence=done.sequence)
+        self._opened = self._reader.open(sequence=done.sequence, partial=True)
         self._ranks: dict[str, int] = {}
         for rank in self._opened.ranks:
             for name in self._opened.describe(rank)[NAME]["files"]:
@@ -67,7 +67,7 @@ class DeepspeedSource:
             return self._mine[name]
         if name not in self._ranks:
             raise StateMismatchError(
-                f"no rank has saved {name} in step {self._opened.step}",
+                f"no rank of this node has saved {name} in step {self._opened.step}",
                 hint="use as many ranks and the same ZeRO stage as the run that saved it",
             )
         return self._opened.read(f"{NAME}.files.{name}", rank=self._ranks[name])
@@ -82,7 +82,7 @@ def tags_of(client: PCcheckClient) -> dict[str, int]:
         newest.setdefault(saved.step, saved)
     with Reader(client.place[0], socket=client.where()) as reader:
         for saved in newest.values():
-            with reader.open(sequence=saved.sequence) as opened:
+            with reader.open(sequence=saved.sequence, partial=True) as opened:
                 found.setdefault(str((opened.metadata or {}).get("tag")), saved.step)
     return found
 

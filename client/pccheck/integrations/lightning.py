@@ -98,8 +98,8 @@ class PCcheckCallback(Callback):
             for the job, or makes a client with `options` (of PCcheckClient) for each fit, and
             closes that client after the fit.
 
-    With several ranks (DDP) all of them store one copy (`replicated=True`). Raises UsageError for
-    strategies that shard parameters or optimizer, and for several nodes.
+    With several ranks (DDP) those of each node store one copy (`replicated=True`). Raises
+    UsageError for strategies that shard parameters or optimizer.
     """
 
     def __init__(
@@ -145,6 +145,7 @@ class PCcheckCallback(Callback):
         strategy.checkpoint_io = io
         # No function in a function: a trainer can be pickled.
         strategy.save_checkpoint = partial(_save, io, strategy)  # type: ignore[method-assign]
+        strategy.remove_checkpoint = partial(_remove, io, strategy)  # type: ignore[method-assign]
 
     def _open(self, trainer: Trainer) -> PCcheckClient:
         rank, world_size = trainer.global_rank, trainer.world_size
@@ -303,6 +304,14 @@ def _save(
         type(strategy).save_checkpoint(strategy, checkpoint, filepath, storage_options)
 
 
+def _remove(io: PCcheckIO, strategy: Strategy, filepath: Any) -> None:
+    """A strategy's remove_checkpoint(): a pin is that of a node, so every rank unpins."""
+    if place_of(filepath):
+        io.remove_checkpoint(filepath)
+    else:
+        type(strategy).remove_checkpoint(strategy, filepath)
+
+
 def _draws_order(loader: Any) -> bool:
     """Whether Lightning divides an order among the ranks that the loader's own sampler draws. In a
     StatefulDataLoader Lightning puts its sampler into a batch sampler."""
@@ -317,9 +326,4 @@ def _require_whole(trainer: Trainer) -> None:
             f"{name} saves shards with its own code, not through a CheckpointIO",
             hint="use DDP or one device with PCcheckCallback; FSDP2 in a loop of your own: "
             "docs/ranks.md",
-        )
-    if trainer.num_nodes > 1:
-        raise UsageError(
-            f"num_nodes={trainer.num_nodes}: all ranks of a job of PCcheck must be on one node",
-            hint="save to files with Lightning's ModelCheckpoint",
         )

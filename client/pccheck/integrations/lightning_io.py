@@ -196,7 +196,7 @@ class PCcheckIO(CheckpointIO):
                     self._warn_not_kept(step, error)
 
     def _give_up(self, *, but: int | None = None) -> None:
-        """No removal has freed a slot. Only rank 0 removes, and its pins hold on all ranks."""
+        """No removal has freed a slot."""
         for step in self._refused.keys() - {but}:
             error = self._refused.pop(step)
             if self.client.place[1] == 0:

@@ -144,9 +144,9 @@ def open_state(
     for a part later would not tell whether it was replaced since, or never there. Raises
     RecycledError."""
     others = (part for part in stored if part.held() == one.held() and part.id.rank != one.id.rank)
-    # A rank that saved alone is the only one.
-    ranks = range(one.id.world_size) if one.id.world_size > 1 else [one.id.rank]
-    return StateReader(source.open([one, *others]), one.id.rank, ranks, progress)
+    found = [one, *others]
+    ranks = sorted(part.id.rank for part in found)
+    return StateReader(source.open(found), one.id.rank, ranks, progress)
 
 
 def open_chosen(

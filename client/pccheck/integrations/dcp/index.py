@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from pccheck.client import PCcheckClient
 from pccheck.restoring.opened import TensorInfo
 from pccheck_wire.errors import StateMismatchError, UsageError
 
@@ -38,6 +39,18 @@ class WithoutId:
         """Raises UsageError for a `checkpoint_id`."""
         if checkpoint_id is not None:
             raise UsageError(f"checkpoint_id={checkpoint_id!r} is not used", hint=self.id_hint)
+
+
+def require_one_node(client: PCcheckClient) -> None:
+    """torch's planners let one rank save or load for others. Raises UsageError if those may be on
+    other nodes, whose disks this node does not read."""
+    if client.spans_nodes:
+        raise UsageError(
+            f"the ranks of job {client.place[0]!r} are on several nodes, and "
+            "torch.distributed.checkpoint would load what other nodes have saved",
+            hint="attach model and optimizer, and use client.checkpoint(step=) and "
+            "client.restore(), with DTensors, too; or torch's own FileSystemWriter and reader",
+        )
 
 
 class Index:

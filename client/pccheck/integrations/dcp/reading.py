@@ -23,7 +23,7 @@ from pccheck.restoring.opened import OpenCheckpoint, Wanted
 from pccheck.restoring.reading import RestoreResult
 from pccheck_wire.errors import NoCheckpointError, PccheckError, UsageError
 
-from .index import Index, WithoutId
+from .index import Index, WithoutId, require_one_node
 
 #: How much host memory is used at once for tensors that are not read in place: those on a GPU.
 _BATCH_BYTES = 256 << 20
@@ -81,7 +81,9 @@ def load(
     return result
 
 
-def _require_named(client: PCcheckClient) -> None:
+def _require_readable(client: PCcheckClient) -> None:
+    """Raises UsageError for a job whose checkpoints this process should or can not load."""
+    require_one_node(client)
     if client.has_guessed_job:
         raise UsageError(
             f"the name of job {client.place[0]!r} comes from the script only: another command "
@@ -125,7 +127,7 @@ class PCcheckReader(WithoutId, StorageReader):
                     "client= was given together with another job=, with storage= or socket=",
                     hint="leave client= out to read what another job has saved",
                 )
-            _require_named(client)
+            _require_readable(client)
             job, socket = client.place[0], client.where()
         self.result = RestoreResult()  #: what was read
         self._client = client

@@ -26,7 +26,7 @@ from pccheck.state.shards import Shard
 from pccheck.warn import LOG
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, UsageError
 
-from .index import PLANNED, WithoutId, listed
+from .index import PLANNED, WithoutId, listed, require_one_node
 
 _SAVE_LIMIT_S = 300.0
 
@@ -38,8 +38,10 @@ def async_save(state_dict: dict[str, Any], *, client: PCcheckClient, step: int) 
     Values with a `state_dict` are asked for it. When tensors may be changed, and what is raised, is
     as for `client.checkpoint(state)`: attach the optimizer to the client, and its `step()` waits
     for the copy; otherwise this returns when the copy is complete. A DTensor is stored as this
-    rank's block, all else as this rank has it.
+    rank's block, all else as this rank has it. Raises UsageError for a job with ranks on several
+    nodes.
     """
+    require_one_node(client)
     state = {
         name: value.state_dict() if isinstance(value, Stateful) else value
         for name, value in state_dict.items()
@@ -78,12 +80,13 @@ class PCcheckWriter(WithoutId, StorageWriter):
     torch's `save` then returns, or raises, as `pccheck.integrations.dcp.save` does. What the
     planner hands over as bytes (torch's own planner pickles what is not a tensor) is stored as
     bytes. torch's `async_save` is refused: it would read the tensors in another thread, while
-    training changes them.
+    training changes them. Raises UsageError for a job with ranks on several nodes.
     """
 
     id_hint = "leave it out: PCcheckWriter(client, step) says what is saved"
 
     def __init__(self, client: PCcheckClient, step: int, *, limit_s: float = _SAVE_LIMIT_S) -> None:
+        require_one_node(client)
         self.checkpoint: Checkpoint | None = None
         self._client, self._step, self._limit_s = client, step, limit_s
         self._thread = threading.get_ident()
