@@ -24,6 +24,8 @@ class Elsewhere:
         self.here: dict[int, frozenset[int]] = {}
         self.globals: set[int] = set()  #: sequences that all nodes have
         self.given_up: dict[int, Why] = {}  #: sequences that some node will never have, and why
+        #: The sequence that a start of this node alone restores: no other node has to have it.
+        self.alone = 0
         self.offered: set[int] = set()  #: sequences that this node has promised to keep
         self.kept: set[int] = set()  #: sequences that the nodes keep until newer ones are global
         self.old: set[int] = set()  #: sequences from before the newest restore of all ranks
@@ -62,7 +64,7 @@ class Elsewhere:
             for n, size in pending.items()
             if n in self.offered and n not in self.globals and n not in self.given_up
         }
-        shared = {h for h in held if h.sequence in self.globals}
+        shared = {h for h in held if h.sequence in {*self.globals, self.alone}}
         other = Rank(held=frozenset(shared), pending=undecided)
         world_size = max((h.world_size for h in held), default=0) or max(
             pending.values(), default=0

@@ -177,6 +177,7 @@ class WideJob:
             self._stop()
         elif start.closed and start.is_live:
             self._stop()
+            self.job.members.elsewhere.alone = 0
             self._start, self.promising.mine = start, None
             self._answers, self._words = {}, {}
             self._is_ready = False
@@ -439,11 +440,12 @@ class WideJob:
                 await self._keep(record, self._records.promise, volumes)
             await self._see_volumes()
 
-    async def require_alone(self, world_size: int, asked: Open, *, fresh: bool) -> None:
-        """A start of this node alone restores. Raises PccheckError if the other nodes may have gone
-        on without this one, or have what it would restore."""
+    async def point_alone(self, world_size: int, asked: Open, *, fresh: bool) -> Held | None:
+        """What a start of this node alone restores; None: the rules of one node tell. Raises
+        PccheckError if the other nodes may have gone on without this one, or have what it would
+        restore."""
         if not self._known:
-            return
+            return None
         await self._adopt()
         start = secrets.token_bytes(ID)
         found = alone.list_alone(self.node, self.host, start, world_size, self._known.values())
@@ -453,6 +455,10 @@ class WideJob:
             raise NoCheckpointError(answer.reason, hint=answer.hint)
         for words in answer.warnings:
             LOG.warning("job %s: %s", self.job.name, words)
+        if answer.restored is None:
+            return None
+        self.job.members.elsewhere.alone = self._names.sequence(answer.restored) or 0
+        return self.held(answer.restored)
 
     # -- what a rank restores ------------------------------------------------------------------
 

@@ -40,10 +40,10 @@ def node_of(daemon: Daemon) -> str:
     return (daemon.storage / ".pccheckd.node").read_text()[:8]
 
 
-def go_on(launch: Launch, node: Daemon, step: int, saves: int, **options: object) -> None:
+def go_on(launch: Launch, node: Daemon, found: int, saves: int, **options: object) -> None:
     """The job on one node only, with the copy of that node."""
     alone = launch([node])
-    assert restored(alone, **options) == [step]
+    assert restored(alone, **options) == [found]
     for _ in range(saves):
         assert alone[0].save() == "durable"
     end(alone)
@@ -122,6 +122,20 @@ def test_what_one_node_saved_alone_is_not_passed_over(launch: Launch, nodes: lis
     assert "step 2 is global" in reason and "has no copy of it" in reason
     group = launch(nodes)
     assert restored(group, step=1) == [1, 1]
+
+
+@pytest.mark.parametrize("step", [None, 1])
+def test_what_a_survivor_has_beyond_the_last_global_one_counts(
+    launch: Launch, nodes: list[Daemon], step: int | None
+) -> None:
+    """Its copy is whole, and the lost node can save nothing anymore."""
+    group = launch(nodes)
+    save(group)
+    group[1].step()
+    group[1].wait_durable(group[1].checkpoint())
+    end(group)
+    go_on(launch, nodes[1], step or 2, saves=2, without=node_of(nodes[0]), step=step)
+    go_on(launch, nodes[1], (step or 2) + 2, saves=6)
 
 
 def test_a_job_goes_on_without_a_node_whose_disk_is_gone(
