@@ -209,7 +209,7 @@ class FakeSession:
     error = None
     incarnation = 1
     uncounted = 0
-    identity = SimpleNamespace(job="job", rank=0, world_size=1, guessed=False)
+    identity = SimpleNamespace(job="job", rank=0, world_size=1, guessed=False, is_wide=False)
 
     def __init__(self, connection: FakeConnection) -> None:
         self.uncounted = 0

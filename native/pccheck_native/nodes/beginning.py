@@ -284,10 +284,12 @@ class _Decision:
             return None
         names = [top.who.name(one) for one in away]
         without = _typed_hosts([one.host for one in away])
+        other = [f"host {one.host}" for one in away if self._disks.has_other_storage(one, top.who)]
+        counts = f" (another storage directory makes {joined(other)} another node)"
         return Refused(
             f"{len(here)} of the {len(members)} nodes that ran this job last are here, and "
-            f"{joined(names)} {'is' if len(away) == 1 else 'are'} not: they may have continued "
-            "without these nodes",
+            f"{joined(names)} {'is' if len(away) == 1 else 'are'} not{counts if other else ''}: "
+            "they may have continued without these nodes",
             f"start the job on {joined(names)} too; if "
             f"{'it' if len(away) == 1 else 'they'} will not come back, restore(without={without}) "
             "continues without the checkpoints that only the missing nodes have",
@@ -433,18 +435,21 @@ def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
     """What to type."""
     ways = []
     kinds = {lack.kind for lack in lacks}
-    hosts = {
-        lack.host.removeprefix("host ").split(" (")[0] for lack in lacks if lack.kind == "away"
-    }
-    if hosts:
-        names = joined([f"host {host}" for host in sorted(hosts)])
-        ways.append(f"start the job on {names} too")
-        if whole:
-            without = _typed_hosts(sorted(hosts))
-            ways.append(
-                f"restore(without={without}) continues without the checkpoints that only the "
-                "missing nodes have"
-            )
+    away, other = (
+        sorted({lack.host.removeprefix("host ").split(" (")[0] for lack in lacks if lack.kind == k})
+        for k in ("away", "other storage")
+    )
+    if away:
+        ways.append(f"start the job on {joined([f'host {host}' for host in away])} too")
+    if other:
+        names = joined([f"host {host}" for host in other])
+        ways.append(f"start pccheckd on {names} with the earlier storage directory")
+    if whole and (away or other):
+        without = _typed_hosts(sorted(away + other))
+        ways.append(
+            f"restore(without={without}) continues without the checkpoints that only the "
+            "missing nodes have"
+        )
     moved = [lack for lack in lacks if lack.kind == "moved"]
     if moved:
         ways.append(f"start {listed([moved[0].part])} on {moved[0].host}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ class Lack(NamedTuple):
 
 _WHY = {
     "away": "{host} stored {parts} and is not here",
+    "other storage": "{host} stored {parts} in another storage directory than it has now",
     "gone": "{host} stored {parts} and no longer has it",
     "damaged": "{parts} is damaged on {host}",
     "moved": "{parts} is on {host}, and is needed on {needed}",
@@ -42,6 +43,7 @@ class Disks:
     def __init__(self, offers: Sequence[Offer], found: StartList, *, travel: bool) -> None:
         self._found, self._travel = found, travel
         self.hosts = {offer.node: f"host {offer.host}" for offer in offers}
+        self._named = Counter(offer.host for offer in offers)
         self.records: dict[bytes, StartRecord] = {}
         self._promised: dict[bytes, set[bytes]] = defaultdict(set)
         self._parts: dict[FullName, dict[int, set[bytes]]] = {}
@@ -76,6 +78,13 @@ class Disks:
         """The members of that start that are here, with the promise that they made to it."""
         members = record.who.members
         return [one for one in members if record.start in self._promised.get(one.node, ())]
+
+    def has_other_storage(self, member: ListMember, saved: StartList) -> bool:
+        """The node is not here, and its host is, with another storage directory. People see that
+        only where each node has a host name of its own."""
+        names = [one.host for one in saved.members]
+        unique = self._named[member.host] == names.count(member.host) == 1
+        return unique and member.node not in self.hosts
 
     def promised_to(self, start: bytes) -> list[str]:
         """The nodes here that have promised to the start."""
@@ -130,6 +139,7 @@ class Disks:
             return Lack(rank, "damaged", self.hosts[min(damaged)], min(damaged))
         member = next(member for member in saved.members if rank in member.ranks)
         kind = "gone" if member.node in self.hosts else "away"
+        kind = "other storage" if self.has_other_storage(member, saved) else kind
         return Lack(rank, kind, saved.name(member), member.node)
 
     def _far(self, one: FullName, saved: StartList) -> list[Lack]:

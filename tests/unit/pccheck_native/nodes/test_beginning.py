@@ -204,6 +204,22 @@ def test_half_of_a_start_that_began_on_some_nodes_only_is_not_enough() -> None:
     assert restored(decide([began], alone)) == full(B, 2)
 
 
+def test_a_host_with_another_storage_directory_is_another_node() -> None:
+    def before(size: int, **more: bool) -> StartRecord:
+        who = a_list(A, [(at,) for at in range(size)], **more)
+        members = [one._replace(node=bytes([100 + at]) * 16) for at, one in enumerate(who.members)]
+        return born(who._replace(members=(who.members[0], *members[1:])))
+
+    offers = [an_offer(0, NEW, [before(2)], (full(A, 1), 0)), an_offer(1, NEW)]
+    why = "host b stored the part of rank 1 in another storage directory than it has now"
+    refused(decide(offers, NEW), why, "pccheckd on host b with the earlier storage directory")
+    new = a_list(D, [(0,), (1,), (2,)], number=9, replicated=True)
+    offers = [an_offer(0, new, [before(3, replicated=True)], (full(A, 1), 0))]
+    offers += [an_offer(at, new) for at in (1, 2)]
+    refused(decide(offers, new), "1 of the 3 nodes that ran this job last are here",
+            "(another storage directory makes host b and host c another node)")  # fmt: skip
+
+
 def test_without_a_node_its_parts_are_given_up() -> None:
     saved = born(a_list(A, [(0,), (1,), (2,)]))
     new = a_list(D, [(0,), (1,)], number=9)
