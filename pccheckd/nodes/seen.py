@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pccheck_native.nodes.facts import SaveName
-from pccheck_native.nodes.lists import ListMember
+from pccheck_native.nodes.lists import ListMember, listed
 from pccheck_wire.basics import size_text
 from pccheckd import VERSION
 
@@ -17,6 +17,9 @@ from .wide import WideJob
 
 #: So long the nodes may agree, or the store be silent, before somebody is told.
 PATIENCE_S = 10.0
+
+#: So long a node may not have begun to save what others have. Its ranks make the same steps.
+BEHIND_S = 60.0
 
 TORCH_STORE = "the process with the store (torchrun's agent, or rank 0)"
 
@@ -149,6 +152,22 @@ def troubles(wide: WideJob) -> Iterator[str]:
             f"its nodes have not agreed for {waits_s:.0f} s, and no checkpoint is saved ({who}): "
             "start the ranks that are missing; if they run, see pccheckctl status on their nodes"
         )
+    yield from _behind(member)
+
+
+def _behind(member: NodeMember) -> Iterator[str]:
+    """Nodes whose daemon has ended, or whose ranks save less. The member that decides knows."""
+    if member.list is None or member.at:
+        return
+    for at, one in enumerate(member.list.members):
+        late = member.view.not_begun(at)
+        late_s = time.monotonic() - late.since_s if late is not None else 0.0
+        if late is not None and late_s > BEHIND_S:
+            yield (
+                f"host {one.host} ({listed(one.ranks)}) has not begun to save step "
+                f"{late.name.step}, which other nodes have saved {late_s:.0f} s ago: without it "
+                "no newer checkpoint becomes global; see pccheckctl status there, and its log"
+            )
 
 
 def notices(wide: WideJob) -> Iterator[str]:

@@ -57,6 +57,13 @@ class NodesView:
     def waited_for(self, at: int) -> Waited | None:
         """The oldest checkpoint that waits for this member."""
         have = self.haves[at] if at < len(self.haves) else None
-        offered = have.offered if have is not None else ()
-        late = [(name, since_s) for name, since_s in self._offered_s.items() if name not in offered]
+        return self._oldest_without(have.offered if have is not None else ())
+
+    def not_begun(self, at: int) -> Waited | None:
+        """The oldest one that this member has not even begun to save."""
+        have = self.haves[at] if at < len(self.haves) else None
+        return self._oldest_without((*have.offered, *have.there) if have is not None else ())
+
+    def _oldest_without(self, names: Collection[SaveName]) -> Waited | None:
+        late = [(name, since_s) for name, since_s in self._offered_s.items() if name not in names]
         return Waited(*min(late)) if late else None

@@ -341,7 +341,8 @@ class WideJob:
         await asyncio.shield(kept())
 
     async def offer(self, found: StartList, round_: int) -> Offer:
-        await self._wanted.wait()  # then it is known what restore() was told
+        if round_ or not self._fresh:  # a fresh client never restores what was before
+            await self._wanted.wait()  # then it is known what restore() was told
         if round_ > self._known[found.start].round:
             self.promising.mine, self.job.members.elsewhere.agreed = None, 0
             self.wanted_s = time.monotonic()

@@ -14,7 +14,7 @@ from tests.support.etcd import server
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import suspend, until
-from tests.support.widejob import JOB, end, ranks, restored, restores, save
+from tests.support.widejob import JOB, end, one_rank, ranks, refused, restored, restores, save
 
 
 def test_a_checkpoint_of_two_nodes_becomes_global(
@@ -192,6 +192,15 @@ def test_fresh_begins_without_the_checkpoints_of_all_nodes(
     assert save(again) == 1
     end(again)
     assert restored(ranks(start_trainer, nodes, store, "third")) == [1, 1]
+
+
+def test_fresh_on_one_node_only_is_refused_at_once(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """Its rank calls neither restore() nor checkpoint(): it waits for the other one."""
+    one_rank(start_trainer, nodes, store, "run", 0, fresh=True)
+    (reason,) = refused([one_rank(start_trainer, nodes, store, "run", 1)])
+    assert "wants restore(fresh=True), and host" in reason and "the same fresh=" in reason
 
 
 def test_a_job_that_began_fresh_goes_back_to_its_own_checkpoints(

@@ -414,7 +414,7 @@ def _one_word(members: Sequence[Offer], found: StartList) -> Word | Refused:
             return Refused(
                 f"host {first.host} wants restore({_typed(first.word)}), and host {other.host} "
                 f"wants restore({_typed(other.word)})",
-                "give restore() the same arguments on all ranks",
+                "give restore() the same arguments, and every client the same fresh=, on all ranks",
             )
     without = {name for one in members for name in one.word.without}
     return first.word._replace(without=tuple(sorted(without)))

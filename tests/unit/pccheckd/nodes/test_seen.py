@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pccheck_native.group import Refused
+from pccheck_native.nodes.facts import Have
 from pccheckd.nodes import seen
 from pccheckd.nodes.member import MemberPhase
+from pccheckd.nodes.view import NodesView
+from tests.unit.pccheck_native.nodes.cluster import A, a_list, name
 
 
 def wide(*, live: bool = True, waits_s: float = 0.0, etcd: bool = False, **of_member: Any) -> Any:
     values = {"phase": MemberPhase.RUNNING, "refused": None, "silent": "", "silent_s": 0.0,
-              "missing": ""}  # fmt: skip
+              "missing": "", "list": None, "at": 0}  # fmt: skip
     store = object()
     return SimpleNamespace(
         member=SimpleNamespace(**values | of_member), start=object() if live else None,
         waits_s=waits_s, carrier=object() if etcd else store, voice=store,
     )  # fmt: skip
+
+
+def behind(*, at: int = 0, late_s: float = 61.0) -> Any:
+    """Two nodes have steps 7 and 8; the other one is writing step 7 only."""
+    made = a_list(A)
+    now = time.monotonic()
+    times = iter([now - late_s, now - late_s + 5])
+    view = NodesView(lambda: next(times, now))
+    view.saw([Have(there=(), offered=(name(7),)), Have(there=(name(7),))])
+    view.saw([Have(there=(), offered=(name(7), name(8))), Have(there=(name(7),))])
+    return wide(list=made, at=at, view=view)
 
 
 SILENT = {"silent_s": 12.3, "silent": "Connection reset by peer"}
@@ -56,6 +71,15 @@ def test_a_warning_says_what_to_do(case: str) -> None:
     assert [*seen.troubles(given)] == [said]
 
 
+def test_a_node_that_does_not_save_is_named() -> None:
+    (said,) = seen.troubles(behind(late_s=65.2))
+    assert said == (
+        "host b (rank 1) has not begun to save step 8, which other nodes have saved 60 s ago: "
+        "without it no newer checkpoint becomes global; see pccheckctl status there, and its log"
+    )
+
+
 def test_what_is_short_or_over_is_no_trouble() -> None:
-    for one in (wide(), wide(silent_s=9.0), wide(waits_s=9.0), wide(live=False, **SILENT)):
+    short = wide(), wide(silent_s=9.0), wide(waits_s=9.0), wide(live=False, **SILENT)
+    for one in (*short, behind(late_s=60.0), behind(at=1, late_s=99.0)):
         assert not [*seen.troubles(one)]
