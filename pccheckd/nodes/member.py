@@ -399,6 +399,7 @@ class NodeMember:
         if self.at == 0:
             self._mine = have
             self._say()
+            await asyncio.sleep(0)  # so that `_tell` comes first: the other members wait for it
             await self._set(self._key("have", self.at), have.to_plain())
         else:
             await self._ring("have", have.to_plain(), self.at)

@@ -114,15 +114,13 @@ class JobStore:
 
         return self._do(work)
 
-    def wait(self, key: str, limit_s: float, sleep: Sleep | None = None) -> bytes | None:
-        """The value as soon as there is one; None without one within `limit_s`, or when `sleep`
+    def wait(self, key: str, limit_s: float, sleep: Sleep | None = None) -> bool:
+        """True as soon as the key is there; False if it is not within `limit_s`, or when `sleep`
         says that this thread is called away."""
         until_s = time.monotonic() + min(limit_s, WAIT_S_MAX)
         sleep = sleep or _sleep
         self._do(self._learn_format)
-        if self._do(lambda store: self._appears(store, PREFIX + key, until_s, sleep)):
-            return self.get([key])[0]
-        return None
+        return self._do(lambda store: self._appears(store, PREFIX + key, until_s, sleep))
 
     def break_off(self) -> None:
         """From another thread: ends the operation in progress, and all later ones."""
@@ -141,6 +139,9 @@ class JobStore:
         try:
             if self._store is None:
                 self._open()
+            if self._socket is not None and _has_hung_up(self._socket):
+                self.close()
+                raise StoreError("the store closed the connection")
             return work(self._store)
         except StoreError:
             raise
@@ -268,6 +269,13 @@ def _limit(held: socket.socket) -> None:
     ):
         with contextlib.suppress(OSError):  # not a TCP socket
             held.setsockopt(level, option, value)
+
+
+def _has_hung_up(held: socket.socket) -> bool:
+    """torch's client would print a stack of C++ functions with the next operation."""
+    ended = select.poll()
+    ended.register(held, select.POLLRDHUP)
+    return bool(ended.poll(0))
 
 
 def _wait_for(name: str) -> bytes:

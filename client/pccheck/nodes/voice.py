@@ -175,7 +175,7 @@ class _Lane:
                 raise ProtocolError(f"no Carried but {reply.body}")
         return None
 
-    def _wait(self, welcome: Welcome, key: str, limit_s: float) -> bytes | None:
+    def _wait(self, welcome: Welcome, key: str, limit_s: float) -> bool:
         """For the key, while the daemon is the one that asked for it."""
 
         def sleep(descriptor: int | None, left_s: float) -> bool | None:
@@ -191,11 +191,14 @@ class _Lane:
     def _listen(
         self, welcome: Welcome, bell: str, after: int, keys: list[str], limit_s: float
     ) -> list[Any] | None:
-        """How often the bell has rung, as soon as that is more than `after`, and the values."""
+        """How often the bell has rung at least, as soon as that is more than `after`, and the
+        values."""
         count = self._store.add(bell, 0)
-        if count <= after and self._wait(welcome, f"{bell}/{after + 1}", limit_s) is not None:
-            count = self._store.add(bell, 0)
-        return [count, self._store.get(keys)] if count > after else None
+        if count <= after:
+            if not self._wait(welcome, f"{bell}/{after + 1}", limit_s):
+                return None
+            count = after + 1
+        return [count, self._store.get(keys)]
 
     def _execute(self, welcome: Welcome, operation: Any) -> Any:
         store = self._store

@@ -176,8 +176,9 @@ def room(place: Path, slots: int) -> Iterator[Finding]:
             promise="durable",
         )  # fmt: skip
     else:
-        each = f"; a new volume takes {slots} times its checkpoint" if slots else ""
-        yield ok("room", f"{free}, {render.plural(len(found.volumes), 'volume')}{each}")
+        new = f"; a new volume takes {slots} times its checkpoint, or {slots + 1} on several nodes"
+        count = render.plural(len(found.volumes), "volume")
+        yield ok("room", f"{free}, {count}{new if slots else ''}")
     for item in found.unreadable:
         yield problem(
             "room", f"{item.file.path} cannot be read: {item.reason}",

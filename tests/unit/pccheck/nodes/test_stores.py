@@ -79,15 +79,15 @@ def test_the_operations(server: Server, store: JobStore) -> None:
 
 def test_a_wait_ends_with_value_limit_or_call(server: Server, store: JobStore) -> None:
     other = JobStore(agent(server.port))
-    assert store.wait("key", 0.05) is None
-    assert store.wait("key", 0) is None
-    assert store.wait("key", 1e9, lambda *_: None) is None
+    assert not store.wait("key", 0.05)
+    assert not store.wait("key", 0)
+    assert not store.wait("key", 1e9, lambda *_: None)
 
     def sleep(descriptor: int | None, limit_s: float) -> bool | None:
         other.set("key", b"there")
         return stores._sleep(descriptor, limit_s)
 
-    assert store.wait("key", 1e9, sleep) == b"there"
+    assert store.wait("key", 1e9, sleep)
 
     def late(descriptor: int | None, limit_s: float) -> bool | None:
         """The answer arrives, and then this thread is called away."""
@@ -95,9 +95,9 @@ def test_a_wait_ends_with_value_limit_or_call(server: Server, store: JobStore) -
         stores._sleep(descriptor, limit_s)
         return None
 
-    assert store.wait("late", 1e9, late) == b"1"
+    assert store.wait("late", 1e9, late)
     made = store._store
-    assert store.wait("last", 0.01) is None
+    assert not store.wait("last", 0.01)
     assert (store.add("n", 1), store._store) == (1, made)  # the connection is in step
 
 
@@ -106,9 +106,9 @@ def test_a_server_with_another_format_is_asked_again_and_again(
 ) -> None:
     monkeypatch.setattr(stores, "_WAIT", 99)
     other = JobStore(agent(server.port))
-    assert store.wait("key", 0.01) is None
+    assert not store.wait("key", 0.01)
     other.set("key", b"there")
-    assert store.wait("key", 1e9) == b"there"
+    assert store.wait("key", 1e9)
 
 
 def test_answers_have_a_limit_and_begin_with_the_first_key(store: JobStore) -> None:
@@ -152,21 +152,24 @@ def reaches(store: JobStore) -> bool:
     return False
 
 
-def test_a_killed_server_is_an_error_and_another_port_follows() -> None:
+def test_a_killed_server_is_an_error_and_another_port_follows(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with Server() as first, Server() as second:
         environ = agent(first.port)
         store = JobStore(environ)
         store.set("n", b"1")
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-        with pytest.raises(StoreError):
-            store.set("n", b"2")  # the first send on a dead connection succeeds
+        with pytest.raises(StoreError, match="closed the connection"):
+            store.set("n", b"2")
         with pytest.raises(StoreError, match=f"port {first.port}: Connection refused"):
             store.set("n", b"2")
         environ |= agent(second.port)
         assert store.get(["n"]) == [None]
         store.set("n", b"2")
         assert store.get(["n"]) == [b"2"]
+    assert not capfd.readouterr().err  # torch would print stacks of C++ functions
 
 
 def test_no_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,5 +257,5 @@ def test_without_an_agent_the_store_is_that_of_the_process_group(kind: str, tmp_
     ) as user:
         early, got, swapped, waited, added, seen, own = eval(user.finish())
     assert early.startswith(NOT_YET)
-    assert (got, swapped, waited, added, seen) == ([b"value", None], b"value", None, 2, b"value")
+    assert (got, swapped, waited, added, seen) == ([b"value", None], b"value", False, 2, b"value")
     assert own is (kind == "env")
