@@ -54,6 +54,8 @@ class _Lane:
     def take(self, session: int) -> list[Operation]:
         """What this session is to carry out now; it becomes the voice if there is none."""
         self.queued = deque(asked for asked in self.queued if not asked.result.done())
+        if self.given and all(asked.result.done() for asked in self.given):
+            self.given, self.pieces, self.voice = [], [], 0  # nobody waits for the answer any more
         if not self.queued or self.given or self.voice not in (0, session):
             return []
         self.voice = session

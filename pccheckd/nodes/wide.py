@@ -184,6 +184,8 @@ class WideJob:
             if self._wanted_in is not start:
                 self._wanted.clear()
             self._task = asyncio.create_task(self._run(start), name=f"nodes of {self.job.name}")
+        elif self._start is not None and not self._start.is_live:
+            self._stop()  # or a process of the new start would carry messages of the one before
 
     def _stop(self) -> None:
         if self._task is not None:

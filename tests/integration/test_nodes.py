@@ -5,16 +5,33 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pccheck.nodes import voice
+from pccheckd.nodes.member import RETRY_S
 from tests.support.daemon import Daemon, Start
 from tests.support.etcd import server
 from tests.support.torchstore import TorchStore
-from tests.support.trainer import Connect, RemoteError
+from tests.support.trainer import Commands, Connect, RemoteError, Trainer
 from tests.support.waiting import suspend, until
-from tests.support.widejob import JOB, end, one_rank, ranks, refused, restored, restores, save
+from tests.support.widejob import (
+    COUNTS,
+    JOB,
+    end,
+    one_rank,
+    ranks,
+    refused,
+    restored,
+    restores,
+    save,
+)
+
+CARRIED: list[str] = []  # in a trainer: the operations that it has carried out
 
 
 def test_a_checkpoint_of_two_nodes_becomes_global(
@@ -232,6 +249,42 @@ def test_a_daemon_that_restarts_in_a_restore_of_all_takes_part_in_it(
     got = [trainer.answer()["step"] for trainer in group]
     assert got == [2, 2], nodes[1].log.read_text()
     assert save(group) == 3
+
+
+def record_operations(_trainer: Commands) -> None:
+    execute = voice._Lane._execute
+
+    def recorded(lane: Any, welcome: Any, operation: Any) -> Any:
+        CARRIED.append(str(operation))
+        return execute(lane, welcome, operation)
+
+    voice._Lane._execute = recorded  # type: ignore[method-assign]
+
+
+def recorded_operations(_trainer: Commands) -> list[str]:
+    return CARRIED
+
+
+def test_a_start_carries_nothing_for_the_one_before(
+    stack: ExitStack, start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """Its first process connects, and others are not there yet. What the node waited for in the
+    start before would delay for 20 s what it waits for now."""
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    records = nodes[0].storage.glob(f"*/{JOB}/start-*.json")
+    before = {path.stem.removeprefix("start-") for path in records}
+    end(group)
+    first = stack.enter_context(Trainer(**store.environment("again", 2, 0)))
+    first.evaluate(record_operations)
+    first.open(COUNTS, socket=str(nodes[0].socket), job=JOB, rank=0, world_size=4)
+    time.sleep(2 * RETRY_S)  # in which the start before would ask for it
+    later = [one_rank(start_trainer, nodes, store, "again", rank, 2) for rank in (1, 2, 3)]
+    again = [first, *later]
+    assert restored(again) == [1] * 4
+    assert save(again) == 2
+    carried = first.evaluate(recorded_operations)
+    assert carried and not [one for one in carried for start in before if start in one]
 
 
 def test_slots_and_keep_may_differ_between_nodes(
