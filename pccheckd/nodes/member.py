@@ -69,6 +69,8 @@ LOOK_S, LOOK_LIMIT_S = 10.0, 1.0
 #: What makes no fact (a checkpoint was asked for, an older one has gone) waits for so long, and is
 #: then published with what does: a checkpoint costs each node one message.
 QUIET_S = 5.0
+#: So long after the last news the member that decides shows what it has itself.
+SHOW_AFTER_S = 0.1
 #: Member 0 decides. Member k does so after k times this, if there is no answer.
 DECIDES_AFTER_S = 3.0
 #: For so long nodes that do not fit together wait for a newer hello: one may be of an earlier life.
@@ -153,7 +155,8 @@ class NodeMember:
         self._mine: Have | None = None  # ... and its own, which needs no message
         self._said = Said()
         self._lacking: dict[SaveName, str] = {}  # of what is given up: the nodes that lack it
-        self._has_said = asyncio.Event()  # what the others were not told yet
+        self._has_news = asyncio.Event()  # what the others were not told or shown yet
+        self._is_shown = True
 
     # -- what the node tells it ----------------------------------------------------------------
 
@@ -395,12 +398,12 @@ class NodeMember:
             await self._sure(lambda: self._carrier.swap(key, self._answer))
 
     async def _show(self, have: Have) -> None:
-        """The other members find it in the store. The one that decides hears a bell."""
+        """The other members find it in the store. The one that decides hears a bell, and shows its
+        own later: only people wait for that."""
         if self.at == 0:
-            self._mine = have
+            self._mine, self._is_shown = have, False
             self._say()
-            await asyncio.sleep(0)  # so that `_tell` comes first: the other members wait for it
-            await self._set(self._key("have", self.at), have.to_plain())
+            self._has_news.set()
         else:
             await self._ring("have", have.to_plain(), self.at)
 
@@ -423,18 +426,33 @@ class NodeMember:
         self.view.saw(haves)
         if (said := say(haves)) != self._said:
             self._said, self._lacking = said, self._lacks(said, haves)
-            self._has_said.set()
+            self._has_news.set()
 
     async def _tell(self) -> None:
         """The other members first: a process here that hears of its last checkpoint may end, and
         the store with it."""
+        told = Said()
         while True:
-            await self._has_said.wait()
-            self._has_said.clear()
+            is_quiet = False
+            try:
+                async with asyncio.timeout(None if self._is_shown else SHOW_AFTER_S):
+                    await self._has_news.wait()
+            except TimeoutError:
+                is_quiet = True
+            self._has_news.clear()
             said, lacking = self._said, self._lacking
-            await self._ring("said", said.to_plain())
-            self.view.heard(said)
-            self._keeper.heard(said, lacking)
+            if is_quiet or set(said.given_up) - set(told.given_up):  # they read who lacks it
+                await self._show_mine()
+            if said != told:
+                await self._ring("said", said.to_plain())
+                told = said
+                self.view.heard(said)
+                self._keeper.heard(said, lacking)
+
+    async def _show_mine(self) -> None:
+        if self._mine is not None:
+            self._is_shown = True
+            await self._set(self._key("have", self.at), self._mine.to_plain())
 
     def _lacks(self, said: Said, haves: Sequence[Have | None]) -> dict[SaveName, str]:
         """The nodes that will never have what is given up."""
