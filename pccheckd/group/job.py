@@ -276,6 +276,11 @@ class Job:
         if self.is_shared or self.parked:
             self._schedule.soon()
 
+    def appeared(self) -> None:
+        """What a rank has is durable, and is not in the list of its volume yet. The other nodes
+        need not wait for that."""
+        self.on_decision()
+
     def gives_up(self, sequence: int) -> bool:
         return self.decisions.gives_up(sequence)
 

@@ -32,6 +32,8 @@ class Promising:
         self._start: Start | None = None
         self.mine: Promises | None = None  #: None: the start, or a round of it, has not begun
         self._offering = False  # more promises are being written to the disk
+        #: Facts about what the volumes do not list yet.
+        self._late: tuple[Said, Mapping[SaveName, str]] | None = None
         job.members.elsewhere.offers = self._offers
 
     def begin(self, start: Start, restored: FullName | None, round_: int) -> None:
@@ -48,7 +50,8 @@ class Promising:
         stored = self._names.every()
         offered = {full.name for _, one, full in stored if one.is_offered and mine.is_own(full)}
         mine = mine._replace(offered=frozenset(offered))
-        self._start = start
+        if start is not self._start:
+            self._start, self._late = start, None
         self.mine = facts.hear(mine, Said(tuple(one.name for one in own)), keep)
         self._show()
 
@@ -58,6 +61,9 @@ class Promising:
 
     def look(self) -> None:
         """After a decision of the job."""
+        if self._late is not None:
+            (said, lacks), self._late = self._late, None
+            self.heard(said, lacks)
         ranks = self._ranks_have()
         if self.mine is not None and ranks is not None:
             # What a rank here has failed to save was never offered to anybody.
@@ -150,9 +156,9 @@ class Promising:
 
     def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
         by_sequence = {sequence: name for name, sequence in self._own().items()}
-        appearing = tenant.ledger.appearing
         held = {one.id.sequence for one in tenant.volumes.checkpoints()}
-        flying = set(tenant.ledger.pending()) - held | appearing.keys() | tenant.binding.unsure
+        held |= tenant.ledger.appearing.keys()
+        flying = set(tenant.ledger.pending()) - held | tenant.binding.unsure
         lost = {n for n in by_sequence if self._job.gives_up(n)} - self._unsure()
         start, asked = self._start, self._job.members.numbering.newest(rank)
         is_own = asked is not None and start is not None and asked.start == start.incarnation
@@ -167,6 +173,11 @@ class Promising:
         ranks = self._start.members if self._start is not None else ()
         return set[int]().union(*(self._job.tenants[rank].binding.unsure for rank in ranks))
 
+    @property
+    def _appearing(self) -> set[int]:
+        """What is durable here, and not in the list of its volume yet."""
+        return {n for tenant in self._job.tenants.values() for n in tenant.ledger.appearing}
+
     def _own(self) -> dict[SaveName, int]:
         """The names of this start, with the sequences of this node."""
         return self._names.own(self.mine.start if self.mine is not None else None)
@@ -175,9 +186,13 @@ class Promising:
         """`lacks`: the nodes that will never have what is given up, where that is known."""
         if self.mine is None:
             return
+        own, appearing = self._own(), self._appearing
+        listed = tuple(name for name in said.globals if own.get(name) not in appearing)
+        if listed != said.globals:
+            self._late = said, lacks
+            said = said._replace(globals=listed)
         before = self.mine
         self.mine = facts.hear(before, said, self._config.keep)
-        own = self._own()
         elsewhere = self._job.members.elsewhere
         for name in said.given_up:
             if name in own:

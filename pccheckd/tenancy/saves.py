@@ -185,6 +185,7 @@ class Saves:
         if event.kind == "durable":
             self._seat.saved(checkpoint.requested_ns)
             self._ledger.appearing[checkpoint.id.sequence] = checkpoint.id.world_size
+            self._group.appeared()
             self._tasks.spawn(self._after_durable(checkpoint))
         elif event.kind == "failed" and event.error_name in FILE_LOST:
             self._binding.lose()

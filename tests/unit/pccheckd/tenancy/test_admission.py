@@ -95,6 +95,7 @@ class Ranks:
         return []
 
     def decide_soon(self) -> None: ...
+    def appeared(self) -> None: ...
 
 
 class Desk:
