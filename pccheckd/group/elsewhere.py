@@ -69,12 +69,17 @@ class Elsewhere:
         world_size = max((h.world_size for h in held), default=0) or max(
             pending.values(), default=0
         )
+        here_now = self.here.get(self.agreed)
         for rank in range(world_size):
             known = ranks.get(rank)
             if known is None:
                 ranks[rank] = other
-            elif foreign := self._foreign(rank, shared):
-                ranks[rank] = known._replace(held={*known.held, *foreign})
+                continue
+            if foreign := self._foreign(rank, shared):
+                known = known._replace(held={*known.held, *foreign})
+            if here_now is not None and rank not in here_now:  # it left a volume, and saves there
+                known = known._replace(pending={**undecided, **known.pending})
+            ranks[rank] = known
         return ranks
 
     def _foreign(self, rank: int, shared: Collection[Held]) -> set[Held]:

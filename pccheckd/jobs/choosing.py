@@ -35,7 +35,7 @@ def choose(
     found = own.volumes.checkpoints()
     if session.solo or session.role is not Role.TRAINER:
         return _newest(own, wanted, found)
-    if session.world_size == 1:
+    if session.world_size == 1 and agreed is None:
         alone = [one for one in found if one.id.world_size == 1]
         best = (
             one.id.sequence

@@ -58,6 +58,24 @@ def test_a_moved_ranks_volume_goes_when_keep_newer_ones_are_global(
         wait_for(node, f"rank-{rank}.0.pcc")
 
 
+def test_what_is_offered_stays_where_another_rank_was_before(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """The volume that the other rank has left says nothing of what it saves elsewhere now."""
+    group = ranks(start_trainer, nodes, store, replicated=True)
+    save(group)
+    end(group)
+    swapped = ranks(start_trainer, nodes[::-1], store, "swapped", replicated=True)
+    assert restored(swapped) == [1, 1]
+    save(swapped)
+    swapped[1].step()
+    swapped[1].wait_durable(swapped[1].checkpoint())
+    for _ in range(6):
+        swapped[1].save()
+    swapped[0].step()
+    assert swapped[0].wait_global(swapped[0].checkpoint()) == "global"
+
+
 def test_a_rank_with_the_copy_of_another_keeps_its_own_generators(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:
