@@ -52,7 +52,8 @@ async def open_checkpoint(
     elif session.was_wide is not None and body.before is None:
         owner = tenant.seat.owner
         fresh = owner is not None and owner.fresh
-        agreed = await session.was_wide.point_alone(session.world_size, body, fresh=fresh)
+        start = job.members.starts.of(session.rank, session.process)
+        agreed = await session.was_wide.point_alone(start, body, fresh=fresh)
     chosen, skipped = choosing.choose(session, job, tenant, body, agreed)
     if chosen is not None and session.role is not Role.TRAINER:
         _lease(session, job, tenant, chosen)

@@ -443,25 +443,38 @@ class WideJob:
                 await self._keep(record, self._records.promise, volumes)
             await self._see_volumes()
 
-    async def point_alone(self, world_size: int, asked: Open, *, fresh: bool) -> Held | None:
+    async def point_alone(self, start: Start | None, asked: Open, *, fresh: bool) -> Held | None:
         """What a start of this node alone restores; None: the rules of one node tell. Raises
         PccheckError if the other nodes may have gone on without this one, or have what it would
         restore."""
-        if not self._known:
+        if not self._known or start is None:
             return None
         await self._adopt()
-        start = secrets.token_bytes(ID)
-        found = alone.list_alone(self.node, self.host, start, world_size, self._known.values())
         word = Word(asked.step, asked.start, tuple(asked.without), fresh)
-        answer = decide([self._offer(found.promise, word)], found, travel=True)
-        if isinstance(answer, Refused):
-            raise NoCheckpointError(answer.reason, hint=answer.hint)
+        async with self._adopting:
+            made = secrets.token_bytes(ID)
+            known = self._known.values()
+            found = alone.list_alone(self.node, self.host, made, start.world_size, known)
+            answer = decide([self._offer(found.promise, word)], found, travel=True)
+            if isinstance(answer, Refused):
+                raise NoCheckpointError(answer.reason, hint=answer.hint)
+            if start.id not in self._known:  # the first of its ranks
+                await self._begin_alone(start, found, answer)
         for words in answer.warnings:
             LOG.warning("job %s: %s", self.job.name, words)
         if answer.restored is None:
             return None
         self.job.members.elsewhere.alone = self._names.sequence(answer.restored) or 0
         return self.held(answer.restored)
+
+    async def _begin_alone(self, start: Start, found: StartList, answer: StartAnswer) -> None:
+        """A later start goes on from what this one has restored, if this one leaves nothing."""
+        record = StartRecord(found._replace(start=start.id)).with_answer(answer)
+        volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
+        try:
+            await self._keep(record, self._records.promise, volumes)
+        except (OSError, ValueError, _core.NativeError) as error:
+            raise self._translated(error) from error
 
     # -- what a rank restores ------------------------------------------------------------------
 

@@ -138,6 +138,35 @@ def test_what_a_survivor_has_beyond_the_last_global_one_counts(
     go_on(launch, nodes[1], (step or 2) + 2, saves=6)
 
 
+def starts_of(node: Daemon) -> set[str]:
+    return {path.stem.removeprefix("start-")[:12] for path in node.storage.glob("*/*/start-*.json")}
+
+
+def test_a_word_of_restore_holds_on_one_node_and_again(launch: Launch, apart: list[Daemon]) -> None:
+    """The start that both nodes have seen is chosen, and not what node 0 has saved alone since."""
+    (first,) = set.intersection(*map(starts_of, apart))
+    go_on(launch, apart[0], 2, saves=1, start=first)
+    go_on(launch, apart[0], 3, saves=1, start=first)
+
+
+@pytest.mark.parametrize("survivors", [1, 2])
+def test_half_a_checkpoint_of_one_node_alone_is_passed_over(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, survivors: int
+) -> None:
+    group = ranks(start_trainer, nodes, store, per_node=2, replicated=True)
+    save(group)
+    end(group)
+    alone = ranks(start_trainer, nodes[:1], store, "alone", per_node=2, replicated=True)
+    assert restored(alone) == [1, 1]
+    alone[0].step()
+    alone[0].wait_durable(alone[0].checkpoint())
+    end(alone)
+    later = nodes[:survivors]
+    again = ranks(start_trainer, later, store, "again", per_node=2, replicated=True)
+    assert restored(again) == [1, 1] * survivors
+    assert save(again) == 2
+
+
 def test_a_job_goes_on_without_a_node_whose_disk_is_gone(
     launch: Launch, start_daemon: Start
 ) -> None:

@@ -356,12 +356,14 @@ class _Decision:
                 f"{joined([top.who.name(one) for one in away])} may have one",
                 f"start the job on these nodes too; {FRESH}",
             )
-        alone = self._round or self._word.start or len(self._pool()) == 1
-        if top.word.fresh and not alone:
+        is_last = self._round or self._word.start or len(self._pool()) == 1
+        # One node alone may have begun from anything: it has a record since it saved.
+        if (top.word.fresh or len(top.who.members) == 1) and not is_last:
+            how = "began with fresh=True and " if top.word.fresh else ""
             self._hides_nothing.add(top.start)
             self._warnings.append(
-                f"the start {_id(top)} began with fresh=True and left no checkpoint that all ranks "
-                f"have: going on from the start before it; {FRESH} again"
+                f"the start {_id(top)} {how}left no checkpoint that all ranks have: going on from "
+                f"the start before it; {FRESH}{' again' if top.word.fresh else ''}"
             )
             return None
         if self._disks.holds_any:
