@@ -58,6 +58,8 @@ from .view import NodesView
 
 _T = TypeVar("_T")
 
+#: Of all starts with one store: whoever reaches the store may write any number there.
+HELLOS_MAX = 1 << 16
 BATCH = 64  # keys that are read at once
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.01, 0.25
 RETRY_S = 0.5
@@ -226,7 +228,10 @@ class NodeMember:
         apart = _Apart()
         pause = PAUSE_FIRST_S
         while True:
-            if not await self._read_hellos(mine):
+            count = await self._count(f"{self._job}/hellos")
+            if count > HELLOS_MAX:
+                return self._refuse(_too_many(count))
+            if not await self._read_hellos(count, mine):
                 mine = await self._say_hello(hello)
                 continue
             if (two := cloned(hellos[mine:], hello)) is not None:
@@ -250,9 +255,9 @@ class NodeMember:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
-    async def _read_hellos(self, mine: int) -> bool:
+    async def _read_hellos(self, count: int, mine: int) -> bool:
         """Those that have come. False: the store has come back empty, without `mine`."""
-        count, hellos = await self._count(f"{self._job}/hellos"), self.hellos
+        hellos = self.hellos
         if count < mine:
             self._lists_seen = 0
             hellos.clear()
@@ -345,7 +350,7 @@ class NodeMember:
         missing = absent(came, found, time.monotonic() - began_s, round_)
         self.missing = missing.reason if missing is not None else ""
         if missing is None:
-            answer = decide(came, found, round_)
+            answer = await asyncio.to_thread(decide, came, found, round_)  # of any length
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
             await self._swap(self._key("answer", round_), plain)
 
@@ -574,6 +579,13 @@ class NodeMember:
         key, value = self._key(what, *more), _packed(plain)
         bell = self._key("said", "bell") if what == "said" else self._key("bell")
         await self._sure(lambda: self._carrier.ring(key, value, bell), counts=4)
+
+
+def _too_many(count: int) -> Refused:
+    return Refused(
+        f"the store of the job counts {count} starts of nodes, and at most {HELLOS_MAX} are read",
+        "start the job with a new store (another port or --rdzv-id); in etcd, delete its keys",
+    )
 
 
 def _reads(keys: Sequence[str]) -> int:

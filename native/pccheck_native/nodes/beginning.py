@@ -351,10 +351,12 @@ class _Decision:
             return restored
         away = [one for one in top.who.members if one not in self._disks.here(top)]
         if [one for one in away if one.node not in self._without]:
+            without = _typed_hosts([one.host for one in away])
             return Refused(
                 "no checkpoint can be restored, and not all nodes that ran this job last are here: "
                 f"{joined([top.who.name(one) for one in away])} may have one",
-                f"start the job on these nodes too; {FRESH}",
+                f"start the job on these nodes too; restore(without={without}) continues without "
+                f"the checkpoints that only the missing nodes have; {FRESH}",
             )
         is_last = self._round or self._word.start or len(self._pool()) == 1
         # One node alone may have begun from anything: it has a record since it saved.

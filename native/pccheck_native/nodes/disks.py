@@ -37,6 +37,13 @@ _WHY = {
 }
 
 
+class _Places(NamedTuple):
+    """Of a list: where its ranks are, and how many nodes have a host name."""
+
+    by_rank: dict[int, ListMember]
+    named: Counter[str]
+
+
 class Disks:
     """The offers of a start, by checkpoint."""
 
@@ -44,6 +51,7 @@ class Disks:
         self._found, self._travel = found, travel
         self.hosts = {offer.node: f"host {offer.host}" for offer in offers}
         self._named = Counter(offer.host for offer in offers)
+        self._places: dict[bytes, _Places] = {}
         self.records: dict[bytes, StartRecord] = {}
         self._promised: dict[bytes, set[bytes]] = defaultdict(set)
         self._parts: dict[FullName, dict[int, set[bytes]]] = {}
@@ -82,8 +90,8 @@ class Disks:
     def has_other_storage(self, member: ListMember, saved: StartList) -> bool:
         """The node is not here, and its host is, with another storage directory. People see that
         only where each node has a host name of its own."""
-        names = [one.host for one in saved.members]
-        unique = self._named[member.host] == names.count(member.host) == 1
+        names = self._of_list(saved).named
+        unique = self._named[member.host] == names[member.host] == 1
         return unique and member.node not in self.hosts
 
     def promised_to(self, start: bytes) -> list[str]:
@@ -128,6 +136,12 @@ class Disks:
         more = [f"and {len(groups) - PARTS_MAX} more"] if len(groups) > PARTS_MAX else []
         return "; ".join(texts + more)
 
+    def _of_list(self, saved: StartList) -> _Places:
+        if saved.start not in self._places:  # an offer may have many ranks, and many checkpoints
+            by_rank = {rank: member for member in saved.members for rank in member.ranks}
+            self._places[saved.start] = _Places(by_rank, Counter(m.host for m in saved.members))
+        return self._places[saved.start]
+
     def _of(
         self, which: dict[FullName, dict[int, set[bytes]]], one: FullName, rank: int
     ) -> Collection[bytes]:
@@ -137,7 +151,7 @@ class Disks:
         """Why nobody here has the part."""
         if damaged := self._of(self._damaged, one, rank):
             return Lack(rank, "damaged", self.hosts[min(damaged)], min(damaged))
-        member = next(member for member in saved.members if rank in member.ranks)
+        member = self._of_list(saved).by_rank[rank]
         kind = "gone" if member.node in self.hosts else "away"
         kind = "other storage" if self.has_other_storage(member, saved) else kind
         return Lack(rank, kind, saved.name(member), member.node)

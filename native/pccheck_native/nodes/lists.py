@@ -69,12 +69,16 @@ class NodeHello(NamedTuple):
         if len(fields) < len(cls._fields):
             raise ValueError(f"a hello has {len(fields)} fields, and needs {len(cls._fields)}")
         found = cls(*fields[: len(cls._fields)])  # type: ignore[arg-type]
+        size = plain.number(found.world_size, "a world size", 1, plain.RANKS_MAX)
+        nonces = dict(_nonces_of_plain(found.nonces))
+        if max(nonces, default=0) >= size:
+            raise ValueError(f"a hello has rank {max(nonces)} of {size}")
         return cls(
             plain.raw(found.node, "a node"),
             plain.text(found.host, "a host name"),
             plain.text(found.launch, "a launch id"),
-            plain.number(found.world_size, "a world size", 1, plain.RANKS_MAX),
-            dict(_nonces_of_plain(found.nonces)),
+            size,
+            nonces,
             Promise.of_plain(found.promise),
             plain.flag(found.replicated, "replicated"),
             plain.number(found.protocol, "a protocol", 1),

@@ -42,6 +42,13 @@ VALUES = [
 LISTS: dict[type[Any], Any] = {type(value): value for value in VALUES}
 
 
+def test_a_hello_has_ranks_of_its_world_only() -> None:
+    hello = NodeHello(node(0), host(0), "l", 3, {0: A, 2: B})
+    assert NodeHello.of_plain(hello.to_plain()) == hello
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        NodeHello.of_plain(hello._replace(world_size=2).to_plain())
+
+
 @pytest.mark.parametrize("size", [1 << 32, 1 << 62])
 def test_a_huge_world_takes_no_memory(size: int) -> None:
     found = a_list(A, [(0, 2), (1,)], 3).to_plain()

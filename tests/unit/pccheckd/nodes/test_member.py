@@ -98,6 +98,15 @@ async def test_garbage_in_the_store_counts_as_nothing(value: bytes) -> None:
     await begun(*(NodeMember(MemoryCarrier(store), "job", Node(rank, 0)) for rank in range(2)))
 
 
+async def test_a_huge_count_of_hellos_takes_no_memory_and_is_told() -> None:
+    store = MemoryStore()
+    store.values["job/hellos"] = b"9" * 12
+    member = NodeMember(MemoryCarrier(store), "job", Node(0, 0))
+    await member.run()
+    assert member.refused is not None and "counts 1000000000000 starts" in member.refused.reason
+    assert not member.hellos
+
+
 async def test_a_node_that_comes_back_under_another_host_name_is_no_clone() -> None:
     store = MemoryStore()
     for name in ("pod-1", "pod-2"):
