@@ -248,8 +248,10 @@ class WideJob:
         that are skipped."""
         self._limit = None
         if self.job.members.waits_for_nodes:
-            self._skip_waiting(self.why_not_agreed())
-            self._limit = asyncio.get_running_loop().call_later(1.0, self._too_late)
+            left_s = self.wanted_s + AGREE_LIMIT_S - time.monotonic()  # of this start, or round
+            if left_s <= 0:
+                self._skip_waiting(self.why_not_agreed())
+            self._limit = asyncio.get_running_loop().call_later(max(1.0, left_s), self._too_late)
 
     def why_not_agreed(self) -> str:
         """Whom this node waits for, or why in vain."""
