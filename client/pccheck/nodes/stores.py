@@ -65,6 +65,7 @@ class JobStore:
         self._store: Any = None
         self._socket: socket.socket | None = None  # another descriptor of the store's
         self._has_opened = False
+        self._old: list[str] = []  # rings, to be deleted
         self._knows_format: bool | None = None
         self._broken_off = False
 
@@ -103,16 +104,28 @@ class JobStore:
 
     def ring(self, key: str, value: bytes, bell: str) -> int:
         """Sets a key, then rings a bell; how often that has rung. Each ring is a key for which
-        others wait; the old ones go."""
+        others wait; `tidy` deletes the old ones."""
 
         def work(store: Any) -> int:
             store.set(PREFIX + key, value)
             count = int(store.add(PREFIX + bell, 1))
             store.set(f"{PREFIX}{bell}/{count}", b"1")
-            store.delete_key(f"{PREFIX}{bell}/{count - RINGS_KEPT}")  # answered, unlike `set`
+            self._old.append(f"{PREFIX}{bell}/{count - RINGS_KEPT}")
             return count
 
         return self._do(work)
+
+    def tidy(self) -> None:
+        """Deletes what was rung long ago: after the answer, for which others wait."""
+        old, self._old = self._old, []
+
+        def work(store: Any) -> None:
+            for name in old:
+                store.delete_key(name)
+
+        if old:
+            with contextlib.suppress(StoreError):  # the next operation finds out, too
+                self._do(work)
 
     def wait(self, key: str, limit_s: float, sleep: Sleep | None = None) -> bool:
         """True as soon as the key is there; False if it is not within `limit_s`, or when `sleep`

@@ -142,6 +142,7 @@ class _Lane:
             number += 1
             for body, last in _parts(self._number, batch, results):
                 dealer.send(codec.encode(Request(number if last else 0, welcome.token, body)))
+            self._store.tidy()
             answer = self._answer(welcome, dealer, number)
             if answer is None:
                 continue  # once more, with the same results
@@ -197,7 +198,8 @@ class _Lane:
         if count <= after:
             if not self._wait(welcome, f"{bell}/{after + 1}", limit_s):
                 return None
-            count = after + 1
+            # Of several keys others may have been set meanwhile: one look for all.
+            count = after + 1 if len(keys) == 1 else self._store.add(bell, 0)
         return [count, self._store.get(keys)]
 
     def _execute(self, welcome: Welcome, operation: Any) -> Any:

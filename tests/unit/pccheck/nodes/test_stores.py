@@ -101,6 +101,18 @@ def test_a_wait_ends_with_value_limit_or_call(server: Server, store: JobStore) -
     assert (store.add("n", 1), store._store) == (1, made)  # the connection is in step
 
 
+def test_old_rings_are_deleted_after_the_answer(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "RINGS_KEPT", 2)
+    rung = [store.ring("key", b"value", "bell") for _ in range(4)]
+    rings = [f"bell/{number}" for number in (1, 2, 3, 4)]
+    assert rung == [1, 2, 3, 4] and store.get(rings) == [b"1"] * 4
+    store.tidy()
+    assert store.get(rings) == [None, None, b"1", b"1"]
+    assert store.get(["key", "bell"]) == [b"value", b"4"]
+
+
 def test_a_server_with_another_format_is_asked_again_and_again(
     server: Server, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
