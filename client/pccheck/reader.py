@@ -76,7 +76,7 @@ class Reader(Closing):
         def choose() -> list[catalog.StoredCheckpoint]:
             return self._chosen(wanted, sequence, partial)
 
-        opened = open_chosen(self._source, choose, OpenCheckpoint)
+        opened = open_chosen(self._source, choose, OpenCheckpoint, partial=partial)
         self._open.append(opened)
         return opened
 

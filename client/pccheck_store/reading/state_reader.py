@@ -139,13 +139,17 @@ def open_state(
     one: catalog.StoredCheckpoint,
     stored: Iterable[catalog.StoredCheckpoint],
     progress: ReadProgress | None = None,
+    *,
+    partial: bool = False,
 ) -> StateReader:
-    """Opens what the ranks have of a checkpoint. `stored` is what `one` was chosen from: to look
-    for a part later would not tell whether it was replaced since, or never there. Raises
-    RecycledError."""
+    """Opens what the ranks have of a checkpoint; `partial`: some of them. `stored` is what `one`
+    was chosen from: to look for a part later would not tell whether it was replaced since, or never
+    there. Raises RecycledError."""
     others = (part for part in stored if part.held() == one.held() and part.id.rank != one.id.rank)
     found = [one, *others]
     ranks = sorted(part.id.rank for part in found)
+    if one.id.world_size > 1 and not partial:  # else a rank that saved alone is the only one
+        ranks = [*range(one.id.world_size)]
     return StateReader(source.open(found), one.id.rank, ranks, progress)
 
 
@@ -153,6 +157,8 @@ def open_chosen(
     source: Source,
     choose: Callable[[], Sequence[catalog.StoredCheckpoint]],
     use: Callable[[catalog.StoredCheckpoint, StateReader], _Opened],
+    *,
+    partial: bool = False,
 ) -> _Opened:
     """What `use` makes of a reader of the checkpoint of which `choose` returns the parts, and which
     is read as the first of them. Chooses again when the job has replaced that one meanwhile; raises
@@ -161,7 +167,7 @@ def open_chosen(
     while True:
         chosen, left = choose(), left - 1
         try:
-            reader = open_state(source, chosen[0], chosen)
+            reader = open_state(source, chosen[0], chosen, partial=partial)
             try:
                 return use(chosen[0], reader)
             except BaseException:
