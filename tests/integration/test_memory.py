@@ -182,11 +182,12 @@ def test_what_has_no_room_in_memory_is_skipped(start_daemon: Start, members: Mem
     """Room for two states: beside one that is written and one that is safe there is no third."""
     daemon = start_daemon(*SMALL, *STUCK, "--dram", "4MiB")
     (rank,) = members(daemon)
-    (first,), (second,) = park([rank], 1), park([rank], 2)
-    (third,) = begin([rank], 3)
+    (first,) = park([rank], 1)
+    until(lambda: rank.native.state(first).outcome == State.WRITING)  # else the second replaces it
+    (second,), (third,) = park([rank], 2), begin([rank], 3)
     assert ended(rank, third) is State.SKIPPED
     assert "--dram" in rank.describe(third).hint
-    until(lambda: rank.native.state(first).outcome == State.WRITING)
+    assert rank.native.state(first).outcome == State.WRITING
     assert rank.native.state(second).outcome == State.COPIED
 
 

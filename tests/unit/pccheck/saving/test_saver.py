@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from pccheck_wire.messages import Expose, Pin
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices
 
+CLIENTS: list[PCcheckClient] = []  # of a test
+
 
 class Kit:
     """A client whose daemon is a fake, with a model that is said to be on GPU 0."""
@@ -43,6 +46,7 @@ class Kit:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("pccheck.client.Session", lambda *_, **__: FakeSession(self.connection))
             self.client = PCcheckClient("job", socket=path / "none", **options)
+        CLIENTS.append(self.client)
         self.native = self.connection.native
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         for tensor in (*self.model.parameters(), *self.model.buffers()):
@@ -82,8 +86,10 @@ class Kit:
 
 
 @pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeDevices:
-    return FakeDevices().install(monkeypatch)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevices]:
+    yield FakeDevices().install(monkeypatch)
+    while CLIENTS:  # else the collector closes them, with warnings, in the middle of another test
+        CLIENTS.pop()._closed = True
 
 
 @pytest.fixture
