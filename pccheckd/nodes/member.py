@@ -158,7 +158,7 @@ class NodeMember:
         self._said = Said()
         self._lacking: dict[SaveName, str] = {}  # of what is given up: the nodes that lack it
         self._has_news = asyncio.Event()  # what the others were not told or shown yet
-        self._is_shown = True
+        self._is_shown = True  # what this member has itself; or there is nothing yet
 
     # -- what the node tells it ----------------------------------------------------------------
 
@@ -438,15 +438,15 @@ class NodeMember:
         the store with it."""
         told = Said()
         while True:
-            is_quiet = False
             try:
                 async with asyncio.timeout(None if self._is_shown else SHOW_AFTER_S):
                     await self._has_news.wait()
             except TimeoutError:
-                is_quiet = True
+                await self._show_mine()
+                continue
             self._has_news.clear()
             said, lacking = self._said, self._lacking
-            if is_quiet or set(said.given_up) - set(told.given_up):  # they read who lacks it
+            if set(said.given_up) - set(told.given_up):  # the others read who lacks it
                 await self._show_mine()
             if said != told:
                 await self._ring("said", said.to_plain())

@@ -32,7 +32,7 @@ class Promising:
         self._start: Start | None = None
         self.mine: Promises | None = None  #: None: the start, or a round of it, has not begun
         self._offering = False  # more promises are being written to the disk
-        #: Facts about what the volumes do not list yet.
+        #: Facts that `look` hears again, since the volumes did not list all of those checkpoints.
         self._late: tuple[Said, Mapping[SaveName, str]] | None = None
         job.members.elsewhere.offers = self._offers
 
@@ -183,7 +183,9 @@ class Promising:
         return self._names.own(self.mine.start if self.mine is not None else None)
 
     def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None:
-        """`lacks`: the nodes that will never have what is given up, where that is known."""
+        """`lacks`: the nodes that will never have what is given up, where that is known. That a
+        checkpoint is global is heard when its volume lists the checkpoint: else the rules of this
+        node would not know of whom that is said."""
         if self.mine is None:
             return
         own, appearing = self._own(), self._appearing

@@ -161,8 +161,7 @@ def _behind(member: NodeMember) -> Iterator[str]:
         return
     for at, one in enumerate(member.list.members):
         late = member.view.not_begun(at)
-        late_s = time.monotonic() - late.since_s if late is not None else 0.0
-        if late is not None and late_s > BEHIND_S:
+        if late is not None and (late_s := time.monotonic() - late.since_s) > BEHIND_S:
             yield (
                 f"host {one.host} ({listed(one.ranks)}) has not begun to save step "
                 f"{late.name.step}, which other nodes have saved {late_s:.0f} s ago: without it "

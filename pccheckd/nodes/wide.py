@@ -317,8 +317,7 @@ class WideJob:
                 "let the launcher number them so (srun --distribution=block, mpirun --map-by slot)",
             )
         try:
-            volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
-            await self._keep(record, self._records.promise, volumes)
+            await self._keep_promise(record)
             self._promised = {v.path for t in self.job.tenants.values() for v in t.volumes.open}
         except RefusedError as refused:
             return Refused(refused.message, refused.hint)
@@ -344,9 +343,15 @@ class WideJob:
 
         await asyncio.shield(kept())
 
+    async def _keep_promise(self, record: StartRecord) -> None:
+        """Writes the record, and the promise into the volumes of the job. Raises as `_keep`."""
+        volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
+        await self._keep(record, self._records.promise, volumes)
+
     async def offer(self, found: StartList, round_: int) -> Offer:
-        if round_ or not self._fresh:  # a fresh client never restores what was before
-            await self._wanted.wait()  # then it is known what restore() was told
+        # The offer has the arguments of restore(); those of a fresh client are known before.
+        if round_ or not self._fresh:
+            await self._wanted.wait()
         if round_ > self._known[found.start].round:
             self.promising.mine, self.job.members.elsewhere.agreed = None, 0
             self.wanted_s = time.monotonic()
@@ -441,8 +446,7 @@ class WideJob:
                 saved, self.node, self.host, dict(self._known), replicated=self.replicated
             )
             for record in unrecorded:
-                volumes = [v.volume for t in tenants for v in t.volumes.open]
-                await self._keep(record, self._records.promise, volumes)
+                await self._keep_promise(record)
             await self._see_volumes()
 
     async def point_alone(self, start: Start | None, asked: Open, *, fresh: bool) -> Held | None:
@@ -470,11 +474,11 @@ class WideJob:
         return self.held(answer.restored)
 
     async def _begin_alone(self, start: Start, found: StartList, answer: StartAnswer) -> None:
-        """A later start goes on from what this one has restored, if this one leaves nothing."""
+        """Records what the start restores: if the start saves nothing, a later one restores that
+        checkpoint, too."""
         record = StartRecord(found._replace(start=start.id)).with_answer(answer)
-        volumes = [v.volume for t in self.job.tenants.values() for v in t.volumes.open]
         try:
-            await self._keep(record, self._records.promise, volumes)
+            await self._keep_promise(record)
         except (OSError, ValueError, _core.NativeError) as error:
             raise self._translated(error) from error
 

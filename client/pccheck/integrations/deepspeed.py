@@ -114,7 +114,7 @@ class PCcheckEngine(CheckpointEngine):  # type: ignore[misc]
         self._state = DeepspeedState(engine.module)
         self.client.attach(rng=True, loader=loader, deepspeed=self._state)
         self._state.attached = True
-        if 0 == engine.local_rank != dist.get_rank():  # so that each node has what all ranks load
+        if engine.local_rank == 0:  # not only on rank 0: each node needs what all ranks load
             engine.save_non_zero_checkpoint = True
         engine.checkpoint_engine = self
         engine.save_checkpoint = self.save_checkpoint

@@ -283,7 +283,6 @@ class _Decision:
         if 2 * len(here) > len(members) or (2 * len(here) == len(members) and first) or not members:
             return None
         names = [top.who.name(one) for one in away]
-        without = _typed_hosts([one.host for one in away])
         other = [f"host {one.host}" for one in away if self._disks.has_other_storage(one, top.who)]
         counts = f" (another storage directory makes {joined(other)} another node)"
         return Refused(
@@ -291,8 +290,8 @@ class _Decision:
             f"{joined(names)} {'is' if len(away) == 1 else 'are'} not{counts if other else ''}: "
             "they may have continued without these nodes",
             f"start the job on {joined(names)} too; if "
-            f"{'it' if len(away) == 1 else 'they'} will not come back, restore(without={without}) "
-            "continues without the checkpoints that only the missing nodes have",
+            f"{'it' if len(away) == 1 else 'they'} will not come back, "
+            f"{_go_on_without([one.host for one in away])}",
         )
 
     # -- which checkpoint --------------------------------------------------------------------
@@ -351,12 +350,11 @@ class _Decision:
             return restored
         away = [one for one in top.who.members if one not in self._disks.here(top)]
         if [one for one in away if one.node not in self._without]:
-            without = _typed_hosts([one.host for one in away])
             return Refused(
                 "no checkpoint can be restored, and not all nodes that ran this job last are here: "
                 f"{joined([top.who.name(one) for one in away])} may have one",
-                f"start the job on these nodes too; restore(without={without}) continues without "
-                f"the checkpoints that only the missing nodes have; {FRESH}",
+                f"start the job on these nodes too; {_go_on_without([one.host for one in away])}; "
+                f"{FRESH}",
             )
         is_last = self._round or self._word.start or len(self._pool()) == 1
         # One node alone may have begun from anything: it has a record since it saved.
@@ -435,25 +433,31 @@ def _typed_hosts(hosts: Sequence[str]) -> str:
     return repr(hosts[0]) if len(hosts) == 1 else repr([*hosts])
 
 
+def _go_on_without(hosts: Sequence[str]) -> str:
+    return (
+        f"restore(without={_typed_hosts(hosts)}) continues without the checkpoints that only the "
+        "missing nodes have"
+    )
+
+
+def _hosts(lacks: Sequence[Lack], kind: str) -> list[str]:
+    """The host names of what lacks in that way."""
+    found = {lack.host.removeprefix("host ").split(" (")[0] for lack in lacks if lack.kind == kind}
+    return sorted(found)
+
+
 def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
     """What to type."""
     ways = []
     kinds = {lack.kind for lack in lacks}
-    away, other = (
-        sorted({lack.host.removeprefix("host ").split(" (")[0] for lack in lacks if lack.kind == k})
-        for k in ("away", "other storage")
-    )
+    away, other = _hosts(lacks, "away"), _hosts(lacks, "other storage")
     if away:
         ways.append(f"start the job on {joined([f'host {host}' for host in away])} too")
     if other:
         names = joined([f"host {host}" for host in other])
         ways.append(f"start pccheckd on {names} with the earlier storage directory")
     if whole and (away or other):
-        without = _typed_hosts(sorted(away + other))
-        ways.append(
-            f"restore(without={without}) continues without the checkpoints that only the "
-            "missing nodes have"
-        )
+        ways.append(_go_on_without(sorted(away + other)))
     moved = [lack for lack in lacks if lack.kind == "moved"]
     if moved:
         ways.append(f"start {listed([moved[0].part])} on {moved[0].host}")
