@@ -42,14 +42,28 @@ class Attachment(Closing):
         return pid_of(self.socket)
 
     def request(self, body: RequestBody, *, timeout_s: float = 30.0) -> Answer:
-        """Sends one request and returns its answer.
+        """Sends one request and returns its answer. Raises what `send` and `receive` do."""
+        return self.receive(self.send(body, timeout_s=timeout_s), timeout_s=timeout_s)
+
+    def send(
+        self, body: RequestBody, *, token: bytes = b"", is_answered: bool = True,
+        timeout_s: float = 30.0,
+    ) -> int:  # fmt: skip
+        """The number of the request. `token`: of another session of this user, for which it is.
+        Raises WaitTimeoutError, DaemonUnreachableError."""
+        self._number += 1
+        number = self._number if is_answered else 0
+        message = codec.encode(Request(number, token or self.welcome.token, body))
+        self._connection.send(message, timeout_s)
+        return number
+
+    def receive(self, number: int, *, timeout_s: float) -> Answer:
+        """The answer to a request; late answers to earlier requests are skipped.
 
         Raises the daemon's failure, WaitTimeoutError at the deadline, DaemonUnreachableError when
         the daemon ends before it answers.
         """
-        self._number += 1
-        message = codec.encode(Request(self._number, self.welcome.token, body))
-        plain, _ = self._connection.exchange(message, timeout_s, number=self._number)
+        plain, _ = self._connection.receive(timeout_s, number=number)
         answer = codec.from_plain(plain, Reply).body
         if isinstance(answer, Failure):
             raise error_from_wire(answer.code, answer.message, answer.hint, answer.retryable)

@@ -238,7 +238,7 @@ class AttachServer(Background):
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
         while packet := await self._receive(connection, session.uid):
-            answer = await self._handlers.answer(session.uid, packet, session)
+            answer = await self._handlers.answer(session.uid, packet)
             if answer is None:
                 continue
             async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is disconnected

@@ -86,17 +86,16 @@ class Handlers:
         self._started_ns = time.monotonic_ns()
         self._turns: dict[tuple[int, str], asyncio.Lock] = {}
 
-    async def answer(self, uid: int, data: bytes, session: Session | None = None) -> bytes | None:
-        """A request of a session, over its attach socket; without one, over ZeroMQ, where a token
-        names the session. None when there is nothing to answer. Never raises."""
-        number, request = 0, None
+    async def answer(self, uid: int, data: bytes) -> bytes | None:
+        """A request, over either channel: its token names the session. None when there is nothing
+        to answer. Never raises."""
+        number, request, session = 0, None, None
         try:
             with readable("the request"):
                 plain = packing.unpack(data)
                 number = _number(plain)
                 request = codec.from_plain(plain, messages.Request)
-            if session is None:
-                session = self._sessions.by_token(uid, request.token)
+            session = self._sessions.by_token(uid, request.token)
             body = await self._handle(session, request.body)
             if not number or body is None:
                 return None

@@ -72,7 +72,7 @@ async def asked(registry: Registry, body: Drop | Verify) -> asyncio.Task[bytes |
     hello = Hello(PROTOCOL_VERSION, Role.OBSERVER, "test", os.getpid())
     session, _, _ = await sessions.open(hello, Peer(KEY.uid, 0, os.getpid()))
     request = codec.encode(Request(1, session.token, body))
-    return asyncio.create_task(Handlers(sessions).answer(KEY.uid, request, session))
+    return asyncio.create_task(Handlers(sessions).answer(KEY.uid, request))
 
 
 def closing(volume: Volume) -> bool:

@@ -110,15 +110,6 @@ def require_files() -> None:
             os.close(descriptor)
 
 
-def open_dealer(endpoint: str) -> zmq.Socket[bytes]:
-    """For requests in another thread than the client's. Raises PccheckError, OSError."""
-    require_files()
-    made: zmq.Socket[bytes] = _context().socket(zmq.DEALER)
-    made.linger = 0
-    made.connect(endpoint)
-    return made
-
-
 class Connection:
     """One session with one daemon. Its parts end together; methods are thread-safe."""
 

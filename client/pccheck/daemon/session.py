@@ -28,7 +28,7 @@ from pccheck_wire.errors import (
 from pccheck_wire.messages import Goodbye, Hello, Joined, Register, Registered, Restored, Role
 from pccheck_wire.units import MIB
 
-from .connection import Connection, open_dealer, require_files
+from .connection import Connection, require_files
 
 CONNECT_LIMIT_S = 10.0
 #: For each attempt to connect again, which costs training time.
@@ -65,7 +65,7 @@ class Session:
         self._replicated = replicated
         self._warner = warner
         self._connection: Connection | None = None
-        self._voice = Voice(open_dealer) if identity.is_wide and not solo else None
+        self._voice = Voice() if identity.is_wide and not solo else None
         self._attempt: attach.Attempt | None = None  # not answered in time: the answer may come
         self._delay_s = BACKOFF_FIRST_S
         self._next_try_s = 0.0  # time.monotonic()
@@ -304,7 +304,7 @@ class Session:
         self._storage = welcome.storage
         self._protected_step = welcome.protected_step
         if self._voice is not None:
-            self._voice.follow(welcome)
+            self._voice.follow(connection.path, welcome.token)
         if self._warner.over(*self._disconnected):
             LOG.warning(
                 "PCcheck: connected to pccheckd (pid %d); checkpoints continue", welcome.pid

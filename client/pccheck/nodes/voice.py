@@ -3,54 +3,61 @@ what the daemon asks for in the job's torch store."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import zmq
-
+from pccheck.version import VERSION
 from pccheck.warn import LOG
-from pccheck_wire import codec, packing
+from pccheck_wire import attach, codec, packing
 from pccheck_wire.errors import ProtocolError
-from pccheck_wire.messages import CARRY_LIMIT_S, Carried, Carry, Reply, Request, Welcome
+from pccheck_wire.messages import CARRY_LIMIT_S, Carried, Carry
 
 from .stores import JobStore, StoreError
 
 #: Lane 0 executes what the store answers at once, lane 1 what waits.
 LANES = 2
-#: Behind CARRY_LIMIT_S: the daemon, or its front, was restarted or is overloaded.
+#: Behind CARRY_LIMIT_S: the daemon was restarted or is overloaded.
 LATE_S = 10.0
+#: The daemon keeps a process that it will not ask waiting for less than this.
+NOT_ASKED_S = 1.0
 #: How long the end of the process, or close(), waits for a lane whose operation was broken off.
 JOIN_LIMIT_S = 1.0
 
-Dealer = Callable[[str], "zmq.Socket[bytes]"]
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a lane gets its operations: a daemon's socket, and the token of a session there."""
+
+    path: Path
+    token: bytes
 
 
 class Voice:
     """Of one client. Its lanes live until `close`, and serve one connection after the other. Only
     `close` waits for them."""
 
-    def __init__(self, dealer: Dealer, store: Callable[[], JobStore] = JobStore) -> None:
-        """`dealer` connects a socket to a daemon's endpoint; may raise PccheckError, OSError."""
-        self._dealer, self._store = dealer, store
+    def __init__(self, store: Callable[[], JobStore] = JobStore) -> None:
+        self._store = store
         self._lanes: list[_Lane] = []
 
-    def follow(self, welcome: Welcome) -> None:
-        """A connection began."""
+    def follow(self, path: Path, token: bytes) -> None:
+        """A session began, of the daemon whose socket has this path."""
         try:
             while len(self._lanes) < LANES:
-                self._lanes.append(_Lane(len(self._lanes), self._dealer, self._store()))
+                self._lanes.append(_Lane(len(self._lanes), self._store()))
         except (OSError, RuntimeError) as error:  # no descriptor or no thread: tried with the next
             LOG.warning("PCcheck: no thread for the agreement with the other nodes: %s", error)
         for lane in self._lanes:
-            lane.turn_to(welcome)
+            lane.turn_to(_Place(path, token))
 
     def leave(self) -> None:
-        """The connection has ended."""
+        """The session has ended."""
         for lane in self._lanes:
             lane.turn_to(None)
 
@@ -71,17 +78,21 @@ class Voice:
         """In a forked child, which has no lanes."""
         for lane in self._lanes:
             os.close(lane.bell)
+            if lane.connection is not None:
+                lane.connection.close()
         self._lanes = []
 
 
 class _Lane:
-    """A thread, and what other threads tell it: where to turn to, and that it ends."""
+    """A thread, and what other threads tell it: where to turn to, and that it ends. Its connection
+    is its own, so that no wait of the daemon's answers holds up a request of the trainer."""
 
-    def __init__(self, number: int, dealer: Dealer, store: JobStore) -> None:
+    def __init__(self, number: int, store: JobStore) -> None:
         """Raises OSError, RuntimeError."""
-        self._number, self._dealer, self._store = number, dealer, store
-        self._welcome: Welcome | None = None
+        self._number, self._store = number, store
+        self._place: _Place | None = None
         self._ends = False
+        self.connection: attach.Attachment | None = None
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # daemon: it may be in C++, where nothing reaches it
         self.thread = threading.Thread(
@@ -93,8 +104,8 @@ class _Lane:
             os.close(self.bell)
             raise
 
-    def turn_to(self, welcome: Welcome | None) -> None:
-        self._welcome = welcome
+    def turn_to(self, place: _Place | None) -> None:
+        self._place = place
         os.eventfd_write(self.bell, 1)
 
     def end(self) -> None:
@@ -107,15 +118,19 @@ class _Lane:
     def _run(self) -> None:
         try:
             while not self._ends:
-                welcome = self._welcome
-                if welcome is None:
+                place = self._place
+                if place is None:
                     self._sleep(None)
                     continue
                 try:
-                    with contextlib.closing(self._dealer(welcome.endpoint)) as dealer:
-                        self._serve(welcome, dealer)
+                    with attach.observe(place.path, version=VERSION) as connection:
+                        self.connection = connection
+                        self._serve(place, connection)
                 except Exception as error:  # the edge of this thread; most likely the daemon ended
                     LOG.debug("lane %d: %s", self._number, error, exc_info=True)
+                finally:
+                    self.connection = None
+                if self._place is place:
                     self._sleep(CARRY_LIMIT_S)
         finally:
             self._store.close()
@@ -133,55 +148,48 @@ class _Lane:
             return None
         return bool(ready)
 
-    def _serve(self, welcome: Welcome, dealer: zmq.Socket[bytes]) -> None:
-        """Until another connection begins, or this one does not answer."""
-        number, batch = 0, 0
+    def _serve(self, place: _Place, connection: attach.Attachment) -> None:
+        """Until another session begins, or the daemon does not ask this process: then the daemon
+        has one connection less to keep."""
+        batch = 0
         results: list[Any] = []
-        while self._welcome is welcome:
+        while self._place is place:
             begun_s = time.monotonic()
-            number += 1
+            number = 0
             for body, last in _parts(self._number, batch, results):
-                dealer.send(codec.encode(Request(number if last else 0, welcome.token, body)))
+                number = connection.send(body, token=place.token, is_answered=last)
             self._store.tidy()
-            answer = self._answer(welcome, dealer, number)
+            answer = self._answer(place, connection, number)
             if answer is None:
                 continue  # once more, with the same results
             batch, results = answer.batch, []
             operations = packing.joined(answer.operations)
-            if not operations:
-                self._sleep(begun_s + CARRY_LIMIT_S - time.monotonic())
+            if not operations and time.monotonic() - begun_s < NOT_ASKED_S:
+                return
             total = 0
             for operation in operations:
-                if self._welcome is not welcome or total > packing.VALUE_BYTES_MAX:
+                if self._place is not place or total > packing.VALUE_BYTES_MAX:
                     break
-                results.append(self._execute(welcome, operation))
+                results.append(self._execute(place, operation))
                 total += _size(results[-1])
 
-    def _answer(self, welcome: Welcome, dealer: zmq.Socket[bytes], number: int) -> Carried | None:
-        """Raises ProtocolError for another answer than Carried."""
+    def _answer(self, place: _Place, connection: attach.Attachment, number: int) -> Carried | None:
+        """None: it does not come in time, or another session begins. Raises PccheckError."""
         deadline = time.monotonic() + CARRY_LIMIT_S + LATE_S
-        arrivals = zmq.Poller()
-        arrivals.register(dealer, zmq.POLLIN)
-        arrivals.register(self.bell, zmq.POLLIN)
-        while self._welcome is welcome and (left_s := deadline - time.monotonic()) > 0:
-            for found, _ in arrivals.poll(int(1000 * left_s) + 1):
-                if found == self.bell:
-                    self._sleep(0)
-                    continue
-                reply = codec.decode(dealer.recv(), Reply, bytes_max=packing.REPLY_BYTES_MAX)
-                if reply.number != number:  # of an earlier one that was given up
-                    continue
-                if isinstance(reply.body, Carried):
-                    return reply.body
-                raise ProtocolError(f"no Carried but {reply.body}")
+        while self._place is place and (left_s := deadline - time.monotonic()) > 0:
+            if self._sleep(left_s, connection.socket.fileno()):
+                answer = connection.receive(number, timeout_s=LATE_S)
+                if isinstance(answer, Carried):
+                    return answer
+                raise ProtocolError(f"no Carried but {answer}")
         return None
 
-    def _wait(self, welcome: Welcome, key: str, limit_s: float) -> bool:
+    def _wait(self, place: _Place, key: str, limit_s: float) -> bool:
         """For the key, while the daemon is the one that asked for it."""
 
         def sleep(descriptor: int | None, left_s: float) -> bool | None:
             until_s = time.monotonic() + left_s
-            while self._welcome is welcome:
+            while self._place is place:
                 ready = self._sleep(until_s - time.monotonic(), descriptor)
                 if ready is not None:
                     return ready
@@ -190,19 +198,19 @@ class _Lane:
         return self._store.wait(key, limit_s, sleep)
 
     def _listen(
-        self, welcome: Welcome, bell: str, after: int, keys: list[str], limit_s: float
+        self, place: _Place, bell: str, after: int, keys: list[str], limit_s: float
     ) -> list[Any] | None:
         """How often the bell has rung at least, as soon as that is more than `after`, and the
         values."""
         count = self._store.add(bell, 0)
         if count <= after:
-            if not self._wait(welcome, f"{bell}/{after + 1}", limit_s):
+            if not self._wait(place, f"{bell}/{after + 1}", limit_s):
                 return None
             # Of several keys others may have been set meanwhile: one look for all.
             count = after + 1 if len(keys) == 1 else self._store.add(bell, 0)
         return [count, self._store.get(keys)]
 
-    def _execute(self, welcome: Welcome, operation: Any) -> Any:
+    def _execute(self, place: _Place, operation: Any) -> Any:
         store = self._store
         try:
             match operation:
@@ -223,7 +231,7 @@ class _Lane:
                     [_, *_] as keys,
                     (int() | float()) as limit_s,
                 ]:
-                    return self._listen(welcome, bell, after, [str(k) for k in keys], limit_s)
+                    return self._listen(place, bell, after, [str(k) for k in keys], limit_s)
             return ["error", f"not an operation: {str(operation)[:80]}"]
         except StoreError as error:
             return ["error", str(error)]

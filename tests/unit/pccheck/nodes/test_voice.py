@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 
-from pccheck.daemon.connection import open_dealer
 from pccheck.nodes import voice as module
 from pccheck.nodes.stores import JobStore
 from pccheck.nodes.voice import Voice
 from pccheck_wire import codec, messages, packing
-from pccheck_wire.messages import Carried, Carry, Reply, Request
+from pccheck_wire.basics import PROTOCOL_VERSION
+from pccheck_wire.messages import Carried, Carry, Hello, Reply, Request, Role, Welcome
 from tests.support.descriptors import open_files
 from tests.support.programs import ROOT
 from tests.support.waiting import LIMIT_S, suspend, until
@@ -29,19 +29,18 @@ from .test_stores import Server, agent, unsent
 
 
 class Endpoint:
-    """A daemon's end of the lanes. `welcome` is that of one session."""
+    """A daemon's attach socket, for the lanes of one session."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self.context = zmq.Context()
-        self.router = self.context.socket(zmq.ROUTER)
-        self.router.linger = 0
-        place = f"ipc://{directory / name}"
-        self.router.bind(place)
-        self.welcome: Any = SimpleNamespace(endpoint=place, token=name.encode())
+        self.path, self.token = directory / name, name.encode()
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(self.path))
+        self.listener.listen()
+        self.connections: list[socket.socket] = []
         self.batches = 0
-        self.arrived: list[tuple[bytes, Request]] = []
+        self.arrived: list[tuple[socket.socket, Request]] = []
 
-    def next(self, lane: int) -> tuple[bytes, int, Carry]:
+    def next(self, lane: int) -> tuple[socket.socket, int, Carry]:
         """The next message of a lane: its sender, number and body."""
         while True:
             for number, (sender, request) in enumerate(self.arrived):
@@ -49,14 +48,36 @@ class Endpoint:
                 if request.body.lane == lane:
                     self.arrived.pop(number)
                     return sender, request.number, request.body
-            assert self.router.poll(1000 * LIMIT_S), "no message"
-            sender, data = self.router.recv_multipart()
-            request = codec.decode(data, Request)
-            assert request.token == self.welcome.token
-            self.arrived.append((sender, request))
+            assert self.serve(1000 * LIMIT_S), "no message"
 
-    def send(self, sender: bytes, number: int, body: messages.ReplyBody) -> None:
-        self.router.send_multipart([sender, codec.encode(Reply(number, body))])
+    def serve(self, limit_ms: float) -> bool:
+        """Takes what comes first: a connection, a message, or its end."""
+        arrivals = select.poll()
+        places = {place.fileno(): place for place in (self.listener, *self.connections)}
+        for place in places:
+            arrivals.register(place, select.POLLIN)
+        ready = arrivals.poll(limit_ms)
+        for place, _ in ready[:1]:
+            if place == self.listener.fileno():
+                self.greet(self.listener.accept()[0])
+            elif data := places[place].recv(packing.REQUEST_BYTES_MAX):
+                request = codec.decode(data, Request)
+                assert request.token == self.token
+                self.arrived.append((places[place], request))
+            else:
+                self.connections.remove(places[place])
+                places[place].close()
+        return bool(ready)
+
+    def greet(self, connection: socket.socket) -> None:
+        assert codec.decode(connection.recv(packing.PACKET_BYTES), Hello).role is Role.OBSERVER
+        welcome = Welcome(PROTOCOL_VERSION, "test", 1, b"of the lane", "", os.getpid())
+        connection.send(codec.encode(welcome))
+        self.connections.append(connection)
+
+    def send(self, sender: socket.socket, number: int, body: messages.ReplyBody) -> None:
+        for part in packing.packets(codec.encode(Reply(number, body))):
+            sender.send(part)
 
     def give(self, lane: int, *operations: list[Any]) -> int:
         """Answers the next message of a lane; the batch."""
@@ -81,7 +102,8 @@ class Endpoint:
         return self.results(lane, self.give(lane, *operations))
 
     def close(self) -> None:
-        self.context.destroy(linger=0)
+        for one in (self.listener, *self.connections):
+            one.close()
 
 
 @pytest.fixture
@@ -98,7 +120,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def voice(server: Server) -> Iterator[Voice]:
-    with contextlib.closing(Voice(open_dealer, lambda: JobStore(agent(server.port)))) as made:
+    with contextlib.closing(Voice(lambda: JobStore(agent(server.port)))) as made:
         yield made
 
 
@@ -107,7 +129,7 @@ def lanes() -> list[str]:
 
 
 def test_the_lanes_do_what_the_daemon_asks_for(endpoint: Endpoint, voice: Voice) -> None:
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     assert endpoint.do(
         0, ["set", "a", b"1"], ["add", "n", 7], ["swap", "a", b"2"], ["get", ["a", "b", "n"]]
     ) == [None, 7, b"1", [b"1", None, b"7"]]
@@ -123,7 +145,7 @@ def test_the_lanes_do_what_the_daemon_asks_for(endpoint: Endpoint, voice: Voice)
 def test_the_next_batch_begins_where_the_results_became_too_long(
     endpoint: Endpoint, voice: Voice
 ) -> None:
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     long = os.urandom(packing.VALUE_BYTES_MAX)
     several = [["set", "a", long], ["swap", "a", b"x"], ["swap", "a", b"x"], ["add", "n", 1]]
     assert endpoint.do(0, *several) == [None, long]
@@ -146,38 +168,40 @@ def test_the_next_batch_begins_where_the_results_became_too_long(
 def test_what_is_no_operation_is_an_error(
     endpoint: Endpoint, voice: Voice, operation: list[Any]
 ) -> None:
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     (error,) = endpoint.do(0, operation)
     assert error[0] == "error"
     assert endpoint.do(0, ["add", "n", 1]) == [1]
 
 
-def test_a_rank_that_is_never_asked_opens_no_store(endpoint: Endpoint) -> None:
+def test_a_rank_that_is_not_asked_keeps_no_connection_and_no_store(endpoint: Endpoint) -> None:
     opened = []
 
     class Store(JobStore):
         def _open(self) -> None:
             opened.append(1)
 
-    with contextlib.closing(Voice(open_dealer, Store)) as voice:
-        voice.follow(endpoint.welcome)
+    with contextlib.closing(Voice(Store)) as voice:
+        voice.follow(endpoint.path, endpoint.token)
         for lane in (0, 1):
             sender, number, _ = endpoint.next(lane)
             endpoint.send(sender, number, Carried())
+        while endpoint.connections:
+            assert endpoint.serve(1000 * LIMIT_S)
     assert opened == []
-    assert not endpoint.router.poll(0), "asked again at once"
+    assert not endpoint.arrived, "asked again at once"
 
 
 def test_the_lanes_follow_to_the_next_daemon_and_leave_a_wait(
     endpoint: Endpoint, voice: Voice, tmp_path: Path
 ) -> None:
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     endpoint.give(1, ["listen", "never", 0, ["n"], 1e9])
     assert endpoint.do(0, ["add", "n", 1]) == [1]
     threads = lanes()
     voice.leave()
     with contextlib.closing(Endpoint(tmp_path, "two")) as second:
-        voice.follow(second.welcome)
+        voice.follow(second.path, second.token)
         for lane in (0, 1):
             sender, number, body = second.next(lane)
             assert (body.batch, body.results) == (0, [])
@@ -193,13 +217,13 @@ def test_without_an_answer_the_same_results_are_sent_again(
     monkeypatch.setattr(module, "CARRY_LIMIT_S", 0.0)
     monkeypatch.setattr(module, "LATE_S", 0.05)
 
-    def until_done(batch: int, operation: list[Any]) -> tuple[bytes, int, Carry]:
+    def until_done(batch: int, operation: list[Any]) -> tuple[socket.socket, int, Carry]:
         """Answers messages, some of them too late, until one has the results."""
         while (found := endpoint.next(0))[2].batch != batch:
             endpoint.send(*found[:2], Carried(batch, packing.pieces([operation])))
         return found
 
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     sender, number, sent = until_done(1, ["add", "n", 1])
     _, later, again = endpoint.next(0)
     assert again == sent
@@ -212,7 +236,7 @@ def test_a_refusal_is_not_the_end(
     endpoint: Endpoint, voice: Voice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CARRY_LIMIT_S", 0.01)
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     sender, number, _ = endpoint.next(0)
     endpoint.send(sender, number, messages.Failure("REFUSED", "no such session"))
     other, _, body = endpoint.next(0)
@@ -230,17 +254,17 @@ def test_a_thread_that_cannot_start_is_tried_with_the_next_connection(
 
     with monkeypatch.context() as none:
         none.setattr(threading.Thread, "start", start)
-        voice.follow(endpoint.welcome)
+        voice.follow(endpoint.path, endpoint.token)
         voice.leave()
     assert (lanes(), open_files()) == ([], before)
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     assert endpoint.do(0, ["add", "n", 1]) == [1]
 
 
 def test_close_ends_the_threads_also_beside_a_stopped_server(
     endpoint: Endpoint, voice: Voice, server: Server
 ) -> None:
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     assert endpoint.do(0, ["add", "n", 1]) == [1]
     assert endpoint.do(1, ["listen", "n", 0, ["n"], 1]) == [[1, [b"1"]]]
     endpoint.give(1, ["listen", "none", 0, ["n"], 1e9])
@@ -252,7 +276,7 @@ def test_close_ends_the_threads_also_beside_a_stopped_server(
 
 
 def test_a_forked_child_has_no_lanes_and_disturbs_none(endpoint: Endpoint, voice: Voice) -> None:
-    voice.follow(endpoint.welcome)
+    voice.follow(endpoint.path, endpoint.token)
     assert endpoint.do(0, ["add", "n", 1]) == [1]
     waiting = endpoint.give(1, ["listen", "late", 0, ["any"], 1e9])
     child = os.fork()
@@ -269,7 +293,7 @@ def test_a_forked_child_has_no_lanes_and_disturbs_none(endpoint: Endpoint, voice
 def process(endpoint: Endpoint, server: Server) -> Iterator[subprocess.Popen[str]]:
     """With a voice; ends when it gets a line: "close" closes the voice before."""
     with subprocess.Popen(
-        [sys.executable, "-c", ENDS, endpoint.welcome.endpoint], cwd=ROOT, text=True,
+        [sys.executable, "-c", ENDS, str(endpoint.path)], cwd=ROOT, text=True,
         env=os.environ | agent(server.port), stdin=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as made:  # fmt: skip
         yield made
@@ -282,7 +306,8 @@ def test_the_process_ends_while_a_thread_hangs_in_the_store(
     endpoint: Endpoint, server: Server, process: subprocess.Popen[str], first: list[Any], end: str
 ) -> None:
     """The server's kernel still answers: the thread is in torch's C++."""
-    endpoint.do(0, *first)
+    if first:
+        endpoint.do(0, *first)
     suspend(server.pid)
     endpoint.give(0, ["add", "n", 1])
     until(lambda: unsent(server.port))
@@ -305,12 +330,11 @@ def test_the_end_of_a_waiting_process_is_silent(
 
 ENDS = """
 import sys
-from types import SimpleNamespace
-from pccheck.daemon.connection import open_dealer
+from pathlib import Path
 from pccheck.nodes.voice import Voice
 
-voice = Voice(open_dealer)
-voice.follow(SimpleNamespace(endpoint=sys.argv[1], token=b"one"))
+voice = Voice()
+voice.follow(Path(sys.argv[1]), b"one")
 if input() == "close":
     voice.close()
 """

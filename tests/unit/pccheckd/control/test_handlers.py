@@ -116,9 +116,7 @@ class Place:
 
     async def ask(self, body: Expose | Chose | Status, session: Session | None = None) -> object:
         chosen = session or self.session
-        data = await self.handlers.answer(
-            chosen.uid, codec.encode(Request(1, chosen.token, body)), chosen
-        )
+        data = await self.handlers.answer(chosen.uid, codec.encode(Request(1, chosen.token, body)))
         return codec.decode(data, Reply).body if data is not None else None
 
 

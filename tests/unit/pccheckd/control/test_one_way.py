@@ -49,10 +49,10 @@ async def test_a_fault_in_what_needs_no_answer_is_logged(
 ) -> None:
     monkeypatch.setattr(place.job, "restored", fail)
     message = one_way(place, Restored(7))
-    assert await place.handlers.answer(place.session.uid, message, place.session) is None
+    assert await place.handlers.answer(place.session.uid, message) is None
     refused = codec.encode(Request(0, place.session.token, Chose("push", "")))
     place.session.role = next(r for r in type(place.session.role) if r.value == "reader")
-    assert await place.handlers.answer(place.session.uid, refused, place.session) is None
+    assert await place.handlers.answer(place.session.uid, refused) is None
     assert told(log) == ["of ours"]
     assert any("requires a trainer" in record.getMessage() for record in log.records)
 

@@ -15,9 +15,10 @@ import pytest
 from pccheck_native import Volume
 from pccheck_native.catalog import StoredCheckpoint
 from pccheck_wire import codec, packing
+from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.ends import in_words
 from pccheck_wire.messages import CheckpointState as State
-from pccheck_wire.messages import Reply, Report, Request, RequestBody, Role, Status, Trace
+from pccheck_wire.messages import Hello, Reply, Report, Request, RequestBody, Role, Status, Trace
 from pccheckctl.output.documents import rows
 from pccheckd.config.options import Config
 from pccheckd.control import verification
@@ -25,7 +26,7 @@ from pccheckd.control.handlers import Handlers
 from pccheckd.core.engine import Engine
 from pccheckd.front.endpoints import ControlServer
 from pccheckd.jobs.registry import Registry
-from pccheckd.jobs.sessions import Session, Sessions
+from pccheckd.jobs.sessions import Peer, Sessions
 from pccheckd.observe import report
 from pccheckd.tenancy import outcomes
 from pccheckd.tenancy.checkpoint import End, RankCheckpoint, Record
@@ -44,14 +45,13 @@ class Place:
         self.engine = Engine(config)
         self.registry = Registry(self.engine)
 
-        sessions = Sessions(self.registry, ControlServer(config.socket))
-        self.handlers = Handlers(sessions)
+        self.sessions = Sessions(self.registry, ControlServer(config.socket))
+        self.handlers = Handlers(self.sessions)
 
     async def ask(self, body: RequestBody, *, uid: int = 7) -> Document:
-        asker = Session(
-            number=1, token=b"t", role=Role.OBSERVER, uid=uid, pid=1, kernel_pid=1, connected_ns=0
-        )
-        data = await self.handlers.answer(asker.uid, codec.encode(Request(1, b"t", body)), asker)
+        hello = Hello(PROTOCOL_VERSION, Role.OBSERVER, "test", os.getpid())
+        asker, _, _ = await self.sessions.open(hello, Peer(uid, 0, os.getpid()))
+        data = await self.handlers.answer(uid, codec.encode(Request(1, asker.token, body)))
         assert data is not None
         answer = codec.decode(data, Reply, bytes_max=packing.REPLY_BYTES_MAX)
         assert isinstance(answer, Reply) and isinstance(answer.body, Report)
