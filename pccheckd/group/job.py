@@ -47,7 +47,9 @@ class Job:
         self.decisions = Decisions(self.members, self.lateness, config)
         self._schedule = Schedule(self._decide, clock)
         self._disk = disk
-        self.on_decision: Callable[[], None] = lambda: None  #: for what tells the other nodes
+        #: For what tells the other nodes: after a decision, and when a rank has more.
+        self.on_decision: Callable[[], None] = lambda: None
+        self.on_appeared: Callable[[], None] = lambda: None
         self.parked = Parked(self.members, self.decisions, disk, self._schedule.soon)
 
     # -- as the registry sees it ---------------------------------------------------------------
@@ -279,7 +281,7 @@ class Job:
     def appeared(self) -> None:
         """What a rank has is durable, and is not in the list of its volume yet. The other nodes
         need not wait for that."""
-        self.on_decision()
+        self.on_appeared()
 
     def gives_up(self, sequence: int) -> bool:
         return self.decisions.gives_up(sequence)

@@ -422,6 +422,7 @@ class NodeMember:
             heard, values = await self._hear(self._key("bell"), heard, keys)
             self._haves = [_parsed(Have.of_plain, value) for value in values]
             self._say()
+            await asyncio.sleep(0)  # what follows is told before the next wait is asked for
 
     def _say(self) -> None:
         """The facts that follow, if they are new."""

@@ -34,9 +34,10 @@ class Names:
         self._learn(full, sequence)
         return full
 
-    def own(self, start: bytes | None) -> dict[SaveName, int]:
-        """The names of a start's checkpoints, with their sequences."""
-        return {full.name: n for full, n in self._sequences.items() if full.start == start}
+    def of(self, start: bytes, sequences: Iterable[int]) -> dict[int, SaveName]:
+        """The names of those sequences that are checkpoints of a start."""
+        found = ((n, self._names.get(n)) for n in sequences)
+        return {n: full.name for n, full in found if full is not None and full.start == start}
 
     def every(self) -> Iterator[tuple[Tenant, catalog.StoredCheckpoint, FullName]]:
         """What the volumes hold of wide starts."""

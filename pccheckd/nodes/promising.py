@@ -93,12 +93,11 @@ class Promising:
             return
         every = [self._job.tenants[rank].volumes.sequences() for rank in start.members]
         durable = set.intersection(*every) if every else set()
-        more = facts.offer(mine, self._there(), self._room()).offered - mine.offered
-        own = self._own()
-        if later := sorted(name for name in more if own[name] in durable):
+        more = set(self._names.of(mine.start, durable).values()) - mine.offered
+        if more and (later := more & facts.offer(mine, self._there(), self._room()).offered):
             self._offering = True
             tenant = self._job.tenants[min(start.members)]
-            tenant.tasks.spawn(self._offer_durable(mine.start, later))
+            tenant.tasks.spawn(self._offer_durable(mine.start, sorted(later)))
 
     def _there(self) -> set[FullName]:
         """What takes a slot here, of this start and of what it keeps of older ones."""
@@ -108,10 +107,9 @@ class Promising:
         for rank in start.members:
             tenant = self._job.tenants[rank]
             there |= tenant.volumes.sequences() | set(tenant.ledger.pending())
-        own = self._own().items()
-        found = {name for name, n in own if n in there and not self._job.gives_up(n)}
+        found = self._names.of(mine.start, (n for n in there if not self._job.gives_up(n)))
         kept = {one for one in mine.known if self._names.sequence(one) in there}
-        return {FullName(mine.start, name) for name in found} | kept
+        return {FullName(mine.start, name) for name in found.values()} | kept
 
     async def _offer_durable(self, start: bytes, more: list[SaveName]) -> None:
         """The record of each rank has the mark before the other nodes hear of it."""
@@ -155,18 +153,22 @@ class Promising:
         return ranks
 
     def _rank_has(self, rank: int, tenant: Tenant) -> RankHas:
-        by_sequence = {sequence: name for name, sequence in self._own().items()}
+        start = self.mine.start if self.mine is not None else b""
         held = {one.id.sequence for one in tenant.volumes.checkpoints()}
         held |= tenant.ledger.appearing.keys()
         flying = set(tenant.ledger.pending()) - held | tenant.binding.unsure
-        lost = {n for n in by_sequence if self._job.gives_up(n)} - self._unsure()
+        lost = {n for n in held | flying if self._job.gives_up(n)} - self._unsure()
+        return RankHas(
+            set(self._names.of(start, held - lost).values()),
+            set(self._names.of(start, flying - lost).values()),
+            self._newest_asked(rank),
+        )
+
+    def _newest_asked(self, rank: int) -> SaveName | None:
+        """In this start."""
         start, asked = self._start, self._job.members.numbering.newest(rank)
         is_own = asked is not None and start is not None and asked.start == start.incarnation
-        return RankHas(
-            {by_sequence[n] for n in held & by_sequence.keys() - lost},
-            {by_sequence[n] for n in flying & by_sequence.keys() - lost},
-            SaveName(*asked[1:]) if asked is not None and is_own else None,
-        )
+        return SaveName(*asked[1:]) if asked is not None and is_own else None
 
     def _unsure(self) -> set[int]:
         """What failed on a rank here, and may be in its volume: the next daemon would find it."""
@@ -178,9 +180,10 @@ class Promising:
         """What is durable here, and not in the list of its volume yet."""
         return {n for tenant in self._job.tenants.values() for n in tenant.ledger.appearing}
 
-    def _own(self) -> dict[SaveName, int]:
-        """The names of this start, with the sequences of this node."""
-        return self._names.own(self.mine.start if self.mine is not None else None)
+    def _sequence(self, name: SaveName) -> int | None:
+        """Of a checkpoint of this start, if this node has heard of it."""
+        assert self.mine is not None
+        return self._names.sequence(FullName(self.mine.start, name))
 
     def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None:
         """`lacks`: the nodes that will never have what is given up, where that is known. That a
@@ -188,8 +191,8 @@ class Promising:
         node would not know of whom that is said."""
         if self.mine is None:
             return
-        own, appearing = self._own(), self._appearing
-        listed = tuple(name for name in said.globals if own.get(name) not in appearing)
+        appearing = self._appearing
+        listed = tuple(name for name in said.globals if self._sequence(name) not in appearing)
         if listed != said.globals:
             self._late = said, lacks
             said = said._replace(globals=listed)
@@ -197,11 +200,11 @@ class Promising:
         self.mine = facts.hear(before, said, self._config.keep)
         elsewhere = self._job.members.elsewhere
         for name in said.given_up:
-            if name in own:
-                elsewhere.given_up.setdefault(own[name], _lacks(lacks.get(name, "")))
+            if (sequence := self._sequence(name)) is not None:
+                elsewhere.given_up.setdefault(sequence, _lacks(lacks.get(name, "")))
         self._show()
-        fresh = {own[one.name] for one in self.mine.known if one not in before.known
-                 and one.start == before.start and one.name in own}  # fmt: skip
+        new = (n for n in self.mine.known if n.start == before.start and n not in before.known)
+        fresh = {n for n in map(self._names.sequence, new) if n is not None}
         if self.mine != before or said.given_up:
             self._job.settle()
         for sequence in fresh:
@@ -218,7 +221,7 @@ class Promising:
         elsewhere.globals |= known
         elsewhere.kept = known & there.keys()
         elsewhere.old = {n for n, full in there.items() if not mine.is_own(full)}
-        elsewhere.offered = {n for name, n in self._own().items() if name in mine.offered}
+        elsewhere.offered = {n for n in map(self._sequence, mine.offered) if n is not None}
         elsewhere.forget(self._names.forget(mine.known))
 
 

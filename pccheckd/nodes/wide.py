@@ -84,7 +84,7 @@ class WideJob:
         self._limit: asyncio.Handle | None = None
         self._loaded = False
         self._adopting = asyncio.Lock()
-        job.on_decision = self.look
+        job.on_decision, job.on_appeared = self.look, self._publish
         job.members.elsewhere.wanted = self._want
 
     async def load(self) -> None:
@@ -137,6 +137,11 @@ class WideJob:
             self._promise_in_new_volumes()
             self.promising.look()
             self._vacate()
+            self._publish()
+
+    def _publish(self) -> None:
+        """The other nodes hear of what is new here."""
+        if self.member is not None and self.member.phase is MemberPhase.RUNNING:
             self.member.changed()
 
     @property
