@@ -145,7 +145,7 @@ ETCD ?= .etcd/usr/bin/etcd
 	mkdir -p .etcd && cd .etcd && apt-get -q download etcd-server && dpkg -x etcd-server_*.deb .
 
 etcd-check: $(READY) $(ETCD) ## the carrier and a job with the etcd at ETCD, by default Debian's, unpacked into .etcd
-	PCC_ETCD=$(abspath $(ETCD)) $(BIN)/python -m pytest tests/unit/pccheckd/nodes/test_etcd.py \
+	PCC_ETCD=$(abspath $(ETCD)) $(BIN)/python -m pytest tests/unit/pccheckd/nodes/carriers/test_etcd.py \
 	  tests/integration/test_nodes.py -k etcd
 
 CASES ?= 144

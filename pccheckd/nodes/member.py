@@ -16,34 +16,27 @@
 | `<s>/have/<i>`, `<s>/bell` | member i | member 0; the others for `status` |
 | `<s>/said`, `<s>/said/bell` | member 0 | the others |
 
-The rules are those of `pccheck_native/nodes/`. A
-key that holds what cannot be read counts as absent. A carrier that fails is asked again, for ever:
-saves go on meanwhile, and only new facts are missing."""
+The rules are those of `pccheck_native/nodes/`. `patient.py` asks the carrier, and `exchange.py` has
+what the members tell each other while the start runs."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
-import functools
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import msgpack  # type: ignore[import-untyped]
-
 from pccheck_native.group import Refused
 from pccheck_native.nodes.beginning import absent, decide
-from pccheck_native.nodes.facts import Have, Said, SaveName, say, who_lacks
+from pccheck_native.nodes.facts import Have, Said, SaveName
 from pccheck_native.nodes.lists import (
     NodeHello,
     StartList,
     cloned,
     displaced,
-    joined,
-    listed,
     make_list,
     may_promise,
     member_of,
@@ -53,7 +46,9 @@ from pccheck_native.nodes.plain import ID
 from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
-from .carrier import VALUE_MAX, Carrier, CarrierError
+from .carriers.carrier import Carrier
+from .carriers.patient import LISTEN_S, Patient, packed, parsed, unpacked
+from .exchange import Exchange
 from .view import NodesView
 
 _T = TypeVar("_T")
@@ -62,17 +57,9 @@ _T = TypeVar("_T")
 HELLOS_MAX = 1 << 16
 BATCH = 64  # keys that are read at once
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.01, 0.25
-RETRY_S = 0.5
-WARN_AFTER_S = 5.0
-#: How long a node listens before it looks whether the store still holds what the node has written.
-LISTEN_S = 20.0
-#: How often a member that does not decide reads what the others have, and for how long it waits.
-LOOK_S, LOOK_LIMIT_S = 10.0, 1.0
 #: What makes no fact (a checkpoint was asked for, an older one has gone) waits for so long, and is
 #: then published with what does: a checkpoint costs each node one message.
 QUIET_S = 5.0
-#: So long after the last news the member that decides shows what it has itself.
-SHOW_AFTER_S = 0.1
 #: Member 0 decides. Member k does so after k times this, if there is no answer.
 DECIDES_AFTER_S = 3.0
 #: For so long nodes that do not fit together wait for a newer hello: one may be of an earlier life.
@@ -111,14 +98,6 @@ class NodeKeeper(Protocol):
     def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call of the carrier that has not succeeded yet."""
-
-    due_s: float  # time.monotonic()
-    why: str = ""  # it has failed so far
-
-
 @dataclass(slots=True)
 class _Apart:
     """Since when nodes do not fit together, for one reason."""
@@ -136,29 +115,21 @@ class NodeMember:
     """Owned by the job's nodes. `run` is its one task; the other methods only wake this task."""
 
     def __init__(self, carrier: Carrier, job: str, keeper: NodeKeeper) -> None:
-        self._carrier, self._job, self._keeper = carrier, job, keeper
+        self._job, self._keeper = job, keeper
+        self.patient = Patient(carrier, job, lambda: keeper.is_live)
         self.phase = MemberPhase.CALLING
         self.list: StartList | None = None
         self.at = 0  # which member of the list this node is
         self.refused: Refused | None = None
         self.missing = ""  #: whom this node waits for, while it does
-        self.operations = 0  #: of the carrier, so far ...
-        self.began_with = 0  #: ... and of these, before the start had begun
+        self.began_with = 0  #: the carrier's operations before the start had begun
         self.view = NodesView()
         self.hellos: list[NodeHello | None] = []  #: while it is calling
-        self._calls: list[_Call] = []
-        self._looked_s = -LOOK_S
-        self._is_warned = False
         self._lists_seen = 0
         self._asked_round = self._round = 0
         self._answer = b""  # to the last round, if this daemon has heard it
         self._changed = asyncio.Event()
-        self._haves: list[Have | None] = []  # as published, where this member decides ...
-        self._mine: Have | None = None  # ... and its own, which needs no message
-        self._said = Said()
-        self._lacking: dict[SaveName, str] = {}  # of what is given up: the nodes that lack it
-        self._has_news = asyncio.Event()  # what the others were not told or shown yet
-        self._is_shown = True  # what this member has itself; or there is nothing yet
+        self._exchange: Exchange | None = None  # while the start runs
 
     # -- what the node tells it ----------------------------------------------------------------
 
@@ -184,19 +155,22 @@ class NodeMember:
             self.at = _at(resumed, self._keeper.hello())
         self._round = round_
         assert self.list is not None
-        self._haves = [None] * len(self.list.members)
+        exchange = self._exchange = Exchange(
+            self.patient, self._key(), self.list, self.at, self.view, self._keeper.heard
+        )
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._publish())
-            if self.at == 0:
-                tasks.create_task(self._decide())
-                tasks.create_task(self._tell())
-            else:
-                tasks.create_task(self._listen())
+            tasks.create_task(self._publish(exchange))
+            tasks.create_task(exchange.run())
+
+    async def look(self) -> None:
+        """Reads what the members have published, for a person who asks."""
+        if self._exchange is not None and self.phase is MemberPhase.RUNNING:
+            await self._exchange.look()
 
     def _move(self, to: MemberPhase) -> None:
         self.phase = moved(MEMBER_MOVES, self.phase, to, self._job)
         if to is MemberPhase.RUNNING:
-            self.began_with = self.operations
+            self.began_with = self.patient.operations
 
     async def fail(self, refused: Refused) -> None:
         """Its task has ended by an error."""
@@ -208,7 +182,7 @@ class NodeMember:
         """The others need not wait for the offer of this member: without it nobody can decide."""
         if self.list is not None:
             said = displaced(self.list, self.list.members[self.at], refused)
-            await self._swap(self._key("answer", self._round), ["refused", *said])
+            await self.patient.swap(self._key("answer", self._round), packed(["refused", *said]))
 
     def _refuse(self, refused: Refused) -> bool:
         self.refused = refused
@@ -228,7 +202,7 @@ class NodeMember:
         apart = _Apart()
         pause = PAUSE_FIRST_S
         while True:
-            count = await self._count(f"{self._job}/hellos")
+            count = await self.patient.count(f"{self._job}/hellos")
             if count > HELLOS_MAX:
                 return self._refuse(_too_many(count))
             if not await self._read_hellos(count, mine):
@@ -242,7 +216,8 @@ class NodeMember:
             if isinstance(made, Refused) and apart.lasts(made):
                 return self._refuse(made)
             if isinstance(made, StartList) and _is_last(hellos, mine, hello):
-                await self._swap(f"{self._job}/list/{self._lists_seen + 1}", made.to_plain())
+                key = f"{self._job}/list/{self._lists_seen + 1}"
+                await self.patient.swap(key, packed(made.to_plain()))
             seen = self._lists_seen
             found = await self._newest_list(hello)
             if found is not None and found.promise >= hello.promise:  # else of an older hello
@@ -269,8 +244,8 @@ class NodeMember:
 
     async def _say_hello(self, hello: NodeHello) -> int:
         """Which hello it is."""
-        mine = await self._sure(lambda: self._carrier.add(f"{self._job}/hellos", 1))
-        await self._set(f"{self._job}/hello/{mine}", hello.to_plain())
+        mine = await self.patient.add(f"{self._job}/hellos", 1)
+        await self.patient.set(f"{self._job}/hello/{mine}", hello.to_plain())
         return mine
 
     async def _fill(
@@ -280,15 +255,15 @@ class NodeMember:
         lacking = [at for at, one in enumerate(found) if one is None]
         for first in range(0, len(lacking), BATCH):
             part = lacking[first : first + BATCH]
-            for at, value in zip(part, await self._get(list(map(key, part))), strict=True):
-                found[at] = _parsed(read, value)
+            for at, value in zip(part, await self.patient.get(list(map(key, part))), strict=True):
+                found[at] = parsed(read, value)
 
     async def _newest_list(self, hello: NodeHello) -> StartList | None:
         """The newest list in the store, if it has the living processes of this node."""
         found: StartList | None = None
-        while value := (await self._get([f"{self._job}/list/{self._lists_seen + 1}"]))[0]:
+        while value := (await self.patient.get([f"{self._job}/list/{self._lists_seen + 1}"]))[0]:
             self._lists_seen += 1
-            one = _parsed(StartList.of_plain, value)
+            one = parsed(StartList.of_plain, value)
             if one is not None and member_of(one, hello.node, hello.nonces) is not None:
                 found = one
         return found
@@ -318,15 +293,15 @@ class NodeMember:
         assert found is not None
         offer = (await self._keeper.offer(found, round_)).to_plain()
         mine = self._key("offer", round_, self.at)
-        await self._set(mine, offer)
+        await self.patient.set(mine, offer)
         offers: list[Offer | None] = [None] * len(found.members)
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
-            value, there = await self._get([self._key("answer", round_), mine])
+            value, there = await self.patient.get([self._key("answer", round_), mine])
             if value is not None:
                 return await self._answered(found, value)
             if there is None:  # the store has come back empty
-                await self._set(mine, offer)
+                await self.patient.set(mine, offer)
                 if round_ == 0:
                     self._lists_seen = 0
                     await self._say_hello(self._keeper.hello())
@@ -352,10 +327,10 @@ class NodeMember:
         if missing is None:
             answer = await asyncio.to_thread(decide, came, found, round_)  # of any length
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
-            await self._swap(self._key("answer", round_), plain)
+            await self.patient.swap(self._key("answer", round_), packed(plain))
 
     async def _answered(self, found: StartList, value: bytes) -> bool:
-        plain = _unpacked(value)
+        plain = unpacked(value)
         if isinstance(plain, list) and plain[:1] == ["refused"]:
             return self._refuse(Refused(*(str(word) for word in (*plain[1:], "", "")[:2])))
         try:
@@ -369,7 +344,7 @@ class NodeMember:
 
     # -- how it runs ---------------------------------------------------------------------------
 
-    async def _publish(self) -> None:
+    async def _publish(self, exchange: Exchange) -> None:
         """What this node has, whenever that has changed; and the rounds that it takes part in."""
         published: Have | None = None
         rung_s = 0.0
@@ -384,14 +359,14 @@ class NodeMember:
             have = self._keeper.have()
             is_due = time.monotonic() - rung_s >= QUIET_S
             if have is not None and have != published and (is_due or _is_news(have, published)):
-                await self._show(have)
+                await exchange.show(have)
                 published, rung_s = have, time.monotonic()
             try:
                 async with asyncio.timeout(LISTEN_S if have == published else QUIET_S):
                     await self._changed.wait()
             except TimeoutError:
                 mine, answered = self._key("have", self.at), self._key("answer", self._round)
-                there, answer = await self._get([mine, answered])
+                there, answer = await self.patient.get([mine, answered])
                 if there is None:  # the store has come back empty
                     published = None
                 if answer is None:
@@ -400,186 +375,11 @@ class NodeMember:
     async def _put_answer_back(self, key: str) -> None:
         """Another member may not have read it."""
         if self._answer:
-            await self._sure(lambda: self._carrier.swap(key, self._answer))
-
-    async def _show(self, have: Have) -> None:
-        """The other members find it in the store. The one that decides hears a bell, and shows its
-        own later: only people wait for that."""
-        if self.at == 0:
-            self._mine, self._is_shown = have, False
-            self._say()
-            self._has_news.set()
-        else:
-            await self._ring("have", have.to_plain(), self.at)
-
-    async def _decide(self) -> None:
-        """The facts, whenever another member has published."""
-        found = self.list
-        assert found is not None
-        keys = [self._key("have", at) for at in range(len(found.members))]
-        heard = 0
-        while True:
-            heard, values = await self._hear(self._key("bell"), heard, keys)
-            self._haves = [_parsed(Have.of_plain, value) for value in values]
-            self._say()
-            await asyncio.sleep(0)  # what follows is told before the next wait is asked for
-
-    def _say(self) -> None:
-        """The facts that follow, if they are new."""
-        haves = list(self._haves)
-        if self._mine is not None:
-            haves[:1] = [self._mine]
-        self.view.saw(haves)
-        if (said := say(haves)) != self._said:
-            self._said, self._lacking = said, self._lacks(said, haves)
-            self._has_news.set()
-
-    async def _tell(self) -> None:
-        """The other members first: a process here that hears of its last checkpoint may end, and
-        the store with it."""
-        told = Said()
-        while True:
-            try:
-                async with asyncio.timeout(None if self._is_shown else SHOW_AFTER_S):
-                    await self._has_news.wait()
-            except TimeoutError:
-                await self._show_mine()
-                continue
-            self._has_news.clear()
-            said, lacking = self._said, self._lacking
-            if set(said.given_up) - set(told.given_up):  # the others read who lacks it
-                await self._show_mine()
-            if said != told:
-                await self._ring("said", said.to_plain())
-                told = said
-                self.view.heard(said)
-                self._keeper.heard(said, lacking)
-
-    async def _show_mine(self) -> None:
-        if self._mine is not None:
-            self._is_shown = True
-            await self._set(self._key("have", self.at), self._mine.to_plain())
-
-    def _lacks(self, said: Said, haves: Sequence[Have | None]) -> dict[SaveName, str]:
-        """The nodes that will never have what is given up."""
-        found = self.list
-        assert found is not None
-        names = {}
-        for name in said.given_up:
-            nodes = [found.members[at] for at in who_lacks(haves, name)]
-            names[name] = joined([f"{found.name(one)} ({listed(one.ranks)})" for one in nodes])
-        return names
-
-    async def _listen(self) -> None:
-        """The facts, as the member with rank 0 says them. Few checkpoints are given up: for each,
-        this member reads whose they are."""
-        found = self.list
-        assert found is not None
-        keys = [self._key("have", at) for at in range(len(found.members))]
-        given_up = set[SaveName]()
-        heard = 0
-        while True:
-            heard, (value,) = await self._hear(
-                self._key("said", "bell"), heard, [self._key("said")]
-            )
-            if (said := _parsed(Said.of_plain, value)) is not None:
-                self.view.heard(said)
-                haves: list[Have | None] = []
-                if not given_up.issuperset(said.given_up):
-                    haves = [_parsed(Have.of_plain, value) for value in await self._get(keys)]
-                given_up = set(said.given_up)
-                self._keeper.heard(said, self._lacks(said, haves))
-
-    async def _hear(
-        self, bell: str, heard: int, keys: Sequence[str]
-    ) -> tuple[int, list[bytes | None]]:
-        """Waits until a bell has rung again: how often, and the values of the keys."""
-        while True:
-            listen = functools.partial(self._carrier.listen, bell, heard, keys, LISTEN_S)
-            answer = await self._sure(listen, counts=3 + _reads(keys), limit_s=LISTEN_S)
-            if answer is not None:
-                return answer
-            heard = min(heard, await self._count(bell))  # a store that is empty again begins at 0
-
-    # -- the carrier ---------------------------------------------------------------------------
+            await self.patient.swap(key, self._answer)
 
     def _key(self, *words: object) -> str:
         assert self.list is not None
         return "/".join([self._job, self.list.start.hex(), *map(str, words)])
-
-    async def _sure(
-        self, call: Callable[[], Awaitable[_T]], counts: int = 1, limit_s: float = 0.0
-    ) -> _T:
-        """Again and again, until the carrier has done it. `limit_s`: it may take so long."""
-        mine = _Call(time.monotonic() + limit_s)
-        self._calls.append(mine)
-        try:
-            while True:
-                self.operations += counts
-                try:
-                    return await call()
-                except CarrierError as error:
-                    mine.why = error.message
-                    self._warn(mine)
-                    await asyncio.sleep(RETRY_S)
-        finally:
-            self._calls.remove(mine)
-            if self._is_warned and not self.silent:
-                self._is_warned = False
-                LOG.warning("job %s: the other nodes are reached again", self._job)
-
-    def _warn(self, call: _Call) -> None:
-        """When it has lasted for a while: a process that ends takes its connection along."""
-        lasts = time.monotonic() - call.due_s >= WARN_AFTER_S
-        if lasts and not self._is_warned and self._keeper.is_live:  # else the job has ended
-            self._is_warned = True
-            LOG.warning("job %s: the other nodes cannot be reached: %s", self._job, call.why)
-
-    @property
-    def silent(self) -> str:
-        """Why the carrier does not answer; "": it has not failed."""
-        return next((one.why for one in self._calls if one.why), "")
-
-    @property
-    def silent_s(self) -> float:
-        """For how long it has not answered; 0.0: nobody waits for it."""
-        return max([0.0, *(time.monotonic() - one.due_s for one in self._calls)])
-
-    async def look(self) -> None:
-        """Reads what the members have published, for a person who asks: the one that decides knows,
-        and another one reads every LOOK_S at most. What cannot be read soon is left as it was."""
-        found, now_s = self.list, time.monotonic()
-        is_due = now_s - self._looked_s >= LOOK_S
-        if found is None or self.at == 0 or self.phase is not MemberPhase.RUNNING or not is_due:
-            return
-        self._looked_s = now_s
-        keys = [self._key("have", at) for at in range(len(found.members))]
-        with contextlib.suppress(CarrierError, TimeoutError):
-            async with asyncio.timeout(LOOK_LIMIT_S):
-                self.operations += _reads(keys)
-                values = await self._carrier.get(keys)
-                self.view.saw([_parsed(Have.of_plain, value) for value in values])
-
-    async def _get(self, keys: Sequence[str]) -> list[bytes | None]:
-        return await self._sure(lambda: self._carrier.get(keys), counts=_reads(keys))
-
-    async def _count(self, key: str) -> int:
-        value = (await self._get([key]))[0]
-        return int(value) if value is not None and value.isdigit() else 0
-
-    async def _set(self, key: str, plain: object) -> None:
-        value = _packed(plain)
-        await self._sure(lambda: self._carrier.set(key, value), counts=2)
-
-    async def _swap(self, key: str, plain: object) -> bytes:
-        value = _packed(plain)
-        return await self._sure(lambda: self._carrier.swap(key, value))
-
-    async def _ring(self, what: str, plain: object, *more: int) -> None:
-        """Sets a key of the start, and rings the bell of those who listen to it."""
-        key, value = self._key(what, *more), _packed(plain)
-        bell = self._key("said", "bell") if what == "said" else self._key("bell")
-        await self._sure(lambda: self._carrier.ring(key, value, bell), counts=4)
 
 
 def _too_many(count: int) -> Refused:
@@ -587,11 +387,6 @@ def _too_many(count: int) -> Refused:
         f"the store of the job counts {count} starts of nodes, and at most {HELLOS_MAX} are read",
         "start the job with a new store (another port or --rdzv-id); in etcd, delete its keys",
     )
-
-
-def _reads(keys: Sequence[str]) -> int:
-    """Operations of a torch store: one for each key, or three for all of them."""
-    return min(len(keys), 3)
 
 
 def _at(found: StartList, hello: NodeHello) -> int:
@@ -615,31 +410,3 @@ def _is_news(have: Have, before: Have | None) -> bool:
 def _is_last(hellos: Sequence[NodeHello | None], mine: int, hello: NodeHello) -> bool:
     """Whether no later hello is of this launch: its sender makes the list."""
     return all(one is None or one.kind != hello.kind for one in hellos[mine:])
-
-
-def _packed(plain: object) -> bytes:
-    value = msgpack.packb(plain)
-    assert isinstance(value, bytes)
-    if len(value) > VALUE_MAX:
-        raise CarrierError(f"a value of {len(value)} bytes is too large for the store")
-    return value
-
-
-def _unpacked(value: bytes | None) -> object:
-    """None for what is absent or cannot be read: whoever reaches the store may write there."""
-    if value is None or len(value) > VALUE_MAX:
-        return None
-    with contextlib.suppress(ValueError, TypeError, msgpack.UnpackException):  # a key is a list
-        return msgpack.unpackb(value, use_list=True, strict_map_key=False)
-    return None
-
-
-def _parsed(read: Callable[[object], _T], value: bytes | None) -> _T | None:
-    plain = _unpacked(value)
-    if plain is None:
-        return None
-    try:
-        return read(plain)
-    except ValueError as error:
-        LOG.warning("a value of another node cannot be read: %s", error)
-        return None

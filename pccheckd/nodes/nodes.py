@@ -10,9 +10,9 @@ from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.storage.node import node_of
 
-from .etcd import Etcd
-from .gateway import Gateway
-from .voice import StoreVoice
+from .carriers.etcd import Etcd
+from .carriers.gateway import Gateway
+from .carriers.voice import StoreVoice
 from .wide import WideJob
 
 

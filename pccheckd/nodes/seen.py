@@ -104,7 +104,7 @@ def document(wide: WideJob) -> Document | None:
     member, start = wide.member, wide.start
     if member is None or start is None:
         return None
-    running, globals_ = member.operations - member.began_with, member.view.globals
+    running, globals_ = member.patient.operations - member.began_with, member.view.globals
     refused = member.refused
     return {
         "uid": wide.job.uid,
@@ -114,8 +114,8 @@ def document(wide: WideJob) -> Document | None:
         "waits_for": member.missing,
         "waits_s": round(wide.waits_s, 4),
         "silent_s": round(silent_s(wide), 4),
-        "silent_reason": member.silent,
-        "operations": member.operations,
+        "silent_reason": member.patient.silent,
+        "operations": member.patient.operations,
         "globals": globals_,
         "operations_per_global": round(running / globals_, 2) if globals_ else None,
         "nodes": [row.document() for row in rows(wide)],
@@ -125,7 +125,7 @@ def document(wide: WideJob) -> Document | None:
 def silent_s(wide: WideJob) -> float:
     """For how long the store has not answered this node, which has live processes; 0.0: it does."""
     member = wide.member
-    return member.silent_s if member is not None and wide.start is not None else 0.0
+    return member.patient.silent_s if member is not None and wide.start is not None else 0.0
 
 
 def troubles(wide: WideJob) -> Iterator[str]:
@@ -137,7 +137,7 @@ def troubles(wide: WideJob) -> Iterator[str]:
         hint = f"; {member.refused.hint}" if member.refused.hint else ""
         yield f"this start is refused: {member.refused.reason}{hint}"
     elif (quiet_s := silent_s(wide)) > PATIENCE_S:
-        why = member.silent or "no answer"
+        why = member.patient.silent or "no answer"
         store, check = "the store of the job", TORCH_STORE
         if wide.carrier is not wide.voice:
             store, check = "etcd (--coordinator)", "etcd"

@@ -1,6 +1,6 @@
-"""A job with ranks on several nodes, as this node has it: which start runs here, how it begins, and
-what its ranks restore. This module keeps N4 of `pccheck_native/nodes/`: a promise is on the disk
-before anything follows from it. `promising.py` keeps the others."""
+"""A job with ranks on several nodes, as this node has it: which start runs here, and how it begins.
+This module keeps N4 of `pccheck_native/nodes/`: a promise is on the disk before anything follows
+from it. `promising.py` keeps the others, and `restoring.py` has what the ranks ask for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pccheck_native import _core
 from pccheck_native.group import Held, Refused
 from pccheck_native.nodes import alone, lists
 from pccheck_native.nodes.beginning import decide
-from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
+from pccheck_native.nodes.facts import Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, StartList
 from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word, newest
 from pccheck_native.nodes.plain import ID, TEXT_MAX
 from pccheck_wire.ends import Cause, Why
-from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, RefusedError
+from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
 from pccheck_wire.messages import CheckpointState as State
 from pccheck_wire.messages import Hello, Open, Waiting
 from pccheckd import VERSION
@@ -35,12 +35,13 @@ from pccheckd.tenancy.checkpoint import End
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
 
-from .carrier import Carrier
+from .carriers.carrier import Carrier
+from .carriers.voice import StoreVoice
 from .member import MemberPhase, NodeMember
 from .names import Names
 from .promising import Promising
 from .records import Records
-from .voice import StoreVoice
+from .restoring import Restoring
 
 _T = TypeVar("_T")
 
@@ -70,15 +71,8 @@ class WideJob:
         self._names = Names(job)
         self.member: NodeMember | None = None
         self.promising = Promising(job, engine.config, self._names)
+        self._restoring = Restoring(job, self._names)
         self.replicated = False
-        self._words: dict[int, dict[int, Word]] = {}  # of restore(), by round and rank
-        self._answers: dict[int, FullName | None] = {}  # of this start, by round
-        self._answered = asyncio.Event()
-        self._wanted = asyncio.Event()  # a rank restores or saves ...
-        self._wanted_in: Start | None = None  # ... of this start ...
-        self.wanted_s = 0.0  # ... and since when (time.monotonic)
-        self._fresh = False
-        self._is_ready = False  # what this node knows of the start is in memory
         self._promised: set[Path] = set()  # the volumes that have the promise
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Handle | None = None
@@ -103,7 +97,7 @@ class WideJob:
 
     def came(self, hello: Hello) -> None:
         """A process of a rank has joined a start."""
-        self.replicated, self._fresh = hello.replicated, hello.fresh
+        self.replicated, self._restoring.is_fresh = hello.replicated, hello.fresh
         self.look()
 
     def gone(self, session: int) -> None:
@@ -115,10 +109,10 @@ class WideJob:
     def waits_s(self) -> float:
         """For how long a rank here has wanted to restore or save, and the nodes have not agreed."""
         start = self.start
-        if start is None or not self._wanted.is_set():
+        if start is None or not self._restoring.wanted.is_set():
             return 0.0
         agreed = self.job.members.elsewhere.agreed == start.incarnation
-        return 0.0 if agreed else time.monotonic() - self.wanted_s
+        return 0.0 if agreed else time.monotonic() - self._restoring.wanted_s
 
     @property
     def start(self) -> Start | None:
@@ -184,10 +178,7 @@ class WideJob:
             self._stop()
             self.job.members.elsewhere.alone = 0
             self._start, self.promising.mine = start, None
-            self._answers, self._words = {}, {}
-            self._is_ready = False
-            if self._wanted_in is not start:
-                self._wanted.clear()
+            self._restoring.begin(start)
             self._task = asyncio.create_task(self._run(start), name=f"nodes of {self.job.name}")
         elif self._start is not None and not self._start.is_live:
             self._stop()  # or a process of the new start would carry messages of the one before
@@ -209,8 +200,8 @@ class WideJob:
             await self._adopt()
             known = self._known_of(start)
             last = await self._resume(start, known) if known is not None else 0
-            self._is_ready = True
-            self._wake()
+            self._restoring.is_ready = True
+            self._restoring.wake()
             await member.run(known.who if known is not None else None, last)
         except Exception as error:
             LOG.exception("job %s: the agreement with the other nodes failed", self.job.name)
@@ -240,7 +231,7 @@ class WideJob:
             await self._take_up(start, known)
             return last
         # It promised a later round: until that has an answer, nothing is saved or offered.
-        self._answers = dict(known.restored)
+        self._restoring.know(known)
         for member in start.members.values():
             member.round = known.round
         self._want()
@@ -253,7 +244,8 @@ class WideJob:
         that are skipped."""
         self._limit = None
         if self.job.members.waits_for_nodes:
-            left_s = self.wanted_s + AGREE_LIMIT_S - time.monotonic()  # of this start, or round
+            waited_s = time.monotonic() - self._restoring.wanted_s  # in this start, or round
+            left_s = AGREE_LIMIT_S - waited_s
             if left_s <= 0:
                 self._skip_waiting(self.why_not_agreed())
             self._limit = asyncio.get_running_loop().call_later(max(1.0, left_s), self._too_late)
@@ -263,7 +255,7 @@ class WideJob:
         member = self.member if self._start is self.job.members.starts.current else None
         if member is not None and member.refused is not None:
             return f"this start is refused: {member.refused.reason}"
-        words = (member.silent or member.missing) if member is not None else ""
+        words = (member.patient.silent or member.missing) if member is not None else ""
         if absent := self.job.members.absent():
             words = f"on this node {lists.listed(absent)} did not connect"
         words = words or "this node has just asked them"
@@ -271,12 +263,7 @@ class WideJob:
 
     def _refuse(self, refused: Refused) -> None:
         self._skip_waiting(refused.reason, refused.hint)
-        self._wake()
-
-    def _wake(self) -> None:
-        """Restores that wait look again."""
-        self._answered.set()
-        self._answered = asyncio.Event()
+        self._restoring.wake()
 
     def _skip_waiting(self, words: str, hint: str = "") -> None:
         end = End(State.SKIPPED, Why(Cause.DESCRIBED, words=words, hint=hint))
@@ -355,17 +342,17 @@ class WideJob:
 
     async def offer(self, found: StartList, round_: int) -> Offer:
         # The offer has the arguments of restore(); those of a fresh client are known before.
-        if round_ or not self._fresh:
-            await self._wanted.wait()
+        if round_ or not self._restoring.is_fresh:
+            await self._restoring.wanted.wait()
         if round_ > self._known[found.start].round:
             self.promising.mine, self.job.members.elsewhere.agreed = None, 0
-            self.wanted_s = time.monotonic()
+            self._restoring.wanted_s = time.monotonic()
             record = self._known[found.start]._replace(round=round_)
             await self._keep(record, self._records.update)
         await self._refresh()
         mine = self._known[found.start]
         answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
-        offer = self._offer(self._promise(), self._word(round_))
+        offer = self._offer(self._promise(), self._restoring.word(round_))
         return offer._replace(answers=tuple(answers), round=round_)
 
     def _offer(self, promise: lists.Promise, word: Word) -> Offer:
@@ -395,7 +382,7 @@ class WideJob:
         await self._take_up(start, record)
         if answer.round == 0:
             await self._forget()
-        self._wake()
+        self._restoring.wake()
 
     async def _forget(self) -> None:
         """Removes the records of starts that this node needs no more."""
@@ -424,7 +411,7 @@ class WideJob:
         """The start has begun: its ranks may restore and save."""
         await self._see_volumes()
         round_, restored = record.restored[-1]
-        self._answers = dict(record.restored)
+        self._restoring.know(record)
         elsewhere = self.job.members.elsewhere
         elsewhere.here[start.incarnation] = frozenset(start.members)
         elsewhere.agreed = start.incarnation
@@ -476,7 +463,7 @@ class WideJob:
         if answer.restored is None:
             return None
         self.job.members.elsewhere.alone = self._names.sequence(answer.restored) or 0
-        return self.held(answer.restored)
+        return self._restoring.held(answer.restored)
 
     async def _begin_alone(self, start: Start, found: StartList, answer: StartAnswer) -> None:
         """Records what the start restores: if the start saves nothing, a later one restores that
@@ -498,72 +485,29 @@ class WideJob:
             mine = self.job.members.starts.of(rank, process) is start
             if mine and member is not None and member.refused is not None:
                 raise NoCheckpointError(member.refused.reason, hint=member.refused.hint)
-            if start is not None and mine and self._is_ready:
+            if start is not None and mine and self._restoring.is_ready:
                 if round_ is None:
                     round_ = self._round(start, rank, asked)
                 if round_ < 0:  # a look in mid-run, in which other ranks need not take part
                     return max(self.job.members.common(), default=None)
-                if round_ in self._answers:
-                    return self._found(self._answers[round_])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    await self._answered.wait()
+                if round_ in self._restoring.answers:
+                    return self._restoring.found(self._restoring.answers[round_])
+            await self._restoring.awake(deadline)
         return Waiting(self.why_not_agreed())
 
     def _round(self, start: Start, rank: int, asked: Open) -> int:
-        """The round in which a process restores now; -1: none."""
-        member = start.members[rank]
-        has_begun = 0 in self._answers
-        word = Word(asked.step, asked.start, tuple(asked.without), self._fresh and not has_begun)
-        if has_begun:
-            if not asked.together:
-                return -1 if member.moved else member.round
-            before = self._words.get(member.round, {}).get(rank, word)
-            if member.moved or word != before:
-                member.round, member.moved = member.round + 1, False
-        said = self._words.setdefault(member.round, {})
-        if any(other != word for who, other in said.items() if who != rank):
-            raise RefusedError(
-                "the ranks of this node gave restore() different arguments",
-                hint="give restore() the same arguments on all ranks",
-            )
-        said[rank] = word
-        self._want()
-        if self.member is not None and member.round:
-            self.member.want_round(member.round)
-        return member.round
-
-    def _word(self, round_: int) -> Word:
-        """The words of restore() in a round. Without a restore, round 0 is as fresh as the clients
-        are. A later round is not: the start has checkpoints of its own to go back to."""
-        said = self._words.get(round_, {}).values()
-        return next(iter(said), Word(fresh=self._fresh and round_ == 0))
+        """The round in which a process restores now, and this node takes part; -1: none."""
+        round_ = self._restoring.round_of(start, rank, asked)
+        if round_ >= 0:
+            self._want()
+        if round_ > 0 and self.member is not None:
+            self.member.want_round(round_)
+        return round_
 
     def _want(self) -> None:
-        start = self.job.members.starts.current
-        if not self._wanted.is_set() or self._wanted_in is not start:
-            self._wanted_in, self.wanted_s = start, time.monotonic()
-            self._wanted.set()
+        self._restoring.want()
         if self._limit is None:
             self._limit = asyncio.get_running_loop().call_later(AGREE_LIMIT_S, self._too_late)
-
-    def _found(self, full: FullName | None) -> Held | None:
-        found = None if full is None else self.held(full)
-        if full is not None and found is None:
-            raise DamagedError(
-                f"job {self.job.name!r}: step {full.name.step}, which all nodes restore, is "
-                "damaged or cannot be read on this node",
-                hint="restart all ranks; they will restore the step before",
-            )
-        return found
-
-    def held(self, full: FullName) -> Held | None:
-        """What this node has of a checkpoint; None: not all of its ranks have it."""
-        sequence = self._names.sequence(full)
-        for found in self.job.members.common():
-            if found.sequence == sequence:
-                return found
-        return None
 
     # -- NodeKeeper: how it runs -----------------------------------------------------------------
 

@@ -139,11 +139,11 @@ def _nodes(registry: Registry) -> Iterator[Family]:
     )  # fmt: skip
     yield Family(
         "nodes_silent_seconds", "For how long the store of the nodes has not answered",
-        [(k, one.silent_s) for k, _, one in jobs], RANK[:2],
+        [(k, one.patient.silent_s) for k, _, one in jobs], RANK[:2],
     )  # fmt: skip
     yield Family(
         "nodes_store_operations", "Of this node, for this start",
-        [(k, one.operations) for k, _, one in jobs], RANK[:2], counts=True,
+        [(k, one.patient.operations) for k, _, one in jobs], RANK[:2], counts=True,
     )  # fmt: skip
     now_s = time.time()
     rows = [

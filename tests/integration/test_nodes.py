@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pccheck.nodes import voice
-from pccheckd.nodes.member import RETRY_S
+from pccheckd.nodes.carriers.patient import RETRY_S
 from tests.support.daemon import Daemon, Start
 from tests.support.etcd import server
 from tests.support.torchstore import TorchStore

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pccheckd.nodes.carrier import VALUE_MAX, CarrierError
+from pccheckd.nodes.carriers.carrier import VALUE_MAX, CarrierError
 
 _T = TypeVar("_T")
 

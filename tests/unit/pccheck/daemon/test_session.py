@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,8 +37,10 @@ class Connection:
 
     def __init__(self, daemon: Daemons, hello: Hello) -> None:
         self.daemon = daemon
+        self.path = "/s"
         self.welcome = SimpleNamespace(
-            pid=77, incarnation=daemon.incarnation, start=bytes(16), storage=daemon.storage,
+            token=os.urandom(16), pid=77, incarnation=daemon.incarnation, start=bytes(16),
+            storage=daemon.storage,
             newest_step=daemon.newest_step, protected_step=daemon.protected_step,
         )  # fmt: skip
         self.hello = hello
@@ -412,7 +415,7 @@ def test_only_ranks_of_a_job_on_several_nodes_have_a_voice(
     heard: list[object] = []
 
     class Voice:
-        def __init__(self, _dealer: object) -> None:
+        def __init__(self) -> None:
             heard.append("made")
 
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -436,6 +439,6 @@ def test_only_ranks_of_a_job_on_several_nodes_have_a_voice(
     second: Any = wide.reconnect()
     wide.close()
     assert heard == [
-        "made", ("follow", first.welcome), ("leave",), ("follow", second.welcome), ("leave",),
-        ("close",),
+        "made", ("follow", "/s", first.welcome.token), ("leave",),
+        ("follow", "/s", second.welcome.token), ("leave",), ("close",),
     ]  # fmt: skip

@@ -230,6 +230,7 @@ async def test_a_store_that_loses_all_while_a_start_begins_stops_nothing(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pccheckd.nodes.member.LISTEN_S", 0.05)
+    monkeypatch.setattr("pccheckd.nodes.carriers.patient.LISTEN_S", 0.05)
     monkeypatch.setattr("pccheckd.nodes.member.QUIET_S", 0.05)
 
     class Losing(MemoryStore):
@@ -254,6 +255,7 @@ async def test_an_answer_that_only_one_member_has_read_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pccheckd.nodes.member.LISTEN_S", 0.05)
+    monkeypatch.setattr("pccheckd.nodes.carriers.patient.LISTEN_S", 0.05)
     monkeypatch.setattr("pccheckd.nodes.member.QUIET_S", 0.05)
     store = MemoryStore()
     sees = asyncio.Event()
@@ -283,12 +285,12 @@ async def test_an_answer_that_only_one_member_has_read_comes_back(
 async def test_a_silent_store_is_logged_while_processes_live(
     is_live: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pccheckd.nodes.member.WARN_AFTER_S", 0.0)
-    monkeypatch.setattr("pccheckd.nodes.member.RETRY_S", 0.001)
+    monkeypatch.setattr("pccheckd.nodes.carriers.patient.WARN_AFTER_S", 0.0)
+    monkeypatch.setattr("pccheckd.nodes.carriers.patient.RETRY_S", 0.001)
     store, node = MemoryStore(), Node(0, 0)
     store.broken, node.is_live = "no process speaks", is_live
     member = NodeMember(MemoryCarrier(store), "job", node)
-    await started(member, lambda: member.operations > 5)
+    await started(member, lambda: member.patient.operations > 5)
     assert ("the other nodes cannot be reached" in caplog.text) == is_live
 
 

@@ -17,8 +17,9 @@ from tests.unit.pccheck_native.nodes.cluster import A, a_list, name
 
 
 def wide(*, live: bool = True, waits_s: float = 0.0, etcd: bool = False, **of_member: Any) -> Any:
-    values = {"phase": MemberPhase.RUNNING, "refused": None, "silent": "", "silent_s": 0.0,
-              "missing": "", "list": None, "at": 0}  # fmt: skip
+    silent = {key: of_member.pop(key, none) for key, none in (("silent", ""), ("silent_s", 0.0))}
+    values = {"phase": MemberPhase.RUNNING, "refused": None, "missing": "", "list": None, "at": 0,
+              "patient": SimpleNamespace(**silent)}  # fmt: skip
     store = object()
     return SimpleNamespace(
         member=SimpleNamespace(**values | of_member), start=object() if live else None,

@@ -20,7 +20,8 @@ async def test_the_limit_is_that_of_the_start_that_waits(
     told: list[str] = []
     members = SimpleNamespace(waits_for_nodes=True)
     wide: Any = SimpleNamespace(
-        job=SimpleNamespace(members=members), wanted_s=time.monotonic() - waited_s,
+        job=SimpleNamespace(members=members),
+        _restoring=SimpleNamespace(wanted_s=time.monotonic() - waited_s),
         why_not_agreed=lambda: "why", _skip_waiting=told.append, _too_late=lambda: None,
     )  # fmt: skip
     WideJob._too_late(wide)

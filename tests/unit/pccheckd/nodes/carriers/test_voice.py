@@ -6,7 +6,7 @@ import asyncio
 
 from pccheck_wire import packing
 from pccheck_wire.messages import Carried, Carry
-from pccheckd.nodes.voice import StoreVoice
+from pccheckd.nodes.carriers.voice import StoreVoice
 
 
 def bells(given: Carried) -> list[object]:

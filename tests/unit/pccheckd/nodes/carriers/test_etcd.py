@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pccheckd.config.coordinator import Coordinator
-from pccheckd.nodes.carrier import VALUE_MAX, CarrierError
-from pccheckd.nodes.etcd import KEYS_AT_ONCE, LEASE_S, RENEWED_AFTER, Etcd
-from pccheckd.nodes.gateway import THREADS, AnsweredError, Gateway
+from pccheckd.nodes.carriers.carrier import VALUE_MAX, CarrierError
+from pccheckd.nodes.carriers.etcd import KEYS_AT_ONCE, LEASE_S, RENEWED_AFTER, Etcd
+from pccheckd.nodes.carriers.gateway import THREADS, AnsweredError, Gateway
 from tests.support import certificates
 from tests.support import etcd as servers
 from tests.support.etcd import Server, StandIn

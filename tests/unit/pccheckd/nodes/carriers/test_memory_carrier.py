@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pccheckd.nodes.carrier import Carrier, CarrierError
+from pccheckd.nodes.carriers.carrier import Carrier, CarrierError
 from tests.support.memorycarrier import MemoryCarrier, MemoryStore, Plan
 
 pytestmark = pytest.mark.anyio

@@ -1,0 +1,1 @@
+"""What moves small values between the nodes of a job."""
