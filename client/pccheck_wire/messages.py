@@ -293,6 +293,7 @@ class Opened(Message):
     skipped: list[Skipped] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)  # of a group: every rank's payload
     wall_ns: int = 0  # when it became durable, since 1970
+    warnings: list[str] = field(default_factory=list)  # of the nodes; one rank of a node gets them
 
 
 @message("empty")
@@ -300,6 +301,7 @@ class Empty(Message):
     """The volume was read and holds nothing, or no volume exists."""
 
     skipped: list[Skipped] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 @message("writing")

@@ -42,10 +42,12 @@ async def open_checkpoint(
     else:
         await tenant.volumes.refresh()
     agreed: Held | None = None
+    warnings: list[str] = []
     if session.wide is not None:
         point = await session.wide.point(session.rank, session.process, body)
+        warnings = session.wide.untold()
         if point is None:
-            return Empty([])
+            return Empty([], warnings)
         if isinstance(point, Waiting):
             return point
         agreed = point
@@ -54,17 +56,18 @@ async def open_checkpoint(
         fresh = owner is not None and owner.fresh
         start = job.members.starts.of(session.rank, session.process)
         agreed = await session.was_wide.point_alone(start, body, fresh=fresh)
+        warnings = session.was_wide.untold()
     chosen, skipped = choosing.choose(session, job, tenant, body, agreed)
     if chosen is not None and session.role is not Role.TRAINER:
         _lease(session, job, tenant, chosen)
     if chosen is None:
         if engine.directory is not None and engine.directory.is_private:
             await engine.call(session.uid, _require_no_other, engine.directory.directory, session)
-        return Empty(skipped)
+        return Empty(skipped, warnings)
     return Opened(
         *chosen.id[2:], payload_bytes=chosen.payload_bytes, tree_offset=chosen.tree_offset,
         tree_bytes=chosen.tree_bytes, skipped=skipped, parts=_parts(job, chosen),
-        wall_ns=chosen.wall_ns,
+        wall_ns=chosen.wall_ns, warnings=warnings,
     )  # fmt: skip
 
 

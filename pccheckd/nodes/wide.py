@@ -78,6 +78,7 @@ class WideJob:
         self._limit: asyncio.Handle | None = None
         self._loaded = False
         self._adopting = asyncio.Lock()
+        self._untold: list[str] = []  # warnings of the last answer, for a script
         job.on_decision, job.on_appeared = self.look, self._publish
         job.members.elsewhere.wanted = self._want
 
@@ -374,8 +375,7 @@ class WideJob:
         assert start is not None
         record = self._known[found.start].with_answer(answer)
         await self._keep(record, self._records.update)
-        for words in answer.warnings:
-            LOG.warning("job %s: %s", self.job.name, words)
+        self._warn(answer)
         if answer.round == 0:
             start.id = found.start
             await self._begin_in_volumes(start)
@@ -458,12 +458,22 @@ class WideJob:
                 raise NoCheckpointError(answer.reason, hint=answer.hint)
             if start.id not in self._known:  # the first of its ranks
                 await self._begin_alone(start, found, answer)
-        for words in answer.warnings:
-            LOG.warning("job %s: %s", self.job.name, words)
+        self._warn(answer)
         if answer.restored is None:
             return None
         self.job.members.elsewhere.alone = self._names.sequence(answer.restored) or 0
         return self._restoring.held(answer.restored)
+
+    def _warn(self, answer: StartAnswer) -> None:
+        """In the log of the daemon, and of the script: some say that steps are lost."""
+        for words in answer.warnings:
+            LOG.warning("job %s: %s", self.job.name, words)
+        self._untold = list(answer.warnings)
+
+    def untold(self) -> list[str]:
+        """For the first rank here that gets the answer."""
+        untold, self._untold = self._untold, []
+        return untold
 
     async def _begin_alone(self, start: Start, found: StartList, answer: StartAnswer) -> None:
         """Records what the start restores: if the start saves nothing, a later one restores that

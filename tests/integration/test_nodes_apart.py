@@ -181,7 +181,9 @@ def test_a_job_goes_on_without_a_node_whose_disk_is_gone(
     reason = why_refused(launch(left))
     assert "2 of the 4 nodes that ran this job last are here" in reason
     group = launch(left)
-    assert restored(group, without=lost) == [1, 1]
+    assert restored(group, without=[*lost, "nobody"]) == [1, 1]
+    for trainer in group:
+        assert sum("without='nobody' names no node of this job" in w for w in trainer.warnings) == 1
     assert save(group) == 2
     end(group)
     group = launch(left)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pccheck.daemon.connection import Connection
-from pccheck.warn import LOG
+from pccheck.warn import LOG, warn
 from pccheck_store.reading.errors import RecycledError, problem_of
 from pccheck_store.reading.loads import DaemonPayloads
 from pccheck_store.reading.state_reader import StateReader
@@ -151,6 +151,8 @@ def ask_open(connection: Connection, wanted: Open) -> Opened | Empty:
     while True:
         answer = connection.request(wanted, timeout_s=OPEN_LIMIT_S)
         if isinstance(answer, (Opened, Empty)):
+            for words in answer.warnings:
+                warn(words)
             return answer
         if isinstance(answer, Waiting):
             if time.monotonic() - progress_s >= NODES_LIMIT_S:

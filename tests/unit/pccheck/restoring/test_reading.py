@@ -13,6 +13,7 @@ import pytest
 
 from pccheck.restoring import reading
 from pccheck.restoring.reading import ask_open, read_newest
+from pccheck.warn import PccheckWarning
 from pccheck_native import _core
 from pccheck_store.reading import loads, state_reader
 from pccheck_store.reading.errors import RecycledError
@@ -186,6 +187,12 @@ def test_it_waits_as_long_as_something_is_written(monkeypatch: pytest.MonkeyPatc
     daemon: Any = Writer(monkeypatch, *map(writing, range(60, 0, -1)), Empty([Skipped(1, 1, "")]))
     assert ask_open(daemon, Open()) == Empty([Skipped(1, 1, "")])
     assert daemon.now_s == 61
+
+
+def test_what_the_nodes_warn_of_is_warned_of_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon: Any = Writer(monkeypatch, Empty([], ["step 4 is global, and cannot be restored"]))
+    with pytest.warns(PccheckWarning, match="PCcheck: step 4 is global, and cannot be restored"):
+        ask_open(daemon, Open())
 
 
 def test_a_disk_that_stands_still_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
