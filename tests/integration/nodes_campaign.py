@@ -87,7 +87,7 @@ class Round:
 def draw(seed: int, number: int) -> Round:
     """Draws a round; the same arguments give the same round."""
     rng = random.Random(f"{seed}/{number}")
-    nodes, per_node = rng.choice([(2, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
+    nodes, per_node = rng.choice([(2, 1), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2)])
     drawn = Round(nodes, per_node, rng.randint(1, 2), rng.choice([0.004, 0.01, 0.02, 0.05]), [])
     same = rng.random() < 0.4
     for at in range(rng.randint(2, 3)):

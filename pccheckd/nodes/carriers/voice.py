@@ -20,8 +20,10 @@ from .carrier import CarrierError
 LIMIT_S = 45.0
 MARGIN_S = 0.5  # for the way of an answer
 BATCH_MAX = 32
-#: Sessions that wait for operations: the voice, and one more for when that ends.
+#: Sessions that wait for operations, beside the voice: for when that ends.
 SPEAKERS = 2
+#: A session that has not asked for so long, and has no operations, has lost its connection.
+ABSENT_S = 2 * CARRY_LIMIT_S
 NO_VOICE = "no process of this job on this node has reached the store of torch.distributed yet"
 
 Operation = list[object]
@@ -42,7 +44,8 @@ class _Asked:
 class _Lane:
     queued: deque[_Asked] = field(default_factory=deque)
     given: list[_Asked] = field(default_factory=list)  # to the voice, and not answered
-    voice: int = 0  # the session that carries out operations; 0: none
+    voice: int = 0  # the session that carries out operations; 0: none ...
+    heard_s: float = 0.0  # ... and when it asked last, or got the answer to that
     batch: int = 0  # the number of what is given
     pieces: list[bytes] = field(default_factory=list)  # of results that come in several messages
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,14 +54,16 @@ class _Lane:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def take(self, session: int) -> list[Operation]:
-        """What this session is to carry out now; it becomes the voice if there is none."""
+    def take(self, session: int, now_s: float) -> list[Operation]:
+        """What this session is to carry out now; it becomes the voice if there is none, or if that
+        does not ask any more."""
         self.queued = deque(asked for asked in self.queued if not asked.result.done())
         if self.given and all(asked.result.done() for asked in self.given):
             self.given, self.pieces, self.voice = [], [], 0  # nobody waits for the answer any more
-        if not self.queued or self.given or self.voice not in (0, session):
+        is_gone = not self.given and now_s - self.heard_s > ABSENT_S
+        if not self.queued or self.given or (self.voice not in (0, session) and not is_gone):
             return []
-        self.voice = session
+        self.voice, self.heard_s = session, now_s
         self.batch += 1
         self.given = [self.queued.popleft() for _ in range(min(BATCH_MAX, len(self.queued)))]
         return [asked.operation for asked in self.given]
@@ -96,7 +101,7 @@ class StoreVoice:
 
     def __init__(self) -> None:
         self._lanes = (_Lane(), _Lane())  # for operations that end at once, and for those that wait
-        self._live: set[int] = set()  # sessions
+        self._asked_s: dict[int, float] = {}  # by session: when a lane asked last
 
     # -- the clients' side ---------------------------------------------------------------------
 
@@ -106,26 +111,33 @@ class StoreVoice:
         if body.lane not in range(len(self._lanes)):
             raise UsageError(f"$.body.lane must be 0 or 1 (got {body.lane})")
         mine = self._lanes[body.lane]
-        self._live.add(session)
-        if session not in sorted(self._live)[:SPEAKERS]:  # asks again when the limit is over
-            return Carried()
-        if mine.voice == session:
-            mine.answered(body)
         loop = asyncio.get_running_loop()
+        self._asked_s[session] = loop.time()
+        if mine.voice == session:  # it stays the voice when sessions with lower numbers come
+            mine.answered(body)
+            mine.heard_s = loop.time()
+        elif session not in self._speakers(loop.time()):  # asks again when the limit is over
+            return Carried()
         deadline = loop.time() + CARRY_LIMIT_S - MARGIN_S
-        while not body.more and session in self._live:
-            if found := mine.take(session):
+        while not body.more and session in self._asked_s:
+            if found := mine.take(session, loop.time()):
                 return Carried(mine.batch, packing.pieces(found))
             try:
                 async with asyncio.timeout_at(deadline):
                     await mine.changed.wait()
             except TimeoutError:
                 break
+        if mine.voice == session:
+            mine.heard_s = loop.time()
         return Carried()
+
+    def _speakers(self, now_s: float) -> list[int]:
+        there = (one for one, at_s in self._asked_s.items() if now_s - at_s < ABSENT_S)
+        return sorted(there)[:SPEAKERS]
 
     def gone(self, session: int) -> None:
         """A session has ended."""
-        self._live.discard(session)
+        self._asked_s.pop(session, None)
         for lane in self._lanes:
             if lane.voice == session:
                 lane.voice = 0
