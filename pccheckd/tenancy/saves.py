@@ -194,7 +194,7 @@ class Saves:
         elif event.kind == "failed" and event.stage == "publish":
             self._binding.stop(checkpoint.id.sequence)
             self._tasks.spawn(self._open_again())
-        if not checkpoint.live and event.kind != "durable":
+        if not checkpoint.live:
             self._chronicle.ended(checkpoint)
         if event.kind in ("failed", "superseded", "given_up"):
             self._group.decide_soon()
@@ -279,10 +279,7 @@ class Saves:
     # -- the volumes ---------------------------------------------------------------------------
 
     async def _after_durable(self, checkpoint: RankCheckpoint) -> None:
-        try:
-            await self._binding.volumes.refresh()
-        finally:  # not before: other nodes wait for what this one has, and nobody for the log
-            self._chronicle.ended(checkpoint)
+        await self._binding.volumes.refresh()
         if self._binding.state is not BindingState.LOST:
             self._binding.volumes.settled()
         self._ledger.appearing.pop(checkpoint.id.sequence, None)
