@@ -884,10 +884,11 @@ class PCcheckClient(Closing):
 
     def close(self, *, done: bool = False) -> None:
         """Waits until what is in flight is durable (at most a minute, and not longer than the
-        deadline after a signal of `stop_on`), on several nodes also until they agree on the last
-        checkpoint, for a moment at most; and ends the session. With `done` the job is finished:
-        only its newest checkpoint and pinned checkpoints stay. When the last checkpoints failed, a
-        warning names the reason, and the step from which a restart resumes.
+        deadline after a signal of `stop_on`), and ends the session. On several nodes it also waits
+        until they agree on the last checkpoint, for a moment at most, unless an exception ends the
+        script. With `done` the job is finished: only its newest checkpoint and pinned checkpoints
+        stay. When the last checkpoints failed, a warning names the reason, and the step from which
+        a restart resumes.
 
         `close(done=True)` after the with block, or after `close()`, connects again for this, and
         raises when no daemon answers.
@@ -915,7 +916,7 @@ class PCcheckClient(Closing):
             if self._stop.left_s() is None:
                 self._saver.gate(on_cpu=True)
             drained = self._saver.drain(self._drain_limit_s())
-            if drained and self.spans_nodes:
+            if drained and self.spans_nodes and not _is_failing():
                 self._saver.flush(min(AGREED_LIMIT_S, self._drain_limit_s()))
             saved = self._newest_saved()
             if drained or done:  # the answer comes when all is saved
@@ -1006,6 +1007,12 @@ def _check_together(solo: bool, replicated: bool, autostart: bool, storage: obje
             "storage= is for a private daemon only, and needs autostart=True",
             hint="add autostart=True; or leave storage= out to use the daemon of this node",
         )
+
+
+def _is_failing() -> bool:
+    """An exception ends the script, most likely because a rank has died: the launcher waits for
+    the end of this process, and a new rank may meet it instead of its successor."""
+    return sys.exc_info()[0] is not None or hasattr(sys, "last_type")
 
 
 def _close(client: PCcheckClient, which: str) -> None:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pccheck.nodes import voice
+from pccheck.saving.saver import Saver
 from pccheckd.nodes.carriers.patient import RETRY_S
 from tests.support.daemon import Daemon, Start
 from tests.support.etcd import server
@@ -181,6 +183,30 @@ def test_the_nodes_agree_through_etcd_and_need_no_torch_store(
             again = ranks(start_trainer, nodes, another, "again")
             assert restored(again) == [1, 1]
             assert save(again) == 2
+
+
+def waits_at_the_end(of: Commands, *, fails: bool) -> int:
+    """In a trainer: how often the end of a with block waits for the other nodes."""
+    waits: list[float] = []
+
+    def flush(_: Saver, limit_s: float, *, everywhere: bool = True) -> None:
+        waits.extend([limit_s] * everywhere)
+
+    Saver.flush = flush  # type: ignore[assignment, method-assign]
+    with suppress(KeyError), of.client:
+        if fails:
+            raise KeyError
+    return len(waits)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_script_that_fails_waits_for_no_other_node(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, fails: bool
+) -> None:
+    """Its launcher waits for its end, and a new rank would meet the old one."""
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    assert group[0].evaluate(partial(waits_at_the_end, fails=fails)) == (0 if fails else 1)
 
 
 def test_a_lost_node_is_named_and_left_out_by_the_users_word(
