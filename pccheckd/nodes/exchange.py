@@ -36,7 +36,9 @@ class Exchange:
         self._view, self._heard = view, heard
         self._keys = [self._key("have", at) for at in range(len(found.members))]
         self._looked_s = -LOOK_S
-        self._haves: list[Have | None] = [None] * len(found.members)  # published, if this decides
+        #: What the members have published, as read last, and what that says.
+        self._values: list[bytes | None] = [None] * len(found.members)
+        self._haves: list[Have | None] = [None] * len(found.members)
         self._mine: Have | None = None  # what this one has, which needs no message
         self._said = Said()
         self._lacking: dict[SaveName, str] = {}  # of what is given up: the nodes that lack it
@@ -70,7 +72,8 @@ class Exchange:
         self._looked_s = now_s
         with contextlib.suppress(CarrierError, TimeoutError):
             async with asyncio.timeout(LOOK_LIMIT_S):
-                self._view.saw(_haves(await self._patient.look(self._keys)))
+                self._read(await self._patient.look(self._keys))
+                self._view.saw(self._haves)
 
     # -- the member that decides ---------------------------------------------------------------
 
@@ -79,7 +82,7 @@ class Exchange:
         rung = 0
         while True:
             rung, values = await self._patient.hear(self._key("bell"), rung, self._keys)
-            self._haves = _haves(values)
+            self._read(values)
             self._say()
             await asyncio.sleep(0)  # what follows is told before the next wait is asked for
 
@@ -131,11 +134,12 @@ class Exchange:
             rung, (value,) = await self._patient.hear(bell, rung, [key])
             if (said := parsed(Said.of_plain, value)) is not None:
                 self._view.heard(said)
-                haves: list[Have | None] = []
+                lacks: dict[SaveName, str] = {}
                 if not given_up.issuperset(said.given_up):
-                    haves = _haves(await self._patient.get(self._keys))
+                    self._read(await self._patient.get(self._keys))
+                    lacks = self._lacks(said, self._haves)
                 given_up = set(said.given_up)
-                self._heard(said, self._lacks(said, haves))
+                self._heard(said, lacks)
 
     def _lacks(self, said: Said, haves: Sequence[Have | None]) -> dict[SaveName, str]:
         """The nodes that will never have what is given up."""
@@ -145,9 +149,11 @@ class Exchange:
             names[name] = joined([f"{found.name(one)} ({listed(one.ranks)})" for one in nodes])
         return names
 
+    def _read(self, values: Sequence[bytes | None]) -> None:
+        """Most of them are what they were the last time."""
+        for at, value in enumerate(values):
+            if value != self._values[at]:
+                self._values[at], self._haves[at] = value, parsed(Have.of_plain, value)
+
     def _key(self, *words: object) -> str:
         return "/".join([self._prefix, *map(str, words)])
-
-
-def _haves(values: Sequence[bytes | None]) -> list[Have | None]:
-    return [parsed(Have.of_plain, value) for value in values]

@@ -214,12 +214,13 @@ def make_list(
     used = {hello.node: hello for hello in whose.values()}
     if refused := _apart(list(used.values())):
         return refused
-    members = []
-    for hello in used.values():
-        ranks = tuple(sorted(rank for rank, at in whose.items() if at is hello))
-        members.append(
-            ListMember(hello.node, hello.host, ranks, tuple(hello.nonces[r] for r in ranks))
-        )
+    ranks: dict[bytes, list[int]] = {}
+    for rank in range(mine.world_size):
+        ranks.setdefault(whose[rank].node, []).append(rank)
+    members = [
+        ListMember(node, used[node].host, tuple(own), tuple(used[node].nonces[r] for r in own))
+        for node, own in ranks.items()
+    ]
     return StartList(
         start,
         1 + max(hello.promise.number for hello in used.values()),
