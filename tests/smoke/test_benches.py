@@ -21,6 +21,7 @@ BENCHES = {
     "recover": ("--sizes", "32MiB", *SMALL),
     "memory": ("--steps", "4", "--sizes", "8MiB", "--trainers", "paced", *SMALL),
     "nodes": ("--nodes", "2", "--steps", "2", *SMALL),
+    "scale": ("--ranks", "16", "--checkpoints", "2"),
     "beside": ("--unlimited", "--size", "1MiB", "--saves", "1", "--every", "0.1", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),
     "ranks": ("--size", "1MiB", "--steps", "1", "--cases", "2 ranks, replicated", *SMALL),
@@ -35,7 +36,7 @@ OTHERS = {"timeline": ("-o", "timeline.png")}
 #: Parts of each half of gpu-check; other tests run the probe's.
 GPU = {"check": ("facts", "bandwidth"), "bench": ("gate",)}
 #: What others are made of.
-PARTS = {"__init__", "common", "fio", "ours", "rivals"}
+PARTS = {"__init__", "common", "fio", "ours", "rivals", "simulated"}
 
 
 @pytest.mark.long
