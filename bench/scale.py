@@ -8,7 +8,8 @@ carries out one operation after the other, as torch's does. All but the CPU time
 every run. Nodes have eight ranks each.
 
 A start begins with an empty store. Then all ranks save at the same times, and each node has its
-part durable when its disk, drawn from the seed, is done. Writes bench/results/scale-DATE.{json,md}.
+part durable when its disk, drawn from the seed, is done. A second start has the same store, and
+restores. Writes bench/results/scale-DATE.{json,md}.
 """
 
 from __future__ import annotations
@@ -186,7 +187,6 @@ async def save(
 ) -> float:
     """Seconds from durable on the slowest node to global on all."""
     began_s = clock.time()
-    slowest_s = 0.0
 
     async def write(node: Node, member: NodeMember, late_s: float) -> None:
         with busy(node.number):

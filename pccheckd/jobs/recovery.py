@@ -45,11 +45,11 @@ async def open_checkpoint(
     warnings: list[str] = []
     if session.wide is not None:
         point = await session.wide.point(session.rank, session.process, body)
+        if isinstance(point, Waiting):
+            return point
         warnings = session.wide.untold()
         if point is None:
             return Empty([], warnings)
-        if isinstance(point, Waiting):
-            return point
         agreed = point
     elif session.was_wide is not None and body.before is None:
         owner = tenant.seat.owner

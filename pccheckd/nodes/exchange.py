@@ -84,7 +84,7 @@ class Exchange:
             rung, values = await self._patient.hear(self._key("bell"), rung, self._keys)
             self._read(values)
             self._say()
-            await asyncio.sleep(0)  # what follows is told before the next wait is asked for
+            await asyncio.sleep(0)  # `_tell` sends its message before this task listens again
 
     def _say(self) -> None:
         """The facts that follow, if they are new."""

@@ -34,10 +34,10 @@ class Names:
         self._learn(full, sequence)
         return full
 
-    def of(self, start: bytes, sequences: Iterable[int]) -> dict[int, SaveName]:
+    def of(self, start: bytes, sequences: Iterable[int]) -> set[SaveName]:
         """The names of those sequences that are checkpoints of a start."""
-        found = ((n, self._names.get(n)) for n in sequences)
-        return {n: full.name for n, full in found if full is not None and full.start == start}
+        found = map(self._names.get, sequences)
+        return {full.name for full in found if full is not None and full.start == start}
 
     def every(self) -> Iterator[tuple[Tenant, catalog.StoredCheckpoint, FullName]]:
         """What the volumes hold of wide starts."""

@@ -93,7 +93,7 @@ class Promising:
             return
         every = [self._job.tenants[rank].volumes.sequences() for rank in start.members]
         durable = set.intersection(*every) if every else set()
-        more = set(self._names.of(mine.start, durable).values()) - mine.offered
+        more = self._names.of(mine.start, durable) - mine.offered
         if more and (later := more & facts.offer(mine, self._there(), self._room()).offered):
             self._offering = True
             tenant = self._job.tenants[min(start.members)]
@@ -109,7 +109,7 @@ class Promising:
             there |= tenant.volumes.sequences() | set(tenant.ledger.pending())
         found = self._names.of(mine.start, (n for n in there if not self._job.gives_up(n)))
         kept = {one for one in mine.known if self._names.sequence(one) in there}
-        return {FullName(mine.start, name) for name in found.values()} | kept
+        return {FullName(mine.start, name) for name in found} | kept
 
     async def _offer_durable(self, start: bytes, more: list[SaveName]) -> None:
         """The record of each rank has the mark before the other nodes hear of it."""
@@ -159,8 +159,8 @@ class Promising:
         flying = set(tenant.ledger.pending()) - held | tenant.binding.unsure
         lost = {n for n in held | flying if self._job.gives_up(n)} - self._unsure()
         return RankHas(
-            set(self._names.of(start, held - lost).values()),
-            set(self._names.of(start, flying - lost).values()),
+            self._names.of(start, held - lost),
+            self._names.of(start, flying - lost),
             self._newest_asked(rank),
         )
 

@@ -74,6 +74,7 @@ class Patient:
         await self._sure(lambda: self._carrier.set(key, value), counts=2)
 
     async def swap(self, key: str, value: bytes) -> bytes:
+        """`value`: as `packed` makes it."""
         return await self._sure(lambda: self._carrier.swap(key, value))
 
     async def ring(self, key: str, plain: object, bell: str) -> None:

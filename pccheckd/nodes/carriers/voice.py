@@ -60,7 +60,7 @@ class _Lane:
         self.queued = deque(asked for asked in self.queued if not asked.result.done())
         if self.given and all(asked.result.done() for asked in self.given):
             self.given, self.pieces, self.voice = [], [], 0  # nobody waits for the answer any more
-        is_gone = not self.given and now_s - self.heard_s > ABSENT_S
+        is_gone = now_s - self.heard_s > ABSENT_S
         if not self.queued or self.given or (self.voice not in (0, session) and not is_gone):
             return []
         self.voice, self.heard_s = session, now_s

@@ -22,7 +22,7 @@ def test_a_job_is_the_same_in_every_run() -> None:
     assert first["nodes"] == 8 and len(first["global_s"]) == 4
 
 
-def test_a_checkpoints_messages_grow_with_the_nodes_not_with_their_square() -> None:
+def test_messages_of_a_checkpoint_grow_with_the_nodes() -> None:
     few, many = (job(scale.RANKS_PER_NODE * nodes) for nodes in (8, 64))
     assert many["save"].operations < 2 * 8 * few["save"].operations
     assert max(many["global_s"]) < 1.0
