@@ -40,6 +40,7 @@ class Known(NamedTuple):
     places: Mapping[int, PartState]  # by rank, of those that have a part of it or will have one
     wanted: bool = False  # on the disk
     never: bool = False  # some rank will never have its part
+    elsewhere: bool = False  # a rank of another node, which may have replaced it in memory
 
     def is_on_all(self, *places: PartState) -> bool:
         return all(self.places.get(rank) in places for rank in self.members)
@@ -60,7 +61,8 @@ class Known(NamedTuple):
 
 
 class ParkedMoves(NamedTuple):
-    #: With the safe one that takes its place; None: some rank will never have it.
+    #: With what takes its place: it is safe; or it is newer, and another node will never have the
+    #: dropped one. None: a checkpoint fails that somebody wants, since a rank will never have it.
     drop: list[tuple[Known, Known | None]]
     write: list[Known]  # on every rank that has it parked, oldest first
 
@@ -74,10 +76,12 @@ def decide(every: Collection[Known], *, idle: bool) -> ParkedMoves:
     for one in sorted(copied, key=_sequence):
         best = _newest(one, safe)
         newer = best if best is not None and best.sequence > one.sequence else None
-        if one.never and (best is not None or _newest(one, copied, above=one.sequence)):
-            decision.drop.append((one, None))
-        elif newer is not None and newer.is_on_all(PartState.DURABLE):
+        later = _newest(one, copied, above=one.sequence)
+        if newer is not None and newer.is_on_all(PartState.DURABLE):
             decision.drop.append((one, newer))
+        elif one.never and (best is not None or later is not None):
+            is_news = one.wanted or not one.elsewhere
+            decision.drop.append((one, None if is_news else later))
         elif one.wanted or one.is_begun or (idle and best is one):
             decision.write.append(one)
         elif newer is not None:
@@ -196,8 +200,11 @@ class Parked:
         end, by = End(State.SKIPPED, self._decisions.why_given_up(one.sequence)), None
         if newer is not None:
             by = newer.sequence, self._step(newer)
-            on_disk = newer.is_on_all(PartState.DURABLE)
-            why = Why(Cause.REPLACED) if on_disk else Why(Cause.REPLACED_IN_MEMORY, by[1])
+            why = Why(Cause.REPLACED_IN_MEMORY, by[1])
+            if newer.is_on_all(PartState.DURABLE):
+                why = Why(Cause.REPLACED)
+            elif one.never:
+                why = end.why
             end = End(State.SUPERSEDED, why)
         for tenant, found in self._parts(one):
             tenant.saves.drop(found, end, by)
@@ -211,7 +218,7 @@ class Parked:
 
     def _known(self) -> list[Known]:
         places: dict[tuple[int, Collection[int]], dict[int, PartState]] = {}
-        wanted = set()
+        wanted, elsewhere = set(), self._members.elsewhere.given_up
         for rank, tenant in self._members.tenants.items():
             hurry = tenant.readiness.stops or tenant.binding.state is BindingState.STOPPED
             for found in tenant.ledger.live():
@@ -227,7 +234,7 @@ class Parked:
                 places.setdefault((sequence, self._of(rank, size)), {})[rank] = PartState.DURABLE
         return [
             Known(sequence, members, parts, (sequence, members) in wanted,
-                  self._is_never(sequence, members))
+                  self._is_never(sequence, members), sequence in elsewhere)
             for (sequence, members), parts in places.items() if sequence
         ]  # fmt: skip
 

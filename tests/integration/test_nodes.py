@@ -53,6 +53,23 @@ def test_a_first_start_warns_of_nothing(
     assert [trainer.warnings for trainer in group] == [[], []]
 
 
+def test_steps_in_memory_are_replaced_without_a_warning(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore
+) -> None:
+    """Each node decides what it writes of them, so they write different ones."""
+    group = ranks(start_trainer, nodes, store, per_node=2, durable_every=3)
+    for _ in range(90):
+        for trainer in group:
+            trainer.step()
+        handles = [trainer.checkpoint() for trainer in group]
+        for trainer, handle in zip(group, handles, strict=True):
+            trainer.wait_copied(handle)
+    assert [trainer.wait_global(89) for trainer in group] == ["global"] * 4
+    ended = {state for trainer in group for state in trainer.states()}
+    assert ended <= {"global", "superseded", "durable"}
+    assert [trainer.warnings for trainer in group] == [[], [], [], []]
+
+
 def test_all_ranks_restore_one_step(
     start_trainer: Connect, nodes: list[Daemon], store: TorchStore
 ) -> None:

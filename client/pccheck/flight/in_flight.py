@@ -136,7 +136,8 @@ class InFlight:
         self.requested_ns = time.monotonic_ns()
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: its device part is the daemon's to read
-        self.in_memory = False  #: it is written only when it is wanted on the disk
+        self.in_memory = False  #: it is written only when it is wanted on the disk ...
+        self.is_wanted = False  #: ... which somebody has said
         self.noted = Phase.REQUESTED  #: what the training thread has taken note of
         #: None: it never reached a daemon, or the client has closed.
         self.connection = connection
@@ -204,6 +205,7 @@ class InFlight:
 
     def want(self) -> None:
         """A memory-only one is to be written. Any thread, any number of times."""
+        self.is_wanted = True
         if self.in_memory and self.phase in GOING:
             with contextlib.suppress(ValueError, OSError):  # closed
                 self.native.write(self.snapshot)

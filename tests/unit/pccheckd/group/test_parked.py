@@ -167,6 +167,21 @@ def test_what_a_rank_never_has_is_dropped() -> None:
     assert dropped(known(1, P, P), known(2, P, GONE, never=True)) == [2]
 
 
+def test_what_nodes_gave_up_is_superseded_by_what_they_have() -> None:
+    """The nodes give up what was never offered to them, once they have a newer one."""
+    old, new = known(1, P, P, never=True), known(2, D, D)
+    assert decide([old, new], idle=False).drop == [(old, new)]
+
+
+def test_what_another_node_replaced_in_memory_is_superseded() -> None:
+    """But where somebody wants it on the disk."""
+    old, new = known(1, P, P, never=True)._replace(elsewhere=True), known(2, P, P)
+    assert decide([old, new], idle=False).drop == [(old, new)]
+    assert decide([old], idle=False).drop == []
+    wanted = old._replace(wanted=True)
+    assert decide([wanted, new], idle=False).drop == [(wanted, None)]
+
+
 def test_the_end_of_a_trainer_wants_the_newest_on_all() -> None:
     every = [known(1, P, P), known(2, P, W), known(3, P, GONE)]
     assert [one.sequence for one in newest(every)] == [2, 3]
