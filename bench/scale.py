@@ -39,6 +39,7 @@ INTERVAL_S, WRITE_S = 10.0, 2.0
 #: A node's part is durable so much later than WRITE_S, in the median.
 LATE_S = 0.2
 LAUNCH_S = 60.0
+COME_S = 5.0  # the ranks of a start connect within this time
 #: The rate of the Llama 3 report (arXiv 2407.21783, section 3.3.4): 419 interruptions in 54 days of
 #: 16,384 GPUs.
 INTERRUPTIONS_PER_RANK_H = 419 / (54 * 24 * 16384)
@@ -140,8 +141,9 @@ async def job(clock: Clock, ranks: int, checkpoints: int, seed: int) -> dict[str
     """A start that saves, and a second one with the same store, which restores."""
     store = SimulatedStore(clock)
     nodes = [Node(number, ranks, clock) for number in range(-(-ranks // RANKS_PER_NODE))]
-    async with started(clock, store, nodes) as (members, begin_s, begin):
-        draw, before = random.Random(seed), store.counted()
+    draw = random.Random(seed)
+    async with started(clock, store, nodes, draw) as (members, begin_s, begin):
+        before = store.counted()
         used_before = [clock.used_s[node.number] for node in nodes]
         names = [SaveName(0, 0, step, 0) for step in range(1, checkpoints + 1)]
         after_s = [await save(clock, name, nodes, members, draw) for name in names]
@@ -149,7 +151,7 @@ async def job(clock: Clock, ranks: int, checkpoints: int, seed: int) -> dict[str
     used_s = [clock.used_s[node.number] - was for node, was in zip(nodes, used_before, strict=True)]
     for node in nodes:
         node.life += 1
-    async with started(clock, store, nodes) as (_, restore_s, restore):
+    async with started(clock, store, nodes, draw) as (_, restore_s, restore):
         assert {node.restored.name for node in nodes if node.restored} == {names[-1]}
     return {
         "ranks": ranks, "nodes": len(nodes),
@@ -163,15 +165,22 @@ async def job(clock: Clock, ranks: int, checkpoints: int, seed: int) -> dict[str
 
 @contextlib.asynccontextmanager
 async def started(
-    clock: Clock, store: SimulatedStore, nodes: list[Node]
+    clock: Clock, store: SimulatedStore, nodes: list[Node], draw: random.Random
 ) -> AsyncIterator[tuple[list[NodeMember], float, Counted]]:
-    """The members of a start that has begun; the seconds that took, and what the store did."""
+    """The members of a start that has begun; the seconds after the last had come, and what
+    the store did."""
     began_s, before = clock.time(), store.counted()
     members = [NodeMember(SimulatedCarrier(store), "job", node) for node in nodes]
-    tasks = []
-    for node, member in zip(nodes, members, strict=True):
+
+    async def come(member: NodeMember, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await member.run()
+
+    tasks, after_s = [], [draw.uniform(0, COME_S) for _ in nodes]
+    for node, member, one_s in zip(nodes, members, after_s, strict=True):
         with busy(node.number):
-            tasks.append(asyncio.create_task(member.run()))
+            tasks.append(asyncio.create_task(come(member, one_s)))
+    began_s += max(after_s)
     while any(member.phase is not MemberPhase.RUNNING for member in members):
         refused = [member.refused for member in members if member.refused is not None]
         assert not refused, refused[0]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
-from pccheckd.nodes import member
+from pccheckd.nodes import member, rounds
 from pccheckd.nodes.carriers.carrier import VALUE_MAX
 from pccheckd.nodes.carriers.patient import parsed
 
@@ -130,6 +130,7 @@ def simulate(work: Callable[[Clock], Coroutine[Any, Any, _T]]) -> _T:
         # Each node reads what all have written: here that is read once.
         read = functools.cache(parsed)
         patches.enter_context(mock.patch.object(member, "parsed", read))
+        patches.enter_context(mock.patch.object(rounds, "parsed", read))
         with asyncio.Runner(loop_factory=lambda: clock) as runner:
             return runner.run(work(clock))
 

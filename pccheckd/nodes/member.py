@@ -10,8 +10,10 @@
 | key (below the job; `<s>`: the start) | written by | read by |
 |---|---|---|
 | `hellos` (a count), `hello/<i>` | each node | all |
-| `list/<k>` | the node whose hello is last | all |
+| `lists` (a count), `list/<k>` | the node whose hello is last | all |
 | `<s>/offer/<round>/<i>` | member i | who decides |
+| `<s>/asked/<round>` | who decides, and lacks a list | all |
+| `<s>/who/<digest>` | who is asked | who decides |
 | `<s>/answer/<round>` | who decides first, or who refuses | all |
 | `<s>/have/<i>`, `<s>/bell` | member i | member 0; the others for `status` |
 | `<s>/said`, `<s>/said/bell` | member 0 | the others |
@@ -25,9 +27,9 @@ import asyncio
 import enum
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from pccheck_native.group import Refused
 from pccheck_native.nodes.beginning import absent, decide
@@ -49,19 +51,21 @@ from pccheckd.base.moves import moved
 from .carriers.carrier import Carrier
 from .carriers.patient import LISTEN_S, Patient, packed, parsed, unpacked
 from .exchange import Exchange
+from .rounds import BATCH, Round, fill
 from .view import NodesView
-
-_T = TypeVar("_T")
 
 #: Of all starts with one store: whoever reaches the store may write any number there.
 HELLOS_MAX = 1 << 16
-BATCH = 64  # keys that are read at once
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.01, 0.25
 #: What makes no fact (a checkpoint was asked for, an older one has gone) waits for so long, and is
 #: then published with what does: a checkpoint costs each node one message.
 QUIET_S = 5.0
 #: Member 0 decides. Member k does so after k times this, if there is no answer.
 DECIDES_AFTER_S = 3.0
+#: Where there are many hellos, a node reads them when its own has been the last for a while: most
+#: nodes are the last when they come. The others do so much later: the last one may have ended, and
+#: people want to know who is missing.
+LAST_S, READS_AFTER_S = 0.05, 10.0
 #: For so long nodes that do not fit together wait for a newer hello: one may be of an earlier life.
 APART_S = 3.0
 
@@ -197,28 +201,28 @@ class NodeMember:
         if self.phase is MemberPhase.BEGINNING:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
+        if not self._lists_seen:  # else a newer list has this node
+            self._lists_seen = await self.patient.count(f"{self._job}/lists")
         mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
         apart = _Apart()
-        pause = PAUSE_FIRST_S
+        began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
             count = await self.patient.count(f"{self._job}/hellos")
             if count > HELLOS_MAX:
                 return self._refuse(_too_many(count))
-            if not await self._read_hellos(count, mine):
+            if count < mine:  # the store has come back empty
+                self._lists_seen = 0
+                hellos.clear()
                 mine = await self._say_hello(hello)
                 continue
-            if (two := cloned(hellos[mine:], hello)) is not None:
-                await self._say_hello(hello)  # later than that of the other one, which then knows
-                return self._refuse(two)
-            made = make_list(hellos, secrets.token_bytes(ID), hello)
-            self.missing = "" if isinstance(made, StartList) else f"{made.reason}; {made.hint}"
-            if isinstance(made, Refused) and apart.lasts(made):
-                return self._refuse(made)
-            if isinstance(made, StartList) and _is_last(hellos, mine, hello):
-                key = f"{self._job}/list/{self._lists_seen + 1}"
-                await self.patient.swap(key, packed(made.to_plain()))
-            seen = self._lists_seen
+            waits_s = time.monotonic() - began_s
+            is_last = count == mine and waits_s >= LAST_S
+            if count <= BATCH or is_last or is_left_out or waits_s >= READS_AFTER_S:
+                refused = await self._make_list(count, mine, hello, apart)
+                if refused is not None:
+                    return self._refuse(refused)
+            seen = self._lists_seen = min(self._lists_seen, count)  # anybody may write to `lists`
             found = await self._newest_list(hello)
             if found is not None and found.promise >= hello.promise:  # else of an older hello
                 return await self._promise(found)
@@ -230,33 +234,34 @@ class NodeMember:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
-    async def _read_hellos(self, count: int, mine: int) -> bool:
-        """Those that have come. False: the store has come back empty, without `mine`."""
+    async def _make_list(
+        self, count: int, mine: int, hello: NodeHello, apart: _Apart
+    ) -> Refused | None:
+        """Reads the hellos that have come, and makes the list if `mine` is the last."""
         hellos = self.hellos
-        if count < mine:
-            self._lists_seen = 0
-            hellos.clear()
-            return False
         if count > len(hellos) or None in hellos[-BATCH:]:
             hellos += [None] * (count - len(hellos))
-            await self._fill(hellos, lambda at: f"{self._job}/hello/{at + 1}", NodeHello.of_plain)
-        return True
+            await fill(
+                self.patient, hellos, lambda at: f"{self._job}/hello/{at + 1}", NodeHello.of_plain
+            )
+        if (two := cloned(hellos[mine:], hello)) is not None:
+            await self._say_hello(hello)  # later than that of the other one, which then knows
+            return two
+        made = make_list(hellos, secrets.token_bytes(ID), hello)
+        self.missing = "" if isinstance(made, StartList) else f"{made.reason}; {made.hint}"
+        if isinstance(made, Refused) and apart.lasts(made):
+            return made
+        if isinstance(made, StartList) and _is_last(hellos, mine, hello):
+            key, value = f"{self._job}/list/{self._lists_seen + 1}", packed(made.to_plain())
+            if await self.patient.swap(key, value) == value:
+                await self.patient.add(f"{self._job}/lists", 1)
+        return None
 
     async def _say_hello(self, hello: NodeHello) -> int:
         """Which hello it is."""
         mine = await self.patient.add(f"{self._job}/hellos", 1)
         await self.patient.set(f"{self._job}/hello/{mine}", hello.to_plain())
         return mine
-
-    async def _fill(
-        self, found: list[_T | None], key: Callable[[int], str], read: Callable[[object], _T]
-    ) -> None:
-        """Reads what is missing in `found`."""
-        lacking = [at for at, one in enumerate(found) if one is None]
-        for first in range(0, len(lacking), BATCH):
-            part = lacking[first : first + BATCH]
-            for at, value in zip(part, await self.patient.get(list(map(key, part))), strict=True):
-                found[at] = parsed(read, value)
 
     async def _newest_list(self, hello: NodeHello) -> StartList | None:
         """The newest list in the store, if it has the living processes of this node."""
@@ -291,43 +296,42 @@ class NodeMember:
         """Offers, and records the answer. False: refused, or there is a newer list."""
         found = self.list
         assert found is not None
-        offer = (await self._keeper.offer(found, round_)).to_plain()
-        mine = self._key("offer", round_, self.at)
-        await self.patient.set(mine, offer)
-        offers: list[Offer | None] = [None] * len(found.members)
+        offer = await self._keeper.offer(found, round_)
+        round_now = Round(self.patient, self._key, found, self.at, round_, offer)
+        await round_now.offer()
+        answer = self._key("answer", round_)
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
-            value, there = await self.patient.get([self._key("answer", round_), mine])
+            value, *mine = await self.patient.get([answer, *round_now.keys])
             if value is not None:
                 return await self._answered(found, value)
-            if there is None:  # the store has come back empty
-                await self.patient.set(mine, offer)
-                if round_ == 0:
-                    self._lists_seen = 0
-                    await self._say_hello(self._keeper.hello())
+            if not await round_now.look(*mine) and round_ == 0:  # the store has come back empty
+                self._lists_seen = 0
+                await self._say_hello(self._keeper.hello())
             if round_ == 0 and await self._newest_list(self._keeper.hello()) is not None:
                 self._lists_seen -= 1  # it is read again, and taken
                 return False
             if time.monotonic() - began_s >= DECIDES_AFTER_S * self.at:
-                await self._try_to_decide(found, round_, offers, began_s)
+                await self._try_to_decide(found, round_now, answer, began_s)
             else:
                 self.missing = f"{found.name(found.members[0])} has not decided yet"
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
 
     async def _try_to_decide(
-        self, found: StartList, round_: int, offers: list[Offer | None], began_s: float
+        self, found: StartList, round_now: Round, key: str, began_s: float
     ) -> None:
-        """`offers`: those that were read before."""
-        await self._fill(offers, lambda at: self._key("offer", round_, at), Offer.of_plain)
+        waits_s = time.monotonic() - began_s
+        offers = await round_now.read(waits_s)
         self.view.answered({at for at, one in enumerate(offers) if one is not None})
         came = [one for one in offers if one is not None]
-        missing = absent(came, found, time.monotonic() - began_s, round_)
+        missing = absent(came, found, waits_s, round_now.number)
         self.missing = missing.reason if missing is not None else ""
         if missing is None:
-            answer = await asyncio.to_thread(decide, came, found, round_)  # of any length
+            number = round_now.number
+            answer = await asyncio.to_thread(decide, came, found, number)  # of any length
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
-            await self.patient.swap(self._key("answer", round_), packed(plain))
+            await self.patient.swap(key, packed(plain))
 
     async def _answered(self, found: StartList, value: bytes) -> bool:
         plain = unpacked(value)

@@ -9,6 +9,7 @@ part of a launch displaces nobody.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -161,6 +162,15 @@ class StartList(NamedTuple):
     @property
     def promise(self) -> Promise:
         return Promise(self.number, self.start)
+
+    def brief(self) -> StartList:
+        """Without the processes of its ranks, which matter to nobody once the start has begun."""
+        members = (one._replace(nonces=(b"",) * len(one.ranks)) for one in self.members)
+        return self._replace(members=tuple(members))
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(ascii(self.to_plain()).encode(), digest_size=plain.ID).digest()
 
     def ranks_of(self, node: bytes) -> frozenset[int]:
         mine = (member.ranks for member in self.members if member.node == node)

@@ -3,7 +3,7 @@ I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from pccheck_native.nodes import plain
@@ -104,25 +104,26 @@ class StartRecord(NamedTuple):
         return self._replace(seen=answer.seen, restored=restored, word=answer.word)
 
     def brief(self) -> StartRecord:
-        """Without the processes of its ranks, which matter to nobody once the start has begun."""
-        members = (one._replace(nonces=(b"",) * len(one.ranks)) for one in self.who.members)
-        return self._replace(who=self.who._replace(members=tuple(members)))
+        return self._replace(who=self.who.brief())
 
-    def to_plain(self) -> list[object]:
+    def to_plain(self, who: object = None) -> list[object]:
+        """`who`: what stands for the list."""
         restored = [[round_, _point_to_plain(one)] for round_, one in self.restored]
         word = self.word.to_plain()
-        return [self.who.to_plain(), list(self.seen), restored, word, self.round]
+        return [who or self.who.to_plain(), list(self.seen), restored, word, self.round]
 
     @classmethod
-    def of_plain(cls, value: object) -> StartRecord:
-        """Raises ValueError."""
+    def of_plain(
+        cls, value: object, who: Callable[[object], StartList] = StartList.of_plain
+    ) -> StartRecord:
+        """`who` makes the list of what stands for it. Raises ValueError."""
         found, seen, restored, word, last = plain.items(value, "a record of a start", count=5)
         rounds = {}
         for pair in plain.items(restored, "rounds", ROUNDS_MAX):
             round_, one = plain.items(pair, "a round", count=2)
             rounds[plain.number(round_, "a round")] = _point_of_plain(one)
         return cls(
-            StartList.of_plain(found),
+            who(found),
             _starts_of_plain(seen),
             tuple(sorted(rounds.items(), key=lambda one: one[0])),
             Word.of_plain(word),
@@ -168,23 +169,46 @@ class Offer(NamedTuple):
     word: Word = Word()  # for this round
     round: int = 0
 
+    @property
+    def lists(self) -> dict[bytes, StartList]:
+        """Those of its records, by digest."""
+        brief = (record.who.brief() for record in self.records)
+        return {one.digest: one for one in brief}
+
     def to_plain(self) -> list[object]:
-        records = [record.brief() for record in self.records]
-        lists = (records, self.known, self.parts, self.answers)
+        """All nodes have the same lists, which are long, so their digests stand for them."""
+        records = [one.to_plain(one.who.brief().digest) for one in self.records]
+        lists = (self.known, self.parts, self.answers)
         made = [[one.to_plain() for one in some] for some in lists]
         word = self.word.to_plain()
-        return [self.node, self.host, self.promise.to_plain(), *made, word, self.round]
+        return [self.node, self.host, self.promise.to_plain(), records, *made, word, self.round]
+
+    @staticmethod
+    def named(value: object) -> frozenset[bytes]:
+        """The digests of the lists in a plain offer. Raises ValueError."""
+        records = plain.items(value, "an offer", count=len(Offer._fields))[3]
+        some = plain.items(records, "records", RECORDS_MAX)
+        return frozenset(
+            plain.raw(plain.items(one, "a record of a start", count=5)[0], "a list") for one in some
+        )
 
     @classmethod
-    def of_plain(cls, value: object) -> Offer:
-        """Raises ValueError."""
+    def of_plain(cls, value: object, lists: Mapping[bytes, StartList]) -> Offer:
+        """`lists`: all that are `named`. Raises ValueError."""
         found = cls(*plain.items(value, "an offer", count=len(cls._fields)))  # type: ignore[arg-type]
         records = plain.items(found.records, "records", RECORDS_MAX)
+
+        def who(digest: object) -> StartList:
+            one = lists.get(plain.raw(digest, "a list"))
+            if one is None:
+                raise ValueError("an offer names a list that is not known")
+            return one
+
         return cls(
             plain.raw(found.node, "a node"),
             plain.text(found.host, "a host name"),
             Promise.of_plain(found.promise),
-            tuple(map(StartRecord.of_plain, records)),
+            tuple(StartRecord.of_plain(one, who) for one in records),
             tuple(map(FullName.of_plain, plain.items(found.known, "known globals"))),
             tuple(map(HeldPart.of_plain, plain.items(found.parts, "shards"))),
             tuple(map(StartAnswer.of_plain, plain.items(found.answers, "answers", ROUNDS_MAX))),

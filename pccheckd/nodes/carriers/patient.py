@@ -141,8 +141,11 @@ def unpacked(value: bytes | None) -> object:
 def parsed(read: Callable[[object], _T], value: bytes | None) -> _T | None:
     """The same, of a type whose `read` raises ValueError."""
     plain = unpacked(value)
-    if plain is None:
-        return None
+    return None if plain is None else checked(read, plain)
+
+
+def checked(read: Callable[[object], _T], plain: object) -> _T | None:
+    """None for what is not valid."""
     try:
         return read(plain)
     except ValueError as error:

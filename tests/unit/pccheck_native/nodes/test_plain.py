@@ -63,12 +63,31 @@ def test_an_offer_takes_the_records_of_starts_that_have_begun() -> None:
     many = [*never, *never, *older]
     found = newest(many)
     assert len(found) == RECORDS_MAX and set(older) <= set(found)
-    assert Offer.of_plain(Offer(A, "a", Promise(1, A), found).to_plain())
+    offer = Offer(A, "a", Promise(1, A), found)
+    assert Offer.of_plain(offer.to_plain(), offer.lists)
+
+
+def read(kind: type[Any], value: object) -> Any:
+    if kind is Offer:
+        Offer.named(value)
+        return Offer.of_plain(value, {RECORD.brief().who.digest: RECORD.brief().who})
+    return kind.of_plain(value)
+
+
+def test_an_offer_is_short_and_names_its_lists() -> None:
+    who = a_list(B, [(0, *range(3, 250)), (1,), (2,)], 7)
+    offer = Offer(A, "a", Promise(1, A), (born(who, None),))
+    value = offer.to_plain()
+    assert len(msgpack.packb(value)) < 200 < 2000 < len(msgpack.packb(who.to_plain()))
+    assert Offer.named(value) == {who.brief().digest} == offer.lists.keys()
+    assert Offer.of_plain(value, offer.lists).records[0].who == who.brief()
+    with pytest.raises(ValueError, match="a list that is not known"):
+        Offer.of_plain(value, {})
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_is_the_same_after_its_way(value: Any) -> None:
-    assert type(value).of_plain(msgpack.unpackb(msgpack.packb(value.to_plain()))) == value
+    assert read(type(value), msgpack.unpackb(msgpack.packb(value.to_plain()))) == value
 
 
 @pytest.mark.parametrize("kind", LISTS, ids=lambda kind: kind.__name__)
@@ -77,11 +96,11 @@ def test_a_malformed_value_is_a_value_error(kind: type[Any]) -> None:
     for _ in range(2000):
         broken = _mutate(rng, LISTS[kind].to_plain())
         try:
-            found = kind.of_plain(broken)
+            found = read(kind, broken)
         except ValueError:
             refused += 1
         else:
-            assert kind.of_plain(found.to_plain()) == found
+            assert read(kind, found.to_plain()) == found
     assert refused > 300
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from pccheck_native.group import Refused
 from pccheck_native.nodes.facts import Have, Said, SaveName
-from pccheck_native.nodes.lists import NodeHello, Promise, StartList
-from pccheck_native.nodes.offers import Offer, StartAnswer
+from pccheck_native.nodes.lists import ListMember, NodeHello, Promise, StartList
+from pccheck_native.nodes.offers import Offer, StartAnswer, StartRecord
 from pccheckd.nodes.member import MemberPhase, NodeMember
+from pccheckd.nodes.rounds import BATCH
 from tests.support.memorycarrier import MemoryCarrier, MemoryStore
 
 pytestmark = pytest.mark.anyio
@@ -192,6 +193,88 @@ async def test_who_fails_in_a_round_tells_the_other_members() -> None:
     await second.fail(Refused("no space left", ""))
     await asyncio.wait_for(other, LIMIT_S)
     assert first.refused and first.refused.reason == "host n1 refused this start: no space left"
+
+
+class Holding(Node):
+    """It has the records of some earlier starts."""
+
+    def __init__(self, rank: int, *starts: int, world_size: int = 2) -> None:
+        super().__init__(rank, 0, world_size=world_size)
+        self._records = tuple(map(_record, starts))
+
+    async def offer(self, found: StartList, round_: int) -> Offer:
+        offer = await super().offer(found, round_)
+        return offer._replace(records=self._records)
+
+
+def _record(start: int) -> StartRecord:
+    members = (ListMember(bytes([9]) * 16, "old", (0,), (bytes([start]) * 16,)),)
+    found = StartList(bytes([start]) * 16, start, "launch", 1, False, 1, members)
+    answer = StartAnswer(found.start, 0, None, tuple(bytes([n]) * 16 for n in range(1, start)))
+    return StartRecord(found).with_answer(answer)
+
+
+async def test_a_list_that_the_decider_lacks_is_asked_for() -> None:
+    """Once, although two nodes have it. What the decider has, too, nobody sends."""
+    store = MemoryStore()
+    holds = [(1,), (1, 2), (1, 2)]
+    nodes = [Holding(rank, *starts, world_size=3) for rank, starts in enumerate(holds)]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    found = await refusals(*members)  # nobody here was a member of those starts
+    assert len(found) == 3 and all("host old" in one for one in found)
+    sent = [key for name, key in store.operations if name == "set" and "/who/" in key]
+    assert len(sent) == 1
+
+
+async def test_who_does_not_send_a_list_is_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pccheckd.nodes.rounds.ASKS_S", 0.05)
+
+    class Mute(MemoryCarrier):
+        async def set(self, key: str, value: bytes) -> None:
+            if "/who/" not in key:
+                await super().set(key, value)
+
+    store = MemoryStore()
+    carriers = [MemoryCarrier(store), Mute(store), MemoryCarrier(store)]
+    nodes = [Holding(0, world_size=3), *(Holding(rank, 1, world_size=3) for rank in (1, 2))]
+    members = [NodeMember(one, "job", node) for one, node in zip(carriers, nodes, strict=True)]
+    assert len(await refusals(*members)) == 3
+
+
+async def test_of_many_hellos_only_the_last_node_reads_all() -> None:
+    store, many = MemoryStore(), 4 * BATCH
+    nodes = [Node(rank, 0, world_size=many) for rank in range(many)]
+    members = [NodeMember(MemoryCarrier(store), "job", node) for node in nodes]
+    await begun(*members)
+    read = [key for name, key in store.operations if name == "get" and "/hello/" in key]
+    assert sum(len(keys.split()) for keys in read) < many * many / 4
+
+
+async def test_a_last_hello_that_never_comes_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pccheckd.nodes.member.READS_AFTER_S", 0.1)
+    store, many = MemoryStore(), BATCH
+    members = [
+        NodeMember(MemoryCarrier(store), "job", Node(rank, 0, world_size=many))
+        for rank in range(many)
+    ]
+    tasks = [asyncio.create_task(one.run()) for one in members[:-1]]
+    async with asyncio.timeout(LIMIT_S):
+        while store.values.get("job/hellos") != b"%d" % (many - 1):
+            await asyncio.sleep(0.001)
+    last = asyncio.create_task(members[-1].run())
+    while store.values.get("job/hellos") != b"%d" % many:
+        await asyncio.sleep(0)
+    store.values["job/hellos"] = b"%d" % (many + 3)  # of nodes that have ended since
+    async with asyncio.timeout(LIMIT_S):
+        while any(member.phase is not MemberPhase.RUNNING for member in members):
+            await asyncio.sleep(0.001)
+    for task in (*tasks, last):
+        task.cancel()
+    await asyncio.gather(*tasks, last, return_exceptions=True)
 
 
 class Replicated(Node):
