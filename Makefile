@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -139,6 +139,14 @@ MPI_PACKAGES := openmpi-bin libopenmpi3 libpmix2 libhwloc15 libhwloc-plugins lib
 
 mpi-check: $(READY) .mpi/usr/bin/mpirun.openmpi ## as root: the same with mpirun, of Debian's Open MPI, unpacked into .mpi
 	PCC_MPI=$(abspath .mpi/usr) $(BIN)/python -m tests.nodes mpirun
+
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2 libhwloc15 \
+	liblua5.1-0 libdbus-1-3 libyaml-0-2 libnuma1 liblz4-1 libjson-c5 libpam0g libreadline8
+.slurm/usr/sbin/slurmctld-wlm:
+	mkdir -p .slurm && cd .slurm && apt-get -q download $(SLURM_PACKAGES) && for one in *.deb; do dpkg -x $$one .; done
+
+slurm-check: $(READY) .slurm/usr/sbin/slurmctld-wlm ## as root: deploy/slurm with Debian's Slurm, unpacked into .slurm
+	PCC_SLURM=$(abspath .slurm) $(BIN)/python -m tests.nodes slurm slurm-own-daemon
 
 ETCD ?= .etcd/usr/bin/etcd
 .etcd/usr/bin/etcd:

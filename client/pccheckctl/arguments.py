@@ -188,7 +188,7 @@ def _file(to: argparse.ArgumentParser) -> None:
 
 
 def _wait(to: argparse.ArgumentParser) -> None:
-    to.add_argument("job", type=_job, help=_JOB)
+    to.add_argument("job", type=_job, nargs="?", help=f"{_JOB}; without it: all, with --ended")
     to.add_argument("--rank", type=_number, default=0, help="of this rank (default 0)")
     to.add_argument(
         "--for", dest="state", choices=("copied", "durable", "global"), default="durable",
@@ -197,6 +197,8 @@ def _wait(to: argparse.ArgumentParser) -> None:
     step = to.add_mutually_exclusive_group(required=True)
     step.add_argument("--step", type=_number, help="this step or a later one")
     step.add_argument("--newest", action="store_true", help="the newest request, or the next one")
+    step.add_argument("--ended", action="store_true",
+                      help="whatever trainers that have ended have left to write")  # fmt: skip
     to.add_argument("--timeout", type=_duration, default=60.0, metavar="TIME",
                     help="such as 90s or 5min (default 60s)")  # fmt: skip
 

@@ -341,6 +341,24 @@ def test_wait_for_global_and_for_the_newest(
     assert ctl("wait", "fresh", "--newest", "--for=global")[:2] == (0, "step 1 is global\n")
 
 
+def test_wait_for_what_an_ended_trainer_left(
+    ctl: Ctl, daemon: Daemon, start_trainer: Connect
+) -> None:
+    """A trainer that lives keeps its steps in memory, and is not waited for."""
+    for name in ("ended", "lives"):
+        trainer = start_trainer(daemon, job=name, durable_every=1000)
+        for _ in range(2):
+            trainer.step()
+            trainer.wait_copied(trainer.checkpoint())
+        if name == "ended":
+            trainer.kill()
+    assert ctl("wait", "--ended") == (0, "everything is written that ended trainers have left\n", "")
+    code, out, _ = ctl("--json", "wait", "ended", "--ended")
+    assert (code, json.loads(out)) == (0, {"schema": 1, "job": "ended", "left": []})
+    assert ctl("wait", "ended", "--step", 2, "--timeout", 0)[0] == 0
+    assert ctl("wait", "--newest")[0] == 2
+
+
 def test_the_storage_flag_asks_no_daemon(
     daemon: Daemon, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tests.nodes import openmpi
 from tests.nodes.cluster import Cluster, Launch, Life, NodeDaemon, lives_in
+from tests.nodes.slurm import OWN_DAEMON, SLURM, Slurm, training
 from tests.support import hosts
 from tests.support.hosts import Host
 from tests.support.waiting import until
@@ -191,6 +192,26 @@ def mpi() -> str:
     return f"{STEPS} steps in three launches, all of them global"
 
 
+def slurm(*more: str) -> str:
+    """A rank dies, and the time of the next job is over: each job continues on the nodes of the one
+    before, and nothing is left in the queue."""
+    steps = ("--steps", STEPS, "--pace", PACE_S, "--stop", "--die", f"1:{KILLED}")
+    with Cluster(2) as cluster, Slurm(cluster) as queue:
+        wanted = undisturbed(cluster, ranks=2)
+        first = queue.submit(2, *training(*steps, "--folder", queue.root), more="\n".join(more))
+        queue.reaches(GROWS, 4)
+        queue.ask("scancel", "--signal=USR1", first + 1)
+        states = queue.ends()
+        lives = queue.lives()
+    assert states == ["FAILED", "FAILED", "COMPLETED", "CANCELLED"], states
+    compare(lives, wanted)
+    begins = [life.begin for life in lives[::4]]
+    assert [life.begin for life in lives] == [one for one in begins for _ in range(4)], lives
+    assert 0 == begins[0] < begins[1] <= KILLED < GROWS <= begins[2], begins
+    assert {life.known for life in lives[8:]} == {STEPS}
+    return f"began again at steps {begins[1]} and {begins[2]}, all {STEPS} steps global"
+
+
 def undisturbed(cluster: Cluster, steps: int = STEPS, ranks: int = 1) -> list[Life]:
     words = ("--steps", steps, "--undisturbed")
     with cluster.launch(*words, job="undisturbed", ranks=ranks) as run:
@@ -233,6 +254,7 @@ SCENARIOS: Mapping[str, Callable[[], str]] = {
     "dead-disk-restart": lambda: disk(*DEAD_DISK, ends=True),
     "clock": clock,
     **({"mpirun": mpi} if openmpi.MPI else {}),
+    **({"slurm": slurm, "slurm-own-daemon": lambda: slurm(OWN_DAEMON)} if SLURM else {}),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from pccheck import Checkpoint, CheckpointState, PCcheckClient
 WIDTH = 64
 GROWN = 1 << 19  # of 4 bytes
 LIMIT_S = 240.0
+STOPPED = 75  # the exit code after SIGUSR1
 #: How a rank sees that another one hangs.
 SILENCE = timedelta(seconds=60)
 #: Of --apart.
@@ -38,6 +40,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--late", action="store_true", help="the client comes after the group")
     parser.add_argument("--apart", action="store_true", help="the group has a store of its own")
     parser.add_argument("--die", help="RANK:STEP, once: SIGKILL after this step")
+    parser.add_argument("--stop", action="store_true", help="at SIGUSR1, after a checkpoint")
     parser.add_argument("--folder", type=Path, help="for what a rank must remember of its end")
     return parser.parse_args()
 
@@ -121,24 +124,29 @@ def meet(apart: bool) -> None:
     )
 
 
-def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> None:
+def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> bool:
+    """Whether it made all steps."""
     training = Training()
     rank, begin, known, growing = training.rank, 0, Known(training.rank), Growing()
     if client is not None:
         client.attach(model=training.model, optimizer=training.optimizer, rng=True, growing=growing)
         begin = client.restore().step or 0
     print(f"rank {rank} begins at step {begin} at {time.monotonic()} s", flush=True)
+    step = begin
     for step in range(begin + 1, chosen.steps + 1):
         print(f"rank {rank} step {step} loss {training.step()!r}", flush=True)
         if step == chosen.grow:
             growing.more = torch.zeros(GROWN)
         if client is not None and step % chosen.every == 0:
             known.add(client.checkpoint(step=step))
+        if chosen.stop and client is not None and client.should_stop():
+            break
         time.sleep(chosen.pace)
         die_once(chosen.die, chosen.folder, rank, step)
     known.wait()
     if client is not None:
         client.close()
+    return step == chosen.steps
 
 
 def main() -> None:
@@ -148,9 +156,13 @@ def main() -> None:
     meet(chosen.apart)
     if chosen.late and not chosen.undisturbed:
         client = PCcheckClient()
-    train(chosen, client)
-    print(f"rank {dist.get_rank()} is done", flush=True)
+    if chosen.stop and client is not None:
+        client.stop_on(signal.SIGUSR1)
+    is_done = train(chosen, client)
+    if is_done:
+        print(f"rank {dist.get_rank()} is done", flush=True)
     dist.destroy_process_group()
+    sys.exit(0 if is_done else STOPPED)
 
 
 if __name__ == "__main__":

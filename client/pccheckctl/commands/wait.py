@@ -1,4 +1,5 @@
-"""`pccheckctl wait`: returns when a step, or a later one, is copied, durable or global."""
+"""`pccheckctl wait`: returns when a step, or a later one, is copied, durable or global; or when
+everything is durable that trainers have left."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     PccheckError,
+    UsageError,
     WaitTimeoutError,
     one_owner,
 )
@@ -54,6 +56,10 @@ def run(
     CheckpointFailedError when the step failed or is lost and no later one is under way. A daemon
     that restarts is waited for, and so is a job that the daemon does not know yet."""
     deadline = clock() + arguments.timeout
+    if arguments.ended:
+        return _until_written(arguments, deadline, clock, sleep)
+    if arguments.job is None:
+        raise UsageError("wait needs a job", hint="pccheckctl wait JOB --newest; or wait --ended")
     pause = FIRST_PAUSE_S
     step: int | None = arguments.step
     seen: Seen | None = None
@@ -83,6 +89,39 @@ def run(
                 note(f"{_missing(arguments, step, seen)}; waiting up to {limit}")
         sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _until_written(
+    arguments: argparse.Namespace,
+    deadline: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> int:
+    """0 when what ended trainers have copied is on the disk. Raises WaitTimeoutError."""
+    while left := unwritten(arguments):
+        if clock() >= deadline:
+            raise WaitTimeoutError(
+                f"timeout after {render.duration(arguments.timeout)}: still being written: "
+                f"{some(left)}",
+                hint="see: pccheckctl status",
+            )
+        sleep(LONGEST_PAUSE_S)
+    answer(arguments, {"schema": 1, "job": arguments.job, "left": []},
+           lambda: "everything is written that ended trainers have left")  # fmt: skip
+    return 0
+
+
+def unwritten(arguments: argparse.Namespace) -> list[str]:
+    """The jobs of trainers that have ended, with checkpoints that are not on the disk yet."""
+    with daemon(arguments) as chosen:
+        ranks = rows(chosen.status(uid=arguments.uid), "ranks")
+    return sorted({
+        text(rank, "job")
+        for rank in ranks
+        if arguments.job in (None, text(rank, "job"))
+        and rank.get("connected") is not True
+        and whole(rank, "in_flight") + whole(rank, "in_memory")
+    })  # fmt: skip
 
 
 def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None) -> str:

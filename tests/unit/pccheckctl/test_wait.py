@@ -33,7 +33,7 @@ class Clock:
 
 def waiting(**changes: object) -> Namespace:
     values = {"job": "job", "rank": 0, "uid": None, "state": "durable", "step": 5, "newest": False,
-              "timeout": 10.0, "json": False}  # fmt: skip
+              "ended": False, "timeout": 10.0, "json": False}  # fmt: skip
     return Namespace(**(values | changes))
 
 
@@ -180,3 +180,34 @@ def test_a_job_that_has_not_come_is_waited_for_and_named_at_once(
     clock = looks(monkeypatch, unknown)
     with pytest.raises(WaitTimeoutError, match="timeout after 10 s: the daemon does not know"):
         wait.run(waiting(), clock=clock, sleep=clock.sleep)
+
+
+def test_what_ended_trainers_left_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of a trainer that lives, or in another job, is not."""
+    clock = Clock()
+    ranks = [
+        {"job": "job", "connected": False, "in_flight": 1, "in_memory": 0},
+        {"job": "job", "connected": True, "in_flight": 1, "in_memory": 1},
+        {"job": "other", "connected": False, "in_flight": 0, "in_memory": 1},
+    ]
+
+    class Source:
+        def __enter__(self) -> Source:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def status(self, **_: object) -> dict[str, object]:
+            done = [rank | {"in_flight": 0} for rank in ranks] if clock.now > 3 else ranks
+            return {"ranks": done}
+
+    monkeypatch.setattr(wait, "daemon", lambda _: Source())
+    assert wait.run(waiting(ended=True), clock=clock, sleep=clock.sleep) == 0
+    assert 3 < clock.now < 5 and "everything is written" in capsys.readouterr().out
+    with pytest.raises(WaitTimeoutError, match="after 10 s: still being written: other"):
+        wait.run(waiting(ended=True, job=None), clock=clock, sleep=clock.sleep)
+    with pytest.raises(UsageError, match="wait needs a job"):
+        wait.run(waiting(job=None))

@@ -1,0 +1,18 @@
+# For nodes without a pccheckd: in train.sbatch, before its last command,
+#
+#   place=/local/scratch/$USER/pccheck; . /path/to/own-daemon.sh
+#
+# starts a pccheckd of your own on each node of the job, in a step of its own, so that what is copied
+# survives the trainers. It writes all of that, and ends, when the script ends. $place is on a disk
+# of the node.
+export PCCHECK_SOCKET="$place/attach.sock"
+
+# The signal before the time is over is not for the daemon.
+srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c \
+	'trap "" USR1; mkdir -p -m 700 "$0"; exec pccheckd --storage "$0/checkpoints" --socket "$0/attach.sock"' \
+	"$place" &
+daemons=$!
+trap 'kill -TERM $daemons; wait $daemons || true' EXIT
+
+srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c \
+	'for _ in $(seq 60); do pccheckctl status >/dev/null && exit; sleep 1; done; exit 1'
