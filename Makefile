@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheck
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -147,6 +147,12 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge li
 
 slurm-check: $(READY) .slurm/usr/sbin/slurmctld-wlm ## as root: deploy/slurm with Debian's Slurm, unpacked into .slurm
 	PCC_SLURM=$(abspath .slurm) $(BIN)/python -m tests.nodes slurm slurm-own-daemon
+
+.kubernetes:
+	$(PYTHON) -m venv $@ && $@/bin/python -m pip install -q kubernetes-validate==1.37.0
+
+kubernetes-check: .kubernetes ## deploy/kubernetes against the schemas of Kubernetes
+	.kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/*.yaml
 
 ETCD ?= .etcd/usr/bin/etcd
 .etcd/usr/bin/etcd:

@@ -352,7 +352,8 @@ def test_wait_for_what_an_ended_trainer_left(
             trainer.wait_copied(trainer.checkpoint())
         if name == "ended":
             trainer.kill()
-    assert ctl("wait", "--ended") == (0, "everything is written that ended trainers have left\n", "")
+    done = "everything is written that ended trainers have left\n"
+    assert ctl("wait", "--ended") == (0, done, "")
     code, out, _ = ctl("--json", "wait", "ended", "--ended")
     assert (code, json.loads(out)) == (0, {"schema": 1, "job": "ended", "left": []})
     assert ctl("wait", "ended", "--step", 2, "--timeout", 0)[0] == 0
