@@ -10,7 +10,7 @@
 | key (below the job; `<s>`: the start) | written by | read by |
 |---|---|---|
 | `hellos` (a count), `hello/<i>` | each node | all |
-| `lists` (a count), `list/<k>` | the node whose hello is last | all |
+| `list/<k>`, `last-list` (the last k) | the node whose hello is last | all |
 | `<s>/offer/<round>/<i>` | member i | who decides |
 | `<s>/asked/<round>` | who decides, and lacks a list | all |
 | `<s>/who/<digest>` | who is asked | who decides |
@@ -45,6 +45,7 @@ from pccheck_native.nodes.lists import (
 )
 from pccheck_native.nodes.offers import Offer, StartAnswer
 from pccheck_native.nodes.plain import ID
+from pccheck_native.nodes.plain import number as number_of
 from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
@@ -202,7 +203,7 @@ class NodeMember:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
         if not self._lists_seen:  # else a newer list has this node
-            self._lists_seen = await self.patient.count(f"{self._job}/lists")
+            self._lists_seen = await self._last_list()
         mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
         apart = _Apart()
@@ -222,7 +223,7 @@ class NodeMember:
                 refused = await self._make_list(count, mine, hello, apart)
                 if refused is not None:
                     return self._refuse(refused)
-            seen = self._lists_seen = min(self._lists_seen, count)  # anybody may write to `lists`
+            seen = self._lists_seen
             found = await self._newest_list(hello)
             if found is not None and found.promise >= hello.promise:  # else of an older hello
                 return await self._promise(found)
@@ -252,9 +253,9 @@ class NodeMember:
         if isinstance(made, Refused) and apart.lasts(made):
             return made
         if isinstance(made, StartList) and _is_last(hellos, mine, hello):
-            key, value = f"{self._job}/list/{self._lists_seen + 1}", packed(made.to_plain())
-            if await self.patient.swap(key, value) == value:
-                await self.patient.add(f"{self._job}/lists", 1)
+            number = self._lists_seen + 1
+            await self.patient.swap(f"{self._job}/list/{number}", packed(made.to_plain()))
+            await self.patient.set(f"{self._job}/last-list", number)
         return None
 
     async def _say_hello(self, hello: NodeHello) -> int:
@@ -262,6 +263,11 @@ class NodeMember:
         mine = await self.patient.add(f"{self._job}/hellos", 1)
         await self.patient.set(f"{self._job}/hello/{mine}", hello.to_plain())
         return mine
+
+    async def _last_list(self) -> int:
+        """Up to here the lists are of earlier starts, which need not be read. May be too low."""
+        (value,) = await self.patient.get([f"{self._job}/last-list"])
+        return parsed(lambda one: number_of(one, "the number of a list"), value) or 0
 
     async def _newest_list(self, hello: NodeHello) -> StartList | None:
         """The newest list in the store, if it has the living processes of this node."""

@@ -95,8 +95,20 @@ async def test_ranks_that_start_again_are_one_start() -> None:
 @pytest.mark.parametrize("value", [b"", b"\x81\x90\xc0", b"\xff\xfe", b"9" * 5000, b"\x90"])
 async def test_garbage_in_the_store_counts_as_nothing(value: bytes) -> None:
     store = MemoryStore()
-    store.values |= {"job/hellos": b"1", "job/hello/1": value, "job/list/1": value or b"x"}
+    store.values |= {"job/hellos": b"1", "job/hello/1": value, "job/list/1": value or b"x",
+                     "job/last-list": value}  # fmt: skip
     await begun(*(NodeMember(MemoryCarrier(store), "job", Node(rank, 0)) for rank in range(2)))
+
+
+async def test_lists_of_earlier_starts_are_not_read_again() -> None:
+    store, old = MemoryStore(), set[str]()
+    for life in range(3):
+        store.operations.clear()
+        nodes = [Node(rank, life) for rank in range(2)]
+        await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+        gotten = {key for name, key in store.operations if name == "get"}
+        assert gotten.isdisjoint(old)
+        old |= {key for key in store.values if "job/list/" in key}
 
 
 async def test_a_huge_count_of_hellos_takes_no_memory_and_is_told() -> None:
