@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the process that only distributes tests need not import tor
 SMALL = ("--chunk", "1MiB", "--block-bytes", "64KiB", "--dram", "64MiB", "--engine", "pwrite")
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+LOG_SHOWN = 6000  # characters of a log
 PROCESS = os.getpid()
 
 # torch's threads, here and in the processes that tests start. With two in each worker a test takes
@@ -65,13 +66,22 @@ def pytest_make_collect_report(
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """A test's fork that raises ends here, else it would be a second worker with the same pipes."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test's fork that raises ends here, else it would be a second worker with the same pipes. A
+    test that fails shows what its daemons have logged."""
     if os.getpid() != PROCESS:
         ended = f"a fork in {item.nodeid} has ended: {call.excinfo and call.excinfo.getrepr()}\n"
         os.write(2, ended.encode())
         os._exit(70)
+    report = yield
+    for one in Daemon.all if report.failed else ():
+        if one.log.exists():
+            log = one.log.read_text(errors="replace")[-LOG_SHOWN:]
+            report.sections.append((f"log of the daemon at {one.socket}", log))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)

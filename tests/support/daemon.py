@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pccheck_store.observer import Observer
 from tests.support import forked
@@ -46,6 +46,7 @@ class Daemon:
     """
 
     module = LOOPCHECK
+    all: ClassVar[set[Daemon]] = set()  #: of this process, until their cleanup
 
     def __init__(self, *flags: str, shim: str = "", storage: Path | None = None) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="pcc-"))
@@ -57,6 +58,7 @@ class Daemon:
         self.log = self.root / "pccheckd.log"
         self.stderr: int | None = None  #: a descriptor that is used instead of the log file
         self.process: subprocess.Popen[bytes] | forked.Forked | None = None
+        self.all.add(self)
 
     @property
     def pid(self) -> int:
@@ -166,6 +168,7 @@ class Daemon:
             self.kill()
         blocking = self.blocking.read_text() if self.blocking.exists() else ""
         shutil.rmtree(self.root, ignore_errors=True)
+        self.all.discard(self)
         assert not blocking, blocking
 
     def __enter__(self) -> Self:
