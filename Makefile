@@ -148,10 +148,10 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge li
 slurm-check: $(READY) .slurm/usr/sbin/slurmctld-wlm ## as root: deploy/slurm with Debian's Slurm, unpacked into .slurm
 	PCC_SLURM=$(abspath .slurm) $(BIN)/python -m tests.nodes slurm slurm-own-daemon
 
-.kubernetes:
-	$(PYTHON) -m venv $@ && $@/bin/python -m pip install -q kubernetes-validate==1.37.0
+.kubernetes/bin/kubernetes-validate:
+	$(PYTHON) -m venv .kubernetes && .kubernetes/bin/python -m pip install -q kubernetes-validate==1.37.0
 
-kubernetes-check: .kubernetes ## deploy/kubernetes against the schemas of Kubernetes
+kubernetes-check: .kubernetes/bin/kubernetes-validate ## deploy/kubernetes against the schemas of Kubernetes
 	.kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/*.yaml
 
 ETCD ?= .etcd/usr/bin/etcd

@@ -62,7 +62,7 @@ class Node:
     flying: set[SaveName] = field(default_factory=set)
     global_s: dict[SaveName, float] = field(default_factory=dict)  # when this node heard of it
 
-    is_live = True
+    is_live = may_skip_lists = True
 
     @property
     def id(self) -> bytes:

@@ -8,11 +8,16 @@
 export PCCHECK_SOCKET="$place/attach.sock"
 
 # The signal before the time is over is not for the daemon.
-srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c \
+srun --overlap --cpu-bind=none --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c \
 	'trap "" USR1; mkdir -p -m 700 "$0"; exec pccheckd --storage "$0/checkpoints" --socket "$0/attach.sock"' \
 	"$place" &
 daemons=$!
-trap 'kill -TERM $daemons; wait $daemons || true' EXIT
+trap 'kill -TERM $daemons || true; wait $daemons || true' EXIT
 
-srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c \
-	'for _ in $(seq 60); do pccheckctl status >/dev/null && exit; sleep 1; done; exit 1'
+srun --overlap --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 sh -c '
+	for _ in $(seq 60); do
+		code=0; pccheckctl --socket "$PCCHECK_SOCKET" status >/dev/null || code=$?
+		case $code in 0 | 3) exit 0 ;; esac # 3: it works; something needs attention
+		sleep 1
+	done
+	exit 1'

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prolog= of slurm.conf: as root, on each node, before a job begins there. If pccheckd does not
-# answer, Slurm drains the node and puts the job back into the queue.
-PATH=${PATH:-/usr/bin:/bin}:/usr/local/bin:/opt/pccheck/bin
+# answer, Slurm drains the node, and holds the job; a job with --no-requeue is cancelled.
+export PATH="${PATH:-/usr/bin:/bin}:/usr/local/bin:/opt/pccheck/bin" # Slurm gives none
 
 if [ -d /run/systemd/system ]; then
 	systemctl start pccheckd.service || exit 1 # returns when it is ready

@@ -40,7 +40,7 @@ class Known(NamedTuple):
     places: Mapping[int, PartState]  # by rank, of those that have a part of it or will have one
     wanted: bool = False  # on the disk
     never: bool = False  # some rank will never have its part
-    elsewhere: bool = False  # a rank of another node, which may have replaced it in memory
+    elsewhere: bool = False  # another node gave it up, and tells its own ranks why
 
     def is_on_all(self, *places: PartState) -> bool:
         return all(self.places.get(rank) in places for rank in self.members)
@@ -61,8 +61,8 @@ class Known(NamedTuple):
 
 
 class ParkedMoves(NamedTuple):
-    #: With what takes its place: it is safe; or it is newer, and another node will never have the
-    #: dropped one. None: a checkpoint fails that somebody wants, since a rank will never have it.
+    #: With the newer checkpoint that supersedes it. None: it is skipped. Some rank will never have
+    #: it, and no newer one takes its place, or the user has to know.
     drop: list[tuple[Known, Known | None]]
     write: list[Known]  # on every rank that has it parked, oldest first
 
@@ -204,7 +204,7 @@ class Parked:
             if newer.is_on_all(PartState.DURABLE):
                 why = Why(Cause.REPLACED)
             elif one.never:
-                why = end.why
+                why = end.why  # that of the other node
             end = End(State.SUPERSEDED, why)
         for tenant, found in self._parts(one):
             tenant.saves.drop(found, end, by)

@@ -9,7 +9,7 @@
 
 | key (below the job; `<s>`: the start) | written by | read by |
 |---|---|---|
-| `hellos` (a count), `hello/<i>` | each node | all |
+| `hellos` (a count), `hello/<i>` | each node | who makes the list; all, if there are few |
 | `list/<k>`, `last-list` (the last k) | the node whose hello is last | all |
 | `<s>/offer/<round>/<i>` | member i | who decides |
 | `<s>/asked/<round>` | who decides, and lacks a list | all |
@@ -96,6 +96,8 @@ class NodeKeeper(Protocol):
     def is_live(self) -> bool: ...  # processes of the start live here
     def hello(self) -> NodeHello: ...
     def lives(self) -> StartList | None: ...
+    @property
+    def may_skip_lists(self) -> bool: ...  # it waits for no answer to an earlier promise
     async def promise(self, found: StartList) -> Refused | None: ...
     async def offer(self, found: StartList, round_: int) -> Offer: ...
     async def record(self, found: StartList, answer: StartAnswer) -> None: ...
@@ -151,6 +153,8 @@ class NodeMember:
         """Until it is cancelled. `resumed`: the start has begun, and this daemon has restarted;
         `round_` is the last one whose answer is on the disk."""
         if resumed is None:
+            if self._keeper.may_skip_lists:
+                self._lists_seen = await self._last_list()
             while self.phase in (_P.CALLING, _P.BEGINNING) and await self._find_list():
                 await self._begin()
             if self.phase is not MemberPhase.RUNNING:
@@ -202,8 +206,6 @@ class NodeMember:
         if self.phase is MemberPhase.BEGINNING:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
-        if not self._lists_seen:  # else a newer list has this node
-            self._lists_seen = await self._last_list()
         mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
         apart = _Apart()
@@ -240,7 +242,8 @@ class NodeMember:
     ) -> Refused | None:
         """Reads the hellos that have come, and makes the list if `mine` is the last."""
         hellos = self.hellos
-        if count > len(hellos) or None in hellos[-BATCH:]:
+        about_now = max(BATCH, hello.world_size)  # of earlier ones, some never come
+        if count > len(hellos) or None in hellos[-about_now:]:
             hellos += [None] * (count - len(hellos))
             await fill(
                 self.patient, hellos, lambda at: f"{self._job}/hello/{at + 1}", NodeHello.of_plain
@@ -308,10 +311,12 @@ class NodeMember:
         answer = self._key("answer", round_)
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
-            value, *mine = await self.patient.get([answer, *round_now.keys])
+            value, mine, asked = await self.patient.get([answer, *round_now.keys])
             if value is not None:
                 return await self._answered(found, value)
-            if not await round_now.look(*mine) and round_ == 0:  # the store has come back empty
+            if (
+                not await round_now.look(mine, asked) and round_ == 0
+            ):  # the store has come back empty
                 self._lists_seen = 0
                 await self._say_hello(self._keeper.hello())
             if round_ == 0 and await self._newest_list(self._keeper.hello()) is not None:

@@ -56,23 +56,25 @@ class Round:
         return True
 
     async def read(self, waits_s: float) -> Sequence[Offer | None]:
-        """What the members have offered, as far as this one can read it by now. `waits_s`: for so
-        long it has waited."""
+        """The offers that can be read by now. `waits_s`: how long this member has waited."""
         await fill(self._patient, self._said, lambda at: self._key("offer", self.number, at), _said)
         named = (one.lists for one in self._said if one is not None)
         if lacking := frozenset[bytes]().union(*named) - self._lists.keys():
             await self._get_lists(sorted(lacking)[:BATCH], waits_s)
+        read = functools.partial(Offer.of_plain, lists=self._lists)
         for at, one in enumerate(self._said):
             if one is not None and self._offers[at] is None and one.lists <= self._lists.keys():
-                read = functools.partial(Offer.of_plain, lists=self._lists)
                 self._offers[at] = checked(read, one.value)
-                self._said[at] = one if self._offers[at] is not None else None
+                if self._offers[at] is None:
+                    self._said[at] = None  # the key is read again
         return self._offers
 
     async def _get_lists(self, lacking: Sequence[bytes], waits_s: float) -> None:
         values = await self._patient.get([self._key("who", one.hex()) for one in lacking])
-        lists = (parsed(StartList.of_plain, value) for value in values)
-        self._lists |= {one.digest: one for one in lists if one is not None}
+        for digest, value in zip(lacking, values, strict=True):
+            one = parsed(StartList.of_plain, value)
+            if one is not None and one.digest == digest:  # anybody may have written another list
+                self._lists[digest] = one
         asked = []
         for digest in lacking:
             if digest not in self._lists:

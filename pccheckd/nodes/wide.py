@@ -297,6 +297,12 @@ class WideJob:
                 return record.who
         return None
 
+    @property
+    def may_skip_lists(self) -> bool:
+        """A promise without an answer is to a list that must be read again."""
+        newest = max(self._known.values(), key=lambda one: one.promise, default=None)
+        return newest is None or newest.born
+
     async def promise(self, found: StartList) -> Refused | None:
         """Durably: in the record of the start, and in the volumes of the job."""
         if found.start in self._known:  # before this daemon restarted

@@ -193,8 +193,8 @@ def mpi() -> str:
 
 
 def slurm(*more: str) -> str:
-    """A rank dies, and the time of the next job is over: each job continues on the nodes of the one
-    before, and nothing is left in the queue."""
+    """A rank dies, and the next job gets the signal that comes before its time is over: each job
+    continues on the nodes of the one before, and nothing is left in the queue."""
     steps = ("--steps", STEPS, "--pace", PACE_S, "--stop", "--die", f"1:{KILLED}")
     with Cluster(2) as cluster, Slurm(cluster) as queue:
         wanted = undisturbed(cluster, ranks=2)

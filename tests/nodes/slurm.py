@@ -138,7 +138,7 @@ class Slurm:
         lines = [
             line
             for line in text.replace("ntasks-per-node=8", f"ntasks-per-node={ranks}").splitlines()
-            if "gpus-per-node" not in line
+            if "gpus-per-node" not in line and "cpus-per-task" not in line
         ]
         at = next(at for at, line in enumerate(lines) if line.startswith("srun "))
         script = self.root / "train.sbatch"
@@ -169,9 +169,9 @@ class Slurm:
 
     def ends(self) -> list[str]:
         """Waits until no job is left; how they ended, in their order."""
-        gone = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
         until(
-            lambda: all(state in gone for state in self.states().values()),
+            lambda: not set(going) & set(self.states().values()),
             lambda: "\n".join([str(self.states()), *self.texts(), self.logs()])[-8000:],
         )
         return [state for _, state in sorted(self.states().items())]

@@ -73,7 +73,7 @@ class Followed:
                 save.ask()  # by which one: nobody can ask a daemon that has ended
             self.drop(save)
         elif phase is Phase.GIVEN_UP and save.in_memory and not save.is_wanted:
-            self.drop(save)  # nobody asked for more than a copy in memory
+            self.drop(save)  # nobody wanted it on the disk, so its loss is no news
         elif phase in EXPLAINED:
             ends_now = SHOWN[phase] in NOT_SAVED and SHOWN[before] not in NOT_SAVED
             if ends_now and not _is_harmless(save):

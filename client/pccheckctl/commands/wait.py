@@ -1,5 +1,5 @@
-"""`pccheckctl wait`: returns when a step, or a later one, is copied, durable or global; or when
-everything is durable that trainers have left."""
+"""`pccheckctl wait`: returns when a step, or a later one, is copied, durable or global; or when all
+is durable that ended trainers have left."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def run(
 ) -> int:
     """0 when the step has reached the state. Raises WaitTimeoutError at the deadline,
     CheckpointFailedError when the step failed or is lost and no later one is under way. A daemon
-    that restarts is waited for, and so is a job that the daemon does not know yet."""
+    that restarts is waited for, and so is a job that the daemon does not know yet. With --ended
+    neither is waited for."""
     deadline = clock() + arguments.timeout
     if arguments.ended:
         return _until_written(arguments, deadline, clock, sleep)

@@ -170,6 +170,7 @@ class StartList(NamedTuple):
 
     @property
     def digest(self) -> bytes:
+        """The same on all nodes: an offer names the list by it."""
         return hashlib.blake2b(ascii(self.to_plain()).encode(), digest_size=plain.ID).digest()
 
     def ranks_of(self, node: bytes) -> frozenset[int]:

@@ -107,7 +107,7 @@ class StartRecord(NamedTuple):
         return self._replace(who=self.who.brief())
 
     def to_plain(self, who: object = None) -> list[object]:
-        """`who`: what stands for the list."""
+        """`who`: the digest that an offer has in place of the list."""
         restored = [[round_, _point_to_plain(one)] for round_, one in self.restored]
         word = self.word.to_plain()
         return [who or self.who.to_plain(), list(self.seen), restored, word, self.round]

@@ -34,7 +34,7 @@ class Node:
         self._node, self._host = rank if node is None else node, host or f"n{rank}"
         self.answers: list[StartAnswer] = []
 
-    is_live = True
+    is_live = may_skip_lists = True
 
     def hello(self) -> NodeHello:
         return NodeHello(bytes([self._node]) * 16, self._host, "launch", self._world_size,
@@ -98,6 +98,22 @@ async def test_garbage_in_the_store_counts_as_nothing(value: bytes) -> None:
     store.values |= {"job/hellos": b"1", "job/hello/1": value, "job/list/1": value or b"x",
                      "job/last-list": value}  # fmt: skip
     await begun(*(NodeMember(MemoryCarrier(store), "job", Node(rank, 0)) for rank in range(2)))
+
+
+async def test_a_promise_without_an_answer_is_taken_up_by_a_new_daemon() -> None:
+    """The other node has the answer already, and looks at no list any more."""
+    store = MemoryStore()
+    nodes = [Node(rank, 0) for rank in range(2)]
+    first = NodeMember(MemoryCarrier(store), "job", nodes[0])
+    task = asyncio.create_task(first.run())
+    second = NodeMember(MemoryCarrier(store), "job", nodes[1])
+    await started(second, lambda: first.phase is MemberPhase.RUNNING)
+    assert not nodes[1].answers
+    nodes[1].may_skip_lists = False
+    await begun(NodeMember(MemoryCarrier(store), "job", nodes[1]))
+    assert len(nodes[1].answers) == 1 and "job/list/2" not in store.values
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_lists_of_earlier_starts_are_not_read_again() -> None:
