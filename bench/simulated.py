@@ -122,7 +122,7 @@ def simulate(work: Callable[[Clock], Coroutine[Any, Any, _T]]) -> _T:
     """Runs it in a time of its own."""
     clock = Clock()
     simulated = SimpleNamespace(monotonic=clock.time)
-    names = ("member", "exchange", "carriers.patient")
+    names = ("member", "rounds", "exchange", "carriers.patient")
     with contextlib.ExitStack() as patches:
         for name in names:
             module = sys.modules[f"pccheckd.nodes.{name}"]

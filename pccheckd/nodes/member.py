@@ -50,7 +50,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
 from .carriers.carrier import Carrier
-from .carriers.patient import LISTEN_S, Patient, packed, parsed, unpacked
+from .carriers.patient import LISTEN_S, Patient, counted, packed, parsed, unpacked
 from .exchange import Exchange
 from .rounds import BATCH, Round, fill
 from .view import NodesView
@@ -69,6 +69,9 @@ DECIDES_AFTER_S = 3.0
 LAST_S, READS_AFTER_S = 0.05, 10.0
 #: For so long nodes that do not fit together wait for a newer hello: one may be of an earlier life.
 APART_S = 3.0
+#: A node knows that all ranks have come, and no list has this node, for so long up to twice as
+#: long: then it says hello again. Whoever said the last hello may have taken an older list.
+AGAIN_S = 1.0
 
 
 class MemberPhase(enum.Enum):
@@ -133,6 +136,8 @@ class NodeMember:
         self.view = NodesView()
         self.hellos: list[NodeHello | None] = []  #: while it is calling
         self._lists_seen = 0
+        self._hello = "", b""  # the key of the last one that it has said, and the value
+        self._whole_s: float | None = None  # since when it knows that all ranks have come
         self._asked_round = self._round = 0
         self._answer = b""  # to the last round, if this daemon has heard it
         self._changed = asyncio.Event()
@@ -206,15 +211,19 @@ class NodeMember:
         if self.phase is MemberPhase.BEGINNING:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
+        found = await self._newest_list(hello)
+        if found is not None and found.promise >= hello.promise:  # it has promised to this one
+            return await self._promise(found)
         mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
         apart = _Apart()
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
-            count = await self.patient.count(f"{self._job}/hellos")
+            value, there = await self.patient.get([f"{self._job}/hellos", self._hello[0]])
+            count = counted(value)
             if count > HELLOS_MAX:
                 return self._refuse(_too_many(count))
-            if count < mine:  # the store has come back empty
+            if count < mine or there != self._hello[1]:  # the store has come back empty
                 self._lists_seen = 0
                 hellos.clear()
                 mine = await self._say_hello(hello)
@@ -229,10 +238,10 @@ class NodeMember:
             found = await self._newest_list(hello)
             if found is not None and found.promise >= hello.promise:  # else of an older hello
                 return await self._promise(found)
+            # A list was made when this hello had a number and had not arrived. Who made it waits
+            # for a process of before, and makes no other one.
             is_left_out |= self._lists_seen > seen
-            if is_left_out and not _is_last(hellos, mine, hello):
-                # A list was made when this hello had a number and had not arrived. Who made it
-                # waits for a process of before, and makes no other one.
+            if (is_left_out or self._waits_in_vain()) and not _is_last(hellos, mine, hello):
                 mine, is_left_out = await self._say_hello(hello), False
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
@@ -253,10 +262,14 @@ class NodeMember:
             return two
         made = make_list(hellos, secrets.token_bytes(ID), hello)
         self.missing = "" if isinstance(made, StartList) else f"{made.reason}; {made.hint}"
+        if not isinstance(made, StartList):
+            self._whole_s = None
+        elif self._whole_s is None:
+            self._whole_s = time.monotonic()
         if isinstance(made, Refused) and apart.lasts(made):
             return made
         if isinstance(made, StartList) and _is_last(hellos, mine, hello):
-            number = self._lists_seen + 1
+            number = max(self._lists_seen, await self._last_list()) + 1
             await self.patient.swap(f"{self._job}/list/{number}", packed(made.to_plain()))
             await self.patient.set(f"{self._job}/last-list", number)
         return None
@@ -264,23 +277,36 @@ class NodeMember:
     async def _say_hello(self, hello: NodeHello) -> int:
         """Which hello it is."""
         mine = await self.patient.add(f"{self._job}/hellos", 1)
-        await self.patient.set(f"{self._job}/hello/{mine}", hello.to_plain())
+        self._hello = f"{self._job}/hello/{mine}", packed(hello.to_plain())
+        self._whole_s = None
+        await self.patient.set(self._hello[0], hello.to_plain())
         return mine
 
+    def _waits_in_vain(self) -> bool:
+        limit_s = AGAIN_S * (1 + secrets.randbelow(100) / 100)  # else all say hello at once
+        return self._whole_s is not None and time.monotonic() - self._whole_s >= limit_s
+
     async def _last_list(self) -> int:
-        """Up to here the lists are of earlier starts, which need not be read. May be too low."""
+        """The number of the newest list. It may be too low."""
         (value,) = await self.patient.get([f"{self._job}/last-list"])
-        return parsed(lambda one: number_of(one, "the number of a list"), value) or 0
+        return parsed(_number_of_list, value) or 0
 
     async def _newest_list(self, hello: NodeHello) -> StartList | None:
         """The newest list in the store, if it has the living processes of this node."""
         found: StartList | None = None
-        while value := (await self.patient.get([f"{self._job}/list/{self._lists_seen + 1}"]))[0]:
+        while True:
+            following = f"{self._job}/list/{self._lists_seen + 1}"
+            value, last = await self.patient.get([following, f"{self._job}/last-list"])
+            newest = parsed(_number_of_list, last) or 0
+            if value is None and newest <= self._lists_seen + 1:
+                return found
+            if value is None:  # who made the newest list had the numbers of an earlier store
+                self._lists_seen = newest - 1
+                continue
             self._lists_seen += 1
             one = parsed(StartList.of_plain, value)
             if one is not None and member_of(one, hello.node, hello.nonces) is not None:
                 found = one
-        return found
 
     async def _promise(self, found: StartList) -> bool:
         hello = self._keeper.hello()
@@ -311,12 +337,13 @@ class NodeMember:
         answer = self._key("answer", round_)
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
-            value, mine, asked = await self.patient.get([answer, *round_now.keys])
+            said = [self._hello] if round_ == 0 and self._hello[0] else []
+            keys = [answer, *round_now.keys, *(key for key, _ in said)]
+            value, mine, asked, *there = await self.patient.get(keys)
             if value is not None:
                 return await self._answered(found, value)
-            if (
-                not await round_now.look(mine, asked) and round_ == 0
-            ):  # the store has come back empty
+            is_kept = await round_now.look(mine, asked) and there == [value for _, value in said]
+            if round_ == 0 and not is_kept:  # the store has come back empty
                 self._lists_seen = 0
                 await self._say_hello(self._keeper.hello())
             if round_ == 0 and await self._newest_list(self._keeper.hello()) is not None:
@@ -402,6 +429,10 @@ def _too_many(count: int) -> Refused:
         f"the store of the job counts {count} starts of nodes, and at most {HELLOS_MAX} are read",
         "start the job with a new store (another port or --rdzv-id); in etcd, delete its keys",
     )
+
+
+def _number_of_list(value: object) -> int:
+    return number_of(value, "the number of a list")
 
 
 def _at(found: StartList, hello: NodeHello) -> int:

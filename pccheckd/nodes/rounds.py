@@ -6,6 +6,7 @@ lists on its own disk; for another one it asks a member that has named the list.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -34,12 +35,12 @@ class Round:
         self.keys = key("offer", number, at), key("asked", number)  #: what `look` needs
         self._patient, self._key, self._at, self._mine = patient, key, at, mine
         self._lists = mine.lists | {found.brief().digest: found.brief()}
-        self._given: set[bytes] = set()
+        self._given_s: dict[bytes, float] = {}  # when this member gave a list
         self._said: list[_Said | None] = [None] * len(found.members)
         self._offers: list[Offer | None] = [None] * len(found.members)
 
     async def offer(self) -> None:
-        self._given.clear()
+        self._given_s.clear()
         await self._patient.set(self.keys[0], self._mine.to_plain())
 
     async def look(self, mine: bytes | None, asked: bytes | None) -> bool:
@@ -49,10 +50,12 @@ class Round:
             await self.offer()
             return False
         for digest, at in parsed(_asked_of_plain, asked) or ():
-            if at == self._at and digest in self._lists and digest not in self._given:
+            now_s = time.monotonic()
+            is_due = now_s - self._given_s.get(digest, -ASKS_S) >= ASKS_S
+            if at == self._at and digest in self._lists and is_due:
+                self._given_s[digest] = now_s
                 who = self._lists[digest].to_plain()
                 await self._patient.set(self._key("who", digest.hex()), who)
-                self._given.add(digest)
         return True
 
     async def read(self, waits_s: float) -> Sequence[Offer | None]:

@@ -63,8 +63,7 @@ class Patient:
         return await self._carrier.get(keys)
 
     async def count(self, key: str) -> int:
-        value = (await self.get([key]))[0]
-        return int(value) if value is not None and value.isdigit() else 0
+        return counted((await self.get([key]))[0])
 
     async def add(self, key: str, amount: int) -> int:
         return await self._sure(lambda: self._carrier.add(key, amount))
@@ -119,6 +118,11 @@ class Patient:
         if lasts and not self._is_warned and self._is_live():
             self._is_warned = True
             LOG.warning("job %s: the other nodes cannot be reached: %s", self._job, call.why)
+
+
+def counted(value: bytes | None) -> int:
+    """What `add` has made of a key."""
+    return int(value) if value is not None and value.isdigit() else 0
 
 
 def packed(plain: object) -> bytes:

@@ -107,7 +107,10 @@ async def test_a_promise_without_an_answer_is_taken_up_by_a_new_daemon() -> None
     first = NodeMember(MemoryCarrier(store), "job", nodes[0])
     task = asyncio.create_task(first.run())
     second = NodeMember(MemoryCarrier(store), "job", nodes[1])
-    await started(second, lambda: first.phase is MemberPhase.RUNNING)
+    await started(second, lambda: any(key.endswith("/offer/0/1") for key in store.values))
+    async with asyncio.timeout(LIMIT_S):
+        while first.phase is not MemberPhase.RUNNING:
+            await asyncio.sleep(0.001)
     assert not nodes[1].answers
     nodes[1].may_skip_lists = False
     await begun(NodeMember(MemoryCarrier(store), "job", nodes[1]))
@@ -116,13 +119,80 @@ async def test_a_promise_without_an_answer_is_taken_up_by_a_new_daemon() -> None
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_daemon_that_comes_back_to_an_older_list_holds_nobody_up() -> None:
+    """The third node promises to a list with the others' processes of before. Its daemon comes back
+    behind the hellos of their new processes, and waits for an answer to that promise."""
+    store = MemoryStore()
+    nodes = [Node(rank, 0, world_size=3) for rank in range(3)]
+    await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+    promised = nodes[0].promised
+    nodes = [Node(rank, 1, promised, world_size=3) for rank in range(3)]
+    third = NodeMember(MemoryCarrier(store), "job", nodes[2])
+    await started(third, lambda: third.phase is MemberPhase.BEGINNING)
+    nodes[2].may_skip_lists = False
+    others = [NodeMember(Slow(store), "job", node) for node in nodes[:2]]
+    await begun(*others, NodeMember(MemoryCarrier(store), "job", nodes[2]))
+
+
+class Slow(MemoryCarrier):
+    """Says hello at once, and reads nothing until there are two more."""
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        while "/hellos" in keys[0] and int(self._store.values["job/hellos"]) < 6:
+            await asyncio.sleep(0)
+        return await super().get(keys)
+
+
+@pytest.mark.parametrize("losses", [1, 2, 5, 9, 14, 20, 30])
+async def test_a_store_that_comes_back_empty_is_noticed(losses: int) -> None:
+    """After so many operations; whoever says hello first hides it from the count."""
+
+    class Losing(MemoryStore):
+        async def do(self, name: str, key: str, operation: Callable[[dict[str, bytes]], _T]) -> _T:
+            if len(self.operations) == losses:
+                self.values.clear()
+            await asyncio.sleep(0)
+            return await super().do(name, key, operation)
+
+    store = Losing()
+    nodes = [Node(rank, 0, world_size=3) for rank in range(3)]
+    await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+
+
+async def test_a_node_that_has_skipped_its_list_says_hello_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has read the number of the last list in the store of before."""
+    monkeypatch.setattr("pccheckd.nodes.member.AGAIN_S", 0.05)
+
+    class Switched(MemoryCarrier):
+        has_switched = False
+
+        async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+            if keys == ["job/last-list"] and not self.has_switched:
+                self.has_switched = True
+                return [b"\x02"]
+            return await super().get(keys)
+
+    store = MemoryStore()
+    carriers = [Switched(store), MemoryCarrier(store)]
+    await begun(*(NodeMember(one, "job", Node(rank, 0)) for rank, one in enumerate(carriers)))
+
+
+async def test_a_list_with_the_number_of_an_earlier_store_is_found() -> None:
+    store = MemoryStore()
+    store.values["job/last-list"] = b"\x04"
+    await begun(*(NodeMember(MemoryCarrier(store), "job", Node(rank, 0)) for rank in range(2)))
+    assert "job/list/5" in store.values
+
+
 async def test_lists_of_earlier_starts_are_not_read_again() -> None:
     store, old = MemoryStore(), set[str]()
     for life in range(3):
         store.operations.clear()
         nodes = [Node(rank, life) for rank in range(2)]
         await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
-        gotten = {key for name, key in store.operations if name == "get"}
+        gotten = {one for name, keys in store.operations if name == "get" for one in keys.split()}
         assert gotten.isdisjoint(old)
         old |= {key for key in store.values if "job/list/" in key}
 
