@@ -62,7 +62,7 @@ class Node:
     flying: set[SaveName] = field(default_factory=set)
     global_s: dict[SaveName, float] = field(default_factory=dict)  # when this node heard of it
 
-    is_live = may_skip_lists = True
+    is_live = True
 
     @property
     def id(self) -> bytes:
@@ -84,6 +84,9 @@ class Node:
         )
 
     def lives(self) -> StartList | None:
+        return None
+
+    def unanswered(self) -> StartList | None:
         return None
 
     async def promise(self, found: StartList) -> Refused | None:

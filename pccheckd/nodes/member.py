@@ -11,6 +11,7 @@
 |---|---|---|
 | `hellos` (a count), `hello/<i>` | each node | who makes the list; all, if there are few |
 | `list/<k>`, `last-list` (the last k) | the node whose hello is last | all |
+| `<s>/here/<i>` | member i, when it has promised | member 0 |
 | `<s>/offer/<round>/<i>` | member i | who decides |
 | `<s>/asked/<round>` | who decides, and lacks a list | all |
 | `<s>/who/<digest>` | who is asked | who decides |
@@ -72,6 +73,8 @@ APART_S = 3.0
 #: A node knows that all ranks have come, and no list has this node, for so long up to twice as
 #: long: then it says hello again. Whoever said the last hello may have taken an older list.
 AGAIN_S = 1.0
+#: For so long member 0 trusts that all members take the same list; then twice as long.
+TRUSTS_S = 2.0
 
 
 class MemberPhase(enum.Enum):
@@ -99,8 +102,7 @@ class NodeKeeper(Protocol):
     def is_live(self) -> bool: ...  # processes of the start live here
     def hello(self) -> NodeHello: ...
     def lives(self) -> StartList | None: ...
-    @property
-    def may_skip_lists(self) -> bool: ...  # it waits for no answer to an earlier promise
+    def unanswered(self) -> StartList | None: ...  # of the newest promise, if it has no answer here
     async def promise(self, found: StartList) -> Refused | None: ...
     async def offer(self, found: StartList, round_: int) -> Offer: ...
     async def record(self, found: StartList, answer: StartAnswer) -> None: ...
@@ -137,6 +139,7 @@ class NodeMember:
         self.hellos: list[NodeHello | None] = []  #: while it is calling
         self._lists_seen = 0
         self._hello = "", b""  # the key of the last one that it has said, and the value
+        self._trusts_s = TRUSTS_S
         self._whole_s: float | None = None  # since when it knows that all ranks have come
         self._asked_round = self._round = 0
         self._answer = b""  # to the last round, if this daemon has heard it
@@ -158,9 +161,12 @@ class NodeMember:
         """Until it is cancelled. `resumed`: the start has begun, and this daemon has restarted;
         `round_` is the last one whose answer is on the disk."""
         if resumed is None:
-            if self._keeper.may_skip_lists:
-                self._lists_seen = await self._last_list()
-            while self.phase in (_P.CALLING, _P.BEGINNING) and await self._find_list():
+            self._lists_seen = await self._last_list()
+            is_listed = await self._take_up_promise()
+            while is_listed or (
+                self.phase in (_P.CALLING, _P.BEGINNING) and await self._find_list()
+            ):
+                is_listed = False
                 await self._begin()
             if self.phase is not MemberPhase.RUNNING:
                 return
@@ -211,9 +217,6 @@ class NodeMember:
         if self.phase is MemberPhase.BEGINNING:
             self._move(MemberPhase.CALLING)
         hello = self._keeper.hello()
-        found = await self._newest_list(hello)
-        if found is not None and found.promise >= hello.promise:  # it has promised to this one
-            return await self._promise(found)
         mine, is_left_out = await self._say_hello(hello), False
         hellos = self.hellos = []
         apart = _Apart()
@@ -286,6 +289,15 @@ class NodeMember:
         limit_s = AGAIN_S * (1 + secrets.randbelow(100) / 100)  # else all say hello at once
         return self._whole_s is not None and time.monotonic() - self._whole_s >= limit_s
 
+    async def _take_up_promise(self) -> bool:
+        """Back in the list that this node had promised to before its daemon restarted: the others
+        may have got the answer, and then they look at no other list any more."""
+        found, hello = self._keeper.unanswered(), self._keeper.hello()
+        if found is None or member_of(found, hello.node, hello.nonces) is None:
+            return False
+        await self._say_hello(hello)
+        return await self._promise(found)
+
     async def _last_list(self) -> int:
         """The number of the newest list. It may be too low."""
         (value,) = await self.patient.get([f"{self._job}/last-list"])
@@ -319,6 +331,7 @@ class NodeMember:
             if found.promise > hello.promise:
                 await self._refuse_for_all(refused)
             return False
+        await self.patient.set(self._key("here", self.at), True)
         self._move(MemberPhase.BEGINNING)
         return True
 
@@ -349,12 +362,23 @@ class NodeMember:
             if round_ == 0 and await self._newest_list(self._keeper.hello()) is not None:
                 self._lists_seen -= 1  # it is read again, and taken
                 return False
-            if time.monotonic() - began_s >= DECIDES_AFTER_S * self.at:
+            waits_s = time.monotonic() - began_s
+            if round_ == 0 and self.at == 0 and waits_s >= self._trusts_s:
+                self._trusts_s *= 2
+                if not await self._all_are_here(found):
+                    return False
+            if waits_s >= DECIDES_AFTER_S * self.at:
                 await self._try_to_decide(found, round_now, answer, began_s)
             else:
                 self.missing = f"{found.name(found.members[0])} has not decided yet"
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSE_LAST_S)
+
+    async def _all_are_here(self, found: StartList) -> bool:
+        """Whether all members have promised to the list. Two lists may each have some of them; then
+        member 0 says hello again, and makes a newer list."""
+        keys = [self._key("here", at) for at in range(len(found.members))]
+        return None not in await self.patient.get(keys)
 
     async def _try_to_decide(
         self, found: StartList, round_now: Round, key: str, began_s: float

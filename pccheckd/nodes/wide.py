@@ -297,11 +297,10 @@ class WideJob:
                 return record.who
         return None
 
-    @property
-    def may_skip_lists(self) -> bool:
-        """A promise without an answer is to a list that must be read again."""
+    def unanswered(self) -> StartList | None:
+        """The list of the newest promise, if it has no answer here: this daemon has restarted."""
         newest = max(self._known.values(), key=lambda one: one.promise, default=None)
-        return newest is None or newest.born
+        return newest.who if newest is not None and not newest.born else None
 
     async def promise(self, found: StartList) -> Refused | None:
         """Durably: in the record of the start, and in the volumes of the job."""

@@ -34,7 +34,11 @@ class Node:
         self._node, self._host = rank if node is None else node, host or f"n{rank}"
         self.answers: list[StartAnswer] = []
 
-    is_live = may_skip_lists = True
+    is_live = True
+    awaited: StartList | None = None
+
+    def unanswered(self) -> StartList | None:
+        return self.awaited
 
     def hello(self) -> NodeHello:
         return NodeHello(bytes([self._node]) * 16, self._host, "launch", self._world_size,
@@ -112,7 +116,7 @@ async def test_a_promise_without_an_answer_is_taken_up_by_a_new_daemon() -> None
         while first.phase is not MemberPhase.RUNNING:
             await asyncio.sleep(0.001)
     assert not nodes[1].answers
-    nodes[1].may_skip_lists = False
+    nodes[1].awaited = second.list
     await begun(NodeMember(MemoryCarrier(store), "job", nodes[1]))
     assert len(nodes[1].answers) == 1 and "job/list/2" not in store.values
     task.cancel()
@@ -129,16 +133,16 @@ async def test_a_daemon_that_comes_back_to_an_older_list_holds_nobody_up() -> No
     nodes = [Node(rank, 1, promised, world_size=3) for rank in range(3)]
     third = NodeMember(MemoryCarrier(store), "job", nodes[2])
     await started(third, lambda: third.phase is MemberPhase.BEGINNING)
-    nodes[2].may_skip_lists = False
+    nodes[2].awaited = third.list
     others = [NodeMember(Slow(store), "job", node) for node in nodes[:2]]
     await begun(*others, NodeMember(MemoryCarrier(store), "job", nodes[2]))
 
 
 class Slow(MemoryCarrier):
-    """Says hello at once, and reads nothing until there are two more."""
+    """Says hello at once, and reads nothing until there are three new ones."""
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        while "/hellos" in keys[0] and int(self._store.values["job/hellos"]) < 6:
+        while "/hellos" in keys[0] and int(self._store.values["job/hellos"]) < 7:
             await asyncio.sleep(0)
         return await super().get(keys)
 
