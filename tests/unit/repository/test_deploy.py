@@ -33,7 +33,7 @@ def test_no_job_begins_where_pccheckd_does_not_answer(tmp_path: Path, code: int,
     assert (tmp_path / "asked").read_text() == "status\n"
 
 
-def test_the_end_of_a_job_waits_for_its_checkpoints_and_drains_no_node(tmp_path: Path) -> None:
+def test_the_end_of_a_job_waits_for_its_checkpoints(tmp_path: Path) -> None:
     assert run("epilog.sh", tmp_path, 0) == (0, "")
     code, told = run("epilog.sh", tmp_path, 1)
     assert code == 0 and "job 12: checkpoints of uid 1000 may not be on the disk" in told

@@ -12,6 +12,7 @@ from pccheck_native.group import Refused
 from pccheck_native.nodes.facts import Have, Said, SaveName
 from pccheck_native.nodes.lists import ListMember, NodeHello, Promise, StartList
 from pccheck_native.nodes.offers import Offer, StartAnswer, StartRecord
+from pccheckd.nodes.carriers.patient import packed
 from pccheckd.nodes.member import MemberPhase, NodeMember
 from pccheckd.nodes.rounds import BATCH
 from tests.support.memorycarrier import MemoryCarrier, MemoryStore
@@ -123,7 +124,7 @@ async def test_a_promise_without_an_answer_is_taken_up_by_a_new_daemon() -> None
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_daemon_that_comes_back_to_an_older_list_holds_nobody_up() -> None:
+async def test_a_daemon_back_in_an_older_list_holds_nobody_up() -> None:
     """The third node promises to a list with the others' processes of before. Its daemon comes back
     behind the hellos of their new processes, and waits for an answer to that promise."""
     store = MemoryStore()
@@ -136,6 +137,21 @@ async def test_a_daemon_that_comes_back_to_an_older_list_holds_nobody_up() -> No
     nodes[2].awaited = third.list
     others = [NodeMember(Slow(store), "job", node) for node in nodes[:2]]
     await begun(*others, NodeMember(MemoryCarrier(store), "job", nodes[2]))
+
+
+async def test_two_lists_with_some_members_each_give_way_to_a_newer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second node is in both, and takes the newer one, with an old process of the first."""
+    monkeypatch.setattr("pccheckd.nodes.member.TRUSTS_S", 0.05)
+    store, nodes = MemoryStore(), [Node(rank, 1) for rank in range(2)]
+    for number, first in enumerate((nodes[0], Node(0, 0)), 1):
+        hellos = first.hello(), nodes[1].hello()
+        members = (ListMember(h.node, h.host, (*h.nonces,), (*h.nonces.values(),)) for h in hellos)
+        found = StartList(bytes([number]) * 16, number, "launch", 2, False, 1, tuple(members))
+        store.values[f"job/list/{number}"] = packed(found.to_plain())
+    await begun(*(NodeMember(MemoryCarrier(store), "job", node) for node in nodes))
+    assert "job/list/3" in store.values
 
 
 class Slow(MemoryCarrier):
