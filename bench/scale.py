@@ -5,7 +5,7 @@
 Each node is a `NodeMember`, and decides with the functions of `pccheck_native/nodes/`; the carrier,
 the clock and what the ranks save are simulated (bench/simulated.py). The store is a process that
 carries out one operation after the other, as torch's does. All but the CPU times is the same in
-every run. Nodes have eight ranks each.
+every run. Nodes have eight ranks each, and come within COME_S seconds.
 
 A start begins with an empty store. Then all ranks save at the same times, and each node has its
 part durable when its disk, drawn from the seed, is done. A second start has the same store, and

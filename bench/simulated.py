@@ -129,8 +129,8 @@ def simulate(work: Callable[[Clock], Coroutine[Any, Any, _T]]) -> _T:
             patches.enter_context(mock.patch.object(module, "time", simulated))
         # Each node reads what all have written: here that is read once.
         read = functools.cache(parsed)
-        patches.enter_context(mock.patch.object(member, "parsed", read))
-        patches.enter_context(mock.patch.object(rounds, "parsed", read))
+        for reader in (member, rounds):
+            patches.enter_context(mock.patch.object(reader, "parsed", read))
         with asyncio.Runner(loop_factory=lambda: clock) as runner:
             return runner.run(work(clock))
 

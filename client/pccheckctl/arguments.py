@@ -198,7 +198,7 @@ def _wait(to: argparse.ArgumentParser) -> None:
     step.add_argument("--step", type=_number, help="this step or a later one")
     step.add_argument("--newest", action="store_true", help="the newest request, or the next one")
     step.add_argument("--ended", action="store_true",
-                      help="whatever trainers that have ended have left to write")  # fmt: skip
+                      help="what ended trainers have left to write")  # fmt: skip
     to.add_argument("--timeout", type=_duration, default=60.0, metavar="TIME",
                     help="such as 90s or 5min (default 60s)")  # fmt: skip
 

@@ -3,8 +3,8 @@
 #   place=/local/scratch/$USER/pccheck; . /path/to/own-daemon.sh
 #
 # starts a pccheckd of your own on each node of the job, in a step of its own, so that what is copied
-# survives the trainers. It writes all of that, and ends, when the script ends. $place is on a disk
-# of the node.
+# survives the trainers. When the script ends, the daemons write what is copied, and end. $place is on
+# a disk of the node.
 export PCCHECK_SOCKET="$place/attach.sock"
 
 # The signal before the time is over is not for the daemon.

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pccheck_native.group import Refused
+from pccheck_native.nodes import plain
 from pccheck_native.nodes.beginning import absent, decide
 from pccheck_native.nodes.facts import Have, Said, SaveName
 from pccheck_native.nodes.lists import (
@@ -45,8 +46,6 @@ from pccheck_native.nodes.lists import (
     member_of,
 )
 from pccheck_native.nodes.offers import Offer, StartAnswer
-from pccheck_native.nodes.plain import ID
-from pccheck_native.nodes.plain import number as number_of
 from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
@@ -263,7 +262,7 @@ class NodeMember:
         if (two := cloned(hellos[mine:], hello)) is not None:
             await self._say_hello(hello)  # later than that of the other one, which then knows
             return two
-        made = make_list(hellos, secrets.token_bytes(ID), hello)
+        made = make_list(hellos, secrets.token_bytes(plain.ID), hello)
         self.missing = "" if isinstance(made, StartList) else f"{made.reason}; {made.hint}"
         if not isinstance(made, StartList):
             self._whole_s = None
@@ -456,7 +455,7 @@ def _too_many(count: int) -> Refused:
 
 
 def _number_of_list(value: object) -> int:
-    return number_of(value, "the number of a list")
+    return plain.number(value, "the number of a list")
 
 
 def _at(found: StartList, hello: NodeHello) -> int:

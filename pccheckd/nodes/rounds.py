@@ -1,7 +1,7 @@
 """One round of a start, as a member sees it: what it offers, and what the others do.
 
 The lists of earlier starts stand in an offer by their digests. Whoever decides has most of these
-lists on its own disk; for another one it asks a member that has named the list."""
+lists on its own disk; for another list it asks a member that has named that list."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Round:
         self.number = number
         self.keys = key("offer", number, at), key("asked", number)  #: what `look` needs
         self._patient, self._key, self._at, self._mine = patient, key, at, mine
-        self._lists = mine.lists | {found.brief().digest: found.brief()}
+        self._lists = mine.lists | {found.digest: found.brief()}
         self._given_s: dict[bytes, float] = {}  # when this member gave a list
         self._said: list[_Said | None] = [None] * len(found.members)
         self._offers: list[Offer | None] = [None] * len(found.members)
@@ -60,7 +60,12 @@ class Round:
 
     async def read(self, waits_s: float) -> Sequence[Offer | None]:
         """The offers that can be read by now. `waits_s`: how long this member has waited."""
-        await fill(self._patient, self._said, lambda at: self._key("offer", self.number, at), _said)
+        await fill(
+            self._patient,
+            self._said,
+            lambda at: self._key("offer", self.number, at),
+            _Said.of_plain,
+        )
         named = (one.lists for one in self._said if one is not None)
         if lacking := frozenset[bytes]().union(*named) - self._lists.keys():
             await self._get_lists(sorted(lacking)[:BATCH], waits_s)
@@ -77,7 +82,7 @@ class Round:
         for digest, value in zip(lacking, values, strict=True):
             one = parsed(StartList.of_plain, value)
             if one is not None and one.digest == digest:  # anybody may have written another list
-                self._lists[digest] = one
+                self._lists[digest] = one.brief()
         asked = []
         for digest in lacking:
             if digest not in self._lists:
@@ -91,9 +96,9 @@ class _Said(NamedTuple):
     value: object  # a plain offer
     lists: frozenset[bytes]  # that it names
 
-
-def _said(value: object) -> _Said:
-    return _Said(value, Offer.named(value))
+    @classmethod
+    def of_plain(cls, value: object) -> _Said:
+        return cls(value, Offer.named(value))
 
 
 def _asked_of_plain(value: object) -> list[tuple[bytes, int]]:

@@ -84,7 +84,7 @@ class Slurm:
             until((self.root / "munge.sock").exists)
             self._begin(stack, hosts[0], "slurmctld-wlm", "-D", "-c")
             for host, daemon in zip(hosts, self._cluster.daemons, strict=True):
-                _furnish(host, Path(daemon.socket).parent)
+                _furnish(host, daemon.socket.parent)
                 stepd = f"{SLURM}/usr/sbin/slurmstepd-wlm"
                 self._begin(stack, host, "slurmd-wlm", "-D", "-N", host.name, "-d", stepd)
             until(lambda: self._idle() == len(hosts), self.logs)
@@ -112,10 +112,7 @@ class Slurm:
 
     def ask(self, *command: object) -> str:
         """What a command of Slurm prints, on the first host."""
-        return subprocess.run(
-            self._cluster.hosts[0].apart.within(*command),  # type: ignore[union-attr]
-            env=self.environment(), check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
+        return self._cluster.hosts[0].run(*command, env=self.environment())
 
     def logs(self) -> str:
         return "\n".join(

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Self
@@ -263,10 +264,10 @@ class Host:
         assert self.apart is not None, f"{self.name} is down"
         return self.apart
 
-    def run(self, *command: object) -> str:
+    def run(self, *command: object, env: Mapping[str, str] | None = None) -> str:
         """What it prints. Raises CalledProcessError."""
         return subprocess.run(
-            self._inside.within(*command), check=True, stdout=subprocess.PIPE, text=True
+            self._inside.within(*command), check=True, stdout=subprocess.PIPE, text=True, env=env
         ).stdout
 
     def retransmitted(self) -> int:

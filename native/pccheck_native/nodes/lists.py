@@ -170,8 +170,9 @@ class StartList(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """The same on all nodes: an offer names the list by it."""
-        return hashlib.blake2b(ascii(self.to_plain()).encode(), digest_size=plain.ID).digest()
+        """Of what is brief, so that it is the same on all nodes: an offer names the list by it."""
+        brief = ascii(self.brief().to_plain())
+        return hashlib.blake2b(brief.encode(), digest_size=plain.ID).digest()
 
     def ranks_of(self, node: bytes) -> frozenset[int]:
         mine = (member.ranks for member in self.members if member.node == node)

@@ -171,13 +171,12 @@ class Offer(NamedTuple):
 
     @property
     def lists(self) -> dict[bytes, StartList]:
-        """Those of its records, by digest."""
-        brief = (record.who.brief() for record in self.records)
-        return {one.digest: one for one in brief}
+        """Those of its records, brief, by digest."""
+        return {one.who.digest: one.who.brief() for one in self.records}
 
     def to_plain(self) -> list[object]:
         """All nodes have the same lists, which are long, so their digests stand for them."""
-        records = [one.to_plain(one.who.brief().digest) for one in self.records]
+        records = [one.to_plain(one.who.digest) for one in self.records]
         lists = (self.known, self.parts, self.answers)
         made = [[one.to_plain() for one in some] for some in lists]
         word = self.word.to_plain()
