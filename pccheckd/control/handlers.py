@@ -172,6 +172,7 @@ class Handlers:
         if not 0 < body.payload_bytes <= PAYLOAD_BYTES_MAX:
             raise UsageError(f"$.body.payload_bytes must be 1 to 2**50 (got {body.payload_bytes})")
         _count_failed(tenant, body.failed)
+        tenant.readiness.registers = True
         try:
             await self._engine.require_storage(session.uid)
             answer = await self._volume_and_dram(session, tenant, body)
@@ -179,6 +180,8 @@ class Handlers:
             if not session.ending:
                 tenant.seat.refuse_room(error, session.number)
             raise
+        finally:
+            tenant.readiness.registers = False
         tenant.seat.give_room()
         return answer
 

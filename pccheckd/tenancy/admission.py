@@ -321,6 +321,8 @@ class Unparking:
         usage, port = self._binding.usage(), self._binding.port
         if usage is None or port is None:
             return True  # it is refused otherwise
+        if self._readiness.registers:
+            return True  # its trainer begins no copy before it has its memory
         stays, replaced = self._in_memory(port)
         # The core may have begun to copy what the loop takes for requested only.
         left = max(0, usage.full_chunks - sum(stays) - sum(replaced))

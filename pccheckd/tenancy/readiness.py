@@ -28,6 +28,7 @@ class Readiness:
     _leases: Leases
     stops: bool = False  # the daemon is stopping: what has not begun fails
     room_bytes: int = 0  #: the payload bytes that the trainer has registered
+    registers: bool = False  #: it waits for a volume and DRAM for `room_bytes`
 
     @property
     def incarnation(self) -> int:

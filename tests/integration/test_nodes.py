@@ -65,8 +65,8 @@ def test_steps_in_memory_are_replaced_without_a_warning(
         for trainer, handle in zip(group, handles, strict=True):
             trainer.wait_copied(handle)
     assert [trainer.wait_global(89) for trainer in group] == ["global"] * 4
-    ended = {state for trainer in group for state in trainer.states()}
-    assert ended <= {"global", "superseded", "durable"}
+    ends = {"global", "superseded", "durable"}
+    until(lambda: {state for trainer in group for state in trainer.states()} <= ends)
     assert [trainer.warnings for trainer in group] == [[], [], [], []]
 
 

@@ -31,7 +31,7 @@ class Desk:
         self.end_without: End | None = None
         self.written: list[int] = []
         self.dropped: list[tuple[int, Cause]] = []
-        self.readiness: Any = SimpleNamespace(room_bytes=STATE, stops=False)
+        self.readiness: Any = SimpleNamespace(room_bytes=STATE, registers=False, stops=False)
         port = SimpleNamespace(chunk_bytes=CHUNK, grant=self.grant)
         binding: Any = SimpleNamespace(
             port=port, usage=lambda: SimpleNamespace(full_chunks=self.full_chunks)
@@ -83,6 +83,13 @@ def test_three_states_are_room_beside_one_on_the_disk(chunks: int, *, fits: bool
     desk.add(3, State.REQUESTED)
     desk.full_chunks = 12
     assert desk.unparking.has_room() is fits
+
+
+def test_a_rank_without_memory_yet_holds_up_no_other_rank() -> None:
+    desk = Desk(chunks=0)
+    assert not desk.unparking.has_room()
+    desk.readiness.registers = True
+    assert desk.unparking.has_room()
 
 
 def test_what_is_replaced_soon_takes_no_room() -> None:
