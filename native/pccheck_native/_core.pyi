@@ -169,6 +169,7 @@ class Volume:
     def recycle(self) -> None: ...  # durably, when no slot is free
     def own_bytes(self, sequence: int, /) -> int: ...  # of its payload, not in its base's slot
     def name(self, sequence: int, /) -> tuple[int, int, int]: ...  # base, descents, row
+    def manifest(self, sequence: int, /) -> bytes: ...  # verified; for another node
     def read(self, sequence: int, offset: int, length: int) -> bytes: ...  # verified; for trees
     def read_into(
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
@@ -180,6 +181,14 @@ class Volume:
         returned, in other threads too, and no tenant is bound to it."""
     @property
     def closed(self) -> bool: ...  # its file is closed
+
+def manifest_facts(manifest: _Packed, digest: bytes, /) -> tuple[int, int, int, int]:
+    """Of the manifest of a checkpoint on another node, which must have this digest: the bytes of
+    the payload, the place of the tree, its bytes, and the bytes of a block. NativeError DAMAGED."""
+
+def manifest_place(manifest: bytes, blocks: _Packed, offset: int, ranges: _Packed, /) -> None:
+    """Checks whole blocks of the payload that begin at `offset`, and fills ranges of memory with
+    what these want of them. `manifest_facts` has accepted the manifest. NativeError DAMAGED."""
 
 @final
 class Pool:

@@ -247,6 +247,9 @@ PyObject *pcc_py_volume_bytes_for(PyObject *module, PyObject *args, PyObject *kw
 PyObject *pcc_py_create_volume(PyObject *module, PyObject *args, PyObject *kwargs);
 PyObject *pcc_py_engines(void); /* (name, how, refusal) of each */
 
+PyObject *pcc_py_manifest_facts(PyObject *module, PyObject *args);
+PyObject *pcc_py_manifest_place(PyObject *module, PyObject *args);
+
 PyObject *pcc_py_kept_state(PyObject *module, PyObject *args);
 
 PyObject *pcc_py_cuda_missing(PyObject *module, PyObject *unused);

@@ -99,6 +99,8 @@ static int module_clear(PyObject *module)
 static PyMethodDef functions[] = {
     PCC_PY_METHOD("volume_bytes_for", pcc_py_volume_bytes_for),
     PCC_PY_METHOD("create_volume", pcc_py_create_volume),
+    {"manifest_facts", pcc_py_manifest_facts, METH_VARARGS, NULL},
+    {"manifest_place", pcc_py_manifest_place, METH_VARARGS, NULL},
     {"kept_state", pcc_py_kept_state, METH_VARARGS, NULL},
     {"cuda_missing", pcc_py_cuda_missing, METH_NOARGS, NULL},
     {"cuda_driver", pcc_py_cuda_driver, METH_NOARGS, NULL},

@@ -270,6 +270,14 @@ static PyObject *volume_name(PyObject *self, PyObject *number)
     return Py_BuildValue("(KKK)", notes->name_base, notes->name_descents, notes->name_row);
 }
 
+static PyObject *volume_manifest(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(sequence, number);
+    LOAD_OPEN(load, sequence);
+    return PyBytes_FromStringAndSize((const char *)pcc_load_manifest(load),
+                                     (Py_ssize_t)pcc_load_entry(load)->manifest_bytes);
+}
+
 static PyObject *volume_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", NULL};
@@ -354,6 +362,7 @@ static PyMethodDef methods[] = {
     {"recycle", volume_recycle, METH_NOARGS, NULL},
     {"own_bytes", volume_own_bytes, METH_O, NULL},
     {"name", volume_name, METH_O, NULL},
+    {"manifest", volume_manifest, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
     {"verify", volume_verify, METH_O, NULL},

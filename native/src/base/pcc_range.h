@@ -1,6 +1,8 @@
 /* Parts of a payload that lie in this process's memory. Lists of them ascend without overlap. */
 #pragma once
 
+#include <string.h>
+
 #include "base/pcc_base.h"
 
 struct pcc_range { /* payload [offset, offset+length) lies at `address` */
@@ -42,4 +44,18 @@ static inline struct pcc_range pcc_range_cut(const struct pcc_range *range, uint
     return (struct pcc_range){.address = range->address + (from - range->offset_bytes),
                               .offset_bytes = from,
                               .length_bytes = to - from};
+}
+
+/* Copies payload [offset, +length), which is at `bytes`, to those of the ranges that want it. */
+static inline void pcc_ranges_fill(const struct pcc_range *ranges, uint64_t count,
+                                   const void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const uint64_t end_bytes = offset_bytes + length_bytes;
+
+    for (uint64_t i = pcc_range_find(ranges, sizeof *ranges, count, offset_bytes);
+         i < count && ranges[i].offset_bytes < end_bytes; i++) {
+        const struct pcc_range part = pcc_range_cut(&ranges[i], offset_bytes, end_bytes);
+        memcpy((void *)(uintptr_t)part.address,
+               (const uint8_t *)bytes + (part.offset_bytes - offset_bytes), part.length_bytes);
+    }
 }

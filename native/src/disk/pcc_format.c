@@ -25,6 +25,12 @@ static bool is_zero(const void *bytes, size_t length_bytes)
     return length_bytes == 0 || (at[0] == 0 && memcmp(at, at + 1, length_bytes - 1) == 0);
 }
 
+static bool block_bytes_are_sound(uint32_t block_bytes)
+{
+    return is_power_of_two(block_bytes) && block_bytes >= PCC_BLOCK_BYTES_MIN &&
+           block_bytes <= BLOCK_BYTES_MAX;
+}
+
 static bool geometry_is_sound(const struct pcc_geometry *geometry)
 {
     uint64_t slots_bytes, expected;
@@ -33,8 +39,7 @@ static bool geometry_is_sound(const struct pcc_geometry *geometry)
         geometry->record_stride_bytes < PCC_RECORD_STRIDE_MIN ||
         geometry->record_stride_bytes > RECORD_STRIDE_MAX)
         return false;
-    if (!is_power_of_two(geometry->block_bytes) || geometry->block_bytes < PCC_BLOCK_BYTES_MIN ||
-        geometry->block_bytes > BLOCK_BYTES_MAX)
+    if (!block_bytes_are_sound(geometry->block_bytes))
         return false;
     if (geometry->slot_count == 0 || geometry->slot_count > PCC_SLOTS_MAX ||
         geometry->slot_stride_bytes == 0 ||
@@ -54,9 +59,8 @@ int pcc_geometry_plan(uint64_t payload_capacity_bytes, uint32_t slot_count, uint
 {
     /* Far below any overflow of the sums that follow. */
     if (payload_capacity_bytes == 0 || payload_capacity_bytes > (1ull << 50) ||
-        !is_power_of_two(block_bytes) || block_bytes < PCC_BLOCK_BYTES_MIN ||
-        !is_power_of_two(record_stride_bytes) || record_stride_bytes > RECORD_STRIDE_MAX ||
-        slot_count == 0 || slot_count > PCC_SLOTS_MAX)
+        !block_bytes_are_sound(block_bytes) || !is_power_of_two(record_stride_bytes) ||
+        record_stride_bytes > RECORD_STRIDE_MAX || slot_count == 0 || slot_count > PCC_SLOTS_MAX)
         return -EINVAL;
     const uint64_t manifest = pcc_manifest_bytes(payload_capacity_bytes, block_bytes, true);
     if (manifest > UINT32_MAX)
@@ -385,6 +389,26 @@ int pcc_manifest_accept(const void *manifest, const struct pcc_record *volume, u
     const uint64_t *bitmap =
         pcc_manifest_bitmap((void *)(uintptr_t)manifest, entry->payload_bytes, volume->block_bytes);
     return bitmap_is_sound(bitmap, entry, base, volume->block_bytes) ? 0 : -PCC_E_DAMAGED;
+}
+
+int pcc_manifest_trust(const void *manifest, uint64_t manifest_bytes,
+                       const uint8_t digest[PCC_DIGEST_BYTES])
+{
+    const struct pcc_manifest_header *found = manifest;
+    uint8_t actual[PCC_DIGEST_BYTES];
+
+    if (manifest_bytes < sizeof *found)
+        return -PCC_E_DAMAGED;
+    manifest_digest(manifest, manifest_bytes, actual);
+    if (memcmp(actual, digest, sizeof actual) != 0 || found->magic != PCC_MANIFEST_MAGIC ||
+        found->format_version != PCC_FORMAT_VERSION || found->header_bytes != sizeof *found ||
+        !block_bytes_are_sound(found->block_bytes) || found->payload_bytes == 0 ||
+        manifest_bytes !=
+            pcc_manifest_bytes(found->payload_bytes, found->block_bytes, found->base_sequence != 0))
+        return -PCC_E_DAMAGED;
+    return pcc_is_within(found->tree_offset_bytes, found->tree_bytes, found->payload_bytes)
+               ? 0
+               : -PCC_E_DAMAGED;
 }
 
 void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,

@@ -226,6 +226,11 @@ PCC_MUST_CHECK int pcc_manifest_accept(const void *manifest, const struct pcc_re
                                        uint32_t slot, const struct pcc_slot_entry *entry,
                                        const struct pcc_slot_entry *base);
 
+/* The same for a manifest of `manifest_bytes` from another node, of which only the digest is known:
+ * afterwards its lengths, its tree and its checksums may be used. 0 or -PCC_E_DAMAGED. */
+PCC_MUST_CHECK int pcc_manifest_trust(const void *manifest, uint64_t manifest_bytes,
+                                      const uint8_t digest[PCC_DIGEST_BYTES]);
+
 /* The checksums of a payload's blocks (XXH3-64, unseeded), of which the last may be shorter. */
 void pcc_checksums_make(const void *bytes, uint64_t length_bytes, uint32_t block_bytes,
                         uint64_t *out);

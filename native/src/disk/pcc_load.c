@@ -311,14 +311,8 @@ struct scatter {
 static int scatter(void *context, const void *bytes, uint64_t offset_bytes, uint64_t length_bytes)
 {
     const struct scatter *to = context;
-    const uint64_t end_bytes = offset_bytes + length_bytes;
 
-    for (uint64_t i = pcc_range_find(to->ranges, sizeof *to->ranges, to->count, offset_bytes);
-         i < to->count && to->ranges[i].offset_bytes < end_bytes; i++) {
-        const struct pcc_range part = pcc_range_cut(&to->ranges[i], offset_bytes, end_bytes);
-        memcpy((void *)(uintptr_t)part.address,
-               (const uint8_t *)bytes + (part.offset_bytes - offset_bytes), part.length_bytes);
-    }
+    pcc_ranges_fill(to->ranges, to->count, bytes, offset_bytes, length_bytes);
     return 0;
 }
 
