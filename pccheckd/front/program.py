@@ -15,14 +15,11 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import socket
-import struct
-import sys
 
 import zmq
 
-from . import framing
+from pccheckd.helper import confine, framing
 
 #: Sessions of a uid (sessions.CONNECTIONS_PER_UID_MAX), and as many more that come and go.
 FILES_MAX = 512
@@ -37,19 +34,12 @@ READ_BYTES = 256 * 1024
 FRAMES = 2  # a DEALER's identity, one message
 ANSWER_BYTES_MAX = (1 << 32) - 1  # the daemon is trusted
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # on every architecture
-_LANDLOCK_VERSION = 1  # flag of the first
-_ALL_FILE_RIGHTS, _ALL_NET_RIGHTS, _ALL_SCOPES = (1 << 13) - 1, 3, 3
-
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] != [str(framing.VERSION)]:
-        sys.exit("another version of pccheckd was installed: restart the daemon")
-    uid, gid, listener, link, request_bytes_max = map(int, arguments[1:])
-    _confine(uid, gid)
-    router = _router(uid, listener, request_bytes_max)
-    _limit(resource.RLIMIT_NPROC, 0)  # libzmq has its threads by now
+    uid, gid, listener, link, own = confine.arguments_of(arguments)
+    confine.confine(uid, gid, files_max=FILES_MAX, address_space_bytes=ADDRESS_SPACE_BYTES)
+    router = _router(uid, listener, request_bytes_max=int(own[0]))
+    confine.limit(resource.RLIMIT_NPROC, 0)  # libzmq has its threads by now
     with socket.socket(fileno=link) as stream:
         stream.setblocking(False)
         Front(router, stream).run()
@@ -121,58 +111,5 @@ def _router(uid: int, listener: int, request_bytes_max: int) -> zmq.Socket[bytes
     return router
 
 
-# -- what this process may do ------------------------------------------------------------------
-
-
-def _confine(uid: int, gid: int) -> None:
-    """Before libzmq starts: what is set here holds for the threads that are made later."""
-    with contextlib.suppress(OSError):  # it goes first when memory is short
-        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"500")
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_NOFILE, FILES_MAX)
-    _limit(resource.RLIMIT_AS, ADDRESS_SPACE_BYTES)
-    # An attacker who breaks in gains no new rights. A container of one user may forbid setgroups().
-    if os.geteuid() == 0 and uid != 0:
-        os.setgroups([])
-        os.setgid(gid)
-        os.setuid(uid)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # forgotten when the uid changes
-    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "no_new_privs")
-    _deny_files(libc)
-
-
-def _limit(which: int, most: int) -> None:
-    _, hard = resource.getrlimit(which)
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(which, (most, most))
-
-
-def _deny_files(libc: ctypes.CDLL) -> None:
-    """Landlock, where the kernel has it (5.13; all of this since 6.12): no file, no TCP, no signal
-    to others and no look into them, which counts where this process keeps the daemon's uid."""
-    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
-    if version < 1:
-        return
-    words = [_ALL_FILE_RIGHTS]
-    if version >= 4:
-        words.append(_ALL_NET_RIGHTS)
-    if version >= 6:
-        words.append(_ALL_SCOPES)
-    rules = struct.pack(f"={len(words)}Q", *words)
-    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
-    if ruleset >= 0:
-        libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
-        os.close(ruleset)
-
-
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except BaseException as error:
-        kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
-        print(f"{kind}{error}", file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)  # without clearing up: there is nothing to save, and libzmq might wait
+    confine.run(main)

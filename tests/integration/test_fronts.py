@@ -16,7 +16,8 @@ import pytest
 from pccheck_wire import attach
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.messages import CheckpointState, Status
-from pccheckd.front import framing, program
+from pccheckd.front import program
+from pccheckd.helper import framing
 from tests.support import forked
 from tests.support.as_user import fork_as
 from tests.support.daemon import Daemon

@@ -15,8 +15,9 @@ import pytest
 
 from pccheckd.control.attach import AttachServer
 from pccheckd.control.handlers import Handlers
-from pccheckd.front import framing
-from pccheckd.front.children import FrontProcess, Keeper
+from pccheckd.front.endpoints import FRONT
+from pccheckd.helper import framing
+from pccheckd.helper.keeper import HelperProcess, Keeper
 from pccheckd.jobs.sessions import Session, Sessions
 
 ONE, OTHER = 1, 2  # users
@@ -93,8 +94,10 @@ async def test_many_connections_of_a_user_are_read_one_after_another(loop: Loop)
 
 async def test_requests_over_zeromq_are_taken_one_after_another(loop: Loop) -> None:
     answers = Answers(loop)
-    keeper = Keeper(ONE, ONE, cast(socket.socket, None), cast(Executor, None), answers.answer)
-    front = FrontProcess(cast(Any, SimpleNamespace(pid=1)), cast(socket.socket, None))
+    keeper = Keeper(
+        FRONT, ONE, ONE, cast(socket.socket, None), cast(Executor, None), answers.answer
+    )
+    front = HelperProcess(FRONT, cast(Any, SimpleNamespace(pid=1)), cast(socket.socket, None))
     reader = asyncio.StreamReader()
     reader.feed_data(framing.pack(b"peer", b"request") * CONNECTIONS)
     reader.feed_eof()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,8 +16,9 @@ import zmq
 
 from pccheck_wire.errors import RefusedError
 from pccheck_wire.packing import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
-from pccheckd.front import children, endpoints, framing, program
+from pccheckd.front import endpoints, program
 from pccheckd.front.endpoints import ControlServer
+from pccheckd.helper import framing, keeper
 
 LIMIT_S = 60
 UID, GID = os.getuid(), os.getgid()
@@ -39,7 +39,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 async def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ControlServer]:
-    monkeypatch.setattr(children, "READY_WAIT_S", LIMIT_S)
+    monkeypatch.setattr(keeper, "READY_WAIT_S", LIMIT_S)
     server = ControlServer(place)
     server.serve(echo)
     yield server
@@ -51,11 +51,11 @@ async def server(place: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Starts something else for a front: Python whose descriptor 3 is the daemon's."""
-    monkeypatch.setattr(children, "PAUSE_LAST_S", 0.1)
+    monkeypatch.setattr(keeper, "PAUSE_LAST_S", 0.1)
 
     def pretend(script: str) -> None:
         def spawn(
-            _uid: int, _gid: int, _listener: socket.socket
+            _kind: keeper.Kind, _uid: int, _gid: int, _listener: socket.socket
         ) -> tuple[subprocess.Popen[bytes], socket.socket]:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)
@@ -67,7 +67,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 )
             return process, ours
 
-        monkeypatch.setattr(children, "_spawn", spawn)
+        monkeypatch.setattr(keeper, "_spawn", spawn)
 
     return pretend
 
@@ -125,7 +125,7 @@ async def test_a_front_that_takes_nothing_is_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And what it was to be sent is bounded until then."""
-    monkeypatch.setattr(children, "SEND_LIMIT_S", 0.5)
+    monkeypatch.setattr(keeper, "SEND_LIMIT_S", 0.5)
     wanted = framing.pack(b"peer", str(REPLY_BYTES_MAX).encode())
     pretend(f"{READY}\nfor _ in range(9): os.write(3, {wanted!r})\ntime.sleep(99)")
     await server.join(UID, GID)
@@ -151,12 +151,12 @@ async def test_requests_wait_in_the_front_while_the_daemon_is_busy(
     server = ControlServer(place)
     server.serve(busy)
     await server.join(UID, GID)
-    await until(lambda: taken == children.REQUESTS_IN_PROGRESS_MAX)
+    await until(lambda: taken == keeper.REQUESTS_IN_PROGRESS_MAX)
     for _ in range(100):
         await asyncio.sleep(0)
-    assert taken == children.REQUESTS_IN_PROGRESS_MAX
+    assert taken == keeper.REQUESTS_IN_PROGRESS_MAX
     release.set()
-    await until(lambda: taken > children.REQUESTS_IN_PROGRESS_MAX)
+    await until(lambda: taken > keeper.REQUESTS_IN_PROGRESS_MAX)
     await server.close()
 
 
@@ -194,35 +194,11 @@ async def test_what_cannot_be_started_is_said(
         await server.join(UID, GID)
 
 
-def test_a_confined_process_opens_no_file() -> None:
-    program = (
-        "from pccheckd.front import program as front\n"
-        f"front._confine({UID}, {GID})\n"
-        "import ctypes, os\n"
-        "landlock = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0\n"
-        "try:\n    os.open('/etc/passwd', os.O_RDONLY)\n    print(landlock)\n"
-        "except PermissionError:\n    print(not landlock)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False", "it opened a file although the kernel has Landlock"
-
-
-def test_root_of_a_container_that_forbids_setgroups_starts_one() -> None:
-    """Such a container has one user, and that user is root in it."""
-    inside = ["unshare", "--user", "--map-root-user"]
-    if not shutil.which("unshare") or subprocess.run([*inside, "true"], check=False).returncode:
-        pytest.skip("needs user namespaces")
-    program = "from pccheckd.front import program as front; front._confine(0, 0)"
-    subprocess.run([*inside, sys.executable, "-P", "-c", program], check=True)
-
-
 def test_limits_fit_together() -> None:
     from pccheckd.jobs.sessions import CONNECTIONS_PER_UID_MAX
 
     assert 2 * CONNECTIONS_PER_UID_MAX < program.FILES_MAX
-    assert children.BACKLOG < program.FILES_MAX // 2  # what waited in there ends no second front
+    assert endpoints.BACKLOG < program.FILES_MAX // 2  # what waited in there ends no second front
     queued = CONNECTIONS_PER_UID_MAX * program.REQUESTS_WAITING * REQUEST_BYTES_MAX
     assert queued + 4 * REPLY_BYTES_MAX + (40 << 20) < program.ADDRESS_SPACE_BYTES
 
@@ -239,7 +215,7 @@ async def test_a_session_does_not_wait_for_a_slow_start(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests do, at the endpoint."""
-    monkeypatch.setattr(children, "READY_WAIT_S", 0)
+    monkeypatch.setattr(keeper, "READY_WAIT_S", 0)
     server = ControlServer(place)
     server.serve(echo)
     address = await server.join(UID, GID)

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from pccheckd.front import framing
+from pccheckd.helper import framing
 
 SEED = 20
 

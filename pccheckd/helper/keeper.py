@@ -1,5 +1,6 @@
-"""The daemon's side of fronts (program.py): one child process per uid, whose bytes are not trusted,
-started again when it ends."""
+"""The daemon's side of helpers: child processes of one uid each, whose bytes are not trusted,
+started again when they end. A front (`pccheckd/front/`) is one, and a peer server
+(`pccheckd/peer/`)."""
 
 from __future__ import annotations
 
@@ -13,36 +14,33 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
-from pathlib import Path
+from typing import NamedTuple
 
 from pccheck_wire.errors import RefusedError
-from pccheck_wire.packing import REPLY_BYTES_MAX, REQUEST_BYTES_MAX
+from pccheck_wire.packing import REPLY_BYTES_MAX
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.logs import LOG
 
 from . import framing
 
 REQUESTS_IN_PROGRESS_MAX = 256
-#: Answers of one uid that wait for its front: room for two of the largest.
+#: Answers of one uid that wait for its helper: room for two of the largest.
 ANSWERS_BYTES_MAX = 2 * REPLY_BYTES_MAX
 READ_BYTES = 64 * 1024
 START_LIMIT_S = 30.0
-#: How long a new session waits for a front, to report one that cannot start. Then it begins without
-#: one, since its peer's handshake has a limit: its requests wait at the endpoint.
+#: How long a new session waits for a helper, to report one that cannot start. Then it begins
+#: without one, since its peer's handshake has a limit: its requests wait at the endpoint.
 READY_WAIT_S = 0.5
-#: A front only forwards; one that accepts no answer for this long is stopped or hangs.
+#: A helper only forwards; one that accepts no answer for this long is stopped or hangs.
 SEND_LIMIT_S = 10.0
 END_LIMIT_S = 5.0
-#: Between two starts; doubled with every front that did not last, up to PAUSE_LAST_S.
+#: Between two starts; doubled with every helper that did not last, up to PAUSE_LAST_S.
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 30.0
 LASTED_S = 60.0
 STEP_S = 0.1
-#: Peers that connect meanwhile wait here. Below program.FILES_MAX: idle connects end one front
-#: at most.
-BACKLOG = 128
 _SAID_BYTES = 4096
 _SAID_LETTERS = 160
-#: All that a front needs of the environment; no arena per thread, which would take address space.
+#: All that a helper needs of the environment; no arena per thread, which would take address space.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 #: Explanations for operators, by the last words of the process.
 _MEANINGS = {
@@ -56,11 +54,22 @@ _MEANINGS = {
 Handle = Callable[[int, bytes], Awaitable[bytes | None]]
 
 
-class FrontProcess:
+class Kind(NamedTuple):
+    """What runs in a helper."""
+
+    module: str  # it takes framing.VERSION, uid, gid, listener and link, then `more`
+    does: str  # "receives requests": for the log and for people
+    without: str  # what still works while there is none
+    request_bytes_max: int
+    more: tuple[str, ...] = ()
+
+
+class HelperProcess:
     """One child process, from its start to its end."""
 
-    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    def __init__(self, kind: Kind, process: subprocess.Popen[bytes], link: socket.socket) -> None:
         self.pid = process.pid
+        self._kind = kind
         self._process = process
         self._link = link
         self._writer: asyncio.StreamWriter | None = None
@@ -87,11 +96,11 @@ class FrontProcess:
     async def serve(
         self,
         reader: asyncio.StreamReader,
-        take: Callable[[FrontProcess, bytes, bytes], Awaitable[None]],
+        take: Callable[[HelperProcess, bytes, bytes], Awaitable[None]],
     ) -> None:
         """Passes every request to `take`, which may make it wait, until the process ends or
         violates the protocol."""
-        frames = framing.Unpacker(REQUEST_BYTES_MAX)
+        frames = framing.Unpacker(self._kind.request_bytes_max)
         try:
             while data := await reader.read(READ_BYTES):
                 for identity, request in frames.feed(data):
@@ -106,7 +115,10 @@ class FrontProcess:
     async def answer(self, identity: bytes, message: bytes) -> None:
         """Answers to a peer that does not read are dropped."""
         if self._unsent_bytes + len(message) > ANSWERS_BYTES_MAX:
-            LOG.warning("the front with pid %d reads too slowly: an answer is lost", self.pid)
+            LOG.warning(
+                "the process that %s (pid %d) reads too slowly: an answer is lost",
+                self._kind.does, self.pid,
+            )  # fmt: skip
             return
         self._unsent_bytes += len(message)
         try:
@@ -151,44 +163,44 @@ class FrontProcess:
 
 
 class Keeper(Background):
-    """Keeps a front for one uid, from the first session until there has been none for a while."""
+    """Keeps a helper for one uid."""
 
     def __init__(
-        self, uid: int, gid: int, listener: socket.socket, threads: Executor, handle: Handle
-    ) -> None:
-        self.sessions = 0
+        self, kind: Kind, uid: int, gid: int, listener: socket.socket, threads: Executor,
+        handle: Handle,
+    ) -> None:  # fmt: skip
         self.restarts = 0
-        self.idle: asyncio.TimerHandle | None = None
+        self._kind = kind
         self._uid, self._gid = uid, gid
         self._listener = listener
         self._threads = threads
         self._handle = handle
-        self._trouble = ""  # why there has been no front yet
-        self._decided = asyncio.Event()  # set once a front has served, or could not start
-        self._front: FrontProcess | None = None
+        self._trouble = ""  # why there has been no process yet
+        self._decided = asyncio.Event()  # set once one has served, or could not start
+        self._process: HelperProcess | None = None
         self._room = asyncio.Semaphore(REQUESTS_IN_PROGRESS_MAX)
         self._work = Tasks(f"requests of uid {uid}")
 
     @property
     def serves(self) -> bool:
         """Whether there is a process now."""
-        return self._front is not None
+        return self._process is not None
 
     async def ready(self) -> None:
-        """Returns once a front has served, or after a moment. Raises RefusedError when none could
-        be started so far."""
+        """Returns once a process has served, or after a moment. Raises RefusedError when none
+        could be started so far."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(READY_WAIT_S):
                 await self._decided.wait()
         if self._trouble:
             raise RefusedError(
-                f"the process that receives your requests could not be started: {self._trouble}",
+                f"the process that {self._kind.does} could not be started: {self._trouble}",
                 hint="see pccheckd's log; try again",
                 retryable=True,
             )
 
     async def close(self) -> None:
-        """Ends the front; requests in progress are dropped."""
+        """Ends the process; requests in progress are dropped."""
         self._listener.close()
         await super().close()
         await self._work.cancel()
@@ -200,79 +212,79 @@ class Keeper(Background):
             try:
                 reason = await self._one()
             except Exception as error:  # the edge of this uid: it goes without for a while
-                LOG.exception("uid %d: no process receives its requests", self._uid)
+                LOG.exception("uid %d: no process %s", self._uid, self._kind.does)
                 reason = str(error)
             if time.monotonic() - began >= LASTED_S:
                 pause_s = PAUSE_FIRST_S
             LOG.warning(
-                "uid %d: the process that receives its requests ended: %s. Another one starts in "
-                "%g s; checkpoints do not need it", self._uid, reason, pause_s,
+                "uid %d: the process that %s ended: %s. Another one starts in %g s; %s",
+                self._uid, self._kind.does, reason, pause_s, self._kind.without,
             )  # fmt: skip
             self.restarts += 1
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_LAST_S)
 
     async def _one(self) -> str:
-        """One front's life; why it ended."""
+        """One process's life; why it ended."""
         try:
-            front = await self._start()
+            process = await self._start()
         except OSError as error:
             return self._failed(str(error))
         served = False
         try:
-            reader = await front.connect()
+            reader = await process.connect()
             if reader is not None:
                 served = True
-                self._front, self._trouble = front, ""
+                self._process, self._trouble = process, ""
                 self._decided.set()
-                LOG.debug("uid %d: pid %d receives its requests", self._uid, front.pid)
-                await front.serve(reader, self._take)
+                LOG.debug("uid %d: pid %d %s", self._uid, process.pid, self._kind.does)
+                await process.serve(reader, self._take)
         finally:
-            self._front = None
-            reason = await front.end()
+            self._process = None
+            reason = await process.end()
         return reason if served else self._failed(reason)
 
     def _failed(self, trouble: str) -> str:
-        """No front could start: reports that to sessions that wait for the first one."""
+        """None could start: reports that to sessions that wait for the first one."""
         if self._trouble or not self._decided.is_set():
             self._trouble = trouble
             self._decided.set()
         return trouble
 
-    async def _start(self) -> FrontProcess:
-        started = self._threads.submit(_spawn, self._uid, self._gid, self._listener)
+    async def _start(self) -> HelperProcess:
+        started = self._threads.submit(_spawn, self._kind, self._uid, self._gid, self._listener)
         try:
-            return FrontProcess(*await asyncio.wrap_future(started))
+            return HelperProcess(self._kind, *await asyncio.wrap_future(started))
         except asyncio.CancelledError:
             started.add_done_callback(_discard)
             raise
 
-    async def _take(self, front: FrontProcess, identity: bytes, request: bytes) -> None:
-        """Waits for a free place; meanwhile the front is not read, and reads nothing from its
+    async def _take(self, process: HelperProcess, identity: bytes, request: bytes) -> None:
+        """Waits for a free place; meanwhile the process is not read, and reads nothing from its
         peers. Takes one request in a pass of the loop, which other users wait for."""
         await self._room.acquire()
-        self._work.spawn(self._answer(front, identity, request))
+        self._work.spawn(self._answer(process, identity, request))
         await asyncio.sleep(0)
 
-    async def _answer(self, front: FrontProcess, identity: bytes, request: bytes) -> None:
+    async def _answer(self, process: HelperProcess, identity: bytes, request: bytes) -> None:
         try:
             answer = await self._handle(self._uid, request)
             if answer is not None:
-                await front.answer(identity, answer)
+                await process.answer(identity, answer)
         finally:
             self._room.release()
 
 
 def _spawn(
-    uid: int, gid: int, listener: socket.socket
+    kind: Kind, uid: int, gid: int, listener: socket.socket
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """In a thread that lives as long as the daemon: the child ends with its parent thread."""
     ours, theirs = socket.socketpair()
     with theirs:
         ends = listener.fileno(), theirs.fileno()
-        command = [sys.executable, "-P", "-m", "pccheckd.front.program"]
+        command = [sys.executable, "-P", "-m", kind.module]
         process = subprocess.Popen(
-            [*command, *map(str, (framing.VERSION, uid, gid, *ends, REQUEST_BYTES_MAX))],
+            [*command, *map(str, (framing.VERSION, uid, gid, *ends)), *kind.more],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             pass_fds=ends, cwd="/", env=_environment(), start_new_session=True,
         )  # fmt: skip
@@ -282,7 +294,7 @@ def _spawn(
 
 def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT or k.startswith("PYTHON")}
-    if "PYTHONPATH" in kept:  # it may be relative, and a front starts in /
+    if "PYTHONPATH" in kept:  # it may be relative, and a helper starts in /
         places = kept["PYTHONPATH"].split(os.pathsep)
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, places))
     return kept | {"MALLOC_ARENA_MAX": "1"}
@@ -318,21 +330,3 @@ def _how(returncode: int | None) -> str:
         known = {number.value: number.name for number in signal.Signals}
         return f"killed by {known.get(-returncode, f'signal {-returncode}')}"
     return f"exit code {returncode}"
-
-
-def listen(path: Path, uid: int) -> socket.socket:
-    """The endpoint's socket; it stays when the front that accepts from it is replaced."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        made.setblocking(False)  # or libzmq would wait for a peer that has gone
-        made.bind(os.fspath(path))
-        if os.geteuid() == 0:
-            os.chown(path, uid, -1)
-            path.chmod(0o600)
-        else:  # the filter is what keeps others out
-            path.chmod(0o600 if uid == os.geteuid() else 0o666)
-        made.listen(BACKLOG)
-    except BaseException:
-        made.close()
-        raise
-    return made

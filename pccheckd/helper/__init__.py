@@ -1,0 +1,1 @@
+"""A process of one user that the daemon starts, confines, limits, watches and starts again."""
