@@ -20,14 +20,14 @@ from pccheckd.base.background import Tasks
 from pccheckd.base.errors import SHORTAGE_HINT, shortage
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
-from pccheckd.helper.keeper import Handle, Keeper, Kind
+from pccheckd.helper.keeper import Handle, HelperKind, Keeper
 
 #: How long a front stays without a session, for jobs that start again.
 IDLE_S = 60.0
 #: Peers that connect while no front runs wait here. Below program.FILES_MAX: idle connects end one
 #: front at most.
 BACKLOG = 128
-FRONT = Kind(
+FRONT = HelperKind(
     "pccheckd.front.program", "receives requests", "checkpoints do not need it",
     REQUEST_BYTES_MAX, (str(REQUEST_BYTES_MAX),),
 )  # fmt: skip

@@ -54,7 +54,7 @@ _MEANINGS = {
 Handle = Callable[[int, bytes], Awaitable[bytes | None]]
 
 
-class Kind(NamedTuple):
+class HelperKind(NamedTuple):
     """What runs in a helper."""
 
     module: str  # it takes framing.VERSION, uid, gid, listener and link, then `more`
@@ -67,7 +67,9 @@ class Kind(NamedTuple):
 class HelperProcess:
     """One child process, from its start to its end."""
 
-    def __init__(self, kind: Kind, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    def __init__(
+        self, kind: HelperKind, process: subprocess.Popen[bytes], link: socket.socket
+    ) -> None:
         self.pid = process.pid
         self._kind = kind
         self._process = process
@@ -166,7 +168,7 @@ class Keeper(Background):
     """Keeps a helper for one uid."""
 
     def __init__(
-        self, kind: Kind, uid: int, gid: int, listener: socket.socket, threads: Executor,
+        self, kind: HelperKind, uid: int, gid: int, listener: socket.socket, threads: Executor,
         handle: Handle,
     ) -> None:  # fmt: skip
         self.restarts = 0
@@ -276,7 +278,7 @@ class Keeper(Background):
 
 
 def _spawn(
-    kind: Kind, uid: int, gid: int, listener: socket.socket
+    kind: HelperKind, uid: int, gid: int, listener: socket.socket
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """In a thread that lives as long as the daemon: the child ends with its parent thread."""
     ours, theirs = socket.socketpair()
