@@ -10,19 +10,21 @@ PCC_PY_CLOSES(volume_close, pcc_volume_close)
 
 static PyObject *volume_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"path", "writable", "allow_buffered", "engine", NULL};
+    static char *names[] = {"path", "writable", "allow_buffered", "engine", "fd", NULL};
     PyObject *path PCC_PY_OWNED(pcc_py_drop) = NULL;
     bool writable = false;
+    int fd = -1;
     struct pcc_io_options options = {.engine = PCC_IO_PWRITE};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O&|$O&O&O&:Volume", names, PyUnicode_FSConverter, &path, pcc_py_bool,
-            &writable, pcc_py_bool, &options.allow_buffered, pcc_py_engine, &options.engine) ||
+            args, kwargs, "O&|$O&O&O&i:Volume", names, PyUnicode_FSConverter, &path, pcc_py_bool,
+            &writable, pcc_py_bool, &options.allow_buffered, pcc_py_engine, &options.engine, &fd) ||
         !pcc_py_require(kwargs, &names[1], 1))
         return NULL;
     struct pcc_volume *volume = NULL;
     int result;
     const char *name = PyBytes_AsString(path);
-    PCC_PY_UNLOCKED(result = pcc_volume_open_at(name, writable, &options, &volume));
+    PCC_PY_UNLOCKED(result = fd < 0 ? pcc_volume_open_at(name, writable, &options, &volume)
+                                    : pcc_volume_open_fd(fd, name, writable, &options, &volume));
     return result < 0 ? pcc_py_raise(pcc_py_state_of(type), result, name)
                       : pcc_py_object_new(type, "Volume", 0, volume, volume_close);
 }

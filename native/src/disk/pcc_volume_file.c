@@ -192,14 +192,19 @@ int pcc_volume_open_file(const char *path, bool writable, int *fd_out)
 int pcc_volume_open_at(const char *path, bool writable, const struct pcc_io_options *options,
                        struct pcc_volume **out)
 {
+    int fd = -1;
+    const int result = pcc_volume_open_file(path, writable, &fd);
+
+    return result != 0 ? result : pcc_volume_open_fd(fd, path, writable, options, out);
+}
+
+int pcc_volume_open_fd(int fd, const char *path, bool writable,
+                       const struct pcc_io_options *options, struct pcc_volume **out)
+{
     struct pcc_named_file file = {0};
     struct pcc_io *io;
-    int fd = -1;
-    int result = pcc_volume_open_file(path, writable, &fd);
+    int result = pcc_named_file_take(fd, path, &file);
 
-    if (result != 0)
-        return result;
-    result = pcc_named_file_take(fd, path, &file);
     if (result != 0) {
         (void)close(fd);
         return result;

@@ -101,3 +101,15 @@ def test_what_is_no_manifest_is_refused() -> None:
         _core.manifest_place(b"short", b"", 0, b"")
     with pytest.raises(OSError, match="Invalid"):
         _core.manifest_place(bytes(4096), b"", 0, b"")
+
+
+def test_a_volume_is_read_through_a_descriptor(tmp_path: Path) -> None:
+    with Loop(tmp_path / "v") as loop:
+        sequence = loop.save(1, [DATA], TREE)
+    fd = os.open(tmp_path / "v", os.O_RDONLY)
+    (tmp_path / "v").rename(tmp_path / "elsewhere")
+    volume = _core.Volume(tmp_path / "v", writable=False, allow_buffered=True, fd=fd)
+    assert volume.read(sequence, 0, len(DATA)) == DATA
+    volume.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
