@@ -46,6 +46,7 @@ CARRIED = {
     "pytest-timeout": 2, "pytest-xdist": 3, "execnet": 2, "hypothesis": 6, "sortedcontainers": 2,
     "anyio": 4, "idna": 3, "typing-extensions": 4, "torchsnapshot": 0, "nest-asyncio": 1,
     "importlib-metadata": 8, "lazy-importer": 0, "zipp": 3, "aiofiles": 24,
+    "cryptography": 42, "cffi": 1, "pycparser": 2,
 }  # fmt: skip
 GRACE_S = 10.0  # to end after Ctrl-C, daemons included
 TAIL_CHARACTERS = 4000

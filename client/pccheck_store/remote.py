@@ -148,6 +148,6 @@ class LeasedPayloads(DaemonPayloads):
     def _part(self, rank: int) -> Part:
         if rank not in self._listed:
             raise lacking(rank, self.opened.step)
-        if rank not in self._parts:
+        if rank not in self.parts:
             raise recycled(self.opened.step, self.opened.sequence)
         return super()._part(rank)

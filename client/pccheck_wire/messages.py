@@ -277,6 +277,25 @@ class Part(Message):
     tree_bytes: int
 
 
+@message("far_node")
+class FarNode(Message):
+    """A node from which a checkpoint is read (`pccheck_native.nodes.peer`)."""
+
+    host: str  # for people
+    addresses: list[str]
+    fingerprint: bytes
+    token: bytes
+
+
+@message("far_part")
+class FarPart(Message):
+    """A rank's part that lies on other nodes."""
+
+    rank: int
+    nodes: list[int]  # each has a copy: places in `Opened.nodes`
+    digests: list[bytes]  # of these copies' manifests
+
+
 @message("opened")
 class Opened(Message):
     #: Fields of CheckpointId, in its order; the peer's session has the uid and the job.
@@ -294,6 +313,11 @@ class Opened(Message):
     parts: list[Part] = field(default_factory=list)  # of a group: every rank's payload
     wall_ns: int = 0  # when it became durable, since 1970
     warnings: list[str] = field(default_factory=list)  # of the nodes; one rank of a node gets them
+    # Of a job on several nodes, when this node lacks parts. If `rank` is among them, its lengths
+    # are 0 here: its manifest has them.
+    nodes: list[FarNode] = field(default_factory=list)
+    far: list[FarPart] = field(default_factory=list)
+    name: list[int] = field(default_factory=list)  # of the checkpoint in its start: base, ...
 
 
 @message("empty")

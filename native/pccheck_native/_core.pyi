@@ -141,7 +141,12 @@ def same_values(
 @final
 class Volume:
     def __init__(
-        self, path: _Path, *, writable: bool, allow_buffered: bool = False, engine: str = "pwrite",
+        self,
+        path: _Path,
+        *,
+        writable: bool,
+        allow_buffered: bool = False,
+        engine: str = "pwrite",
         fd: int = -1,
     ) -> None:
         """`engine` is pwrite, mmap or pmem; pwrite it is where that one cannot be had. `fd`: the

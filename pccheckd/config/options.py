@@ -97,6 +97,14 @@ def _coordinator(text: str) -> str:
     return text
 
 
+def _listen(text: str) -> str:
+    if text:
+        from . import listen
+
+        listen.parse(text)
+    return text
+
+
 def _file(text: str) -> str:
     return str(_path(text)) if text else ""
 
@@ -118,6 +126,7 @@ PATH = Kind("path", "", _path)
 TEXT = Kind("text", "", str)
 METRICS = Kind("[ADDRESS:]PORT or a path ending in .prom", "", _metrics)
 COORDINATOR = Kind("etcd://HOST:PORT[,HOST:PORT...], or etcds:// for TLS", "", _coordinator)
+LISTEN = Kind("ADDRESS[:PORT] or an interface; several with commas", "", _listen)
 FILE = Kind("path", "", _file)
 YES_NO = Kind("yes or no", "", _yes, lambda value: "yes" if value else "no")
 
@@ -287,6 +296,12 @@ class Config:
         "", "--coordinator-credentials", FILE, Topic.NODES,
         "TOML file with what this etcd wants to see: user, password, ca, certificate, key", "FILE",
         zero="none",
+    )
+    listen: str = _option(
+        "", "--listen", LISTEN, Topic.NODES,
+        "where the other nodes of a job read checkpoints from this one, encrypted; without it a "
+        "rank restores only on the node that has its part. A port is one of 100, from PORT on",
+        "PLACE", zero="other nodes cannot read from this one",
     )
     drain_limit_s: float = _option(
         60.0, "--drain-limit", DURATION, Topic.RUNNING,

@@ -115,7 +115,7 @@ class ControlServer:
             self._directory.mkdir(mode=0o711)
             self._directory.chmod(0o711)
         listener = _listen(self._path(uid), uid)
-        front = _Front(Keeper(FRONT, uid, gid, listener, self._threads, self._handle))
+        front = _Front(Keeper(FRONT, uid, gid, [listener], self._threads, self._handle))
         if uid in self._fronts:
             LOG.warning("uid %d: %s was removed; pccheckd creates it again", uid, self._path(uid))
             front.sessions = self._fronts[uid].sessions

@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 from . import framing
 
@@ -34,13 +35,24 @@ def run(main: Callable[[list[str]], None]) -> None:
     os._exit(0)  # without clearing up: there is nothing to save, and a library might wait
 
 
-def arguments_of(given: list[str]) -> tuple[int, int, int, int, list[str]]:
-    """uid, gid, listener, link and what is the program's own. Exits if another version was
-    installed since the daemon started."""
-    if given[:1] != [str(framing.VERSION)]:
-        sys.exit("another version of pccheckd was installed: restart the daemon")
-    uid, gid, listener, link = map(int, given[1:5])
-    return uid, gid, listener, link, given[5:]
+class HelperArguments(NamedTuple):
+    """The arguments of a helper's program."""
+
+    uid: int
+    gid: int
+    listeners: list[int]  # descriptors of listening sockets
+    link: int  # frames for the daemon, and its answers
+    hand: int  # descriptors that the daemon gives
+    own: list[str]
+
+    @classmethod
+    def of(cls, arguments: list[str]) -> HelperArguments:
+        """Exits if another version was installed since the daemon started."""
+        if arguments[:1] != [str(framing.VERSION)]:
+            sys.exit("another version of pccheckd was installed: restart the daemon")
+        uid, gid, listeners, link, hand, *own = arguments[1:]
+        places = [int(one) for one in listeners.split(",")]
+        return cls(int(uid), int(gid), places, int(link), int(hand), own)
 
 
 def confine(

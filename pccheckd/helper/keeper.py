@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
@@ -50,27 +50,39 @@ _MEANINGS = {
     "OUT OF MEMORY": "a process of this user filled its memory up to the limit",
 }
 
+
+class Handed(NamedTuple):
+    """An answer with a file, which goes to the helper."""
+
+    message: bytes
+    descriptor: int  # it is closed when it was sent, or could not be
+
+
 #: The answer to a request of a uid, None for no answer. Never raises.
-Handle = Callable[[int, bytes], Awaitable[bytes | None]]
+Handle = Callable[[int, bytes], Awaitable[bytes | Handed | None]]
 
 
 class HelperKind(NamedTuple):
     """What runs in a helper."""
 
-    module: str  # it takes framing.VERSION, uid, gid, listener and link, then `more`
+    module: str  # its arguments: confine.HelperArguments, then `more`
     does: str  # "receives requests": for the log and for people
     without: str  # what still works while there is none
     request_bytes_max: int
     more: tuple[str, ...] = ()
+    secret: bytes = b""  # on its standard input
 
 
 class HelperProcess:
     """One child process, from its start to its end."""
 
     def __init__(
-        self, kind: HelperKind, process: subprocess.Popen[bytes], link: socket.socket
-    ) -> None:
+        self, kind: HelperKind, process: subprocess.Popen[bytes], link: socket.socket,
+        hand: socket.socket | None = None,
+    ) -> None:  # fmt: skip
+        """`link` carries frames, `hand` descriptors."""
         self.pid = process.pid
+        self._hand = hand
         self._kind = kind
         self._process = process
         self._link = link
@@ -114,8 +126,26 @@ class HelperProcess:
         except OSError:
             pass  # it has ended
 
-    async def answer(self, identity: bytes, message: bytes) -> None:
+    async def answer(self, identity: bytes, answer: bytes | Handed) -> None:
         """Answers to a peer that does not read are dropped."""
+        if isinstance(answer, Handed):
+            self._give(identity, answer.descriptor)
+            answer = answer.message
+        await self._send(identity, answer)
+
+    def _give(self, identity: bytes, descriptor: int) -> None:
+        """Before the answer, so that it is there when the answer is read."""
+        assert self._hand is not None
+        try:
+            socket.send_fds(self._hand, [identity], [descriptor], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self.drop("it did not accept descriptors")
+        except OSError:
+            pass  # it has ended
+        finally:
+            os.close(descriptor)
+
+    async def _send(self, identity: bytes, message: bytes) -> None:
         if self._unsent_bytes + len(message) > ANSWERS_BYTES_MAX:
             LOG.warning(
                 "the process that %s (pid %d) reads too slowly: an answer is lost",
@@ -160,6 +190,8 @@ class HelperProcess:
             self._writer.transport.abort()
         else:
             self._link.close()
+        if self._hand is not None:
+            self._hand.close()
         with contextlib.suppress(OSError):  # of another uid, without CAP_KILL: it reads the end
             self._process.kill()
 
@@ -168,13 +200,13 @@ class Keeper(Background):
     """Keeps a helper for one uid."""
 
     def __init__(
-        self, kind: HelperKind, uid: int, gid: int, listener: socket.socket, threads: Executor,
-        handle: Handle,
+        self, kind: HelperKind, uid: int, gid: int, listeners: Sequence[socket.socket],
+        threads: Executor, handle: Handle,
     ) -> None:  # fmt: skip
         self.restarts = 0
         self._kind = kind
         self._uid, self._gid = uid, gid
-        self._listener = listener
+        self._listeners = listeners
         self._threads = threads
         self._handle = handle
         self._trouble = ""  # why there has been no process yet
@@ -203,7 +235,8 @@ class Keeper(Background):
 
     async def close(self) -> None:
         """Ends the process; requests in progress are dropped."""
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         await super().close()
         await self._work.cancel()
 
@@ -254,7 +287,7 @@ class Keeper(Background):
         return trouble
 
     async def _start(self) -> HelperProcess:
-        started = self._threads.submit(_spawn, self._kind, self._uid, self._gid, self._listener)
+        started = self._threads.submit(_spawn, self._kind, self._uid, self._gid, self._listeners)
         try:
             return HelperProcess(self._kind, *await asyncio.wrap_future(started))
         except asyncio.CancelledError:
@@ -278,20 +311,27 @@ class Keeper(Background):
 
 
 def _spawn(
-    kind: HelperKind, uid: int, gid: int, listener: socket.socket
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    kind: HelperKind, uid: int, gid: int, listeners: Sequence[socket.socket]
+) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
     """In a thread that lives as long as the daemon: the child ends with its parent thread."""
     ours, theirs = socket.socketpair()
-    with theirs:
-        ends = listener.fileno(), theirs.fileno()
+    our_hand, their_hand = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, their_hand:
+        places = ",".join(str(one.fileno()) for one in listeners)
+        ends = theirs.fileno(), their_hand.fileno()
         command = [sys.executable, "-P", "-m", kind.module]
         process = subprocess.Popen(
-            [*command, *map(str, (framing.VERSION, uid, gid, *ends)), *kind.more],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            pass_fds=ends, cwd="/", env=_environment(), start_new_session=True,
+            [*command, *map(str, (framing.VERSION, uid, gid, places, *ends)), *kind.more],
+            stdin=subprocess.PIPE if kind.secret else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            pass_fds=[*(one.fileno() for one in listeners), *ends], cwd="/", env=_environment(),
+            start_new_session=True,
         )  # fmt: skip
+    if process.stdin is not None:
+        with contextlib.suppress(OSError), process.stdin as pipe:  # it fits into the pipe
+            pipe.write(kind.secret)
     ours.setblocking(False)
-    return process, ours
+    return process, ours, our_hand
 
 
 def _environment() -> dict[str, str]:
@@ -302,11 +342,14 @@ def _environment() -> dict[str, str]:
     return kept | {"MALLOC_ARENA_MAX": "1"}
 
 
-def _discard(started: Future[tuple[subprocess.Popen[bytes], socket.socket]]) -> None:
+def _discard(
+    started: Future[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]],
+) -> None:
     """A child whose start was cancelled."""
     if not started.cancelled() and started.exception() is None:
-        process, link = started.result()
-        link.close()
+        process, *links = started.result()
+        for link in links:
+            link.close()
         process.kill()
         process.wait()
 

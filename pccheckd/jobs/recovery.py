@@ -13,6 +13,7 @@ from pccheck_wire.errors import DamagedError, NoCheckpointError, RefusedError
 from pccheck_wire.messages import Empty, Open, Opened, Part, Read, Role, Waiting, Writing
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
+from pccheckd.nodes.travel.away import Away
 from pccheckd.tenancy.retention import recycled
 from pccheckd.tenancy.tenant import Tenant
 
@@ -50,6 +51,11 @@ async def open_checkpoint(
         warnings = session.wide.untold()
         if point is None:
             return Empty([], warnings)
+        if isinstance(point, Away):
+            here = session.wide.parts_here(point.homes.checkpoint)
+            return point.opened(
+                session.rank, session.world_size, here, warnings, any_world_size=body.any_world_size
+            )
         agreed = point
     elif session.was_wide is not None and body.before is None:
         owner = tenant.seat.owner

@@ -43,6 +43,7 @@ class Registry:
 
     async def close(self) -> None:
         """Drains and closes every tenant. Raises the first failure, after all have ended."""
+        await self.nodes.peers.close()
         await asyncio.gather(*(self.nodes.close(job) for job in self.jobs.values()))
         await asyncio.gather(*(job.emptied() for job in self.jobs.values()))
         results = await asyncio.gather(

@@ -15,6 +15,7 @@
 | `<s>/offer/<round>/<i>` | member i | who decides |
 | `<s>/asked/<round>` | who decides, and lacks a list | all |
 | `<s>/who/<digest>` | who is asked | who decides |
+| `<s>/homes/<round>` | who decides, if a node lacks what its ranks read | these nodes |
 | `<s>/answer/<round>` | who decides first, or who refuses | all |
 | `<s>/have/<i>`, `<s>/bell` | member i | member 0; the others for `status` |
 | `<s>/said`, `<s>/said/bell` | member 0 | the others |
@@ -36,6 +37,7 @@ from pccheck_native.group import Refused
 from pccheck_native.nodes import plain
 from pccheck_native.nodes.beginning import absent, decide
 from pccheck_native.nodes.facts import Have, Said, SaveName
+from pccheck_native.nodes.homes import Homes, can_travel, homes_of
 from pccheck_native.nodes.lists import (
     NodeHello,
     StartList,
@@ -390,7 +392,9 @@ class NodeMember:
         self.missing = missing.reason if missing is not None else ""
         if missing is None:
             number = round_now.number
-            answer = await asyncio.to_thread(decide, came, found, number)  # of any length
+            answer, homes = await asyncio.to_thread(_decided, came, found, number)  # of any length
+            if homes is not None:
+                await self.patient.set(self._key("homes", number), homes.to_plain())
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
             await self.patient.swap(key, packed(plain))
 
@@ -406,6 +410,11 @@ class NodeMember:
         await self._keeper.record(found, answer)
         self._answer = value
         return True
+
+    async def homes(self, round_: int) -> Homes | None:
+        """Where the parts are of what all ranks restore in a round, if a node lacks some."""
+        (value,) = await self.patient.get([self._key("homes", round_)])
+        return parsed(Homes.of_plain, value)
 
     # -- how it runs ---------------------------------------------------------------------------
 
@@ -445,6 +454,15 @@ class NodeMember:
     def _key(self, *words: object) -> str:
         assert self.list is not None
         return "/".join([self._job, self.list.start.hex(), *map(str, words)])
+
+
+def _decided(
+    offers: Sequence[Offer], found: StartList, round_: int
+) -> tuple[StartAnswer | Refused, Homes | None]:
+    answer = decide(offers, found, round_, travel=can_travel(offers))
+    if isinstance(answer, Refused) or answer.restored is None:
+        return answer, None
+    return answer, homes_of(offers, found, answer.restored)
 
 
 def _too_many(count: int) -> Refused:

@@ -34,6 +34,16 @@ class Names:
         self._learn(full, sequence)
         return full
 
+    def give(self, full: FullName) -> int:
+        """Its sequence; a new one for a checkpoint that only other nodes hold."""
+        sequence = self._sequences.get(full)
+        if sequence is None:
+            numbering = self._job.members.numbering
+            sequence = numbering.last + 1
+            numbering.passed(sequence)
+            self._learn(full, sequence)
+        return sequence
+
     def of(self, start: bytes, sequences: Iterable[int]) -> set[SaveName]:
         """The names of those sequences that are checkpoints of a start."""
         found = map(self._names.get, sequences)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from pccheck_native import layout
+from pccheck_native.nodes import peer
+from pccheck_wire.errors import NoCheckpointError
 from pccheckd.config import coordinator
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
+from pccheckd.peer.server import Allowed, Peers
 from pccheckd.storage.node import node_of
 
 from .carriers.etcd import Etcd
 from .carriers.gateway import Gateway
 from .carriers.voice import StoreVoice
+from .travel.sharing import Sharing
 from .wide import WideJob
 
 
@@ -24,6 +28,7 @@ class Nodes:
         self._node = b""  # the random id of the storage directory
         self._jobs: dict[tuple[int, str], WideJob] = {}
         self._etcd: Etcd | None = None
+        self.peers = Peers(engine.config.listen, self._allow, self._damaged)
         if engine.config.coordinator:
             credentials = engine.config.coordinator_credentials
             place = coordinator.parse(engine.config.coordinator)
@@ -42,7 +47,8 @@ class Nodes:
                 storage = self._engine.config.storage
                 self._node = (await self._engine.call(job.uid, node_of, storage)).id
             voice = StoreVoice()  # the trainers carry out what the daemon asks the store
-            wide = WideJob(job, self._engine, self._node, self._etcd or voice, voice)
+            carrier = self._etcd or voice
+            wide = WideJob(job, self._engine, self._node, carrier, voice, self.peers)
             self._jobs[job.uid, job.name] = wide
         await wide.load()
         return wide
@@ -52,6 +58,18 @@ class Nodes:
         directory = Path(self._engine.config.storage) / str(job.uid) / job.name
         if await self._engine.call(job.uid, layout.start_records, directory):
             await self.take(job)
+
+    async def _allow(self, uid: int, ask: peer.Ask) -> Allowed:
+        return await self._shared(uid, ask).allow(ask)
+
+    async def _damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
+        await self._shared(uid, ask).damaged(ask, sequence)
+
+    def _shared(self, uid: int, ask: peer.Ask) -> Sharing:
+        wide = self._jobs.get((uid, ask.job))
+        if wide is None:
+            raise NoCheckpointError("this node has no such job")
+        return wide.sharing
 
     async def close(self, job: Job) -> None:
         wide = self._jobs.pop((job.uid, job.name), None)

@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import TypeVar
 
 from pccheck_native import _core
+from pccheck_native.catalog import StoredCheckpoint
 from pccheck_native.group import Held, Refused
 from pccheck_native.nodes import alone, lists
 from pccheck_native.nodes.beginning import decide
-from pccheck_native.nodes.facts import Have, Said, SaveName
+from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
 from pccheck_native.nodes.lists import NodeHello, StartList
-from pccheck_native.nodes.offers import HeldPart, Offer, StartAnswer, StartRecord, Word, newest
+from pccheck_native.nodes.offers import (
+    HeldPart,
+    Offer,
+    PeerServer,
+    StartAnswer,
+    StartRecord,
+    Word,
+    newest,
+)
 from pccheck_native.nodes.plain import ID, TEXT_MAX
 from pccheck_wire.ends import Cause, Why
 from pccheck_wire.errors import NoCheckpointError, PccheckError, RefusedError
@@ -31,6 +40,7 @@ from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.group.starts import Start
+from pccheckd.peer.server import Peers
 from pccheckd.tenancy.checkpoint import End
 from pccheckd.tenancy.tenant import Tenant
 from pccheckd.tenancy.volumes import OpenVolume
@@ -42,6 +52,8 @@ from .names import Names
 from .promising import Promising
 from .records import Records
 from .restoring import Restoring
+from .travel.away import Away
+from .travel.sharing import Sharing
 
 _T = TypeVar("_T")
 
@@ -57,9 +69,11 @@ class WideJob:
     `NodeKeeper`."""
 
     def __init__(
-        self, job: Job, engine: Engine, node: bytes, carrier: Carrier, voice: StoreVoice
-    ) -> None:
+        self, job: Job, engine: Engine, node: bytes, carrier: Carrier, voice: StoreVoice,
+        peers: Peers,
+    ) -> None:  # fmt: skip
         """`voice`: gives operations to trainers; it has none if the carrier is another one."""
+        self._peers = peers
         self.job = job
         self.voice, self.carrier = voice, carrier
         self._engine = engine
@@ -72,6 +86,7 @@ class WideJob:
         self.member: NodeMember | None = None
         self.promising = Promising(job, engine.config, self._names)
         self._restoring = Restoring(job, self._names)
+        self.sharing = Sharing(job, engine, self._names)
         self.replicated = False
         self._promised: set[Path] = set()  # the volumes that have the promise
         self._task: asyncio.Task[None] | None = None
@@ -358,8 +373,10 @@ class WideJob:
         await self._refresh()
         mine = self._known[found.start]
         answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
+        endpoint = await self._peers.endpoint(self.job.uid)
         offer = self._offer(self._promise(), self._restoring.word(round_))
-        return offer._replace(answers=tuple(answers), round=round_)
+        peer = endpoint and PeerServer(*endpoint, self.sharing.token)
+        return offer._replace(answers=tuple(answers), round=round_, peer=peer)
 
     def _offer(self, promise: lists.Promise, word: Word) -> Offer:
         """What the volumes hold, in the first round of a start."""
@@ -491,7 +508,7 @@ class WideJob:
 
     # -- what a rank restores ------------------------------------------------------------------
 
-    async def point(self, rank: int, process: bytes, asked: Open) -> Held | Waiting | None:
+    async def point(self, rank: int, process: bytes, asked: Open) -> Held | Away | Waiting | None:
         """What a process restores; None: there is nothing. Raises PccheckError."""
         deadline = time.monotonic() + POINT_LIMIT_S
         round_: int | None = None
@@ -506,9 +523,40 @@ class WideJob:
                 if round_ < 0:  # a look in mid-run, in which other ranks need not take part
                     return max(self.job.members.common(), default=None)
                 if round_ in self._restoring.answers:
-                    return self._restoring.found(self._restoring.answers[round_])
+                    full = self._restoring.answers[round_]
+                    if full is not None and (away := await self._away(full, rank, round_)):
+                        return away
+                    return self._restoring.found(full)
             await self._restoring.awake(deadline)
         return Waiting(self.why_not_agreed())
+
+    async def _away(self, full: FullName, rank: int, round_: int) -> Away | None:
+        """What a rank reads of it from other nodes; None: this node has what the rank reads."""
+        start = self._start
+        if start is None or self.member is None or self._has(full, rank, start.world_size):
+            return None
+        homes = await self._restoring.homes_of(full, round_, self.member.homes)
+        if homes is None:
+            return None
+        return Away(homes, self._names.give(full), self.node)
+
+    def _has(self, full: FullName, rank: int, world_size: int) -> bool:
+        """Of replicated state, any copy on this node will do."""
+        record = self._known.get(full.start)
+        if record is None or (record.who.world_size != world_size and not record.who.replicated):
+            return False
+        if record.who.replicated:
+            return self._restoring.held(full) is not None and bool(self.parts_here(full))
+        return any(one.id.rank == rank for one in self.parts_here(full))
+
+    def parts_here(self, full: FullName) -> list[StoredCheckpoint]:
+        """The intact parts that this node has of a checkpoint, by rank."""
+        found = [
+            (one.id.rank, one)
+            for tenant, one, name in self._names.every()
+            if name == full and tenant.retention.is_usable(one)
+        ]
+        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
     def _round(self, start: Start, rank: int, asked: Open) -> int:
         """The round in which a process restores now, and this node takes part; -1: none."""

@@ -96,6 +96,7 @@ class Front(Forked):
     def __init__(self, server: socket.socket, command: list[str], **options: Any) -> None:
         error, theirs = os.pipe()
         self.stderr = open(error, "rb")  # noqa: SIM115, PTH123
+        self.stdin = None
         arguments = command[command.index(PROGRAM) + 1 :]
         super().__init__(server, arguments, [theirs, *options["pass_fds"]], options["env"])
         os.close(theirs)
@@ -134,13 +135,13 @@ def _run_daemon(arguments: list[str], given: list[int]) -> int:
 def _run_front(arguments: list[str], given: list[int]) -> None:
     from pccheckd.front import program
 
-    stderr, listener, link = given
-    version, uid, gid, _, _, limit = arguments
+    stderr, listener, link, hand = given
+    version, uid, gid, _, _, _, limit = arguments
     nothing = os.open(os.devnull, os.O_WRONLY)
     _move({1: nothing, 2: stderr})
     os.setsid()
     os.chdir("/")
-    program.main([version, uid, gid, str(listener), str(link), limit])
+    program.main([version, uid, gid, str(listener), str(link), str(hand), limit])
 
 
 def _move(places: dict[int, int]) -> None:
@@ -164,7 +165,7 @@ def main() -> int:
     control = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the waiting processes automatically
     while True:
-        request, given, _, _ = socket.recv_fds(control, 1 << 20, 4)
+        request, given, _, _ = socket.recv_fds(control, 1 << 20, 5)
         if not request:
             return 0
         if os.fork() == 0:

@@ -114,7 +114,7 @@ class Recovery:
             self._planner.zero_options.inward()
             placement = Placement(
                 described, attached, left, reader.others,
-                strict_optimizer=strict_optimizer, only=only,
+                strict_optimizer=strict_optimizer, only=only, reaches_gpus=reader.reaches_gpus,
             )  # fmt: skip
             placement.targets.compare(reader.read_into)
             self._move(Move.ALL if only is None else Move.PART)
@@ -134,7 +134,12 @@ class Recovery:
             return placement.on_gpu
 
         found, source = read_newest(
-            connection, step, use, any_world_size=self._reads_all, words=words
+            connection,
+            step,
+            use,
+            any_world_size=self._reads_all,
+            words=words,
+            job=self._session.identity.job,
         )
         self._planner.forget()
         if source is None:
@@ -169,6 +174,7 @@ class Recovery:
             step,
             lambda _, reader, described: state_of_tree(described, reader.read_into),
             any_world_size=self._reads_all,
+            job=self._session.identity.job,
         )
         if source is not None:
             self._require(*source)

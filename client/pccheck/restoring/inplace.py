@@ -49,12 +49,15 @@ class Placement:
         *,
         strict_optimizer: bool = True,
         only: Collection[str] | None = None,
+        reaches_gpus: bool = True,
     ) -> None:
         """Compares; what is attached under the names in `leave`, or not in `only`, stays as it is.
-        `others` reads the trees of other ranks, for tensors that are cut in another way. Raises
-        StateMismatchError by path."""
+        `others` reads the trees of other ranks, for tensors that are cut in another way. Without
+        `reaches_gpus` what goes to a GPU passes through host memory. Raises StateMismatchError by
+        path."""
         self._attached = attached
-        self.targets = Targets(described, others)  #: to be compared, then loaded
+        #: To be compared, then loaded.
+        self.targets = Targets(described, others, reaches_gpus=reaches_gpus)
         named = _named(described, attached, only)
         self._restored = {name: thing for name, _, thing in named if name not in leave}
         both = {name: thing for name, _, thing in named}

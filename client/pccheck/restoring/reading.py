@@ -6,12 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from pccheck.daemon.connection import Connection
 from pccheck.warn import LOG, warn
 from pccheck_store.reading.errors import RecycledError, problem_of
 from pccheck_store.reading.loads import DaemonPayloads
+from pccheck_store.reading.source import Payloads
 from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import (
@@ -40,7 +41,8 @@ class RestoreResult:
 
     step: int = 0
     sequence: int = 0
-    source: str = ""  # "dram" (the daemon's memory), "volume" or "both"
+    #: "dram" (the daemon's memory), "volume", "both", or "peer" (some of it from other nodes)
+    source: str = ""
     #: Damaged ones, and those that the disk could not read: step and reason.
     skipped: list[Skipped] = field(default_factory=list)
     metadata: Any = None
@@ -63,6 +65,19 @@ class Found(RestoreResult):
     state: Any = None
 
 
+class OpenedPayloads(Payloads, Protocol):
+    """Those of a checkpoint that a daemon has opened."""
+
+    @property
+    def rank(self) -> int: ...  # whose state it is
+    @property
+    def ranks(self) -> list[int]: ...  # that have stored a part
+    @property
+    def origin(self) -> str: ...  # where the bytes came from, as RestoreResult.source
+    @property
+    def wall_ns(self) -> int: ...  # when they became durable; 0: not known
+
+
 def _key(item: Skipped) -> tuple[int, str]:
     return item.sequence, "" if item.sequence else item.reason
 
@@ -74,10 +89,11 @@ def read_newest(
     *,
     any_world_size: bool = False,
     words: tuple[str, list[str]] | None = None,
+    job: str = "",
 ) -> tuple[Found, tuple[Opened, tree.Tree] | None]:
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
     it returns is the state that was found. `words`: all ranks of the job restore
-    now, with this start and without these nodes.
+    now, with this start and without these nodes. `job`: its name, for other nodes.
 
     If newer checkpoints replace the one that is open, the newest is opened instead. Also returns
     what was opened; None when the volume holds nothing. Raises NoCheckpointError when checkpoints
@@ -105,10 +121,11 @@ def read_newest(
                     f"there is no valid checkpoint of step {step}", hint="see: pccheckctl list"
                 )
             return Found(skipped=list(skipped.values())), None
-        payloads = DaemonPayloads(connection, opened)
+        payloads = _payloads(connection, opened, job)
         reader = StateReader(payloads, payloads.rank, payloads.ranks)
         try:
             described = reader.merged()
+            opened = replace(opened, wall_ns=payloads.wall_ns or opened.wall_ns)
             if refusal is not None and not (described.sharded() or described.shared()):
                 raise refusal
             used = use(opened, reader, described)
@@ -122,11 +139,22 @@ def read_newest(
             skipped[_key(damaged)] = damaged
             before, failed = opened.sequence, error
             continue
+        finally:
+            reader.close()
         return Found(
             opened.step, opened.sequence, payloads.origin,
             sorted(skipped.values(), key=lambda item: -item.sequence),
             tree.plain(described.metadata), used,
         ), (opened, described)  # fmt: skip
+
+
+def _payloads(connection: Connection, opened: Opened, job: str) -> OpenedPayloads:
+    near = DaemonPayloads(connection, opened)
+    if not opened.far:
+        return near
+    from pccheck_store.reading import peers  # imports ssl
+
+    return peers.GatheredPayloads(near, peers.PeerPayloads(job, opened, warn))
 
 
 def _open(connection: Connection, wanted: Open) -> tuple[Opened | Empty, NoCheckpointError | None]:

@@ -35,8 +35,12 @@ class Targets:
     """Used in this order: `tensor`, `shard`, `of_dict`, `want` and `then` for all that is attached,
     then `settle`, `compare`, `load`."""
 
-    def __init__(self, described: tree.Tree, others: Callable[[], Mapping[int, tree.Tree]]) -> None:
+    def __init__(
+        self, described: tree.Tree, others: Callable[[], Mapping[int, tree.Tree]], *,
+        reaches_gpus: bool = True,
+    ) -> None:  # fmt: skip
         self.tree = described
+        self._reaches_gpus = reaches_gpus
         self._others = others
         self._pairs: list[overlaps.Pair] = []
         self._cut: list[overlaps.Cut] = []  # tensors of which this rank has another block now
@@ -139,8 +143,9 @@ class Targets:
             if node.extent < 0 or node.extent in self._rebuilt:
                 continue
             base = None
-            if _fits(node, live):
-                base = (devices.device_of(live), live.data_ptr() - node.offset)
+            device = devices.device_of(live)
+            if _fits(node, live) and (self._reaches_gpus or device == devices.HOST):
+                base = (device, live.data_ptr() - node.offset)
             if bases.setdefault(node.extent, base) != base:
                 bases[node.extent] = None
         direct: dict[int, _OnDevice] = {}

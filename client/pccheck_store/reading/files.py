@@ -19,6 +19,8 @@ CHUNK_BYTES = 4 << 20
 class FilePayloads:
     """See `source.Payloads`. Volumes are opened when they are read, the first one at once."""
 
+    reaches_gpus = False
+
     def __init__(self, parts: Sequence[catalog.StoredCheckpoint]) -> None:
         """Raises RecycledError, DamagedError."""
         self._parts = {part.id.rank: part for part in reversed(parts)}

@@ -60,19 +60,23 @@ class DaemonPayloads:
 
     #: A load that is slower than this ends with WaitTimeoutError.
     slowest_bytes_per_s = 16 << 20
+    reaches_gpus = True
 
     def __init__(self, session: LoadSession, opened: Opened) -> None:
         self.opened = opened
         self.cached_bytes = self.read_bytes = 0  #: from the daemon's memory; from the volume
+        self.wall_ns = opened.wall_ns
         self._session = session
         own = Part(opened.rank, opened.payload_bytes, opened.tree_offset, opened.tree_bytes)
         self.rank = own.rank  #: the one whose state was opened
-        self._parts = {part.rank: part for part in (*opened.parts, own)}
+        is_far = any(one.rank == own.rank for one in opened.far)
+        parts = opened.parts if is_far else (*opened.parts, own)
+        self.parts = {part.rank: part for part in parts}
 
     @property
     def ranks(self) -> list[int]:
         """Those that have stored a part of it."""
-        return sorted(self._parts)
+        return sorted(self.parts)
 
     @property
     def origin(self) -> str:
@@ -123,11 +127,11 @@ class DaemonPayloads:
         """Does nothing: the session stays open."""
 
     def _part(self, rank: int) -> Part:
-        if rank not in self._parts:
+        if rank not in self.parts:
             raise DamagedError(
                 f"step {self.opened.step} is not complete: the part of rank {rank} is missing"
             )
-        return self._parts[rank]
+        return self.parts[rank]
 
     def _error_of(self, code: int, rank: int) -> PccheckError:
         step, sequence = self.opened.step, self.opened.sequence

@@ -1,9 +1,10 @@
 """A place that holds checkpoints, and how one of them is read.
 
-Two places so far: a storage directory (`directory.py`) and a daemon (`remote.py`). A peer and a
-bucket are places, too: nothing here is about files of this machine or about a session's memory.
+Two places so far: a storage directory (`directory.py`) and a daemon (`remote.py`). A bucket is a
+place, too: nothing here is about files of this machine or about a session's memory.
 restore() asks its daemon which checkpoint it gets, since all ranks of a job get the same one there;
-it reads that checkpoint like everyone else, through `Payloads` and `state_reader.py`.
+it reads that checkpoint like everyone else, through `Payloads` and `state_reader.py`. It
+reads parts that lie on other nodes from there (`peers.py`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Payloads(Protocol):
     """What the ranks have stored of one open checkpoint. Only bytes that match their checksums get
     out. Raises DamagedError, UnreadableError; RecycledError when the source has it no more."""
 
+    reaches_gpus: bool  #: takes device ranges
+
     def tree(self, rank: int) -> Tree:
         """What the bytes of a rank are; damage elsewhere in its payload does not hide the tree."""
 
@@ -51,7 +54,7 @@ class Payloads(Protocol):
     ) -> None:
         """Reads payload [offset, offset + length) of a rank, in bytes, and fills packed ranges of
         memory (address, offset, length), which ascend and do not overlap; and of GPUs (also device,
-        0) where the source is a trainer's daemon."""
+        0) where `reaches_gpus`."""
 
     def close(self) -> None:
         """Lets the source replace the checkpoint. May be called again."""

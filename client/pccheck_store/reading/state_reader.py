@@ -52,6 +52,11 @@ class StateReader(Closing):
         self._trees: dict[int, tree.Tree] = {}
         self._whole: WholeTensors | None = None
 
+    @property
+    def reaches_gpus(self) -> bool:
+        """Whether `read_into` takes device ranges."""
+        return self._payloads.reaches_gpus
+
     def close(self) -> None:
         self._payloads.close()
 

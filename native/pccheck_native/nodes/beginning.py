@@ -324,7 +324,7 @@ class _Decision:
         if all(lack.kind == "damaged" or lack.node in self._without for lack in lacks):
             self._warnings.append(f"{text}; going on from an older checkpoint")
             return None
-        return Refused(text, _way_out(lacks, older, self._word))
+        return Refused(text, _way_out(self._disks, lacks, older, self._word))
 
     def _newest_before(self, top: StartRecord) -> FullName | None:
         """Of the starts before the top: the newest that can be restored."""
@@ -345,7 +345,7 @@ class _Decision:
                 return Refused(
                     f"the job continued from step {restored.name.step}, and that cannot be "
                     f"restored: {self._disks.why(lacks)}",
-                    _way_out(lacks, None, self._word),
+                    _way_out(self._disks, lacks, self._newest_before(top), self._word),
                 )
             return restored
         away = [one for one in top.who.members if one not in self._disks.here(top)]
@@ -371,7 +371,7 @@ class _Decision:
             why = f": {self._disks.why(lacks)}" if lacks else ""
             return Refused(
                 f"there are checkpoints ({self._seen_steps()}), and none can be restored{why}",
-                _way_out(lacks, None, self._word),
+                _way_out(self._disks, lacks, None, self._word),
             )
         return None
 
@@ -446,7 +446,7 @@ def _hosts(lacks: Sequence[Lack], kind: str) -> list[str]:
     return sorted(found)
 
 
-def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
+def _way_out(disks: Disks, lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
     """What to type."""
     ways = []
     kinds = {lack.kind for lack in lacks}
@@ -466,6 +466,11 @@ def _way_out(lacks: Sequence[Lack], whole: FullName | None, word: Word) -> str:
     if "no copy" in kinds:
         holders = next(one.host for one in lacks if one.kind == "no copy")
         ways.append(f"start the job on {holders} only, which has a copy")
+    if disks.silent and kinds & {"moved", "no copy", "size"}:
+        ways.append(
+            f"start pccheckd with --listen on {joined(disks.silent)}: then each node reads what it "
+            "lacks from the others"
+        )
     if whole:
         typed = _typed(Word(whole.name.step, word.start))
         ways.append(f"restore({typed}) goes back to step {whole.name.step}")

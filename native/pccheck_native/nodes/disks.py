@@ -50,6 +50,8 @@ class Disks:
     def __init__(self, offers: Sequence[Offer], found: StartList, *, travel: bool) -> None:
         self._found, self._travel = found, travel
         self.hosts = {offer.node: f"host {offer.host}" for offer in offers}
+        #: Nodes from which nobody can read.
+        self.silent = sorted({f"host {offer.host}" for offer in offers if offer.peer is None})
         self._named = Counter(offer.host for offer in offers)
         self._places: dict[bytes, _Places] = {}
         self.records: dict[bytes, StartRecord] = {}

@@ -14,6 +14,7 @@ SEEN_MAX = 256  # starts that an answer names as older; a disk that was away for
 ROUNDS_MAX = 1024  # of a start, that a record holds: the newest
 RECORDS_MAX = 256
 WARNINGS_MAX = 8
+ADDRESSES_MAX = 16
 WARNING_MAX = 1000  # letters
 NEWEST = "newest"  # start=: at a fork, the branch with the highest number
 
@@ -154,6 +155,26 @@ class HeldPart(NamedTuple):
         )
 
 
+class PeerServer(NamedTuple):
+    """How other nodes read what a node holds."""
+
+    addresses: tuple[str, ...]  # HOST:PORT
+    fingerprint: bytes  # of the certificate, 32 bytes
+    token: bytes  # that the server asks for, 32 bytes
+
+    def to_plain(self) -> list[object]:
+        return [list(self.addresses), self.fingerprint, self.token]
+
+    @classmethod
+    def of_plain(cls, value: object) -> PeerServer:
+        """Raises ValueError."""
+        addresses, fingerprint, token = plain.items(value, "a peer", count=3)
+        if not all(isinstance(one, bytes) and len(one) == 32 for one in (fingerprint, token)):
+            raise ValueError("a fingerprint or token has another size")
+        found = plain.items(addresses, "addresses", ADDRESSES_MAX)
+        return cls(tuple(plain.text(one, "an address") for one in found), fingerprint, token)  # type: ignore[arg-type]
+
+
 class Offer(NamedTuple):
     """What a node tells a start to which it has promised. A node that is no member of the start,
     and holds shards of the job, may offer after the same promise."""
@@ -168,6 +189,7 @@ class Offer(NamedTuple):
     answers: tuple[StartAnswer, ...] = ()
     word: Word = Word()  # for this round
     round: int = 0
+    peer: PeerServer | None = None  # None: nobody reads from this node
 
     @property
     def lists(self) -> dict[bytes, StartList]:
@@ -180,7 +202,9 @@ class Offer(NamedTuple):
         lists = (self.known, self.parts, self.answers)
         made = [[one.to_plain() for one in some] for some in lists]
         word = self.word.to_plain()
-        return [self.node, self.host, self.promise.to_plain(), records, *made, word, self.round]
+        peer = self.peer and self.peer.to_plain()
+        who = [self.node, self.host, self.promise.to_plain()]
+        return [*who, records, *made, word, self.round, peer]
 
     @staticmethod
     def named(value: object) -> frozenset[bytes]:
@@ -213,6 +237,7 @@ class Offer(NamedTuple):
             tuple(map(StartAnswer.of_plain, plain.items(found.answers, "answers", ROUNDS_MAX))),
             Word.of_plain(found.word),
             plain.number(found.round, "a round"),
+            None if found.peer is None else PeerServer.of_plain(found.peer),
         )
 
 

@@ -54,7 +54,8 @@ PCC_MUST_CHECK int pcc_volume_open_file(const char *path, bool writable, int *fd
 PCC_MUST_CHECK int pcc_volume_open_at(const char *path, bool writable,
                                       const struct pcc_io_options *options,
                                       struct pcc_volume **out);
-/* The same for a file that is open (takes fd, always): who may not open files got it from who may. */
+/* The same for a file that is open (takes fd, always): who may not open files got it from who may.
+ */
 PCC_MUST_CHECK int pcc_volume_open_fd(int fd, const char *path, bool writable,
                                       const struct pcc_io_options *options,
                                       struct pcc_volume **out);

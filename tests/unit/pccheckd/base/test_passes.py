@@ -94,9 +94,7 @@ async def test_many_connections_of_a_user_are_read_one_after_another(loop: Loop)
 
 async def test_requests_over_zeromq_are_taken_one_after_another(loop: Loop) -> None:
     answers = Answers(loop)
-    keeper = Keeper(
-        FRONT, ONE, ONE, cast(socket.socket, None), cast(Executor, None), answers.answer
-    )
+    keeper = Keeper(FRONT, ONE, ONE, [], cast(Executor, None), answers.answer)
     front = HelperProcess(FRONT, cast(Any, SimpleNamespace(pid=1)), cast(socket.socket, None))
     reader = asyncio.StreamReader()
     reader.feed_data(framing.pack(b"peer", b"request") * CONNECTIONS)

@@ -55,7 +55,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def pretend(script: str) -> None:
         def spawn(
-            _kind: keeper.HelperKind, _uid: int, _gid: int, _listener: socket.socket
+            _kind: keeper.HelperKind, _uid: int, _gid: int, _listeners: object
         ) -> tuple[subprocess.Popen[bytes], socket.socket]:
             ours, theirs = socket.socketpair()
             ours.setblocking(False)

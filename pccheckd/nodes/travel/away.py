@@ -1,0 +1,66 @@
+"""A checkpoint of which this node lacks parts, for a rank that restores it here: the parts of other
+nodes, which the rank's process reads itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pccheck_native.catalog import StoredCheckpoint
+from pccheck_native.group import count_ranks
+from pccheck_native.nodes.homes import Homes
+from pccheck_wire.errors import DamagedError, NoCheckpointError
+from pccheck_wire.messages import FarNode, FarPart, Opened, Part
+
+
+class Away(NamedTuple):
+    homes: Homes
+    sequence: int  # that this node gave it
+    node: bytes  # this one
+
+    def opened(
+        self, rank: int, world_size: int, here: Iterable[StoredCheckpoint], warnings: list[str],
+        *, any_world_size: bool,
+    ) -> Opened:  # fmt: skip
+        """What a rank reads. `here`: the parts that this node has, by rank. Raises
+        NoCheckpointError for another number of ranks, DamagedError."""
+        homes, name = self.homes, self.homes.checkpoint.name
+        if homes.world_size != world_size and not any_world_size:
+            raise NoCheckpointError(
+                f"step {name.step} was saved by {count_ranks(homes.world_size)}, and this start "
+                f"has {count_ranks(world_size)}",
+                hint=f"start the job with {count_ranks(homes.world_size)}, or use fresh=True",
+            )
+        parts = {
+            one.id.rank: Part(one.id.rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
+            for one in here
+        }
+        far = self._far(parts.keys())
+        ranks = sorted({*parts, *(one.rank for one in far)})
+        if not ranks:
+            raise DamagedError(f"no node has a part of step {name.step} any more")
+        # A rank that did not exist then, or whose copy was lost, takes another one.
+        whose = rank if rank in ranks else ranks[0]
+        own = parts.get(whose, Part(whose, 0, 0, 0))
+        return Opened(
+            whose, self.sequence, name.step, 0, homes.world_size, homes.checkpoint.start, bytes(16),
+            payload_bytes=own.payload_bytes, tree_offset=own.tree_offset,
+            tree_bytes=own.tree_bytes, parts=list(parts.values()), warnings=warnings,
+            nodes=[
+                FarNode(one.host, list(one.peer.addresses), one.peer.fingerprint, one.peer.token)
+                for one in homes.homes
+            ],
+            far=far, name=[*name],
+        )  # fmt: skip
+
+    def _far(self, here: Iterable[int]) -> list[FarPart]:
+        copies: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        for at, home in enumerate(self.homes.homes):
+            for part, digest in home.parts:
+                if home.node != self.node and part not in here:
+                    copies[part].append((at, digest))
+        return [
+            FarPart(part, [at for at, _ in found], [digest for _, digest in found])
+            for part, found in sorted(copies.items())
+        ]

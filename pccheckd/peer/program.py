@@ -1,0 +1,279 @@
+"""A peer server: sends verified blocks of one user's checkpoints to other nodes, over TLS 1.3, in a
+process of its own.
+
+    python -P -m pccheckd.peer.program ARGUMENTS   (confine.HelperArguments; the key on stdin)
+
+Whoever connects is unknown until the daemon has accepted the token of the first message. Before
+that a connection gets few bytes and little time, and the oldest one gives way to new ones. The
+daemon hands over the volume's file, open for reading; this process opens none."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import queue
+import socket
+import ssl
+import struct
+import sys
+import threading
+import time
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
+
+from pccheck_native import NativeError, _core
+from pccheck_native.nodes import peer
+from pccheckd.helper import confine, framing
+
+#: Connections that have shown no token yet, and those that have.
+STRANGERS_MAX, READERS_MAX = 64, 128
+STRANGER_LIMIT_S = 10.0  # for the handshake and the first message
+IDLE_LIMIT_S = 120.0  # between two requests
+SEND_LIMIT_S = 120.0  # a piece takes longer: the reader has stopped
+FILES_MAX = 1024
+ADDRESS_SPACE_BYTES = 4 << 30
+STACK_BYTES = 512 * 1024
+DAEMON_LIMIT_S = 60.0
+ANSWER_BYTES_MAX = 1 << 20
+BUSY = "the peer server has as many connections as it takes"
+
+
+class OpenFile(NamedTuple):
+    """What the daemon lets a connection read."""
+
+    path: str
+    sequence: int
+    wall_ns: int
+    descriptor: int
+
+
+class _RefusedError(Exception):
+    """The daemon's words."""
+
+
+class Daemon:
+    """Asks the daemon, from any thread. Ends the process with the daemon."""
+
+    def __init__(self, link: socket.socket, hand: socket.socket) -> None:
+        self._link, self._hand = link, hand
+        self._numbers = itertools.count(1)
+        self._sending = threading.Lock()
+        self._waiting: dict[bytes, queue.SimpleQueue[bytes]] = {}
+        self._files: dict[bytes, int] = {}
+        threading.Thread(target=self._read, name="daemon", daemon=True).start()
+
+    def ready(self) -> None:
+        self._link.sendall(framing.READY)
+
+    def ask(self, ask: peer.Ask) -> OpenFile:
+        """Raises _RefusedError."""
+        found = self._exchange(msgpack.packb(["open", *ask]))
+        if isinstance(found[0], str):
+            return OpenFile(*found)
+        raise _RefusedError(found[1])
+
+    def damaged(self, ask: peer.Ask, sequence: int) -> None:
+        with contextlib.suppress(_RefusedError):
+            self._exchange(msgpack.packb(["damaged", *ask, sequence]))
+
+    def _exchange(self, body: bytes) -> list[Any]:
+        identity = struct.pack("<Q", next(self._numbers))
+        answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._waiting[identity] = answers
+        try:
+            with self._sending:
+                self._link.sendall(framing.pack(identity, body))
+            found = msgpack.unpackb(answers.get(timeout=DAEMON_LIMIT_S), use_list=True)
+        except (OSError, queue.Empty) as error:
+            raise _RefusedError("the daemon of this node does not answer") from error
+        finally:
+            del self._waiting[identity]
+        descriptor = self._files.pop(identity, -1)
+        return [*found, descriptor]
+
+    def _read(self) -> None:
+        frames = framing.Unpacker(ANSWER_BYTES_MAX)
+        with contextlib.suppress(OSError):
+            while data := self._link.recv(1 << 16):
+                for identity, message in frames.feed(data):
+                    self._take_file(identity, message)
+                    if (answers := self._waiting.get(identity)) is not None:
+                        answers.put(message)
+        os._exit(0)
+
+    def _take_file(self, identity: bytes, message: bytes) -> None:
+        """Files come in the order of the answers that they belong to."""
+        if not isinstance(msgpack.unpackb(message, use_list=True)[0], str):
+            return
+        whose, files, _, _ = socket.recv_fds(self._hand, len(identity), 1)
+        if whose == identity and identity in self._waiting:
+            self._files[identity] = files[0]
+        else:
+            os.close(files[0])
+
+
+class Server:
+    """Accepts connections; a thread for each."""
+
+    def __init__(self, context: ssl.SSLContext, daemon: Daemon) -> None:
+        self._context, self._daemon = context, daemon
+        self._strangers: OrderedDict[socket.socket, float] = OrderedDict()
+        self._readers = 0
+        self._lock = threading.Lock()
+
+    def accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # no descriptor, or the other end has gone
+                time.sleep(0.05)
+                continue
+            self._admit(connection)
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._strangers[connection] = time.monotonic()
+            if len(self._strangers) > STRANGERS_MAX:
+                oldest, _ = self._strangers.popitem(last=False)
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(STRANGER_LIMIT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._context.wrap_socket(
+                connection, server_side=True, suppress_ragged_eofs=False
+            ) as stream:
+                self._answer(connection, stream)
+        except (OSError, ValueError):
+            pass  # it has gone, or speaks something else
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+            connection.close()
+
+    def _answer(self, connection: socket.socket, stream: ssl.SSLSocket) -> None:
+        ask = _first_message(stream)
+        try:
+            grant = self._daemon.ask(ask)
+        except _RefusedError as error:
+            _fail(stream, peer.REFUSED, str(error))
+            return
+        with self._lock:
+            known = self._strangers.pop(connection, None) is not None
+            full = self._readers >= READERS_MAX
+            self._readers += known and not full
+        if not known or full:
+            os.close(grant.descriptor)
+            _fail(stream, peer.REFUSED, BUSY)
+            return
+        try:
+            self._send(stream, ask, grant)
+        finally:
+            with self._lock:
+                self._readers -= 1
+
+    def _send(self, stream: ssl.SSLSocket, ask: peer.Ask, grant: OpenFile) -> None:
+        try:
+            with contextlib.closing(
+                _core.Volume(grant.path, writable=False, allow_buffered=True, fd=grant.descriptor)
+            ) as volume:
+                _send_payload(stream, volume, grant)
+        except NativeError as error:
+            unreadable = error.code_name == "UNREADABLE"
+            if not unreadable:
+                self._daemon.damaged(ask, grant.sequence)
+            said = peer.UNREADABLE if unreadable else peer.DAMAGED
+            _fail(stream, said, str(error))
+        except FileNotFoundError:
+            _fail(stream, peer.REFUSED, "the checkpoint was replaced by a newer one")
+
+
+def _first_message(stream: ssl.SSLSocket) -> peer.Ask:
+    """Raises ValueError, OSError."""
+    (nbytes,) = peer.ASK.unpack(_exactly(stream, peer.ASK.size))
+    if nbytes > peer.ASK_BYTES_MAX:
+        raise ValueError("the question is too long")
+    return peer.Ask.of_packed(_exactly(stream, nbytes))
+
+
+def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: OpenFile) -> None:
+    """The manifest, then what is asked for."""
+    manifest = volume.manifest(grant.sequence)
+    entry = next(one for one in volume.table() if one.sequence == grant.sequence)
+    payload, block = entry.payload_bytes, volume.info().block_bytes
+    stream.settimeout(SEND_LIMIT_S)
+    first = peer.WALL.pack(grant.wall_ns) + manifest
+    stream.sendall(peer.ANSWER.pack(peer.OK, len(first)) + first)
+    most = max(peer.PIECE_BYTES, block)
+    buffer = bytearray(0)
+    while True:
+        stream.settimeout(IDLE_LIMIT_S)
+        offset, length = peer.REQUEST.unpack(_exactly(stream, peer.REQUEST.size))
+        if not 0 < length <= most or offset + length > payload:
+            _fail(stream, peer.REFUSED, "there are no such blocks")
+            return
+        if len(buffer) < length:
+            buffer = bytearray(length)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        ranges = struct.pack("<QQQ", address, offset, length)
+        volume.read_into(grant.sequence, ranges, threads=0, chunk_bytes=length)
+        stream.settimeout(SEND_LIMIT_S)
+        stream.sendall(peer.ANSWER.pack(peer.OK, length))
+        stream.sendall(memoryview(buffer)[:length])
+
+
+def _exactly(stream: ssl.SSLSocket, nbytes: int) -> bytes:
+    """Raises OSError when the connection ends before."""
+    found = bytearray()
+    while len(found) < nbytes:
+        data = stream.recv(nbytes - len(found))
+        if not data:
+            raise ConnectionResetError("the connection has ended")
+        found += data
+    return bytes(found)
+
+
+def _fail(stream: ssl.SSLSocket, said: int, words: str) -> None:
+    text = words.encode()[: peer.TEXT_BYTES_MAX]
+    stream.settimeout(STRANGER_LIMIT_S)
+    stream.sendall(peer.ANSWER.pack(said, len(text)) + text)
+
+
+def _context(pem: bytes) -> ssl.SSLContext:
+    """OpenSSL reads keys from files, so the key is in memory that looks like one."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # no session is ever resumed
+    with os.fdopen(os.memfd_create("key"), "wb") as file:
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    return context
+
+
+def main(arguments: list[str]) -> None:
+    given = confine.HelperArguments.of(arguments)
+    context = _context(sys.stdin.buffer.read())
+    confine.confine(
+        given.uid, given.gid, files_max=FILES_MAX, address_space_bytes=ADDRESS_SPACE_BYTES
+    )
+    threading.stack_size(STACK_BYTES)
+    daemon = Daemon(socket.socket(fileno=given.link), socket.socket(fileno=given.hand))
+    server = Server(context, daemon)
+    first, *others = (socket.socket(fileno=number) for number in given.listeners)
+    daemon.ready()
+    for listener in others:
+        threading.Thread(target=server.accept, args=(listener,), daemon=True).start()
+    first.setblocking(True)
+    server.accept(first)
+
+
+if __name__ == "__main__":
+    confine.run(main)

@@ -1,0 +1,157 @@
+"""The daemon's side of peer servers: one for each user with a job on several nodes. They start with
+the first such job, and stay: the other nodes know their addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import pwd
+import socket
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
+
+from pccheck_native.nodes import peer
+from pccheck_wire.errors import PccheckError
+from pccheckd.base.logs import LOG
+from pccheckd.base.threads import Threads
+from pccheckd.config import listen
+from pccheckd.helper.keeper import Handed, HelperKind, Keeper
+
+from . import identity
+
+BACKLOG = 256
+NOBODY = 65534
+REQUEST_BYTES_MAX = 2 * peer.ASK_BYTES_MAX
+
+
+class Endpoint(NamedTuple):
+    """Of a user's server."""
+
+    addresses: tuple[str, ...]
+    fingerprint: bytes
+
+
+class Allowed(NamedTuple):
+    """What may be read."""
+
+    path: str
+    sequence: int
+    wall_ns: int
+    descriptor: int
+
+
+#: What a question may read; raises PccheckError with the words for who asked.
+Allow = Callable[[int, peer.Ask], Awaitable[Allowed]]
+#: A part was found damaged when it was read.
+Damaged = Callable[[int, peer.Ask, int], Awaitable[None]]
+
+
+class Peers:
+    """Owned by the nodes of the daemon."""
+
+    def __init__(self, where: str, allow: Allow, damaged: Damaged) -> None:
+        self._where, self._allow, self._damaged = where, allow, damaged
+        self._servers: dict[int, tuple[Keeper, Endpoint]] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._threads = Threads(1, "peers")
+
+    async def endpoint(self, uid: int) -> Endpoint | None:
+        """Of the user's server, which is started; None: without --listen, or if that fails."""
+        if not self._where:
+            return None
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            if uid not in self._servers:
+                try:
+                    self._servers[uid] = await self._start(uid)
+                except (PccheckError, OSError) as error:
+                    LOG.warning(
+                        "uid %d: other nodes cannot read its checkpoints from here: %s", uid, error
+                    )
+                    return None
+            return self._servers[uid][1]
+
+    async def close(self) -> None:
+        for keeper, _ in self._servers.values():
+            await keeper.close()
+        self._threads.stop()
+
+    @property
+    def serves(self) -> bool:
+        """Every server that was started has a process."""
+        return all(keeper.serves for keeper, _ in self._servers.values())
+
+    async def _start(self, uid: int) -> tuple[Keeper, Endpoint]:
+        """Raises UsageError, OSError."""
+        made = await asyncio.wrap_future(self._threads.submit(identity.make))
+        sockets = _sockets(self._where)
+        kind = HelperKind(
+            "pccheckd.peer.program", "sends checkpoints to other nodes",
+            "checkpoints of this node do not need it", REQUEST_BYTES_MAX, secret=made.pem,
+        )  # fmt: skip
+        keeper = Keeper(kind, uid, _gid(uid), sockets, self._threads, self._answer)
+        keeper.start()
+        where = tuple(peer.joined(*one.getsockname()[:2]) for one in sockets)
+        LOG.info("uid %d: other nodes read its checkpoints at %s", uid, ", ".join(where))
+        return keeper, Endpoint(where, made.fingerprint)
+
+    async def _answer(self, uid: int, request: bytes) -> bytes | Handed | None:
+        try:
+            kind, *ask, sequence = [*msgpack.unpackb(request, use_list=True), 0][:7]
+            if kind == "damaged":
+                await self._damaged(uid, peer.Ask(*ask), sequence)
+                return _packed([False, ""])
+            found = await self._allow(uid, peer.Ask(*ask))
+        except PccheckError as error:
+            return _packed([False, error.message])
+        except Exception:  # the edge of this question
+            LOG.exception("uid %d: the question of a peer server cannot be answered", uid)
+            return _packed([False, "an internal error of the daemon"])
+        return Handed(_packed([found.path, found.sequence, found.wall_ns]), found.descriptor)
+
+
+def _packed(plain: list[object]) -> bytes:
+    body = msgpack.packb(plain)
+    assert isinstance(body, bytes)
+    return body
+
+
+def _gid(uid: int) -> int:
+    try:
+        return pwd.getpwuid(uid).pw_gid
+    except KeyError:
+        return NOBODY
+
+
+def _sockets(where: str) -> list[socket.socket]:
+    """Raises UsageError, OSError."""
+    made: list[socket.socket] = []
+    try:
+        for place in listen.parse(where):
+            made += (_bound(address, place.port) for address in listen.addresses(place))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    return made
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    """The first free port from `port` on; 0: any."""
+    is_v6 = ipaddress.ip_address(address).version == 6
+    made = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM)
+    last = port + listen.PORTS - 1 if port else 0
+    for number in range(port, last + 1):
+        try:
+            made.bind((address, number))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and number < last:
+                continue
+            made.close()
+            where = peer.joined(address, port)
+            raise OSError(error.errno, f"--listen {where}: {error.strerror}") from error
+        made.listen(BACKLOG)
+        break
+    return made

@@ -1,0 +1,164 @@
+"""Ranks that come up elsewhere than where their parts are: the nodes read them from each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from pccheck_native import _core
+from tests.support.daemon import Daemon
+from tests.support.torchstore import TorchStore
+from tests.support.trainer import Connect, RemoteError
+from tests.support.waiting import until
+from tests.support.widejob import JOB, end, ranks, refused, restored, restores, save
+
+RECORD_STRIDE_BYTES = 1 << 20  # the default
+LISTEN = ("--listen", "127.0.0.1")
+
+
+def peer_server(node: Daemon) -> psutil.Process | None:
+    for child in psutil.Process(node.pid).children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "pccheckd.peer.program" in child.cmdline():
+                return child
+    return None
+
+
+def damage(node: Daemon, *, rank: int, step: int) -> None:
+    """Changes a byte of a part on the disk."""
+    (path,) = node.storage.glob(f"*/{JOB}/rank-{rank}.*.pcc")
+    volume = _core.Volume(path, writable=False, allow_buffered=True)
+    entry = next(one for one in volume.table() if one.step == step)
+    at = 2 * RECORD_STRIDE_BYTES + entry.slot * volume.info().slot_bytes
+    volume.close()
+    with path.open("r+b") as file:
+        file.seek(at + 100)
+        byte = file.read(1)
+        file.seek(at + 100)
+        file.write(bytes([byte[0] ^ 1]))
+        os.fsync(file.fileno())
+
+
+@pytest.fixture
+def sharing(start_daemon: Callable[..., Daemon]) -> list[Daemon]:
+    """The daemons of two nodes that read from each other."""
+    return [start_daemon(*LISTEN), start_daemon(*LISTEN)]
+
+
+def test_ranks_that_swap_nodes_restore_their_own_parts(
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, sharing, store)
+    for _ in range(3):
+        save(group)
+    end(group)
+    swapped = ranks(start_trainer, sharing[::-1], store, "swapped")
+    found = restores(swapped)
+    assert [(one["step"], one["source"]) for one in found] == [(3, "peer")] * 2
+    assert [trainer.check(3) for trainer in swapped] == ["", ""]
+    assert [save(swapped) for _ in range(4)] == [4, 5, 6, 7]
+    end(swapped)
+    again = ranks(start_trainer, sharing[::-1], store, "again")
+    found = restores(again)
+    assert [one["step"] for one in found] == [7, 7]
+    assert "peer" not in {one["source"] for one in found}
+
+
+def test_a_rank_whose_part_is_here_reads_it_here(
+    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
+) -> None:
+    """Of four ranks on two nodes two change places."""
+    nodes = [start_daemon(*LISTEN), start_daemon(*LISTEN)]
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    end(group)
+    places = [nodes[0], nodes[1], nodes[0], nodes[1]]  # of the ranks
+    moved = ranks(start_trainer, places, store, "moved")
+    found = restores(moved)
+    assert [one["step"] for one in found] == [1] * 4
+    assert [one["source"] == "peer" for one in found] == [False, True, True, False]
+    assert [trainer.check(1) for trainer in moved] == [""] * 4
+    assert save(moved) == 2
+
+
+def test_an_empty_spare_node_gets_a_copy_of_replicated_state(
+    start_trainer: Connect, sharing: list[Daemon], start_daemon: Callable[..., Daemon],
+    store: TorchStore,
+) -> None:  # fmt: skip
+    group = ranks(start_trainer, sharing, store, per_node=2, replicated=True)
+    for _ in range(2):
+        save(group)
+    end(group)
+    sharing[1].stop()
+    nodes = [sharing[0], start_daemon(*LISTEN)]
+    again = ranks(start_trainer, nodes, store, "again", per_node=2, replicated=True)
+    assert restored(again) == [2] * 4
+    assert [save(again) for _ in range(3)] == [3, 4, 5]
+
+
+def test_more_ranks_read_replicated_state_of_fewer(
+    start_trainer: Connect, sharing: list[Daemon], start_daemon: Callable[..., Daemon],
+    store: TorchStore,
+) -> None:  # fmt: skip
+    group = ranks(start_trainer, sharing, store, replicated=True)
+    save(group)
+    end(group)
+    nodes = [*sharing, start_daemon(*LISTEN)]
+    more = ranks(start_trainer, nodes, store, "more", replicated=True)
+    assert restored(more) == [1] * 3
+    assert save(more) == 2
+
+
+def test_a_node_without_listen_is_named_with_the_line_to_add(
+    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
+) -> None:
+    nodes = [start_daemon(*LISTEN), start_daemon()]
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    end(group)
+    swapped = ranks(start_trainer, nodes[::-1], store, "swapped")
+    for error in refused(swapped):
+        assert "start pccheckd with --listen on host " in error
+
+
+def test_a_part_that_is_damaged_on_the_other_node_is_refused_and_flagged(
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, sharing, store)
+    save(group)
+    save(group)
+    end(group)
+    damage(sharing[1], rank=1, step=2)
+    swapped = ranks(start_trainer, sharing[::-1], store, "swapped")
+    for trainer in swapped:
+        trainer.post("restore")
+    assert swapped[0].answer()["step"] == 2
+    with pytest.raises(RemoteError, match="the part of rank 1 of step 2 cannot be read") as caught:
+        swapped[1].answer()
+    assert "damaged" in str(caught.value)
+    end(swapped)
+    again = ranks(start_trainer, sharing[::-1], store, "again")
+    for error in refused(again):
+        assert "the part of rank 1 is damaged on host" in error
+        assert "restore(step=1) goes back to step 1" in error
+    end(again)
+    back = ranks(start_trainer, sharing[::-1], store, "back")
+    assert restored(back, step=1) == [1, 1]
+
+
+def test_a_peer_server_that_was_killed_comes_back(
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, sharing, store)
+    save(group)
+    for node in sharing:
+        process = until(lambda node=node: peer_server(node))
+        process.kill()
+        process.wait(60)
+    end(group)
+    swapped = ranks(start_trainer, sharing[::-1], store, "swapped")
+    assert restored(swapped) == [1, 1]
