@@ -169,9 +169,11 @@ faults: $(READY) ## as root: CASES (default 144) of a device that fails under ex
 DECODED ?= 3000000
 PACKETS ?= 100000
 EXAMPLES ?= 400
-fuzz: $(READY) ## DECODED mutated messages, PACKETS for a daemon, EXAMPLES of 25 random steps against an oracle
+QUESTIONS ?= 10000
+fuzz: $(READY) ## DECODED mutated messages, PACKETS for a daemon, EXAMPLES of 25 random steps against an oracle, QUESTIONS for a peer server
 	$(BIN)/python -m tests.integration.fuzz_campaign --decoded $(DECODED) --packets $(PACKETS) --seed $(SEED)
 	PCC_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest --timeout 0 tests/integration/test_stateful.py
+	PCC_FUZZ_ROUNDS=$(QUESTIONS) $(BIN)/python -m pytest --timeout 0 tests/unit/pccheckd/peer -k no_question
 
 reference: $(READY) ## writes docs and man pages from the table of options
 	$(BIN)/python docs/reference.py

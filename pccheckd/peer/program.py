@@ -121,44 +121,45 @@ class Server:
 
     def __init__(self, context: ssl.SSLContext, daemon: Daemon) -> None:
         self._context, self._daemon = context, daemon
-        self._strangers: OrderedDict[socket.socket, float] = OrderedDict()
+        self._strangers: OrderedDict[ssl.SSLSocket, None] = OrderedDict()  # oldest first
         self._readers = 0
         self._lock = threading.Lock()
 
     def accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                connection, _ = listener.accept()
-            except OSError:  # no descriptor, or the other end has gone
+                stream = self._accepted(listener)
+                threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
+            except (OSError, ValueError, RuntimeError):  # no room, or the other end has gone
                 time.sleep(0.05)
-                continue
-            self._admit(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _accepted(self, listener: socket.socket) -> ssl.SSLSocket:
+        connection, _ = listener.accept()
+        connection.settimeout(STRANGER_LIMIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream = self._context.wrap_socket(
+            connection, server_side=True, do_handshake_on_connect=False, suppress_ragged_eofs=False
+        )
         with self._lock:
-            self._strangers[connection] = time.monotonic()
+            self._strangers[stream] = None
             if len(self._strangers) > STRANGERS_MAX:
                 oldest, _ = self._strangers.popitem(last=False)
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # wakes the thread that reads from it
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+        return stream
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, stream: ssl.SSLSocket) -> None:
         try:
-            connection.settimeout(STRANGER_LIMIT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._context.wrap_socket(
-                connection, server_side=True, suppress_ragged_eofs=False
-            ) as stream:
-                self._answer(connection, stream)
+            with stream:
+                stream.do_handshake()
+                self._answer(stream)
         except (OSError, ValueError):
             pass  # it has gone, or speaks something else
         finally:
             with self._lock:
-                self._strangers.pop(connection, None)
-            connection.close()
+                self._strangers.pop(stream, None)
 
-    def _answer(self, connection: socket.socket, stream: ssl.SSLSocket) -> None:
+    def _answer(self, stream: ssl.SSLSocket) -> None:
         ask = _first_message(stream)
         try:
             grant = self._daemon.ask(ask)
@@ -166,10 +167,10 @@ class Server:
             _fail(stream, peer.REFUSED, str(error))
             return
         with self._lock:
-            known = self._strangers.pop(connection, None) is not None
-            full = self._readers >= READERS_MAX
-            self._readers += known and not full
-        if not known or full:
+            full = self._readers >= READERS_MAX or stream not in self._strangers
+            self._strangers.pop(stream, None)
+            self._readers += not full
+        if full:
             os.close(grant.descriptor)
             _fail(stream, peer.REFUSED, BUSY)
             return

@@ -99,11 +99,12 @@ class Peers:
 
     async def _answer(self, uid: int, request: bytes) -> bytes | Handed | None:
         try:
-            kind, *ask, sequence = [*msgpack.unpackb(request, use_list=True), 0][:7]
+            kind, token, job, start, name, part, *more = msgpack.unpackb(request, use_list=True)
+            ask = peer.Ask(token, job, start, tuple(name), part)
             if kind == "damaged":
-                await self._damaged(uid, peer.Ask(*ask), sequence)
+                await self._damaged(uid, ask, *more)
                 return _packed([False, ""])
-            found = await self._allow(uid, peer.Ask(*ask))
+            found = await self._allow(uid, ask)
         except PccheckError as error:
             return _packed([False, error.message])
         except Exception:  # the edge of this question
