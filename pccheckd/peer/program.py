@@ -187,11 +187,10 @@ class Server:
             ) as volume:
                 _send_payload(stream, volume, grant)
         except NativeError as error:
-            unreadable = error.code_name == "UNREADABLE"
-            if not unreadable:
+            is_damaged = error.code_name == "DAMAGED"
+            if is_damaged:
                 self._daemon.damaged(ask, grant.sequence)
-            said = peer.UNREADABLE if unreadable else peer.DAMAGED
-            _fail(stream, said, str(error))
+            _fail(stream, peer.DAMAGED if is_damaged else peer.UNREADABLE, str(error))
         except FileNotFoundError:
             _fail(stream, peer.REFUSED, "the checkpoint was replaced by a newer one")
 
