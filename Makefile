@@ -99,6 +99,7 @@ handler-campaign: $(READY) ## calls in signal handlers before each EVERY-th (def
 nodes-campaign: ROUNDS = 300
 nodes-campaign: $(READY) ## kills ranks, daemons and the store of jobs on several nodes, ROUNDS times (default 300), with SEED
 	$(BIN)/python -m tests.integration.nodes_campaign --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.integration.nodes_campaign --rounds $(ROUNDS) --seed $(SEED) --elsewhere
 
 WALKS ?= 2000
 nodes-search: $(READY) ## every state of small jobs on several nodes, around the rules; WALKS (2000) through larger ones, with SEED

@@ -1,11 +1,12 @@
 """Kills ranks, daemons and the store of jobs on several nodes, and restarts them in every way.
 
-    python -m tests.integration.nodes_campaign --rounds 300 --seed 1 [--only ROUND]
+    python -m tests.integration.nodes_campaign --rounds 300 --seed 1 [--elsewhere] [--only ROUND]
 
 Each node is a daemon with a storage directory of its own; all of them are on this machine. A round
 draws a job (nodes, ranks per node, slots kept, pace) and a chain of starts. A start restores, or
 forgets to; its ranks wait for what they save, or go on; in mid-run all of them restore, or
-go back to a step; then comes a fault. The last start of each round has none.
+go back to a step; then comes a fault. The last start of each round has none. With --elsewhere the
+ranks of each start are shuffled among the nodes, which read parts from each other.
 
 Checked against what the ranks were told:
 
@@ -32,6 +33,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from pccheck_native.nodes.lists import listed
 from tests.support.daemon import Daemon
 from tests.support.noderank import STEPS_MAX, NodeRank, Together
 from tests.support.torchstore import TorchStore
@@ -64,6 +66,7 @@ class Start:
     fault: str
     who: int  # the rank or node that it hits
     pause_s: float
+    places: list[int] = field(default_factory=list)  # the node of each rank
 
     def __str__(self) -> str:
         how = "" if self.restores else "forgets, "
@@ -84,10 +87,12 @@ class Round:
         return f"{shape}, {self.interval_s * 1e3:g} ms: {' '.join(map(str, self.starts))}"
 
 
-def draw(seed: int, number: int) -> Round:
+def draw(seed: int, number: int, *, elsewhere: bool) -> Round:
     """Draws a round; the same arguments give the same round."""
     rng = random.Random(f"{seed}/{number}")
     nodes, per_node = rng.choice([(2, 1), (2, 1), (2, 2), (2, 4), (3, 1), (3, 2)])
+    if elsewhere:
+        nodes, per_node = rng.choice([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2)])
     drawn = Round(nodes, per_node, rng.randint(1, 2), rng.choice([0.004, 0.01, 0.02, 0.05]), [])
     same = rng.random() < 0.4
     for at in range(rng.randint(2, 3)):
@@ -100,6 +105,11 @@ def draw(seed: int, number: int) -> Round:
             rng.randrange(nodes * per_node), rng.random() * 0.3,
         ))  # fmt: skip
     drawn.starts.append(Start("run" if same else "run-last", True, 5, "", "", 0, 0.0))
+    shuffled = random.Random(f"{seed}/{number}/places")
+    for start in drawn.starts:
+        start.places = [rank // per_node for rank in range(nodes * per_node)]
+        if elsewhere:
+            shuffled.shuffle(start.places)
     return drawn
 
 
@@ -132,6 +142,7 @@ class Player:
         self.ranks: list[NodeRank] = []
         self.zombies: list[NodeRank] = []
         self.zombie_node = -1
+        self.places: list[int] = []  # of the present start
         self.said: list[str] = []  # what ranks said that have ended
 
     def play(self) -> None:
@@ -158,8 +169,12 @@ class Player:
         """The processes of a start: of all nodes, of all but one, or of one."""
         per, world = self.drawn.per_node, self.drawn.per_node * self.drawn.nodes
         made = {}
+        self.places = start.places
+        locals_ = collections.Counter[int]()
         for rank in range(world):
-            node, local = divmod(rank, per)
+            node = start.places[rank]
+            local = locals_[node]
+            locals_[node] += 1
             if node == without or only not in (-1, node):
                 continue
             made[rank] = NodeRank(**self.store.environment(start.launch, per, local))
@@ -193,7 +208,7 @@ class Player:
             rank.__exit__()
 
     def _of_node(self, node: int) -> list[NodeRank]:
-        return self.ranks[node * self.drawn.per_node : (node + 1) * self.drawn.per_node]
+        return [rank for rank in self.ranks if self.places[rank.number] == node]
 
     def _all(self, command: str, *arguments: Any) -> list[Any]:
         """The answers of all ranks, or the errors."""
@@ -348,7 +363,7 @@ class Player:
         self.tally.took(f"progress {when}", began_s)
 
     def _fault(self, start: Start) -> None:
-        node = start.who // self.drawn.per_node
+        node = start.places[start.who]
         daemon = self.nodes[node]
         match start.fault:
             case "one rank":
@@ -398,12 +413,12 @@ class Player:
 
     def _absent(self, start: Start) -> None:
         """A node never comes: the others wait, and are told for which ranks."""
-        node = start.who // self.drawn.per_node
+        node = start.places[start.who]
         self._make(start, without=node)
         for rank in self.ranks:
             rank.post("restore_stamp")
         began_s = time.monotonic()
-        wanted = f"rank{'s' if self.drawn.per_node > 1 else ''} {node * self.drawn.per_node}"
+        wanted = listed([at for at, place in enumerate(start.places) if place == node])
         while not all(any(wanted in one for one in rank.said) for rank in self.ranks):
             for rank in self.ranks:
                 rank.listen()
@@ -422,13 +437,14 @@ class Player:
         time.sleep(start.pause_s)
 
 
-def play(seed: int, number: int, tally: Tally) -> None:
+def play(seed: int, number: int, tally: Tally, *, elsewhere: bool) -> None:
     """One round; prints the logs when it ends in a violation."""
-    drawn = draw(seed, number)
+    drawn = draw(seed, number, elsewhere=elsewhere)
     began_s = time.monotonic()
     flags = (
         "--chunk", "128KiB", "--block-bytes", "64KiB", "--engine", "pwrite", "--scrub-rate", "0",
         "--keep", str(drawn.keep), "--dram", "8MiB",
+        *(["--listen", "127.0.0.1"] if elsewhere else []),
     )  # fmt: skip
     wrong = ""
     with contextlib.ExitStack() as stack:
@@ -452,12 +468,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--elsewhere", action="store_true")
     parser.add_argument("--only", type=int, help="this round of the seed")
     options = parser.parse_args()
     tally = Tally()
     rounds = range(options.rounds) if options.only is None else [options.only]
     for number in rounds:
-        play(options.seed, number, tally)
+        play(options.seed, number, tally, elsewhere=options.elsewhere)
     print(
         f"seed {options.seed}: {len(rounds)} rounds, {tally.starts} starts, {tally.steps} global "
         f"steps in lockstep, {len(tally.violations)} violations"
