@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 
 from pccheck_native import _core
 from tests.support.daemon import Daemon
+from tests.support.programs import Program
+from tests.support.torchrun import variables
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import until
@@ -162,3 +166,33 @@ def test_a_peer_server_that_was_killed_comes_back(
     end(group)
     swapped = ranks(start_trainer, sharing[::-1], store, "swapped")
     assert restored(swapped) == [1, 1]
+
+
+@pytest.mark.long
+def test_other_numbers_of_nodes_read_sharded_state(
+    start_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    """Two nodes, then three, of which one is empty; then the ranks move on."""
+    nodes = [start_daemon(*LISTEN) for _ in range(3)]
+    last = ""
+    for number, (some, cut) in enumerate([(nodes[:2], "fsdp"), (nodes, "fsdp"), (nodes, "fsdp")]):
+        digests = tmp_path / str(number)
+        digests.mkdir()
+        places = [*some[number:], *some[:number]]  # the ranks move on
+        with ExitStack() as running:
+            store = running.enter_context(TorchStore())  # gloo's keys are used once
+            ranks = [
+                running.enter_context(Program(
+                    "tests.support.shardtraining", digests, "--cut", cut, "--steps", 99,
+                    "--kill-at", 3 * number + 3, "--expect", 3 * number,
+                    environment=variables(node, "sharded") | store.environment(f"r{number}", 1, 0)
+                    | {"RANK": str(rank), "WORLD_SIZE": str(len(places))},
+                ))
+                for rank, node in enumerate(places)
+            ]  # fmt: skip
+            said = [program.finish() for program in ranks]
+        lines = [(digests / str(rank)).read_text().splitlines() for rank in range(len(places))]
+        assert len({one[0].rpartition(" ")[0] for one in lines}) == 1, said
+        assert number == 0 or lines[0][0].startswith(last), (last, lines[0], said)
+        last = lines[0][-1].rpartition(" ")[0]
+        assert last.startswith(f"{3 * number + 3} "), said
