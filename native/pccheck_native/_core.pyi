@@ -182,6 +182,10 @@ class Volume:
         self, sequence: int, ranges: _Packed, threads: int = 2, chunk_bytes: int = ...
     ) -> None:
         """Verified, parallel read into memory; ranges as for Client.submit."""
+    def read_blocks(self, sequence: int, offset: int, length: int, into: Any) -> None:
+        """Reads whole blocks, unchecked, into memory that is aligned to 4096 bytes and has room for
+        as many. UNREADABLE; OSError EINVAL for what is not whole blocks."""
+
     def verify(self, sequence: int, /) -> None: ...  # DAMAGED, UNREADABLE
     def close(self) -> None:
         """From now on its methods raise ValueError. The file is closed when the last of them has

@@ -329,6 +329,31 @@ static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwar
     return pcc_py_done(self, result);
 }
 
+static void buffer_done(Py_buffer *buffer)
+{
+    PyBuffer_Release(buffer);
+}
+
+static PyObject *volume_read_blocks(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "offset", "length", "into", NULL};
+    uint64_t sequence, offset_bytes, length_bytes;
+    Py_buffer into PCC_PY_OWNED(buffer_done) = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&w*:read_blocks", names, pcc_py_u64,
+                                     &sequence, pcc_py_u64, &offset_bytes, pcc_py_u64,
+                                     &length_bytes, &into))
+        return NULL;
+    LOAD_OPEN(load, sequence);
+    if (!within_payload(load, offset_bytes, length_bytes))
+        return NULL;
+    if ((uint64_t)into.len < pcc_align_up(length_bytes, PCC_IO_ALIGN) ||
+        (uintptr_t)into.buf % PCC_IO_ALIGN != 0)
+        return PyErr_Format(PyExc_ValueError, "into is not aligned, or has no room");
+    int result;
+    PCC_PY_UNLOCKED(result = pcc_load_read(load, into.buf, offset_bytes, length_bytes));
+    return pcc_py_done(self, result);
+}
+
 static PyObject *volume_verify(PyObject *self, PyObject *number)
 {
     PCC_PY_NUMBER(sequence, number);
@@ -367,6 +392,7 @@ static PyMethodDef methods[] = {
     {"manifest", volume_manifest, METH_O, NULL},
     PCC_PY_METHOD("read", volume_read),
     PCC_PY_METHOD("read_into", volume_read_into),
+    PCC_PY_METHOD("read_blocks", volume_read_blocks),
     {"verify", volume_verify, METH_O, NULL},
     {"close", pcc_py_object_close, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

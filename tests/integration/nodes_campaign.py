@@ -418,8 +418,10 @@ class Player:
         for rank in self.ranks:
             rank.post("restore_stamp")
         began_s = time.monotonic()
-        wanted = listed([at for at, place in enumerate(start.places) if place == node])
-        while not all(any(wanted in one for one in rank.said) for rank in self.ranks):
+        lacking = {at for at, place in enumerate(start.places) if place == node}
+        wanted = listed(sorted(lacking))
+        # A hello of an earlier start of this launch may stand for some of them.
+        while not all(any(_lacks(one) & lacking for one in rank.said) for rank in self.ranks):
             for rank in self.ranks:
                 rank.listen()
                 if rank._ended:
@@ -435,6 +437,11 @@ class Player:
         time.sleep(start.pause_s)
         self.ranks[start.who].kill()
         time.sleep(start.pause_s)
+
+
+def _lacks(said: str) -> set[int]:
+    """The first rank that has not connected, as restore() says."""
+    return {int(rank) for rank in re.findall(r"ranks? (\d+)[^;]* not connected", said)}
 
 
 def play(seed: int, number: int, tally: Tally, *, elsewhere: bool) -> None:

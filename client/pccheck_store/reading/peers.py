@@ -4,6 +4,7 @@ nodes of the job have agreed on. Bytes go straight to where they are wanted."""
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import hashlib
 import socket
@@ -36,6 +37,27 @@ class _LeftError(Exception):
     """Another copy is to be tried; why."""
 
 
+class _Wanted:
+    """Ranges of memory that are to be filled."""
+
+    def __init__(self, ranges: bytes) -> None:
+        self.packed = ranges
+        self._items = list(struct.iter_unpack("<QQQ", ranges))
+        self._ends = [begin + nbytes for _, begin, nbytes in self._items]
+
+    def memory(self, offset: int, length: int) -> memoryview | None:
+        """Where these bytes go, if all of them go to one place: no copy is made. They are checked
+        there: a restore that fails has changed the state anyway."""
+        at = bisect.bisect_right(self._ends, offset)
+        if at == len(self._items):
+            return None
+        address, begin, nbytes = self._items[at]
+        if begin > offset or offset + length > begin + nbytes:
+            return None
+        memory = (ctypes.c_char * length).from_address(address + offset - begin)
+        return memoryview(memory).cast("B")
+
+
 class Stream:
     """One connection, which reads one part."""
 
@@ -59,8 +81,8 @@ class Stream:
             raise _LeftError(_words(error)) from error
         self._buffer = bytearray(0)
 
-    def place(self, offset: int, length: int, ranges: bytes) -> None:
-        """Reads whole blocks, and fills packed ranges with them. Raises _LeftError."""
+    def place(self, offset: int, length: int, wanted: _Wanted) -> None:
+        """Reads whole blocks, and fills what is wanted of them. Raises _LeftError."""
         try:
             self._socket.sendall(peer.REQUEST.pack(offset, length))
             said, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
@@ -68,18 +90,29 @@ class Stream:
                 raise _LeftError(self._text(nbytes))
             if nbytes != length:
                 raise _LeftError("it sent another number of bytes")
-            if len(self._buffer) < length:
+            straight = wanted.memory(offset, length)
+            if straight is None and len(self._buffer) < length:
                 self._buffer = bytearray(length)
-            view = memoryview(self._buffer)[:length]
+            view = memoryview(self._buffer)[:length] if straight is None else straight
             self._fill(view)
-            _core.manifest_place(self.manifest, view, offset, ranges)
+            left = wanted.packed if straight is None else b""
+            _core.manifest_place(self.manifest, view, offset, left)
         except NativeError as error:
-            raise _LeftError("what it sent does not match the checksums") from error
+            raise _LeftError(f"what it sent is damaged: {self._doubt(offset, length)}") from error
         except OSError as error:
             raise _LeftError(_words(error)) from error
 
     def close(self) -> None:
         self._socket.close()
+
+    def _doubt(self, offset: int, length: int) -> str:
+        """Has the server check blocks that do not match; what it says."""
+        try:
+            self._socket.sendall(peer.REQUEST.pack(offset | peer.DOUBTED, length))
+            _, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
+            return self._text(nbytes)
+        except OSError as error:
+            return _words(error)
 
     def _answer(self, most: int) -> bytearray:
         said, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
@@ -177,11 +210,11 @@ class _Reading:
     """Pieces of one copy, read by several threads."""
 
     def __init__(
-        self, copy: _Copy, ranges: bytes, pieces: Sequence[tuple[int, int]], *, is_last: bool
+        self, copy: _Copy, wanted: _Wanted, pieces: Sequence[tuple[int, int]], *, is_last: bool
     ) -> None:
         """`is_last`: there is no other copy, however slow this one is."""
         self.failed: _LeftError | None = None
-        self._copy, self._ranges, self._is_last = copy, ranges, is_last
+        self._copy, self._wanted, self._is_last = copy, wanted, is_last
         self._left = list(reversed(pieces))
         self._lost: list[tuple[int, int]] = []
         self._lock = threading.Lock()
@@ -209,7 +242,7 @@ class _Reading:
             return
         while (piece := self._next()) is not None:
             try:
-                stream.place(*piece, self._ranges)
+                stream.place(*piece, self._wanted)
             except _LeftError as error:
                 self.failed = self.failed or error
                 self._lost.append(piece)
@@ -272,12 +305,12 @@ class PeerPayloads:
             return
         block_bytes, _, _, payload_bytes = self._facts(rank)
         left = peer.pieces(offset, length, payload_bytes, block_bytes)
-        failures: list[str] = []
+        failures, wanted = list[str](), _Wanted(ranges)
         while left:
             copies = self._copies[rank]
             if not copies:
                 raise self._none_left(rank, failures)
-            reading = _Reading(copies[0], ranges, left, is_last=len(copies) == 1)
+            reading = _Reading(copies[0], wanted, left, is_last=len(copies) == 1)
             left = reading.run()
             if reading.failed is not None and left:
                 failures.append(self._leave(rank, reading.failed))

@@ -24,6 +24,8 @@ BLOCK_BYTES_MAX = 64 << 20
 ASK = struct.Struct("<I")  # the bytes of the question that follows
 ANSWER = struct.Struct("<II")  # a `Said`, the bytes that follow
 REQUEST = struct.Struct("<QQ")  # offset and length: whole blocks of the payload
+#: Added to the offset: they did not match, and the server is to check them itself.
+DOUBTED = 1 << 63
 WALL = struct.Struct("<Q")  # when it became durable, in ns since 1970; then comes the manifest
 
 #: Values of ANSWER's first field; after the others a text follows, and the connection ends.

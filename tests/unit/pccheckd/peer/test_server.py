@@ -232,7 +232,7 @@ async def test_what_is_no_question_ends_its_connection_only(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("offset", "length"),
-    [(0, 0), (0, 1 << 40), (1 << 63, 4096), (0, program.peer.PIECE_BYTES + BLOCK_BYTES)],
+    [(0, 0), (0, 1 << 40), (1 << 62, 4096), (0, program.peer.PIECE_BYTES + BLOCK_BYTES)],
 )
 async def test_requests_for_what_is_not_there_are_refused(
     node: Node, offset: int, length: int
