@@ -199,6 +199,7 @@ class Registered(Message):
     incarnation: int = 0  # of the start that the peer is a member of now
     start: bytes = b""
     expected_bytes: int = 0  # DRAM in the end, while the others claim what they claim now
+    note: str = ""  # what the daemon's owner should know; one rank of a node gets it
 
 
 @message("expose")

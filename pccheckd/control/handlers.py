@@ -205,6 +205,7 @@ class Handlers:
             incarnation=job.members.registered(session.rank, session.process),
             start=session.start,
             effective_in_flight=round(min(lanes, 1 + expected / body.payload_bytes), 2),
+            note=session.wide.note(session.rank) if session.wide is not None else "",
         )  # fmt: skip
 
     async def _expose(self, session: Session, body: messages.Expose) -> None:

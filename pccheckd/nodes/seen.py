@@ -171,6 +171,8 @@ def _behind(member: NodeMember) -> Iterator[str]:
 
 def notices(wide: WideJob) -> Iterator[str]:
     """Information; nothing is wrong."""
+    if wide.start is not None and (text := wide.is_closed):
+        yield text
     for tenant in wide.moved:
         size = size_text(sum(item.info.volume_bytes for item in tenant.volumes.open))
         yield (

@@ -122,6 +122,23 @@ class WideJob:
         self.look()
 
     @property
+    def is_closed(self) -> str:
+        """Why other nodes cannot read from this one, and what to do; "": they can."""
+        if self._engine.config.listen:
+            return ""
+        return (
+            f"job {self.job.name!r} runs on several nodes, and pccheckd on host {self.host} has no "
+            "--listen: a rank that comes up on another node cannot read its part from here, and a "
+            "new node gets no copy. Name the interface between the nodes on each of them: "
+            'pccheckd --listen eth0, or listen = "eth0" in pccheckd.toml'
+        )
+
+    def note(self, rank: int) -> str:
+        """The same, for the first rank here."""
+        start = self.start
+        return self.is_closed if start is not None and rank == min(start.members) else ""
+
+    @property
     def waits_s(self) -> float:
         """For how long a rank here has wanted to restore or save, and the nodes have not agreed."""
         start = self.start

@@ -13,12 +13,13 @@ import pytest
 
 from pccheck_native import _core
 from tests.support.daemon import Daemon
+from tests.support.noderank import NodeRank
 from tests.support.programs import Program
 from tests.support.torchrun import variables
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import until
-from tests.support.widejob import JOB, end, ranks, refused, restored, restores, save
+from tests.support.widejob import COUNTS, JOB, end, ranks, refused, restored, restores, save
 
 RECORD_STRIDE_BYTES = 1 << 20  # the default
 LISTEN = ("--listen", "127.0.0.1")
@@ -196,3 +197,22 @@ def test_other_numbers_of_nodes_read_sharded_state(
         assert number == 0 or lines[0][0].startswith(last), (last, lines[0], said)
         last = lines[0][-1].rpartition(" ")[0]
         assert last.startswith(f"{3 * number + 3} "), said
+
+
+def test_a_node_without_listen_says_so_before_it_matters(
+    stack: ExitStack, start_daemon: Callable[..., Daemon], store: TorchStore
+) -> None:
+    nodes = [start_daemon(*LISTEN), start_daemon()]
+    group = [stack.enter_context(NodeRank(**store.environment("run", 1, 0))) for _ in nodes]
+    for number, (rank, node) in enumerate(zip(group, nodes, strict=True)):
+        rank.post("open", COUNTS, job=JOB, rank=number, world_size=2, socket=str(node.socket))
+    for rank in group:
+        rank.answer()
+    for rank in group:
+        rank.post("save_step", 60.0)
+    assert [rank.answer()[1] for rank in group] == ["global", "global"]
+    (said,) = [one for one in nodes[1].status()["notices"] if "--listen" in one]
+    assert "a rank that comes up on another node cannot read its part from here" in said
+    assert not [one for one in nodes[0].status()["notices"] if "--listen" in one]
+    assert said.partition(": ")[2] in group[1].said[0]
+    assert not [one for one in group[0].said if "--listen" in one]

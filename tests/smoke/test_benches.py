@@ -21,6 +21,7 @@ BENCHES = {
     "recover": ("--sizes", "32MiB", *SMALL),
     "memory": ("--steps", "4", "--sizes", "8MiB", "--trainers", "paced", *SMALL),
     "nodes": ("--nodes", "2", "--steps", "2", *SMALL),
+    "peers": ("--size", "8MiB", *SMALL),
     "scale": ("--ranks", "16", "--checkpoints", "2"),
     "beside": ("--unlimited", "--size", "1MiB", "--saves", "1", "--every", "0.1", *SMALL),
     "observability": ("--size", "8MiB", "--pairs", "1"),

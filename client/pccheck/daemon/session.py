@@ -72,6 +72,7 @@ class Session:
         self._disconnected = {DISCONNECTED}  # kinds for the warner
         self._registered_bytes, self._levels = 0, 0
         self.room_bytes = 0  #: of the daemon's memory, for this rank, in the end
+        self._noted = ""
         self._restored: int | None = 0 if fresh else None  # sequence that counts as restored
         self._has_connected = False
         # Tells a reconnect from a new start. A rank of a group is its process: further clients are
@@ -168,6 +169,9 @@ class Session:
         self.room_bytes = answer.expected_bytes
         self._belongs_to(answer)
         self._warn_if_ranks_are_absent(answer)
+        if answer.note and answer.note != self._noted:
+            self._noted = answer.note
+            LOG.warning("PCcheck: %s", answer.note)
         LOG.info(
             "%d slots of %.1f MiB in %s, up to %g checkpoints in flight",
             answer.slots, rounded / MIB, answer.volume, answer.effective_in_flight,
