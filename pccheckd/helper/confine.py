@@ -1,5 +1,5 @@
 """What a helper may do, set by the helper itself before it reads a byte of a user: the user's id,
-few files, little memory, no new rights, and of the file system one directory at most, for reading.
+few open files, little memory, no new rights, and nothing of the file system.
 Imports little, since there is a process per user."""
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import NamedTuple
 from . import framing
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
-_LANDLOCK_VERSION = 1  # flag of the first; the numbers are those of every architecture
-_PATH_BENEATH = 1
-_READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # on every architecture
+_LANDLOCK_VERSION = 1  # flag of the first
 _ALL_FILE_RIGHTS, _ALL_NET_RIGHTS, _ALL_SCOPES = (1 << 13) - 1, 3, 3
 
 
@@ -55,11 +53,8 @@ class HelperArguments(NamedTuple):
         return cls(int(uid), int(gid), places, int(link), int(hand), own)
 
 
-def confine(
-    uid: int, gid: int, *, files_max: int, address_space_bytes: int, reads: str = ""
-) -> None:
-    """Before threads start: what is set here holds for those that are made later. `reads`: the
-    directory that may be read, if the uid may."""
+def confine(uid: int, gid: int, *, files_max: int, address_space_bytes: int) -> None:
+    """Before threads start: what is set here holds for those that are made later."""
     with contextlib.suppress(OSError):  # it goes first when memory is short
         os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"500")
     limit(resource.RLIMIT_CORE, 0)
@@ -74,7 +69,7 @@ def confine(
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # forgotten when the uid changes
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    _deny_files(libc, reads)
+    _deny_files(libc)
 
 
 def limit(which: int, most: int) -> None:
@@ -84,10 +79,10 @@ def limit(which: int, most: int) -> None:
     resource.setrlimit(which, (most, most))
 
 
-def _deny_files(libc: ctypes.CDLL, reads: str) -> None:
-    """Landlock, where the kernel has it (5.13; all of this since 6.12): no file but below `reads`,
-    no TCP of its own, no signal to others and no look into them, which counts where this process
-    keeps the daemon's uid."""
+def _deny_files(libc: ctypes.CDLL) -> None:
+    """Landlock, where the kernel has it (5.13; all of this since 6.12): no file, no TCP of its own,
+    no signal to others and no look into them, which counts where this process keeps the daemon's
+    uid."""
     version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_VERSION)
     if version < 1:
         return
@@ -98,12 +93,6 @@ def _deny_files(libc: ctypes.CDLL, reads: str) -> None:
         words.append(_ALL_SCOPES)
     rules = struct.pack(f"={len(words)}Q", *words)
     ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0)
-    if ruleset < 0:
-        return
-    if reads:
-        place = os.open(reads, os.O_PATH | os.O_CLOEXEC)
-        rule = struct.pack("=Qi", _READ_FILE | _READ_DIRECTORY, place)
-        libc.syscall(_LANDLOCK_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
-        os.close(place)
-    libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
-    os.close(ruleset)
+    if ruleset >= 0:
+        libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0)
+        os.close(ruleset)

@@ -78,11 +78,6 @@ class Peers:
             await keeper.close()
         self._threads.stop()
 
-    @property
-    def serves(self) -> bool:
-        """Every server that was started has a process."""
-        return all(keeper.serves for keeper, _ in self._servers.values())
-
     async def _start(self, uid: int) -> tuple[Keeper, Endpoint]:
         """Raises UsageError, OSError."""
         made = await asyncio.wrap_future(self._threads.submit(identity.make))

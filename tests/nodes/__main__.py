@@ -7,6 +7,7 @@ python -m tests.nodes worker
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -212,6 +213,64 @@ def slurm(*more: str) -> str:
     return f"began again at steps {begins[1]} and {begins[2]}, all {STEPS} steps global"
 
 
+def elsewhere() -> str:
+    """Each launch numbers the hosts in another way: the ranks read their parts from each other."""
+    with Cluster(3, "--listen", "eth0") as cluster:
+        wanted = undisturbed(cluster)
+        lives = list[Life]()
+        for first, steps in enumerate((KILLED, GROWS, STEPS)):
+            with cluster.launch("--steps", steps, static=True, first=first) as run:
+                lives += run.finish()
+                assert run.text().count("came from other nodes") == (3 if first else 0)
+    compare(lives, wanted)
+    assert [life.begin for life in lives] == [0] * 3 + [KILLED] * 3 + [GROWS] * 3, lives
+    assert [life.known for life in lives] == [KILLED] * 3 + [GROWS] * 3 + [STEPS] * 3
+    return f"{STEPS} steps in three launches, all of them global"
+
+
+def links() -> str:
+    """Four hosts, whose links take 200 Mbit/s, restore from each other at the same time."""
+    mib, rate_mbit, count = 96, 200, 4
+    flags = ("--listen", "eth0", "--slots", "2", "--keep", "1", "--dram", "64MiB")
+    with Cluster(count, *flags, disk_bytes=1 << 30) as cluster:
+        with cluster.launch("--steps", 2, "--mib", mib, static=True) as run:
+            run.finish()
+        for host in cluster.hosts:
+            host.slow(f"{rate_mbit}mbit")
+        with cluster.launch("--steps", 3, "--mib", mib, static=True, first=1) as run:
+            lives = run.finish()
+            took = re.findall(r"([\d.]+) MiB came from other nodes in ([\d.]+) s", run.text())
+    assert {life.begin for life in lives} == {2}
+    assert len(took) == count and all(float(size) > mib for size, _ in took), took
+    slowest_s = max(float(seconds) for _, seconds in took)
+    share = mib * 8 * 1.048576 / slowest_s / rate_mbit
+    assert share >= 0.9, f"{share:.2f} of the links, {took}"
+    return f"{count} x {mib} MiB in {slowest_s} s: {share:.2f} of the sum of the links"
+
+
+def cut_while_reading() -> str:
+    """A host is cut off while its part is read: the ranks hear why; later they get all of it."""
+    mib = 48
+    flags = ("--listen", "eth0", "--slots", "2", "--keep", "1", "--dram", "64MiB")
+    with Cluster(2, *flags, disk_bytes=1 << 29) as cluster:
+        with cluster.launch("--steps", 2, "--mib", mib, static=True) as run:
+            run.finish()
+        slow = cluster.hosts[0]
+        slow.slow("20mbit")
+        with cluster.launch("--steps", 3, "--mib", mib, static=True, first=1) as run:
+            before = slow.counter("OutSegs")
+            until(lambda: slow.counter("OutSegs") > before + 1000, run.text)
+            slow.cut()
+            until(run.has_ended, run.text)
+            assert "the part of rank 0 of step 2 cannot be read from another node" in run.text()
+        slow.heal()
+        slow.slow("")
+        with cluster.launch("--steps", 3, "--mib", mib, static=True, first=1) as run:
+            lives = run.finish()
+    assert {life.begin for life in lives} == {2} and {life.known for life in lives} == {3}
+    return "refused with the host, and restored when the link was back"
+
+
 def undisturbed(cluster: Cluster, steps: int = STEPS, ranks: int = 1) -> list[Life]:
     words = ("--steps", steps, "--undisturbed")
     with cluster.launch(*words, job="undisturbed", ranks=ranks) as run:
@@ -253,6 +312,9 @@ SCENARIOS: Mapping[str, Callable[[], str]] = {
     "dead-disk": lambda: disk(*DEAD_DISK),
     "dead-disk-restart": lambda: disk(*DEAD_DISK, ends=True),
     "clock": clock,
+    "elsewhere": elsewhere,
+    "links": links,
+    "cut-while-reading": cut_while_reading,
     **({"mpirun": mpi} if openmpi.MPI else {}),
     **({"slurm": slurm, "slurm-own-daemon": lambda: slurm(OWN_DAEMON)} if SLURM else {}),
 }

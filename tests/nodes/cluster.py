@@ -17,7 +17,7 @@ import psutil
 
 from tests.nodes.forked import Forked
 from tests.support.daemon import Daemon, build
-from tests.support.hosts import ROOT, Host, Network, Process
+from tests.support.hosts import DISK_BYTES, ROOT, Host, Network, Process
 from tests.support.waiting import until
 
 FLAGS = ("--chunk", "256KiB", "--block-bytes", "64KiB", "--dram", "16MiB")
@@ -53,8 +53,8 @@ class NodeDaemon(Daemon):
 class Cluster:
     """`with Cluster(2) as cluster:` has two hosts whose daemons run."""
 
-    def __init__(self, count: int, *flags: str) -> None:
-        self._network = Network(count)
+    def __init__(self, count: int, *flags: str, disk_bytes: int = DISK_BYTES) -> None:
+        self._network = Network(count, disk_bytes)
         self.hosts = self._network.hosts
         self.daemons = [NodeDaemon(host, *flags) for host in self.hosts]
         self._stack = ExitStack()
@@ -75,8 +75,11 @@ class Cluster:
         host.start()
         self.daemons[self.hosts.index(host)].start()
 
-    def launch(self, *words: object, job: str = "job", **options: object) -> Launch:
-        return Launch(self.hosts, self.daemons, words, job, **options)  # type: ignore[arg-type]
+    def launch(self, *words: object, job: str = "job", first: int = 0, **options: object) -> Launch:
+        """`first`: the host of rank 0; those after it follow."""
+        hosts = [*self.hosts[first:], *self.hosts[:first]]
+        daemons = [*self.daemons[first:], *self.daemons[:first]]
+        return Launch(hosts, daemons, words, job, **options)  # type: ignore[arg-type]
 
 
 def torchrun(

@@ -7,6 +7,7 @@ for each step, with all digits, `rank 1 knows 7` for the newest step that it kno
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -36,6 +37,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--pace", type=float, default=0, help="seconds that a step takes longer")
     parser.add_argument("--grow", type=int, default=0, help="the state is larger from this step on")
+    parser.add_argument("--mib", type=int, default=0, help="more state of each rank")
     parser.add_argument("--undisturbed", action="store_true", help="without a client")
     parser.add_argument("--late", action="store_true", help="the client comes after the group")
     parser.add_argument("--apart", action="store_true", help="the group has a store of its own")
@@ -71,8 +73,8 @@ class Training:
 class Growing:
     """Makes the state larger, and changes no loss."""
 
-    def __init__(self) -> None:
-        self.more = torch.zeros(1)
+    def __init__(self, mib: int) -> None:
+        self.more = torch.full((max(1, mib << 18),), float(dist.get_rank()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"more": self.more}
@@ -127,10 +129,12 @@ def meet(apart: bool) -> None:
 def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> bool:
     """Whether it made all steps."""
     training = Training()
-    rank, begin, known, growing = training.rank, 0, Known(training.rank), Growing()
+    rank, begin, known, growing = training.rank, 0, Known(training.rank), Growing(chosen.mib)
     if client is not None:
         client.attach(model=training.model, optimizer=training.optimizer, rng=True, growing=growing)
         begin = client.restore().step or 0
+        if chosen.mib:
+            assert (growing.more == float(rank)).all()
     print(f"rank {rank} begins at step {begin} at {time.monotonic()} s", flush=True)
     step = begin
     for step in range(begin + 1, chosen.steps + 1):
@@ -152,6 +156,7 @@ def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> bool:
 def main() -> None:
     chosen = options()
     torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     client = None if chosen.undisturbed or chosen.late else PCcheckClient()
     meet(chosen.apart)
     if chosen.late and not chosen.undisturbed:

@@ -129,6 +129,8 @@ def read_newest(
             if refusal is not None and not (described.sharded() or described.shared()):
                 raise refusal
             used = use(opened, reader, described)
+            if opened.far:
+                LOG.info("PCcheck: of step %d %s", opened.step, payloads)
         except RecycledError:
             attempts -= 1
             if not attempts:

@@ -274,6 +274,7 @@ class PeerPayloads:
     def __init__(self, job: str, opened: Opened, note: Callable[[str], None]) -> None:
         """`note` is told of each copy that is left for another one."""
         self.read_bytes = 0
+        self.read_s = 0.0
         self.wall_ns = 0  #: when what was read became durable
         self._opened, self._note = opened, note
         self._copies = {
@@ -303,6 +304,7 @@ class PeerPayloads:
         assert not device_ranges
         if not length:
             return
+        began_s = time.monotonic()
         block_bytes, _, _, payload_bytes = self._facts(rank)
         left = peer.pieces(offset, length, payload_bytes, block_bytes)
         failures, wanted = list[str](), _Wanted(ranges)
@@ -315,6 +317,7 @@ class PeerPayloads:
             if reading.failed is not None and left:
                 failures.append(self._leave(rank, reading.failed))
         self.read_bytes += length
+        self.read_s += time.monotonic() - began_s
 
     def close(self) -> None:
         for copies in self._copies.values():
@@ -380,6 +383,11 @@ class GatheredPayloads:
     @property
     def wall_ns(self) -> int:
         return self._far.wall_ns
+
+    def __str__(self) -> str:
+        """For a log."""
+        far = self._far
+        return f"{far.read_bytes / MIB:.1f} MiB came from other nodes in {far.read_s:.2f} s"
 
     def tree(self, rank: int) -> tree.Tree:
         return self._of(rank).tree(rank)
