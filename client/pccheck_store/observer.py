@@ -111,6 +111,10 @@ class Observer(Closing):
         """Checkpoints of the last seconds; `math.inf` for all that the daemon remembers."""
         return self._report({"t": "trace", "last_s": min(float(last_s), TRACE_S_MAX)})
 
+    def servers(self) -> Document:
+        """Where the nodes of running jobs let each other read."""
+        return self._report({"t": "servers"})
+
     def config(self) -> Document:
         return self._report({"t": "config"})
 

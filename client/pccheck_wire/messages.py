@@ -433,6 +433,12 @@ class Status(Message):
     """-> `Report` with the document that `pccheckctl status --json` prints."""
 
 
+@message("servers")
+class ListServers(Message):
+    """-> `Report`: of the peer's running jobs on several nodes, where each node lets the others
+    read."""
+
+
 @message("list")
 class ListVolumes(Message):
     """-> `Report`: checkpoints of the peer's uid (root: of all), optionally of one job."""
@@ -485,7 +491,7 @@ class Report(Message):
 
 RequestBody = (
     Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Carry | Goodbye | Status
-    | ListVolumes | Verify | Trace | Drop | ConfigShow
+    | ListServers | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.
 Answer = (

@@ -146,6 +146,8 @@ class Handlers:
                 await self._goodbye(session, body)
             case messages.Status():
                 return messages.Report(await self._status(session))
+            case messages.ListServers():
+                return messages.Report(await report.servers(session.uid, self._registry))
             case messages.ListVolumes():
                 found = await self._engine.look(
                     session.uid, report.listing, session.uid, self._config, body.job,

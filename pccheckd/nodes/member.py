@@ -47,7 +47,7 @@ from pccheck_native.nodes.lists import (
     may_promise,
     member_of,
 )
-from pccheck_native.nodes.offers import Offer, StartAnswer
+from pccheck_native.nodes.offers import Offer, PeerServer, StartAnswer
 from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
@@ -415,6 +415,15 @@ class NodeMember:
         """Where the parts are of what all ranks restore in a round, if a node lacks some."""
         (value,) = await self.patient.get([self._key("homes", round_)])
         return parsed(Homes.of_plain, value)
+
+    async def servers(self) -> list[PeerServer | None]:
+        """Where each member lets the others read, for a person who asks; None: it does not, or it
+        has not said so. Raises CarrierError."""
+        found = self.list
+        if found is None:
+            return []
+        keys = [self._key("offer", self._round, at) for at in range(len(found.members))]
+        return [parsed(Offer.server_of, value) for value in await self.patient.look(keys)]
 
     # -- how it runs ---------------------------------------------------------------------------
 

@@ -457,6 +457,14 @@ def _unsaved(tenant: Tenant) -> str:
     return f"the {failed}; a restart resumes from an older checkpoint"
 
 
+async def servers(asker_uid: int, registry: Registry) -> Document:
+    """Where the nodes of running jobs let each other read."""
+    jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
+    wide = filter(None, map(registry.nodes.of, jobs))
+    found = await asyncio.gather(*map(seen_nodes.servers, wide))
+    return {"schema": 1, "jobs": [*filter(None, found)]}
+
+
 def _notices(tenant: Tenant) -> list[str]:
     """Information; nothing is wrong."""
     if tenant.seat.owner is None:

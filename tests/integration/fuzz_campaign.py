@@ -28,6 +28,7 @@ from pccheck_wire.messages import (
     Expose,
     Goodbye,
     Hello,
+    ListServers,
     ListVolumes,
     Open,
     Pin,
@@ -47,7 +48,8 @@ from tests.support.rank import Rank, payload_of
 SIZE = 300_000
 BODIES: tuple[RequestBody, ...] = (
     Register(SIZE), Describe(1), Open(), Open(3, 4), Read(1, 1, 0, SIZE),
-    Restored(1), Pin(1), Pin(1, False), Status(), ListVolumes("job"), Verify("job", 0, 1),
+    Restored(1), Pin(1), Pin(1, False), Status(), ListServers(), ListVolumes("job"),
+    Verify("job", 0, 1),
     Trace(1.0), Goodbye(), Expose(1, [b"x" * 100], True), Drop("job", 0, -1, True),
     Carry(1, 1, [b"\x91\xc0"], 5, True),
 )  # fmt: skip

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from pccheck_native import _core
+from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.noderank import NodeRank
 from tests.support.programs import Program
@@ -216,3 +217,26 @@ def test_a_node_without_listen_says_so_before_it_matters(
     assert not [one for one in nodes[0].status()["notices"] if "--listen" in one]
     assert said.partition(": ")[2] in group[1].said[0]
     assert not [one for one in group[0].said if "--listen" in one]
+
+
+def test_doctor_tries_to_reach_the_other_nodes(
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    group = ranks(start_trainer, sharing, store)
+    save(group)
+    told = ctl(None, "--socket", sharing[0].socket, "doctor").out
+    assert "job wide: this node reaches the 1 other node that it may read from" in told
+    sharing[1].stop()  # and its peer server with it
+    told = ctl(None, "--socket", sharing[0].socket, "doctor").out
+    assert "job wide: this node cannot read from host" in told and "Connection refused" in told
+    assert "let pccheckd on host" in told
+
+
+def test_doctor_names_the_node_that_nobody_can_read_from(
+    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    nodes = [start_daemon(*LISTEN), start_daemon()]
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    told = ctl(None, "--socket", nodes[0].socket, "doctor").out
+    assert "nobody can read from host" in told and "--listen INTERFACE" in told

@@ -173,6 +173,15 @@ def _connected(node: FarNode) -> ssl.SSLSocket:
     raise _LeftError("; ".join(failed) or "it has no address")
 
 
+def reaches(host: str, addresses: list[str], fingerprint: bytes) -> str:
+    """Why this process cannot read from a node; "": it can, or at least shows itself there."""
+    try:
+        _connected(FarNode(host, addresses, fingerprint, b"")).close()
+    except _LeftError as error:
+        return str(error)
+    return ""
+
+
 def _words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"

@@ -54,6 +54,7 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
         found += guarded("daemon", lambda: daemon.reachable(asked))
     found += guarded("nodes", lambda: nodes.agreement(asked.status))
     found += guarded("nodes", lambda: nodes.spare_slot(asked.status))
+    found += guarded("nodes", lambda: nodes.servers(asked.servers))
     found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
     return place, found
 

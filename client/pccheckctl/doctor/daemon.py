@@ -28,6 +28,7 @@ class Answer:
         self.path = Path(socket_name(socket))
         self.status: Document = {}
         self.warnings: list[str] = []  # of its environment
+        self.servers: Document = {}
         self.error: PccheckError | None = None
         try:
             private = private_daemon(Path(storage).absolute()) if storage and not socket else None
@@ -36,6 +37,7 @@ class Answer:
                 self.status = observer.status()
                 with contextlib.suppress(PccheckError):
                     self.warnings = texts(observer.config(), "warnings")
+                    self.servers = observer.servers()
         except PccheckError as error:
             self.error = error
 

@@ -4,11 +4,14 @@ are not compared: nothing depends on them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, part, rows, text, whole
+from pccheckctl.output.documents import Document, part, rows, text, texts, whole
 
 from .finding import Finding, ok, problem, warning
+
+TRIED_AT_ONCE = 32
 
 
 def agreement(status: Document) -> Iterator[Finding]:
@@ -49,6 +52,40 @@ def _versions(name: str, nodes: list[Document]) -> Iterator[Finding]:
             effect="one release apart works; a start of nodes further apart is refused",
             fix="install the same version on all nodes",
         )  # fmt: skip
+
+
+def servers(document: Document) -> Iterator[Finding]:
+    """Whether this node can read from the other nodes of running jobs. Each is tried."""
+    from pccheck_store.reading.peers import reaches  # imports ssl
+
+    for job in rows(document, "jobs"):
+        name, nodes = f"job {text(job, 'job')}", rows(job, "nodes")
+        silent = [text(one, "host") for one in nodes if not texts(one, "addresses")]
+        if silent:
+            yield warning(
+                "nodes", f"{name}: nobody can read from {', '.join(f'host {h}' for h in silent)}",
+                effect="ranks restore only on the nodes that have their parts",
+                fix="start pccheckd on every node with --listen INTERFACE (docs/ranks.md)",
+            )  # fmt: skip
+        others = [one for one in nodes if texts(one, "addresses") and not one.get("here")]
+        with ThreadPoolExecutor(TRIED_AT_ONCE) as threads:
+            tried = threads.map(lambda one: reaches(*_server(one)), others)
+            failed = [(text(one, "host"), why) for one, why in zip(others, tried, strict=True)]
+        for host, why in failed:
+            if why:
+                yield warning(
+                    "nodes", f"{name}: this node cannot read from host {host}: {why}",
+                    effect="a rank that comes up here does not get what lies there",
+                    fix=f"open these ports between the nodes, or let pccheckd on host {host} "
+                    "listen on another interface: --listen INTERFACE:PORT",
+                )  # fmt: skip
+        if others and not any(why for _, why in failed):
+            count = render.plural(len(others), "other node")
+            yield ok("nodes", f"{name}: this node reaches the {count} that it may read from")
+
+
+def _server(node: Document) -> tuple[str, list[str], bytes]:
+    return text(node, "host"), texts(node, "addresses"), bytes.fromhex(text(node, "fingerprint"))
 
 
 def spare_slot(status: Document) -> Iterator[Finding]:

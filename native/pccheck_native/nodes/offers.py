@@ -215,6 +215,12 @@ class Offer(NamedTuple):
             plain.raw(plain.items(one, "a record of a start", count=5)[0], "a list") for one in some
         )
 
+    @staticmethod
+    def server_of(value: object) -> PeerServer | None:
+        """That of a plain offer. Raises ValueError."""
+        server = plain.items(value, "an offer", count=len(Offer._fields))[-1]
+        return None if server is None else PeerServer.of_plain(server)
+
     @classmethod
     def of_plain(cls, value: object, lists: Mapping[bytes, StartList]) -> Offer:
         """`lists`: all that are `named`. Raises ValueError."""

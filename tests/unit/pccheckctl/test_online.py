@@ -23,6 +23,7 @@ from pccheck_wire.messages import (
     Drop,
     Failure,
     Hello,
+    ListServers,
     ListVolumes,
     Reply,
     Report,
@@ -87,6 +88,7 @@ def test_hello_is_the_wire_s() -> None:
     [
         (lambda o: o.drop("job", uid=7, dry_run=True), Drop("job", None, 7, dry_run=True)),
         (lambda o: o.drop("job", rank=2, dry_run=False), Drop("job", 2)),
+        (lambda o: o.servers(), ListServers()),
         (lambda o: o.listing("job"), ListVolumes("job")),
         (lambda o: o.verify("job", rank=2, sequence=3, uid=7), Verify("job", 2, 3, 7)),
         (lambda o: o.verify("j", rank=0, subset="5%", seed=4), Verify("j", subset="5%", seed=4)),
