@@ -26,14 +26,13 @@ def parse(text: str) -> tuple[ListenPlace, ...]:
     """Raises UsageError."""
     places = []
     for one in text.split(","):
-        match = _PLACE.fullmatch(one.strip())
-        if match is None and _is_address(one.strip()):  # IPv6 without brackets
-            places.append(ListenPlace(one.strip(), 0))
-            continue
-        port = int(match["port"] or 0) if match is not None else -1
-        if match is None or not 0 <= port <= 65535 - PORTS:
-            raise UsageError(f"{one!r} is not ADDRESS[:PORT] or an interface", hint=EXAMPLE)
-        host = match["host"].strip("[]")
+        host, port = one.strip(), 0
+        if not _is_address(host):  # IPv6 without brackets has no port
+            match = _PLACE.fullmatch(host)
+            port = int(match["port"] or 0) if match is not None else -1
+            if match is None or not 0 <= port <= 65535 - PORTS:
+                raise UsageError(f"{one!r} is not ADDRESS[:PORT] or an interface", hint=EXAMPLE)
+            host = match["host"].strip("[]")
         if _is_address(host) and ipaddress.ip_address(host).is_unspecified:
             raise UsageError(
                 f"{host} is no address that another node could connect to",

@@ -90,6 +90,8 @@ class Peers:
         keeper.start()
         where = tuple(peer.joined(*one.getsockname()[:2]) for one in sockets)
         LOG.info("uid %d: other nodes read its checkpoints at %s", uid, ", ".join(where))
+        if all(listen.is_loopback(one.getsockname()[0]) for one in sockets):
+            LOG.warning("--listen %s is reached from this machine only", self._where)
         return keeper, Endpoint(where, made.fingerprint)
 
     async def _answer(self, uid: int, request: bytes) -> bytes | Handed | None:

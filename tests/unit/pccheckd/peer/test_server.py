@@ -9,6 +9,7 @@ import os
 import random
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from pccheck_native import _core
 from pccheck_native.nodes import peer
+from pccheck_store.reading import peers
 from pccheck_store.reading.peers import PeerPayloads
 from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, RefusedError
 from pccheck_wire.messages import FarNode, FarPart, Opened
@@ -79,12 +81,12 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     made = Node(tmp_path / "v")
-    peers = Peers("127.0.0.1", made.allow, made.damaged)
-    endpoint = await peers.endpoint(UID)
+    served = Peers("127.0.0.1", made.allow, made.damaged)
+    endpoint = await served.endpoint(UID)
     assert endpoint is not None
     made.endpoint = endpoint
     yield made
-    await peers.close()
+    await served.close()
 
 
 def read(payloads: PeerPayloads) -> bytearray:
@@ -283,6 +285,7 @@ class Liar:
         from pccheckd.peer import identity
 
         self._node, self._lie = node, lie
+        self._waits = threading.Event()
         key = identity.make()
         self._context = program._context(key.pem)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -296,12 +299,13 @@ class Liar:
             while True:
                 plain, _ = self._listener.accept()
                 with (
-                    contextlib.suppress(OSError),
+                    contextlib.suppress(OSError, ValueError),
                     self._context.wrap_socket(plain, server_side=True) as stream,
                 ):
                     self._answer(stream)
 
     def close(self) -> None:
+        self._waits.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -329,13 +333,13 @@ class Liar:
             elif self._lie == "cut":
                 stream.sendall(peer.ANSWER.pack(peer.OK, length) + blocks[: length // 2])
                 return
+            elif self._lie in ("slow", "silent"):
+                self._waits.wait(0.05 if self._lie == "slow" else LIMIT_S)
             stream.sendall(peer.ANSWER.pack(peer.OK, len(blocks)) + blocks)
 
 
 @pytest.fixture
 def lie(node: Node, request: pytest.FixtureRequest) -> Iterator[Liar]:
-    import threading
-
     liar = Liar(node, request.param)
     thread = threading.Thread(target=liar.serve)
     thread.start()
@@ -355,6 +359,30 @@ async def test_no_lie_reaches_the_state(node: Node, lie: Liar) -> None:
     assert len(said) == 1 and "no longer from host liar" in said[0]
     with pytest.raises(DaemonUnreachableError, match="host liar"):
         await asyncio.to_thread(read, node.payloads(lie.far))
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"), [("slow", "it sends only"), ("silent", "no answer in time")], indirect=["lie"]
+)
+async def test_a_slow_copy_is_left_for_another_one(
+    node: Node, lie: Liar, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "PIECE_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(peers, "SLOW_AFTER_S", 0.1)
+    monkeypatch.setattr(peers, "SILENT_LIMIT_S", 0.5)
+    said: list[str] = []
+    assert await asyncio.to_thread(read, node.payloads(lie.far, node.far(), said=said)) == DATA
+    (left,) = said
+    assert f"no longer from host liar: {words}" in left
+
+
+@pytest.mark.parametrize("lie", ["slow"], indirect=True)
+async def test_a_slow_copy_is_read_when_there_is_no_other(
+    node: Node, lie: Liar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "PIECE_BYTES", 8 * BLOCK_BYTES)
+    monkeypatch.setattr(peers, "SLOW_AFTER_S", 0.1)
+    assert await asyncio.to_thread(read, node.payloads(lie.far)) == DATA
 
 
 def test_a_question_is_what_was_packed() -> None:
