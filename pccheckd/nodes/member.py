@@ -145,6 +145,7 @@ class NodeMember:
         self._asked_round = self._round = 0
         self._answer = b""  # to the last round, if this daemon has heard it
         self._changed = asyncio.Event()
+        self._homes: dict[int, Homes] = {}  # by round
         self._exchange: Exchange | None = None  # while the start runs
 
     # -- what the node tells it ----------------------------------------------------------------
@@ -413,17 +414,22 @@ class NodeMember:
 
     async def homes(self, round_: int) -> Homes | None:
         """Where the parts are of what all ranks restore in a round, if a node lacks some."""
-        (value,) = await self.patient.get([self._key("homes", round_)])
-        return parsed(Homes.of_plain, value)
+        if round_ not in self._homes:
+            (value,) = await self.patient.get([self._key("homes", round_)])
+            if (found := parsed(Homes.of_plain, value)) is None:
+                return None
+            self._homes[round_] = found
+        return self._homes[round_]
 
-    async def servers(self) -> list[PeerServer | None]:
-        """Where each member lets the others read, for a person who asks; None: it does not, or it
-        has not said so. Raises CarrierError."""
+    async def servers(self) -> list[tuple[bool, PeerServer | None]]:
+        """For a person who asks: whether each member has offered, and where the others read from it
+        (None: nowhere). Raises CarrierError."""
         found = self.list
         if found is None:
             return []
         keys = [self._key("offer", self._round, at) for at in range(len(found.members))]
-        return [parsed(Offer.server_of, value) for value in await self.patient.look(keys)]
+        values = await self.patient.look(keys)
+        return [(value is not None, parsed(Offer.server_of, value)) for value in values]
 
     # -- how it runs ---------------------------------------------------------------------------
 

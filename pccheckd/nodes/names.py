@@ -34,7 +34,7 @@ class Names:
         self._learn(full, sequence)
         return full
 
-    def give(self, full: FullName) -> int:
+    def sequence_or_new(self, full: FullName) -> int:
         """Its sequence; a new one for a checkpoint that only other nodes hold."""
         sequence = self._sequences.get(full)
         if sequence is None:

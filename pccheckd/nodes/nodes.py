@@ -10,7 +10,8 @@ from pccheck_wire.errors import NoCheckpointError
 from pccheckd.config import coordinator
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
-from pccheckd.peer.server import Allowed, Peers
+from pccheckd.peer.grant import Grant
+from pccheckd.peer.server import Peers
 from pccheckd.storage.node import node_of
 
 from .carriers.etcd import Etcd
@@ -59,7 +60,7 @@ class Nodes:
         if await self._engine.call(job.uid, layout.start_records, directory):
             await self.take(job)
 
-    async def _allow(self, uid: int, ask: peer.Ask) -> Allowed:
+    async def _allow(self, uid: int, ask: peer.Ask) -> Grant:
         return await self._shared(uid, ask).allow(ask)
 
     async def _damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
 
 from pccheck_native.group import Held
 from pccheck_native.nodes.facts import FullName
-from pccheck_native.nodes.homes import Homes
 from pccheck_native.nodes.offers import StartRecord, Word
 from pccheck_wire.errors import DamagedError, RefusedError
 from pccheck_wire.messages import Open
@@ -31,12 +29,11 @@ class Restoring:
         self.wanted_s = 0.0  #: ... since when (time.monotonic) ...
         self._wanted_in: Start | None = None  # ... and in which start
         self._words: dict[int, dict[int, Word]] = {}  # by round and rank
-        self._homes: dict[int, Homes] = {}  # by round
         self._answered = asyncio.Event()
 
     def begin(self, start: Start) -> None:
         """The processes of a start have come."""
-        self.answers, self._words, self._homes, self.is_ready = {}, {}, {}, False
+        self.answers, self._words, self.is_ready = {}, {}, False
         if self._wanted_in is not start:
             self.wanted.clear()
 
@@ -98,15 +95,6 @@ class Restoring:
                 hint="restart all ranks; they will restore the step before",
             )
         return found
-
-    async def homes_of(
-        self, full: FullName, round_: int, read: Callable[[int], Awaitable[Homes | None]]
-    ) -> Homes | None:
-        """Where the parts of an answer are; None: who decided has not said so."""
-        if round_ not in self._homes and (found := await read(round_)) is not None:
-            self._homes[round_] = found
-        homes = self._homes.get(round_)
-        return homes if homes is not None and homes.checkpoint == full else None
 
     def held(self, full: FullName) -> Held | None:
         """What this node has of a checkpoint; None: not all of its ranks have it."""

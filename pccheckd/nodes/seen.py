@@ -141,10 +141,11 @@ async def servers(wide: WideJob) -> Document | None:
     nodes = [
         {
             "host": one.host, "node": one.node.hex()[:8], "here": one.node == wide.node,
+            "offered": has_offered,
             "addresses": [*server.addresses] if server is not None else [],
             "fingerprint": server.fingerprint.hex() if server is not None else "",
         }
-        for one, server in zip(member.list.members, found, strict=True)
+        for one, (has_offered, server) in zip(member.list.members, found, strict=True)
     ]  # fmt: skip
     return {"uid": wide.job.uid, "job": wide.job.name, "nodes": nodes}
 
@@ -198,7 +199,7 @@ def _behind(member: NodeMember) -> Iterator[str]:
 
 def notices(wide: WideJob) -> Iterator[str]:
     """Information; nothing is wrong."""
-    if wide.start is not None and (text := wide.is_closed):
+    if wide.start is not None and (text := wide.why_closed):
         yield text
     for tenant in wide.moved:
         size = size_text(sum(item.info.volume_bytes for item in tenant.volumes.open))

@@ -122,21 +122,22 @@ class WideJob:
         self.look()
 
     @property
-    def is_closed(self) -> str:
+    def why_closed(self) -> str:
         """Why other nodes cannot read from this one, and what to do; "": they can."""
-        if self._engine.config.listen:
+        why = self._peers.why_closed(self.job.uid)
+        if not why:
             return ""
         return (
-            f"job {self.job.name!r} runs on several nodes, and pccheckd on host {self.host} has no "
-            "--listen: a rank that comes up on another node cannot read its part from here, and a "
-            "new node gets no copy. Name the interface between the nodes on each of them: "
+            f"job {self.job.name!r} runs on several nodes, and the others cannot read from the "
+            f"pccheckd of host {self.host} ({why}): a rank that comes up elsewhere cannot read its "
+            "part, and a new node gets no copy. Name the interface between the nodes on all nodes: "
             'pccheckd --listen eth0, or listen = "eth0" in pccheckd.toml'
         )
 
     def note(self, rank: int) -> str:
         """The same, for the first rank here."""
         start = self.start
-        return self.is_closed if start is not None and rank == min(start.members) else ""
+        return self.why_closed if start is not None and rank == min(start.members) else ""
 
     @property
     def waits_s(self) -> float:
@@ -552,10 +553,10 @@ class WideJob:
         start = self._start
         if start is None or self.member is None or self._has(full, rank, start.world_size):
             return None
-        homes = await self._restoring.homes_of(full, round_, self.member.homes)
-        if homes is None:
+        homes = await self.member.homes(round_)
+        if homes is None or homes.checkpoint != full:
             return None
-        return Away(homes, self._names.give(full), self.node)
+        return Away(homes, self._names.sequence_or_new(full), self.node)
 
     def _has(self, full: FullName, rank: int, world_size: int) -> bool:
         """Of replicated state, any copy on this node will do."""

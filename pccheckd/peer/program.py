@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import queue
@@ -21,38 +22,25 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from typing import Any, NamedTuple
-
-import msgpack  # type: ignore[import-untyped]
 
 from pccheck_native import NativeError, _core
 from pccheck_native.nodes import peer
 from pccheckd.helper import confine, framing
 
+from .grant import Grant, GrantRequest, RefusedGrantError, has_file
+
 #: Connections that have shown no token yet, and those that have.
 STRANGERS_MAX, READERS_MAX = 64, 128
-STRANGER_LIMIT_S = 10.0  # for the handshake and the first message
+STRANGER_LIMIT_S = 10.0  # for the handshake, and then for the first message
 IDLE_LIMIT_S = 120.0  # between two requests
 SEND_LIMIT_S = 120.0  # a piece takes longer: the reader has stopped
 FILES_MAX = 1024
+#: Stacks and buffers of all connections, with blocks of up to 16 MiB.
 ADDRESS_SPACE_BYTES = 4 << 30
 STACK_BYTES = 512 * 1024
 DAEMON_LIMIT_S = 60.0
 ANSWER_BYTES_MAX = 1 << 20
 BUSY = "the peer server has as many connections as it takes"
-
-
-class OpenFile(NamedTuple):
-    """What the daemon lets a connection read."""
-
-    path: str
-    sequence: int
-    wall_ns: int
-    descriptor: int
-
-
-class _RefusedError(Exception):
-    """The daemon's words."""
 
 
 class Daemon:
@@ -69,31 +57,27 @@ class Daemon:
     def ready(self) -> None:
         self._link.sendall(framing.READY)
 
-    def ask(self, ask: peer.Ask) -> OpenFile:
-        """Raises _RefusedError."""
-        found = self._exchange(msgpack.packb(["open", *ask]))
-        if isinstance(found[0], str):
-            return OpenFile(*found)
-        raise _RefusedError(found[1])
+    def ask(self, question: bytes) -> Grant:
+        """Raises RefusedGrantError."""
+        return self._exchange(GrantRequest(question))
 
-    def damaged(self, ask: peer.Ask, sequence: int) -> None:
-        with contextlib.suppress(_RefusedError):
-            self._exchange(msgpack.packb(["damaged", *ask, sequence]))
+    def damaged(self, question: bytes, sequence: int) -> None:
+        with contextlib.suppress(RefusedGrantError):
+            self._exchange(GrantRequest(question, sequence))
 
-    def _exchange(self, body: bytes) -> list[Any]:
+    def _exchange(self, request: GrantRequest) -> Grant:
         identity = struct.pack("<Q", next(self._numbers))
         answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting[identity] = answers
         try:
             with self._sending:
-                self._link.sendall(framing.pack(identity, body))
-            found = msgpack.unpackb(answers.get(timeout=DAEMON_LIMIT_S), use_list=True)
+                self._link.sendall(framing.pack(identity, request.packed()))
+            answer = answers.get(timeout=DAEMON_LIMIT_S)
         except (OSError, queue.Empty) as error:
-            raise _RefusedError("the daemon of this node does not answer") from error
+            raise RefusedGrantError("the daemon of this node does not answer") from error
         finally:
             del self._waiting[identity]
-        descriptor = self._files.pop(identity, -1)
-        return [*found, descriptor]
+        return Grant.of_packed(answer, self._files.pop(identity, -1))
 
     def _read(self) -> None:
         frames = framing.Unpacker(ANSWER_BYTES_MAX)
@@ -107,7 +91,7 @@ class Daemon:
 
     def _take_file(self, identity: bytes, message: bytes) -> None:
         """Files come in the order of the answers that they belong to."""
-        if not isinstance(msgpack.unpackb(message, use_list=True)[0], str):
+        if not has_file(message):
             return
         whose, files, _, _ = socket.recv_fds(self._hand, len(identity), 1)
         if whose == identity and identity in self._waiting:
@@ -144,7 +128,9 @@ class Server:
             self._strangers[stream] = None
             if len(self._strangers) > STRANGERS_MAX:
                 oldest, _ = self._strangers.popitem(last=False)
-                with contextlib.suppress(OSError):  # wakes the thread that reads from it
+                # Wakes the thread that reads from it. That of SSLSocket would also change the
+                # object, which the thread uses.
+                with contextlib.suppress(OSError):
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
         return stream
 
@@ -160,10 +146,10 @@ class Server:
                 self._strangers.pop(stream, None)
 
     def _answer(self, stream: ssl.SSLSocket) -> None:
-        ask = _first_message(stream)
+        question = _first_message(stream)
         try:
-            grant = self._daemon.ask(ask)
-        except _RefusedError as error:
+            grant = self._daemon.ask(question)
+        except RefusedGrantError as error:
             _fail(stream, peer.REFUSED, str(error))
             return
         with self._lock:
@@ -175,12 +161,12 @@ class Server:
             _fail(stream, peer.REFUSED, BUSY)
             return
         try:
-            self._send(stream, ask, grant)
+            self._send(stream, question, grant)
         finally:
             with self._lock:
                 self._readers -= 1
 
-    def _send(self, stream: ssl.SSLSocket, ask: peer.Ask, grant: OpenFile) -> None:
+    def _send(self, stream: ssl.SSLSocket, question: bytes, grant: Grant) -> None:
         try:
             with contextlib.closing(
                 _core.Volume(grant.path, writable=False, allow_buffered=True, fd=grant.descriptor)
@@ -189,21 +175,22 @@ class Server:
         except NativeError as error:
             is_damaged = error.code_name == "DAMAGED"
             if is_damaged:
-                self._daemon.damaged(ask, grant.sequence)
+                self._daemon.damaged(question, grant.sequence)
             _fail(stream, peer.DAMAGED if is_damaged else peer.UNREADABLE, str(error))
         except FileNotFoundError:
             _fail(stream, peer.REFUSED, "the checkpoint was replaced by a newer one")
 
 
-def _first_message(stream: ssl.SSLSocket) -> peer.Ask:
-    """Raises ValueError, OSError."""
-    (nbytes,) = peer.ASK.unpack(_exactly(stream, peer.ASK.size))
+def _first_message(stream: ssl.SSLSocket) -> bytes:
+    """The daemon reads it. Raises ValueError, OSError."""
+    deadline_s = time.monotonic() + STRANGER_LIMIT_S
+    (nbytes,) = peer.ASK.unpack(_exactly(stream, peer.ASK.size, deadline_s))
     if nbytes > peer.ASK_BYTES_MAX:
         raise ValueError("the question is too long")
-    return peer.Ask.of_packed(_exactly(stream, nbytes))
+    return _exactly(stream, nbytes, deadline_s)
 
 
-def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: OpenFile) -> None:
+def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: Grant) -> None:
     """The manifest, then what is asked for."""
     manifest = volume.manifest(grant.sequence)
     entry = next(one for one in volume.table() if one.sequence == grant.sequence)
@@ -231,10 +218,15 @@ def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: OpenFile) 
         stream.sendall(memoryview(buffer)[:length])
 
 
-def _exactly(stream: ssl.SSLSocket, nbytes: int) -> bytes:
-    """Raises OSError when the connection ends before."""
+def _exactly(stream: ssl.SSLSocket, nbytes: int, deadline_s: float = math.inf) -> bytes:
+    """Raises OSError when the connection ends before, TimeoutError after the deadline."""
     found = bytearray()
     while len(found) < nbytes:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        if left_s < math.inf:
+            stream.settimeout(left_s)
         data = stream.recv(nbytes - len(found))
         if not data:
             raise ConnectionResetError("the connection has ended")
@@ -249,7 +241,8 @@ def _fail(stream: ssl.SSLSocket, said: int, words: str) -> None:
 
 
 def _context(pem: bytes) -> ssl.SSLContext:
-    """OpenSSL reads keys from files, so the key is in memory that looks like one."""
+    """OpenSSL reads keys from files, so the key is in memory that looks like one; and before this
+    process gives up files."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # no session is ever resumed
@@ -273,7 +266,6 @@ def main(arguments: list[str]) -> None:
     daemon.ready()
     for listener in others:
         threading.Thread(target=server.accept, args=(listener,), daemon=True).start()
-    first.setblocking(True)
     server.accept(first)
 
 

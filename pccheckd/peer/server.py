@@ -11,16 +11,16 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
-
 from pccheck_native.nodes import peer
-from pccheck_wire.errors import PccheckError
+from pccheck_native.nodes.offers import ADDRESSES_MAX
+from pccheck_wire.errors import PccheckError, UsageError
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
 from pccheckd.config import listen
 from pccheckd.helper.keeper import Handed, HelperKind, Keeper
 
 from . import identity
+from .grant import Grant, GrantRequest, refusal
 
 BACKLOG = 256
 NOBODY = 65534
@@ -34,17 +34,8 @@ class Endpoint(NamedTuple):
     fingerprint: bytes
 
 
-class Allowed(NamedTuple):
-    """What may be read."""
-
-    path: str
-    sequence: int
-    wall_ns: int
-    descriptor: int
-
-
 #: What a question may read; raises PccheckError with the words for who asked.
-Allow = Callable[[int, peer.Ask], Awaitable[Allowed]]
+Allow = Callable[[int, peer.Ask], Awaitable[Grant]]
 #: A part was found damaged when it was read.
 Damaged = Callable[[int, peer.Ask, int], Awaitable[None]]
 
@@ -55,6 +46,7 @@ class Peers:
     def __init__(self, where: str, allow: Allow, damaged: Damaged) -> None:
         self._where, self._allow, self._damaged = where, allow, damaged
         self._servers: dict[int, tuple[Keeper, Endpoint]] = {}
+        self._troubles: dict[int, str] = {}  # why there is no server
         self._locks: dict[int, asyncio.Lock] = {}
         self._threads = Threads(1, "peers")
 
@@ -66,12 +58,19 @@ class Peers:
             if uid not in self._servers:
                 try:
                     self._servers[uid] = await self._start(uid)
-                except (PccheckError, OSError) as error:
+                except (PccheckError, OSError, RuntimeError) as error:
                     LOG.warning(
                         "uid %d: other nodes cannot read its checkpoints from here: %s", uid, error
                     )
+                    self._troubles[uid] = str(error)
                     return None
+                self._troubles.pop(uid, None)
             return self._servers[uid][1]
+
+    def why_closed(self, uid: int) -> str:
+        """Why the user has no server, in words that end a sentence; "": there is one, or there will
+        be."""
+        return self._troubles.get(uid, "") if self._where else "it has no --listen"
 
     async def close(self) -> None:
         for keeper, _ in self._servers.values():
@@ -79,7 +78,8 @@ class Peers:
         self._threads.stop()
 
     async def _start(self, uid: int) -> tuple[Keeper, Endpoint]:
-        """Raises UsageError, OSError."""
+        """Raises UsageError, OSError, RuntimeError."""
+        self._threads.begin()
         made = await asyncio.wrap_future(self._threads.submit(identity.make))
         sockets = _sockets(self._where)
         kind = HelperKind(
@@ -88,7 +88,7 @@ class Peers:
         )  # fmt: skip
         keeper = Keeper(kind, uid, _gid(uid), sockets, self._threads, self._answer)
         keeper.start()
-        where = tuple(peer.joined(*one.getsockname()[:2]) for one in sockets)
+        where = tuple(peer.address(*one.getsockname()[:2]) for one in sockets)
         LOG.info("uid %d: other nodes read its checkpoints at %s", uid, ", ".join(where))
         if all(listen.is_loopback(one.getsockname()[0]) for one in sockets):
             LOG.warning("--listen %s is reached from this machine only", self._where)
@@ -96,24 +96,20 @@ class Peers:
 
     async def _answer(self, uid: int, request: bytes) -> bytes | Handed | None:
         try:
-            kind, token, job, start, name, part, *more = msgpack.unpackb(request, use_list=True)
-            ask = peer.Ask(token, job, start, tuple(name), part)
-            if kind == "damaged":
-                await self._damaged(uid, ask, *more)
-                return _packed([False, ""])
-            found = await self._allow(uid, ask)
+            asked = GrantRequest.of_packed(request)
+            ask = peer.Ask.of_packed(asked.ask)
+            if asked.damaged:
+                await self._damaged(uid, ask, asked.damaged)
+                return refusal("")
+            grant = await self._allow(uid, ask)
         except PccheckError as error:
-            return _packed([False, error.message])
+            return refusal(error.message)
+        except ValueError as error:
+            return refusal(str(error))
         except Exception:  # the edge of this question
             LOG.exception("uid %d: the question of a peer server cannot be answered", uid)
-            return _packed([False, "an internal error of the daemon"])
-        return Handed(_packed([found.path, found.sequence, found.wall_ns]), found.descriptor)
-
-
-def _packed(plain: list[object]) -> bytes:
-    body = msgpack.packb(plain)
-    assert isinstance(body, bytes)
-    return body
+            return refusal("an internal error of the daemon")
+        return Handed(grant.packed(), grant.descriptor)
 
 
 def _gid(uid: int) -> int:
@@ -129,6 +125,11 @@ def _sockets(where: str) -> list[socket.socket]:
     try:
         for place in listen.parse(where):
             made += (_bound(address, place.port) for address in listen.addresses(place))
+        if len(made) > ADDRESSES_MAX:
+            raise UsageError(
+                f"--listen {where} has {len(made)} addresses, and at most {ADDRESSES_MAX} are told",
+                hint="name one interface between the nodes, or one address",
+            )
     except BaseException:
         for one in made:
             one.close()
@@ -148,7 +149,7 @@ def _bound(address: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE and number < last:
                 continue
             made.close()
-            where = peer.joined(address, port)
+            where = peer.address(address, port)
             raise OSError(error.errno, f"--listen {where}: {error.strerror}") from error
         made.listen(BACKLOG)
         break

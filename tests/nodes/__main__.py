@@ -221,7 +221,7 @@ def elsewhere() -> str:
         for first, steps in enumerate((KILLED, GROWS, STEPS)):
             with cluster.launch("--steps", steps, static=True, first=first) as run:
                 lives += run.finish()
-                assert run.text().count("came from other nodes") == (3 if first else 0)
+                assert run.text().count("MiB from other nodes") == (3 if first else 0)
     compare(lives, wanted)
     assert [life.begin for life in lives] == [0] * 3 + [KILLED] * 3 + [GROWS] * 3, lives
     assert [life.known for life in lives] == [KILLED] * 3 + [GROWS] * 3 + [STEPS] * 3
@@ -239,7 +239,7 @@ def links() -> str:
             host.slow(f"{rate_mbit}mbit")
         with cluster.launch("--steps", 3, "--mib", mib, static=True, first=1) as run:
             lives = run.finish()
-            took = re.findall(r"([\d.]+) MiB came from other nodes in ([\d.]+) s", run.text())
+            took = re.findall(r"([\d.]+) MiB from other nodes in ([\d.]+) s", run.text())
     assert {life.begin for life in lives} == {2}
     assert len(took) == count and all(float(size) > mib for size, _ in took), took
     slowest_s = max(float(seconds) for _, seconds in took)

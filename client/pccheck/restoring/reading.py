@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pccheck.daemon.connection import Connection
 from pccheck.warn import LOG, warn
-from pccheck_store.reading.errors import RecycledError, problem_of
+from pccheck_store.reading.errors import PartUnreachableError, RecycledError, problem_of
 from pccheck_store.reading.loads import DaemonPayloads
 from pccheck_store.reading.source import Payloads
 from pccheck_store.reading.state_reader import StateReader
@@ -121,16 +121,8 @@ def read_newest(
                     f"there is no valid checkpoint of step {step}", hint="see: pccheckctl list"
                 )
             return Found(skipped=list(skipped.values())), None
-        payloads = _payloads(connection, opened, job)
-        reader = StateReader(payloads, payloads.rank, payloads.ranks)
         try:
-            described = reader.merged()
-            opened = replace(opened, wall_ns=payloads.wall_ns or opened.wall_ns)
-            if refusal is not None and not (described.sharded() or described.shared()):
-                raise refusal
-            used = use(opened, reader, described)
-            if opened.far:
-                LOG.info("PCcheck: of step %d %s", opened.step, payloads)
+            read = _read(connection, opened, job, refusal, use)
         except RecycledError:
             attempts -= 1
             if not attempts:
@@ -141,13 +133,44 @@ def read_newest(
             skipped[_key(damaged)] = damaged
             before, failed = opened.sequence, error
             continue
-        finally:
-            reader.close()
         return Found(
-            opened.step, opened.sequence, payloads.origin,
+            opened.step, opened.sequence, read.origin,
             sorted(skipped.values(), key=lambda item: -item.sequence),
-            tree.plain(described.metadata), used,
-        ), (opened, described)  # fmt: skip
+            tree.plain(read.described.metadata), read.used,
+        ), (read.opened, read.described)  # fmt: skip
+
+
+class _Read(NamedTuple):
+    opened: Opened
+    described: tree.Tree
+    origin: str
+    used: Any  # what `use` returned
+
+
+def _read(
+    connection: Connection, opened: Opened, job: str, refusal: NoCheckpointError | None,
+    use: Callable[[Opened, StateReader, tree.Tree], Any],
+) -> _Read:  # fmt: skip
+    """Of replicated state another copy, when the node with the first one cannot be reached."""
+    while True:
+        payloads = _payloads(connection, opened, job)
+        with StateReader(payloads, payloads.rank, payloads.ranks) as reader:
+            try:
+                described = reader.merged()
+                opened = replace(opened, wall_ns=payloads.wall_ns)
+                if refusal is not None and not (described.sharded() or described.shared()):
+                    raise refusal
+                used = use(opened, reader, described)
+            except PartUnreachableError as error:
+                if not opened.others:
+                    raise
+                warn(f"{error.message}: another copy is read")
+                first, *others = opened.others
+                opened = replace(opened, rank=first, others=others)
+                continue
+        if opened.far:
+            LOG.info("PCcheck: step %d: %s", opened.step, payloads)
+        return _Read(opened, described, payloads.origin, used)
 
 
 def _payloads(connection: Connection, opened: Opened, job: str) -> OpenedPayloads:

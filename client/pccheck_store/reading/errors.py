@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pccheck_wire.errors import DamagedError, NoCheckpointError, PccheckError, UnreadableError
+from pccheck_wire.errors import (
+    DaemonUnreachableError,
+    DamagedError,
+    NoCheckpointError,
+    PccheckError,
+    UnreadableError,
+)
 
 _DAMAGED = " is damaged: "
 _UNREADABLE = " could not be read: the disk reported an error"
@@ -13,6 +19,10 @@ class RecycledError(PccheckError):
 
     code = "RECYCLED"
     default_retryable = True
+
+
+class PartUnreachableError(DaemonUnreachableError):
+    """No node that has a copy of a part can be read from."""
 
 
 def recycled(step: int, sequence: int) -> RecycledError:

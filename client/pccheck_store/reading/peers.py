@@ -1,6 +1,6 @@
 """The payloads of a checkpoint whose parts lie on other nodes: read from their peer servers over
-TLS 1.3 (`pccheck_native/nodes/peer.py`), each block checked against the manifest, whose digest the
-nodes of the job have agreed on. Bytes go straight to where they are wanted."""
+TLS 1.3 (`pccheck_native/nodes/peer.py`), each block checked against the manifest, whose digest that
+node has offered in the job's store. Bytes go straight to where they are wanted."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from collections.abc import Callable, Sequence
 from pccheck_native import NativeError, _core
 from pccheck_native.nodes import peer
 from pccheck_wire import tree
-from pccheck_wire.errors import DaemonUnreachableError, DamagedError, PccheckError
+from pccheck_wire.errors import DamagedError, PccheckError
 from pccheck_wire.messages import FarNode, Opened
 from pccheck_wire.units import MIB
 
+from .errors import PartUnreachableError
 from .loads import DaemonPayloads
 
 #: Connections that read one part at the same time.
 STREAMS = 3
 CONNECT_LIMIT_S = 10.0
-#: A node that sends nothing for so long is left for another copy.
+#: A node that sends nothing for so long is given up; the reader tries another copy.
 SILENT_LIMIT_S = 30.0
-#: A node that is slower than this is left for another copy, if there is one.
+#: The same for a node that is slower than this, if there is another copy.
 SLOW_BYTES_PER_S = 8 << 20
 SLOW_AFTER_S = 5.0
 
@@ -66,7 +67,7 @@ class Stream:
         self._socket = _connected(node)
         try:
             self._socket.sendall(ask.packed())
-            first = self._answer(peer.MANIFEST_BYTES_MAX)
+            first = self._exactly(self._head(peer.MANIFEST_BYTES_MAX))
             if len(first) < peer.WALL.size:
                 raise _LeftError("it sent no manifest")
             (self.wall_ns,) = peer.WALL.unpack_from(first)
@@ -75,26 +76,26 @@ class Stream:
             self.payload_bytes, self.tree_offset, self.tree_bytes, self.block_bytes = facts
         except NativeError as error:
             self.close()
-            raise _LeftError("its manifest is not the one that the nodes agreed on") from error
+            raise _LeftError("its manifest is not the one that it offered") from error
         except (OSError, _LeftError) as error:
             self.close()
             raise _LeftError(_words(error)) from error
         self._buffer = bytearray(0)
 
-    def place(self, offset: int, length: int, wanted: _Wanted) -> None:
-        """Reads whole blocks, and fills what is wanted of them. Raises _LeftError."""
+    def place(
+        self, offset: int, length: int, wanted: _Wanted, arrived: Callable[[int], None]
+    ) -> None:
+        """Reads whole blocks, and fills what is wanted of them. `arrived` is told of all bytes.
+        Raises _LeftError."""
         try:
             self._socket.sendall(peer.REQUEST.pack(offset, length))
-            said, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
-            if said != peer.OK:
-                raise _LeftError(self._text(nbytes))
-            if nbytes != length:
+            if self._head(length) != length:
                 raise _LeftError("it sent another number of bytes")
             straight = wanted.memory(offset, length)
             if straight is None and len(self._buffer) < length:
                 self._buffer = bytearray(length)
             view = memoryview(self._buffer)[:length] if straight is None else straight
-            self._fill(view)
+            self._fill(view, arrived)
             left = wanted.packed if straight is None else b""
             _core.manifest_place(self.manifest, view, offset, left)
         except NativeError as error:
@@ -114,13 +115,14 @@ class Stream:
         except OSError as error:
             return _words(error)
 
-    def _answer(self, most: int) -> bytearray:
+    def _head(self, most: int) -> int:
+        """How many bytes follow. Raises _LeftError with what the server says instead."""
         said, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
         if said != peer.OK:
             raise _LeftError(self._text(nbytes))
         if nbytes > most:
             raise _LeftError("its answer is too long")
-        return self._exactly(nbytes)
+        return int(nbytes)
 
     def _text(self, nbytes: int) -> str:
         text = bytes(self._exactly(min(nbytes, peer.TEXT_BYTES_MAX))).decode(errors="replace")
@@ -135,13 +137,14 @@ class Stream:
             found += data
         return found
 
-    def _fill(self, view: memoryview) -> None:
+    def _fill(self, view: memoryview, arrived: Callable[[int], None]) -> None:
         at = 0
         while at < len(view):
             count = self._socket.recv_into(view[at:])
             if not count:
                 raise ConnectionResetError("the connection ended")
             at += count
+            arrived(count)
 
 
 def _connected(node: FarNode) -> ssl.SSLSocket:
@@ -251,32 +254,31 @@ class _Reading:
             return
         while (piece := self._next()) is not None:
             try:
-                stream.place(*piece, self._wanted)
+                stream.place(*piece, self._wanted, self._arrived)
             except _LeftError as error:
                 self.failed = self.failed or error
                 self._lost.append(piece)
                 stream.close()
                 return
-            self._note(piece[1])
         self._copy.give_back(stream)
 
     def _next(self) -> tuple[int, int] | None:
         with self._lock:
             return self._left.pop() if self._left and self.failed is None else None
 
-    def _note(self, nbytes: int) -> None:
+    def _arrived(self, nbytes: int) -> None:
+        """Raises _LeftError when all streams together are slow."""
         with self._lock:
             self._read += nbytes
             passed_s = time.monotonic() - self._began_s
         if not self._is_last and passed_s >= SLOW_AFTER_S:
             rate = self._read / passed_s
             if rate < SLOW_BYTES_PER_S:
-                self.failed = _LeftError(f"it sends only {rate / MIB:.1f} MiB/s")
+                raise _LeftError(f"it sends only {rate / MIB:.1f} MiB/s")
 
 
 class PeerPayloads:
-    """See `source.Payloads`; it does not fill memory of GPUs. Raises DaemonUnreachableError, too,
-    when no node that has a copy can be read from."""
+    """See `source.Payloads`; it does not fill memory of GPUs. Raises PartUnreachableError, too."""
 
     reaches_gpus = False
 
@@ -363,9 +365,11 @@ class PeerPayloads:
     def _none_left(self, rank: int, failures: Sequence[str]) -> PccheckError:
         step = self._opened.step
         why = "; ".join(failures) or "its nodes could not be read from before"
-        return DaemonUnreachableError(
+        return PartUnreachableError(
             f"the part of rank {rank} of step {step} cannot be read from another node: {why}",
-            hint="check that pccheckd runs there, and that its --listen address can be reached "
+            hint="restart all ranks: the error then names what can be restored"
+            if "damaged" in why
+            else "check that pccheckd runs there, and that its --listen address can be reached "
             "from this node; then restart all ranks",
         )
 
@@ -396,7 +400,7 @@ class GatheredPayloads:
     def __str__(self) -> str:
         """For a log."""
         far = self._far
-        return f"{far.read_bytes / MIB:.1f} MiB came from other nodes in {far.read_s:.2f} s"
+        return f"read {far.read_bytes / MIB:.1f} MiB from other nodes in {far.read_s:.2f} s"
 
     def tree(self, rank: int) -> tree.Tree:
         return self._of(rank).tree(rank)

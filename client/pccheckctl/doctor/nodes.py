@@ -60,7 +60,9 @@ def servers(document: Document) -> Iterator[Finding]:
 
     for job in rows(document, "jobs"):
         name, nodes = f"job {text(job, 'job')}", rows(job, "nodes")
-        silent = [text(one, "host") for one in nodes if not texts(one, "addresses")]
+        silent = [
+            text(one, "host") for one in nodes if one.get("offered") and not texts(one, "addresses")
+        ]
         if silent:
             yield warning(
                 "nodes", f"{name}: nobody can read from {', '.join(f'host {h}' for h in silent)}",

@@ -469,7 +469,7 @@ def _way_out(disks: Disks, lacks: Sequence[Lack], whole: FullName | None, word: 
     if disks.silent and kinds & {"moved", "no copy", "size"}:
         ways.append(
             f"start pccheckd with --listen on {joined(disks.silent)}: then each node reads what it "
-            "lacks from the others"
+            f"lacks from the others{' (replicated state and DTensors)' if 'size' in kinds else ''}"
         )
     if whole:
         typed = _typed(Word(whole.name.step, word.start))

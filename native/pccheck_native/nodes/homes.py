@@ -1,8 +1,8 @@
 """Where the parts of a checkpoint are that all ranks restore, for nodes that lack some of them.
 Pure: no I/O, no clock.
 
-Who decides writes it for all, before the answer: to find it out, each node would have to read the
-offers of all."""
+The member that decides writes this list before the answer. Otherwise every node would have to read
+all offers."""
 
 from __future__ import annotations
 
@@ -63,15 +63,10 @@ class Homes(NamedTuple):
             tuple(map(Home.of_plain, plain.items(homes, "homes", plain.NODES_MAX))),
         )
 
-    @property
-    def ranks(self) -> list[int]:
-        """Those that stored a part of what a rank can read."""
-        return sorted({part for home in self.homes for part, _ in home.parts})
-
 
 def can_travel(offers: Sequence[Offer]) -> bool:
-    """Whether each node lets the others read what it has. One that does not may hold what another
-    one needs, and that is known only when the checkpoint is chosen."""
+    """Whether each node lets the others read what it has. A node without a server may hold a part
+    that another node needs. Which parts are needed is known only after the checkpoint is chosen."""
     return all(offer.peer is not None for offer in offers)
 
 

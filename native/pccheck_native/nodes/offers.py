@@ -9,12 +9,13 @@ from typing import NamedTuple
 from pccheck_native.nodes import plain
 from pccheck_native.nodes.facts import FullName
 from pccheck_native.nodes.lists import Promise, StartList
+from pccheck_native.nodes.peer import FINGERPRINT_BYTES, TOKEN_BYTES
 
 SEEN_MAX = 256  # starts that an answer names as older; a disk that was away for more is a fork
 ROUNDS_MAX = 1024  # of a start, that a record holds: the newest
 RECORDS_MAX = 256
 WARNINGS_MAX = 8
-ADDRESSES_MAX = 16
+ADDRESSES_MAX = 16  # of a server
 WARNING_MAX = 1000  # letters
 NEWEST = "newest"  # start=: at a fork, the branch with the highest number
 
@@ -160,7 +161,7 @@ class PeerServer(NamedTuple):
 
     addresses: tuple[str, ...]  # HOST:PORT
     fingerprint: bytes  # of the certificate, 32 bytes
-    token: bytes  # that the server asks for, 32 bytes
+    token: bytes  # for the parts of this job there, 32 bytes
 
     def to_plain(self) -> list[object]:
         return [list(self.addresses), self.fingerprint, self.token]
@@ -169,7 +170,8 @@ class PeerServer(NamedTuple):
     def of_plain(cls, value: object) -> PeerServer:
         """Raises ValueError."""
         addresses, fingerprint, token = plain.items(value, "a peer", count=3)
-        if not all(isinstance(one, bytes) and len(one) == 32 for one in (fingerprint, token)):
+        sizes = (fingerprint, FINGERPRINT_BYTES), (token, TOKEN_BYTES)
+        if not all(isinstance(one, bytes) and len(one) == size for one, size in sizes):
             raise ValueError("a fingerprint or token has another size")
         found = plain.items(addresses, "addresses", ADDRESSES_MAX)
         return cls(tuple(plain.text(one, "an address") for one in found), fingerprint, token)  # type: ignore[arg-type]

@@ -19,10 +19,9 @@ TEXT_BYTES_MAX = 1024
 MANIFEST_BYTES_MAX = 1 << 30
 #: What a request asks for at most, and at least one block.
 PIECE_BYTES = 4 << 20
-BLOCK_BYTES_MAX = 64 << 20
 
 ASK = struct.Struct("<I")  # the bytes of the question that follows
-ANSWER = struct.Struct("<II")  # a `Said`, the bytes that follow
+ANSWER = struct.Struct("<II")  # OK or why not, the bytes that follow
 REQUEST = struct.Struct("<QQ")  # offset and length: whole blocks of the payload
 #: Added to the offset: they did not match, and the server is to check them itself.
 DOUBTED = 1 << 63
@@ -73,7 +72,7 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def joined(host: str, port: int) -> str:
+def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

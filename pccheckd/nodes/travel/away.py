@@ -35,6 +35,7 @@ class Away(NamedTuple):
         parts = {
             one.id.rank: Part(one.id.rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
             for one in here
+            if not homes.replicated  # a copy is whole on one node, or useless
         }
         far = self._far(parts.keys())
         ranks = sorted({*parts, *(one.rank for one in far)})
@@ -51,8 +52,15 @@ class Away(NamedTuple):
                 FarNode(one.host, list(one.peer.addresses), one.peer.fingerprint, one.peer.token)
                 for one in homes.homes
             ],
-            far=far, name=[*name],
+            far=far, name=[*name], others=self._others(whose),
         )  # fmt: skip
+
+    def _others(self, whose: int) -> list[int]:
+        """Of replicated state a rank of each other copy."""
+        copies = [[part for part, _ in home.parts] for home in self.homes.homes]
+        if not self.homes.replicated:
+            return []
+        return [min(ranks) for ranks in copies if whose not in ranks]
 
     def _far(self, here: Iterable[int]) -> list[FarPart]:
         copies: dict[int, list[tuple[int, bytes]]] = defaultdict(list)

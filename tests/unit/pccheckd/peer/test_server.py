@@ -22,7 +22,8 @@ from pccheck_store.reading.peers import PeerPayloads
 from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, RefusedError
 from pccheck_wire.messages import FarNode, FarPart, Opened
 from pccheckd.peer import program
-from pccheckd.peer.server import Allowed, Endpoint, Peers
+from pccheckd.peer.grant import Grant
+from pccheckd.peer.server import Endpoint, Peers
 from tests.support.coreloop import BLOCK_BYTES, CHUNK_BYTES, Loop, address, pack
 
 UID, JOB = os.getuid(), "job"
@@ -42,13 +43,13 @@ class Node:
         self.damages: list[int] = []
         self.endpoint = Endpoint((), b"")
 
-    async def allow(self, uid: int, ask: peer.Ask) -> Allowed:
+    async def allow(self, uid: int, ask: peer.Ask) -> Grant:
         assert uid == UID
         if ask.token != TOKEN:
             raise RefusedError("the token is not that of this job on this node")
         if (ask.job, ask.start, ask.name, ask.part) != (JOB, START, NAME, 0):
             raise NoCheckpointError("there is no such part")
-        return Allowed(str(self.path), self.sequence, 99, os.open(self.path, os.O_RDONLY))
+        return Grant(str(self.path), self.sequence, 99, os.open(self.path, os.O_RDONLY))
 
     async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         self.damages.append(sequence)
@@ -157,14 +158,14 @@ async def test_a_reader_says_why_nothing_was_read(
     assert "rank 0 of step 0" in str(caught.value) and "host b" in str(caught.value)
 
 
-async def test_a_token_opens_its_own_job_and_start_only(node: Node) -> None:
+async def test_what_the_daemon_does_not_know_is_refused(node: Node) -> None:
     for payloads in (node.payloads(job="another"), node.payloads(start=b"o" * 16)):
         with pytest.raises(DaemonUnreachableError, match="there is no such part"):
             await asyncio.to_thread(read, payloads)
 
 
 async def test_another_manifest_than_the_agreed_one_is_left(node: Node) -> None:
-    with pytest.raises(DaemonUnreachableError, match="not the one that the nodes agreed on"):
+    with pytest.raises(DaemonUnreachableError, match="not the one that it offered"):
         await asyncio.to_thread(read, node.payloads(digest=b"x" * 16))
 
 
@@ -290,7 +291,7 @@ class Liar:
         self._context = program._context(key.pem)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.far = node.far(
-            host="liar", addresses=[peer.joined(*self._listener.getsockname())],
+            host="liar", addresses=[peer.address(*self._listener.getsockname())],
             fingerprint=key.fingerprint,
         )  # fmt: skip
 
