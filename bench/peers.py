@@ -31,7 +31,7 @@ from pccheck_native.nodes import peer
 from pccheck_store.reading.peers import STREAMS, PeerPayloads
 from pccheck_wire.messages import FarNode, FarPart, Opened
 from pccheckd.peer import identity, program
-from pccheckd.peer.grant import Grant
+from pccheckd.peer.grant import ReadGrant
 from pccheckd.peer.server import Peers
 
 PIECE = peer.PIECE_BYTES
@@ -131,8 +131,8 @@ async def measured(path: Path, size: int, rounds: int) -> dict[str, list[float]]
     entry = next(one for one in volume.table() if one.sequence)
     volume.close()
 
-    async def allow(_: int, __: peer.Ask) -> Grant:
-        return Grant(str(path), entry.sequence, 1, os.open(path, os.O_RDONLY))
+    async def allow(_: int, __: peer.Ask) -> ReadGrant:
+        return ReadGrant(str(path), entry.sequence, 1, os.open(path, os.O_RDONLY))
 
     async def damaged(_: int, __: peer.Ask, ___: int) -> None:
         raise AssertionError("it is damaged")

@@ -1,4 +1,4 @@
-"""Where a daemon sends its checkpoints' bytes to other nodes from: `--listen`."""
+"""The addresses at which other nodes read checkpoints from this daemon: `--listen`."""
 
 from __future__ import annotations
 

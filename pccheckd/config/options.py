@@ -300,7 +300,8 @@ class Config:
     listen: str = _option(
         "", "--listen", LISTEN, Topic.NODES,
         "where the other nodes of a job read checkpoints from this one, encrypted; without it a "
-        "rank restores only on the node that has its part. A port is one of 100, from PORT on",
+        "rank restores only on the node that has its part. Each user's server takes the first free "
+        "port of PORT to PORT + 99",
         "PLACE", zero="other nodes cannot read from this one",
     )
     drain_limit_s: float = _option(

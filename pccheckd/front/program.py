@@ -1,7 +1,7 @@
 """A front: libzmq for one uid, in a process of its own. It passes whole messages on to the daemon
 and its answers back, and understands neither.
 
-    python -P -m pccheckd.front.program VERSION UID GID LISTENER SOCKET REQUEST_BYTES_MAX
+    python -P -m pccheckd.front.program ARGUMENTS REQUEST_BYTES_MAX   (confine.HelperArguments)
 
 A peer that reaches an ipc endpoint can make libzmq abort, or fill its memory: accept() asserts on
 EMFILE, and the limits on sizes and on messages do not bound how many frames one message has. So

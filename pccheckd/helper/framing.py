@@ -1,4 +1,4 @@
-"""What passes between the daemon and a front: a length, an identity's length, the identity, the
+"""What passes between the daemon and a helper: a length, an identity's length, the identity, the
 message. Imported by both sides, so it imports almost nothing."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ import struct
 from collections.abc import Iterator
 
 _HEADER = struct.Struct("<IB")
-#: Of frames and of a front's arguments: fronts are started from what is installed by then, which
+#: Of frames and of a helper's arguments: helpers are started from what is installed by then, which
 #: may be newer than the daemon.
-VERSION = 1
-#: A front's first frame: it serves. Every frame behind it has an identity.
+VERSION = 2
+#: A helper's first frame: it serves. Every frame behind it has an identity.
 READY = _HEADER.pack(0, 0)
 
 

@@ -1,5 +1,5 @@
 """The daemon's side of helpers: child processes of one uid each, whose bytes are not trusted,
-started again when they end. A front (`pccheckd/front/`) is one, and a peer server
+started again when they end. There are two kinds: fronts (`pccheckd/front/`) and peer servers
 (`pccheckd/peer/`)."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_LIMIT_S = 30.0
 #: How long a new session waits for a helper, to report one that cannot start. Then it begins
 #: without one, since its peer's handshake has a limit: its requests wait at the endpoint.
 READY_WAIT_S = 0.5
-#: A helper only forwards; one that accepts no answer for this long is stopped or hangs.
+#: A helper that accepts no answer for this long is stopped or hangs.
 SEND_LIMIT_S = 10.0
 END_LIMIT_S = 5.0
 #: Between two starts; doubled with every helper that did not last, up to PAUSE_LAST_S.

@@ -10,7 +10,7 @@ from pccheck_wire.errors import NoCheckpointError
 from pccheckd.config import coordinator
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
-from pccheckd.peer.grant import Grant
+from pccheckd.peer.grant import ReadGrant
 from pccheckd.peer.server import Peers
 from pccheckd.storage.node import node_of
 
@@ -60,7 +60,7 @@ class Nodes:
         if await self._engine.call(job.uid, layout.start_records, directory):
             await self.take(job)
 
-    async def _allow(self, uid: int, ask: peer.Ask) -> Grant:
+    async def _allow(self, uid: int, ask: peer.Ask) -> ReadGrant:
         return await self._shared(uid, ask).allow(ask)
 
     async def _damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:

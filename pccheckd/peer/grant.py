@@ -12,7 +12,7 @@ class RefusedGrantError(Exception):
     """The daemon's words for who asked."""
 
 
-class Grant(NamedTuple):
+class ReadGrant(NamedTuple):
     """A part that a connection may read. The file comes by the hand of the helper."""
 
     path: str

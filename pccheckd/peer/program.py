@@ -27,7 +27,7 @@ from pccheck_native import NativeError, _core
 from pccheck_native.nodes import peer
 from pccheckd.helper import confine, framing
 
-from .grant import Grant, GrantRequest, RefusedGrantError, has_file
+from .grant import GrantRequest, ReadGrant, RefusedGrantError, has_file
 
 #: Connections that have shown no token yet, and those that have.
 STRANGERS_MAX, READERS_MAX = 64, 128
@@ -57,7 +57,7 @@ class Daemon:
     def ready(self) -> None:
         self._link.sendall(framing.READY)
 
-    def ask(self, question: bytes) -> Grant:
+    def ask(self, question: bytes) -> ReadGrant:
         """Raises RefusedGrantError."""
         return self._exchange(GrantRequest(question))
 
@@ -65,7 +65,7 @@ class Daemon:
         with contextlib.suppress(RefusedGrantError):
             self._exchange(GrantRequest(question, sequence))
 
-    def _exchange(self, request: GrantRequest) -> Grant:
+    def _exchange(self, request: GrantRequest) -> ReadGrant:
         identity = struct.pack("<Q", next(self._numbers))
         answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting[identity] = answers
@@ -77,7 +77,7 @@ class Daemon:
             raise RefusedGrantError("the daemon of this node does not answer") from error
         finally:
             del self._waiting[identity]
-        return Grant.of_packed(answer, self._files.pop(identity, -1))
+        return ReadGrant.of_packed(answer, self._files.pop(identity, -1))
 
     def _read(self) -> None:
         frames = framing.Unpacker(ANSWER_BYTES_MAX)
@@ -166,7 +166,7 @@ class Server:
             with self._lock:
                 self._readers -= 1
 
-    def _send(self, stream: ssl.SSLSocket, question: bytes, grant: Grant) -> None:
+    def _send(self, stream: ssl.SSLSocket, question: bytes, grant: ReadGrant) -> None:
         try:
             with contextlib.closing(
                 _core.Volume(grant.path, writable=False, allow_buffered=True, fd=grant.descriptor)
@@ -190,7 +190,7 @@ def _first_message(stream: ssl.SSLSocket) -> bytes:
     return _exactly(stream, nbytes, deadline_s)
 
 
-def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: Grant) -> None:
+def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: ReadGrant) -> None:
     """The manifest, then what is asked for."""
     manifest = volume.manifest(grant.sequence)
     entry = next(one for one in volume.table() if one.sequence == grant.sequence)

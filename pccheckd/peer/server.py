@@ -20,7 +20,7 @@ from pccheckd.config import listen
 from pccheckd.helper.keeper import Handed, HelperKind, Keeper
 
 from . import identity
-from .grant import Grant, GrantRequest, refusal
+from .grant import GrantRequest, ReadGrant, refusal
 
 BACKLOG = 256
 NOBODY = 65534
@@ -35,7 +35,7 @@ class Endpoint(NamedTuple):
 
 
 #: What a question may read; raises PccheckError with the words for who asked.
-Allow = Callable[[int, peer.Ask], Awaitable[Grant]]
+Allow = Callable[[int, peer.Ask], Awaitable[ReadGrant]]
 #: A part was found damaged when it was read.
 Damaged = Callable[[int, peer.Ask, int], Awaitable[None]]
 

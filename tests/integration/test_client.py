@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import multiprocessing
 import signal
@@ -300,6 +301,7 @@ def test_waits_have_deadlines(start_daemon: Start, connect: Connect) -> None:
 
 
 def _use_in_child(client: PCcheckClient, answers: Any) -> None:
+    faulthandler.dump_traceback_later(200, exit=True)  # says where a child hangs
     with pytest.warns(PccheckWarning, match="saves nothing in a forked one: make a PCcheckClient"):
         handle = client.checkpoint([1])
     client.gate()
@@ -317,7 +319,7 @@ def test_inert_in_a_forked_child(daemon: Daemon, connect: Connect) -> None:
     answers = context.Queue()
     child = context.Process(target=_use_in_child, args=(client, answers))
     child.start()
-    name, connected, said = answers.get(timeout=800)
+    name, connected, said = answers.get(timeout=250)
     child.join()
     assert (name, connected) == ("SKIPPED", False) and "parent" in said
     assert client.checkpoint([2]).wait_durable(60).step == 2
@@ -333,7 +335,7 @@ def test_a_forked_child_does_not_report_the_end_of_the_daemon(
     answers = context.Queue()
     child = context.Process(target=lambda: answers.put(handle.reason))
     child.start()
-    assert answers.get(timeout=800).startswith("only the parent of a forked process learns")
+    assert answers.get(timeout=250).startswith("only the parent of a forked process learns")
     child.join()
     assert handle.wait_durable(60).step == 2
 
@@ -358,7 +360,7 @@ def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
     child = context.Process(target=_use_in_child, args=(client, answers))
     child.start()
     try:
-        assert "parent" in answers.get(timeout=800)[2]
+        assert "parent" in answers.get(timeout=250)[2]
     finally:
         child.kill()
         end.set()

@@ -89,7 +89,7 @@ def test_starts_that_ran_apart_are_named_and_not_mixed(launch: Launch, apart: li
     assert starts.keys() == {"4 and 3", "3"} and "ran apart" in reason, reason
     first = starts["4 and 3"]
     assert f"restore(start='{first}')" in reason
-    # Bytes do not travel: node 1 has no copy of step 4.
+    # Without --listen bytes do not travel: node 1 has no copy of step 4.
     group = launch(apart)
     reason = why_refused(group, start=first)
     assert "step 4 is global" in reason and "has no copy of it" in reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.support.programs import Program
 from tests.support.torchrun import variables
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
-from tests.support.waiting import until
+from tests.support.waiting import suspend, until
 from tests.support.widejob import COUNTS, JOB, end, ranks, refused, restored, restores, save
 
 RECORD_STRIDE_BYTES = 1 << 20  # the default
@@ -240,3 +241,24 @@ def test_doctor_names_the_node_that_nobody_can_read_from(
     save(group)
     told = ctl(None, "--socket", nodes[0].socket, "doctor").out
     assert "nobody can read from host" in told and "--listen INTERFACE" in told
+
+
+def test_another_copy_is_read_when_the_first_cannot_be_reached(
+    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
+) -> None:
+    """The spare node's ranks are told of two copies. The server with the first one has stopped."""
+    old = [start_daemon(*LISTEN) for _ in range(2)]
+    group = ranks(start_trainer, old, store, replicated=True)
+    save(group)
+    end(group)
+    new = [*old, start_daemon(*LISTEN)]
+    again = ranks(start_trainer, new, store, "again", replicated=True)
+    for trainer in again[:2]:
+        trainer.post("restore")
+    process = until(lambda: peer_server(old[0]))
+    suspend(process.pid)
+    again[2].post("restore")
+    assert [trainer.answer()["step"] for trainer in again] == [1, 1, 1]
+    assert [trainer.check(1) for trainer in again] == ["", "", ""]
+    assert "another copy is read" in str(again[2].warnings)
+    os.kill(process.pid, signal.SIGCONT)

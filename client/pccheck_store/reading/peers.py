@@ -323,7 +323,8 @@ class PeerPayloads:
             copies = self._copies[rank]
             if not copies:
                 raise self._none_left(rank, failures)
-            reading = _Reading(copies[0], wanted, left, is_last=len(copies) == 1)
+            is_last = len(copies) == 1 and not self._opened.others
+            reading = _Reading(copies[0], wanted, left, is_last=is_last)
             left = reading.run()
             if reading.failed is not None and left:
                 failures.append(self._leave(rank, reading.failed))

@@ -14,7 +14,7 @@ from pccheck_wire.errors import NoCheckpointError, RefusedError
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.nodes.names import Names
-from pccheckd.peer.grant import Grant
+from pccheckd.peer.grant import ReadGrant
 from pccheckd.tenancy.tenant import Tenant
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -28,7 +28,7 @@ class Sharing:
         #: A reader with this token may read every checkpoint of the job on this node.
         self.token = secrets.token_bytes(peer.TOKEN_BYTES)
 
-    async def allow(self, ask: peer.Ask) -> Grant:
+    async def allow(self, ask: peer.Ask) -> ReadGrant:
         """The file of the part that is asked for. Raises PccheckError."""
         tenant, sequence = self._find(ask)
         item = tenant.volumes.find(sequence)
@@ -36,7 +36,7 @@ class Sharing:
         if item is None or one is None or not tenant.retention.is_usable(one):
             raise NoCheckpointError(f"this node has no intact part of rank {ask.part}")
         descriptor = await self._engine.call(self._job.uid, _opened, item.path)
-        return Grant(str(item.path), sequence, one.wall_ns, descriptor)
+        return ReadGrant(str(item.path), sequence, one.wall_ns, descriptor)
 
     async def damaged(self, ask: peer.Ask, sequence: int) -> None:
         """The peer server found the part damaged. Raises PccheckError."""

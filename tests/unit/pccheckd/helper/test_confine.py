@@ -52,7 +52,7 @@ def test_a_confined_process_connects_nowhere() -> None:
     assert confined(script) == ["refused" if version >= 4 else "tried"]
 
 
-def test_root_of_a_container_that_forbids_setgroups_starts_one() -> None:
+def test_root_of_a_container_without_setgroups_confines_itself() -> None:
     """Such a container has one user, and that user is root in it."""
     inside = ["unshare", "--user", "--map-root-user"]
     if not shutil.which("unshare") or subprocess.run([*inside, "true"], check=False).returncode:

@@ -22,7 +22,7 @@ from pccheck_store.reading.peers import PeerPayloads
 from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, RefusedError
 from pccheck_wire.messages import FarNode, FarPart, Opened
 from pccheckd.peer import program
-from pccheckd.peer.grant import Grant
+from pccheckd.peer.grant import ReadGrant
 from pccheckd.peer.server import Endpoint, Peers
 from tests.support.coreloop import BLOCK_BYTES, CHUNK_BYTES, Loop, address, pack
 
@@ -43,13 +43,13 @@ class Node:
         self.damages: list[int] = []
         self.endpoint = Endpoint((), b"")
 
-    async def allow(self, uid: int, ask: peer.Ask) -> Grant:
+    async def allow(self, uid: int, ask: peer.Ask) -> ReadGrant:
         assert uid == UID
         if ask.token != TOKEN:
             raise RefusedError("the token is not that of this job on this node")
         if (ask.job, ask.start, ask.name, ask.part) != (JOB, START, NAME, 0):
             raise NoCheckpointError("there is no such part")
-        return Grant(str(self.path), self.sequence, 99, os.open(self.path, os.O_RDONLY))
+        return ReadGrant(str(self.path), self.sequence, 99, os.open(self.path, os.O_RDONLY))
 
     async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         self.damages.append(sequence)
