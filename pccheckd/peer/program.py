@@ -4,7 +4,7 @@ process of its own.
     python -P -m pccheckd.peer.program ARGUMENTS   (confine.HelperArguments; the key on stdin)
 
 Whoever connects is unknown until the daemon has accepted the token of the first message. Before
-that a connection gets few bytes and little time, and the oldest one gives way to new ones. The
+that a connection gets few bytes and little time, and an old one gives way to a new one. The
 daemon hands over the volume's file, open for reading; this process opens none."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from pccheck_native import NativeError, _core
 from pccheck_native.nodes import peer
@@ -30,7 +31,9 @@ from pccheckd.helper import confine, framing
 from .grant import GrantRequest, ReadGrant, RefusedGrantError, has_file
 
 #: Connections that have shown no token yet, and those that have.
-STRANGERS_MAX, READERS_MAX = 64, 128
+STRANGERS_MAX, READERS_MAX = 256, 128
+#: When there are as many, one gives way that has said nothing for so long; else the new one does.
+STRANGER_YOUNG_S, READER_QUIET_S = 1.0, 10.0
 STRANGER_LIMIT_S = 10.0  # for the handshake, and then for the first message
 IDLE_LIMIT_S = 120.0  # between two requests
 SEND_LIMIT_S = 120.0  # a piece takes longer: the reader has stopped
@@ -105,19 +108,22 @@ class Server:
 
     def __init__(self, context: ssl.SSLContext, daemon: Daemon) -> None:
         self._context, self._daemon = context, daemon
-        self._strangers: OrderedDict[ssl.SSLSocket, None] = OrderedDict()  # oldest first
-        self._readers = 0
+        #: Since when, oldest first; and of readers, when each has asked for something.
+        self._strangers: OrderedDict[ssl.SSLSocket, float] = OrderedDict()
+        self._readers: OrderedDict[ssl.SSLSocket, float] = OrderedDict()
         self._lock = threading.Lock()
 
     def accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 stream = self._accepted(listener)
-                threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
+                if stream is not None:
+                    threading.Thread(target=self._serve, args=(stream,), daemon=True).start()
             except (OSError, ValueError, RuntimeError):  # no room, or the other end has gone
                 time.sleep(0.05)
 
-    def _accepted(self, listener: socket.socket) -> ssl.SSLSocket:
+    def _accepted(self, listener: socket.socket) -> ssl.SSLSocket | None:
+        """None: there are too many who have just come; the reader tries again."""
         connection, _ = listener.accept()
         connection.settimeout(STRANGER_LIMIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,14 +131,11 @@ class Server:
             connection, server_side=True, do_handshake_on_connect=False, suppress_ragged_eofs=False
         )
         with self._lock:
-            self._strangers[stream] = None
-            if len(self._strangers) > STRANGERS_MAX:
-                oldest, _ = self._strangers.popitem(last=False)
-                # Wakes the thread that reads from it. That of SSLSocket would also change the
-                # object, which the thread uses.
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
-        return stream
+            if _takes(self._strangers, STRANGERS_MAX, STRANGER_YOUNG_S):
+                self._strangers[stream] = time.monotonic()
+                return stream
+        stream.close()
+        return None
 
     def _serve(self, stream: ssl.SSLSocket) -> None:
         try:
@@ -153,25 +156,34 @@ class Server:
             _fail(stream, peer.REFUSED, str(error))
             return
         with self._lock:
-            full = self._readers >= READERS_MAX or stream not in self._strangers
+            is_taken = stream in self._strangers and _takes(
+                self._readers, READERS_MAX, READER_QUIET_S
+            )
             self._strangers.pop(stream, None)
-            self._readers += not full
-        if full:
+            if is_taken:
+                self._readers[stream] = time.monotonic()
+        if not is_taken:
             os.close(grant.descriptor)
-            _fail(stream, peer.REFUSED, BUSY)
+            _fail(stream, peer.BUSY, BUSY)
             return
         try:
             self._send(stream, question, grant)
         finally:
             with self._lock:
-                self._readers -= 1
+                self._readers.pop(stream, None)
+
+    def _asked(self, stream: ssl.SSLSocket) -> None:
+        with self._lock:
+            if stream in self._readers:
+                self._readers[stream] = time.monotonic()
+                self._readers.move_to_end(stream)
 
     def _send(self, stream: ssl.SSLSocket, question: bytes, grant: ReadGrant) -> None:
         try:
             with contextlib.closing(
                 _core.Volume(grant.path, writable=False, allow_buffered=True, fd=grant.descriptor)
             ) as volume:
-                _send_payload(stream, volume, grant)
+                _send_payload(stream, volume, grant, self._asked)
         except NativeError as error:
             is_damaged = error.code_name == "DAMAGED"
             if is_damaged:
@@ -179,6 +191,21 @@ class Server:
             _fail(stream, peer.DAMAGED if is_damaged else peer.UNREADABLE, str(error))
         except FileNotFoundError:
             _fail(stream, peer.REFUSED, "the checkpoint was replaced by a newer one")
+
+
+def _takes(known: OrderedDict[ssl.SSLSocket, float], most: int, quiet_s: float) -> bool:
+    """Whether there is room for one more, perhaps because the quietest one gives way."""
+    if len(known) < most:
+        return True
+    oldest, since_s = next(iter(known.items()))
+    if time.monotonic() - since_s < quiet_s:
+        return False
+    del known[oldest]
+    # Wakes the thread that reads from it. The method of SSLSocket would also change the object,
+    # which the thread uses.
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+    return True
 
 
 def _first_message(stream: ssl.SSLSocket) -> bytes:
@@ -190,7 +217,10 @@ def _first_message(stream: ssl.SSLSocket) -> bytes:
     return _exactly(stream, nbytes, deadline_s)
 
 
-def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: ReadGrant) -> None:
+def _send_payload(
+    stream: ssl.SSLSocket, volume: _core.Volume, grant: ReadGrant,
+    asked: Callable[[ssl.SSLSocket], None],
+) -> None:  # fmt: skip
     """The manifest, then what is asked for."""
     manifest = volume.manifest(grant.sequence)
     entry = next(one for one in volume.table() if one.sequence == grant.sequence)
@@ -203,6 +233,7 @@ def _send_payload(stream: ssl.SSLSocket, volume: _core.Volume, grant: ReadGrant)
     while True:
         stream.settimeout(IDLE_LIMIT_S)
         offset, length = peer.REQUEST.unpack(_exactly(stream, peer.REQUEST.size))
+        asked(stream)
         is_doubted, offset = offset & peer.DOUBTED, offset & ~peer.DOUBTED
         if not 0 < length <= most or offset + length > payload:
             _fail(stream, peer.REFUSED, "there are no such blocks")

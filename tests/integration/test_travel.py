@@ -262,3 +262,31 @@ def test_another_copy_is_read_when_the_first_cannot_be_reached(
     assert [trainer.check(1) for trainer in again] == ["", "", ""]
     assert "another copy is read" in str(again[2].warnings)
     os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_rank_never_gets_the_state_of_another_rank(
+    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
+) -> None:
+    """Two ranks change places, and the part of a rank that stays is damaged."""
+    nodes = [start_daemon(*LISTEN), start_daemon(*LISTEN)]
+    group = ranks(start_trainer, nodes, store, per_node=2)
+    save(group)
+    end(group)
+    for node in nodes:
+        node.stop()
+    damage(nodes[1], rank=3, step=1)
+    for node in nodes:
+        node.start()
+    places = [nodes[0], nodes[1], nodes[0], nodes[1]]
+    moved = ranks(start_trainer, places, store, "moved")
+    for _ in range(2):
+        for trainer in moved:
+            trainer.post("restore")
+        for trainer in moved[:3]:
+            with contextlib.suppress(RemoteError):
+                assert trainer.answer()["step"] == 1
+        with pytest.raises(RemoteError, match="damaged"):
+            moved[3].answer()
+    end(moved)
+    for error in refused(ranks(start_trainer, places, store, "again")):
+        assert "the part of rank 3 is damaged on host" in error

@@ -129,6 +129,8 @@ def read_newest(
                 raise
             continue
         except (DamagedError, UnreadableError) as error:
+            if opened.far:  # the daemon would name the same parts again
+                raise
             damaged = Skipped(opened.sequence, opened.step, problem_of(error))
             skipped[_key(damaged)] = damaged
             before, failed = opened.sequence, error
@@ -157,7 +159,7 @@ def _read(
         with StateReader(payloads, payloads.rank, payloads.ranks) as reader:
             try:
                 described = reader.merged()
-                opened = replace(opened, wall_ns=payloads.wall_ns)
+                opened = replace(opened, wall_ns=payloads.wall_ns or opened.wall_ns)
                 if refusal is not None and not (described.sharded() or described.shared()):
                     raise refusal
                 used = use(opened, reader, described)

@@ -5,8 +5,10 @@ node has offered in the job's store. Bytes go straight to where they are wanted.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import hashlib
+import random
 import socket
 import ssl
 import struct
@@ -26,6 +28,8 @@ from .loads import DaemonPayloads
 
 #: Connections that read one part at the same time.
 STREAMS = 3
+#: How long a reader tries while the server has as many connections as it takes.
+BUSY_LIMIT_S, BUSY_PAUSE_S = 90.0, 1.0
 CONNECT_LIMIT_S = 10.0
 #: A node that sends nothing for so long is given up; the reader tries another copy.
 SILENT_LIMIT_S = 30.0
@@ -36,6 +40,10 @@ SLOW_AFTER_S = 5.0
 
 class _LeftError(Exception):
     """Another copy is to be tried; why."""
+
+
+class _BusyError(_LeftError):
+    """The server takes no more connections now."""
 
 
 class _Wanted:
@@ -72,14 +80,17 @@ class Stream:
                 raise _LeftError("it sent no manifest")
             (self.wall_ns,) = peer.WALL.unpack_from(first)
             self.manifest = bytes(memoryview(first)[peer.WALL.size :])
-            facts = _core.manifest_facts(self.manifest, digest)
-            self.payload_bytes, self.tree_offset, self.tree_bytes, self.block_bytes = facts
+            #: The bytes of the payload, the tree's place and bytes, the bytes of a block.
+            self.facts = _core.manifest_facts(self.manifest, digest)
         except NativeError as error:
             self.close()
             raise _LeftError("its manifest is not the one that it offered") from error
-        except (OSError, _LeftError) as error:
+        except _LeftError:
             self.close()
-            raise _LeftError(_words(error)) from error
+            raise
+        except OSError as error:
+            self.close()
+            raise _gone(error) from error
         self._buffer = bytearray(0)
 
     def place(
@@ -119,7 +130,7 @@ class Stream:
         """How many bytes follow. Raises _LeftError with what the server says instead."""
         said, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
         if said != peer.OK:
-            raise _LeftError(self._text(nbytes))
+            raise (_BusyError if said == peer.BUSY else _LeftError)(self._text(nbytes))
         if nbytes > most:
             raise _LeftError("its answer is too long")
         return int(nbytes)
@@ -153,7 +164,7 @@ def _connected(node: FarNode) -> ssl.SSLSocket:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the fingerprint tells
-    failed = []
+    failed, busy = [], None
     for address in node.addresses:
         try:
             plain = socket.create_connection(peer.split(address), CONNECT_LIMIT_S)
@@ -166,6 +177,8 @@ def _connected(node: FarNode) -> ssl.SSLSocket:
         except (OSError, ValueError) as error:
             plain.close()
             failed.append(f"{address}: {_words(error)}")
+            if isinstance(error, OSError) and isinstance(why := _gone(error), _BusyError):
+                busy = why
             continue
         shown = stream.getpeercert(binary_form=True) or b""
         if hashlib.sha256(shown).digest() == node.fingerprint:
@@ -173,7 +186,13 @@ def _connected(node: FarNode) -> ssl.SSLSocket:
             return stream
         stream.close()
         failed.append(f"{address}: another node, or another daemon, answers there")
-    raise _LeftError("; ".join(failed) or "it has no address")
+    raise busy or _LeftError("; ".join(failed) or "it has no address")
+
+
+def _gone(error: OSError) -> _LeftError:
+    """Of a connection before its first answer: a server that has too many just ends it."""
+    ended = isinstance(error, (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError))
+    return (_BusyError if ended else _LeftError)(_words(error))
 
 
 def reaches(host: str, addresses: list[str], fingerprint: bytes) -> str:
@@ -200,12 +219,19 @@ class _Copy:
         self._idle: list[Stream] = []
         self._lock = threading.Lock()
 
-    def take(self) -> Stream:
-        """Raises _LeftError."""
+    def take(self, *, waits: bool = True) -> Stream:
+        """`waits`: as long as the server is busy. Raises _LeftError."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return Stream(self.node, self._ask, self._digest)
+        deadline_s = time.monotonic() + (BUSY_LIMIT_S if waits else 0)
+        while True:
+            try:
+                return Stream(self.node, self._ask, self._digest)
+            except _BusyError:
+                if time.monotonic() >= deadline_s:
+                    raise
+            time.sleep(random.uniform(0.05, BUSY_PAUSE_S))  # not all at once again
 
     def give_back(self, stream: Stream) -> None:
         with self._lock:
@@ -236,22 +262,25 @@ class _Reading:
         """What was not read."""
         count = min(STREAMS, len(self._left))
         helpers = [
-            threading.Thread(target=self._work, name="pccheck-peer", daemon=True)
+            threading.Thread(target=self._help, name="pccheck-peer", daemon=True)
             for _ in range(count - 1)
         ]
         for helper in helpers:
             helper.start()
-        self._work()
+        try:
+            self._work(self._copy.take())
+        except _LeftError as error:
+            self.failed = self.failed or error
         for helper in helpers:
             helper.join()
         return sorted([*self._left, *self._lost])
 
-    def _work(self) -> None:
-        try:
-            stream = self._copy.take()
-        except _LeftError as error:
-            self.failed = self.failed or error
-            return
+    def _help(self) -> None:
+        """If the server takes one more connection."""
+        with contextlib.suppress(_LeftError):
+            self._work(self._copy.take(waits=False))
+
+    def _work(self, stream: Stream) -> None:
         while (piece := self._next()) is not None:
             try:
                 stream.place(*piece, self._wanted, self._arrived)
@@ -288,6 +317,7 @@ class PeerPayloads:
         self.read_s = 0.0
         self.wall_ns = 0  #: when what was read became durable
         self._opened, self._note = opened, note
+        self._known: dict[int, tuple[int, int, int, int]] = {}  # facts, by rank
         self._copies = {
             part.rank: [
                 _Copy(opened.nodes[at], _ask(job, opened, part.rank, opened.nodes[at]), digest)
@@ -301,7 +331,7 @@ class PeerPayloads:
         return sorted(self._copies)
 
     def tree(self, rank: int) -> tree.Tree:
-        _, offset, nbytes, payload_bytes = self._facts(rank)
+        payload_bytes, offset, nbytes, _ = self._facts(rank)
         if not 0 < nbytes <= tree.TREE_BYTES_MAX or offset + nbytes > payload_bytes:
             raise DamagedError(f"a tree of {nbytes} bytes at {offset}")
         packed = bytearray(nbytes)
@@ -316,7 +346,7 @@ class PeerPayloads:
         if not length:
             return
         began_s = time.monotonic()
-        block_bytes, _, _, payload_bytes = self._facts(rank)
+        payload_bytes, _, _, block_bytes = self._facts(rank)
         left = peer.pieces(offset, length, payload_bytes, block_bytes)
         failures, wanted = list[str](), _Wanted(ranges)
         while left:
@@ -328,6 +358,7 @@ class PeerPayloads:
             left = reading.run()
             if reading.failed is not None and left:
                 failures.append(self._leave(rank, reading.failed))
+        self.close()  # other ranks want connections, too
         self.read_bytes += length
         self.read_s += time.monotonic() - began_s
 
@@ -337,9 +368,11 @@ class PeerPayloads:
                 copy.close()
 
     def _facts(self, rank: int) -> tuple[int, int, int, int]:
-        """Of the first copy that can be reached: the bytes of a block, the place and bytes of the
-        tree, and the payload's bytes. All copies of a part have the same tree and payload."""
+        """Of the first copy that can be reached, as `Stream.facts`. All copies of a part have the
+        same tree and payload."""
         failures: list[str] = []
+        if rank in self._known:
+            return self._known[rank]
         while copies := self._copies.get(rank):
             try:
                 stream = copies[0].take()
@@ -348,8 +381,8 @@ class PeerPayloads:
                 continue
             copies[0].give_back(stream)
             self.wall_ns = max(self.wall_ns, stream.wall_ns)
-            where = stream.tree_offset, stream.tree_bytes, stream.payload_bytes
-            return stream.block_bytes, *where
+            self._known[rank] = stream.facts
+            return stream.facts
         raise self._none_left(rank, failures)
 
     def _leave(self, rank: int, why: _LeftError) -> str:

@@ -27,8 +27,9 @@ REQUEST = struct.Struct("<QQ")  # offset and length: whole blocks of the payload
 DOUBTED = 1 << 63
 WALL = struct.Struct("<Q")  # when it became durable, in ns since 1970; then comes the manifest
 
-#: Values of ANSWER's first field; after the others a text follows, and the connection ends.
-OK, REFUSED, DAMAGED, UNREADABLE = range(4)
+#: Values of ANSWER's first field; after the others a text follows, and the connection
+#: ends. BUSY: try again.
+OK, REFUSED, DAMAGED, UNREADABLE, BUSY = range(5)
 
 
 class Ask(NamedTuple):

@@ -32,16 +32,21 @@ class Away(NamedTuple):
                 f"has {count_ranks(world_size)}",
                 hint=f"start the job with {count_ranks(homes.world_size)}, or use fresh=True",
             )
+        here = [] if homes.replicated else list(here)  # a copy is whole on one node, or useless
         parts = {
             one.id.rank: Part(one.id.rank, one.payload_bytes, one.tree_offset, one.tree_bytes)
             for one in here
-            if not homes.replicated  # a copy is whole on one node, or useless
         }
         far = self._far(parts.keys())
         ranks = sorted({*parts, *(one.rank for one in far)})
-        if not ranks:
-            raise DamagedError(f"no node has a part of step {name.step} any more")
-        # A rank that did not exist then, or whose copy was lost, takes another one.
+        # A rank that did not exist then takes the state of another one, and so does a rank whose
+        # copy was lost. A part of its own is nobody else's.
+        may_take = homes.replicated or rank >= homes.world_size
+        if rank not in ranks and not (ranks and may_take):
+            raise DamagedError(
+                f"step {name.step} cannot be restored on rank {rank}: its part is damaged or gone",
+                hint="restart all ranks: the error then names what can be restored",
+            )
         whose = rank if rank in ranks else ranks[0]
         own = parts.get(whose, Part(whose, 0, 0, 0))
         return Opened(
@@ -52,7 +57,8 @@ class Away(NamedTuple):
                 FarNode(one.host, list(one.peer.addresses), one.peer.fingerprint, one.peer.token)
                 for one in homes.homes
             ],
-            far=far, name=[*name], others=self._others(whose),
+            wall_ns=max((one.wall_ns for one in here), default=0), far=far, name=[*name],
+            others=self._others(whose),
         )  # fmt: skip
 
     def _others(self, whose: int) -> list[int]:

@@ -405,3 +405,30 @@ def test_pieces_are_whole_blocks_and_cover_the_range(offset: int, length: int) -
     assert found[0][0] <= offset and sum(found[-1]) >= min(offset + length, payload)
     for (at, nbytes), (following, _) in zip(found, [*found[1:], (sum(found[-1]), 0)], strict=True):
         assert at % block == 0 and at + nbytes == following and 0 < nbytes <= peer.PIECE_BYTES
+
+
+async def test_more_readers_than_connections_all_get_their_part(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin at once, and keep their connections for a moment; the others wait for them."""
+    monkeypatch.setattr(peers, "BUSY_PAUSE_S", 0.2)
+    held = [connected(node) for _ in range(program.READERS_MAX)]
+    for stream in held:
+        stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
+    for stream in held:
+        assert peer.ANSWER.unpack(_exactly(stream, peer.ANSWER.size))[0] == peer.OK
+    late = [asyncio.create_task(asyncio.to_thread(read, node.payloads())) for _ in range(8)]
+    await asyncio.sleep(0)
+    said = await asyncio.to_thread(refused_as_busy, node)
+    assert b"as many connections" in said
+    for stream in held:
+        stream.close()
+    assert [await one for one in late] == [DATA] * len(late)
+
+
+def refused_as_busy(node: Node) -> bytes:
+    stream = connected(node)
+    stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
+    found = ended(stream)
+    assert peer.ANSWER.unpack_from(found)[0] == peer.BUSY
+    return found
