@@ -36,8 +36,7 @@ ANSWER_BYTES_MAX = (1 << 32) - 1  # the daemon is trusted
 
 
 def main(arguments: list[str]) -> None:
-    uid, gid, (listener,), link, hand, own = confine.HelperArguments.of(arguments)
-    os.close(hand)
+    uid, gid, (listener,), link, _, own = confine.HelperArguments.of(arguments)
     confine.confine(uid, gid, files_max=FILES_MAX, address_space_bytes=ADDRESS_SPACE_BYTES)
     router = _router(uid, listener, request_bytes_max=int(own[0]))
     confine.limit(resource.RLIMIT_NPROC, 0)  # libzmq has its threads by now

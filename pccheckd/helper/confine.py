@@ -40,7 +40,7 @@ class HelperArguments(NamedTuple):
     gid: int
     listeners: list[int]  # descriptors of listening sockets
     link: int  # frames for the daemon, and its answers
-    hand: int  # descriptors that the daemon gives
+    hand: int  # files that the daemon gives; -1: it gives none
     own: list[str]
 
     @classmethod

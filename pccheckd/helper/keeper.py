@@ -71,6 +71,7 @@ class HelperKind(NamedTuple):
     request_bytes_max: int
     more: tuple[str, ...] = ()
     secret: bytes = b""  # on its standard input
+    takes_files: bool = False  # answers may be `Handed`
 
 
 class HelperProcess:
@@ -312,26 +313,31 @@ class Keeper(Background):
 
 def _spawn(
     kind: HelperKind, uid: int, gid: int, listeners: Sequence[socket.socket]
-) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket | None]:
     """In a thread that lives as long as the daemon: the child ends with its parent thread."""
-    ours, theirs = socket.socketpair()
-    our_hand, their_hand = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs, their_hand:
+    with contextlib.ExitStack() as theirs:
+        link, their_link = socket.socketpair()
+        given = [*listeners, theirs.enter_context(their_link)]
+        hand, their_hand = None, -1
+        if kind.takes_files:
+            hand, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            given.append(theirs.enter_context(other))
+            their_hand = other.fileno()
         places = ",".join(str(one.fileno()) for one in listeners)
-        ends = theirs.fileno(), their_hand.fileno()
         command = [sys.executable, "-P", "-m", kind.module]
+        own = (framing.VERSION, uid, gid, places, their_link.fileno(), their_hand)
         process = subprocess.Popen(
-            [*command, *map(str, (framing.VERSION, uid, gid, places, *ends)), *kind.more],
+            [*command, *map(str, own), *kind.more],
             stdin=subprocess.PIPE if kind.secret else subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            pass_fds=[*(one.fileno() for one in listeners), *ends], cwd="/", env=_environment(),
+            pass_fds=[one.fileno() for one in given], cwd="/", env=_environment(),
             start_new_session=True,
         )  # fmt: skip
     if process.stdin is not None:
         with contextlib.suppress(OSError), process.stdin as pipe:  # it fits into the pipe
             pipe.write(kind.secret)
-    ours.setblocking(False)
-    return process, ours, our_hand
+    link.setblocking(False)
+    return process, link, hand
 
 
 def _environment() -> dict[str, str]:
@@ -343,12 +349,12 @@ def _environment() -> dict[str, str]:
 
 
 def _discard(
-    started: Future[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]],
+    started: Future[tuple[subprocess.Popen[bytes], socket.socket, socket.socket | None]],
 ) -> None:
     """A child whose start was cancelled."""
     if not started.cancelled() and started.exception() is None:
         process, *links = started.result()
-        for link in links:
+        for link in filter(None, links):
             link.close()
         process.kill()
         process.wait()

@@ -85,6 +85,7 @@ class Peers:
         kind = HelperKind(
             "pccheckd.peer.program", "sends checkpoints to other nodes",
             "checkpoints of this node do not need it", REQUEST_BYTES_MAX, secret=made.pem,
+            takes_files=True,
         )  # fmt: skip
         keeper = Keeper(kind, uid, _gid(uid), sockets, self._threads, self._answer)
         keeper.start()

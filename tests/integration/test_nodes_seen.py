@@ -55,8 +55,9 @@ def test_status_has_a_row_for_each_node(
     assert f"nodes    {JOB}: running; " in text
     assert re.search(rf"{re.escape(socket.gethostname())}, this node +\w{{8}} +0 ", text)
     found = ctl(None, "--socket", nodes[0].socket, "doctor", "--json").json["findings"]
-    (told,) = [one for one in found if one["check"] == "nodes"]
+    told, closed = [one for one in found if one["check"] == "nodes"]
     assert told["level"] == "ok" and "2 nodes agree" in told["found"], told
+    assert "nobody can read from host" in closed["found"], closed
     assert {row(daemon, at)["version"] for daemon in nodes for at in (0, 1)} == {VERSION}
     traced = ctl(None, "--socket", nodes[0].socket, "trace", "--last", "60s").json["otherData"]
     assert [one["ranks"] for one in traced["nodes"][0]["nodes"]] == [[0], [1]]

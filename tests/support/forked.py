@@ -135,13 +135,13 @@ def _run_daemon(arguments: list[str], given: list[int]) -> int:
 def _run_front(arguments: list[str], given: list[int]) -> None:
     from pccheckd.front import program
 
-    stderr, listener, link, hand = given
-    version, uid, gid, _, _, _, limit = arguments
+    stderr, listener, link = given
+    version, uid, gid, _, _, hand, limit = arguments
     nothing = os.open(os.devnull, os.O_WRONLY)
     _move({1: nothing, 2: stderr})
     os.setsid()
     os.chdir("/")
-    program.main([version, uid, gid, str(listener), str(link), str(hand), limit])
+    program.main([version, uid, gid, str(listener), str(link), hand, limit])
 
 
 def _move(places: dict[int, int]) -> None:
@@ -165,7 +165,7 @@ def main() -> int:
     control = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps the waiting processes automatically
     while True:
-        request, given, _, _ = socket.recv_fds(control, 1 << 20, 5)
+        request, given, _, _ = socket.recv_fds(control, 1 << 20, 4)
         if not request:
             return 0
         if os.fork() == 0:

@@ -299,11 +299,14 @@ class Liar:
         with contextlib.suppress(OSError):
             while True:
                 plain, _ = self._listener.accept()
-                with (
-                    contextlib.suppress(OSError, ValueError),
-                    self._context.wrap_socket(plain, server_side=True) as stream,
-                ):
-                    self._answer(stream)
+                threading.Thread(target=self._lie_to, args=(plain,), daemon=True).start()
+
+    def _lie_to(self, plain: socket.socket) -> None:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            self._context.wrap_socket(plain, server_side=True) as stream,
+        ):
+            self._answer(stream)
 
     def close(self) -> None:
         self._waits.set()
@@ -412,18 +415,24 @@ async def test_more_readers_than_connections_all_get_their_part(
 ) -> None:
     """All begin at once, and keep their connections for a moment; the others wait for them."""
     monkeypatch.setattr(peers, "BUSY_PAUSE_S", 0.2)
-    held = [connected(node) for _ in range(program.READERS_MAX)]
-    for stream in held:
-        stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
-    for stream in held:
-        assert peer.ANSWER.unpack(_exactly(stream, peer.ANSWER.size))[0] == peer.OK
-    late = [asyncio.create_task(asyncio.to_thread(read, node.payloads())) for _ in range(8)]
-    await asyncio.sleep(0)
+    held = await asyncio.to_thread(held_by, node, program.READERS_MAX)
+    late = [asyncio.create_task(asyncio.to_thread(read, node.payloads())) for _ in range(4)]
     said = await asyncio.to_thread(refused_as_busy, node)
     assert b"as many connections" in said
     for stream in held:
         stream.close()
     assert [await one for one in late] == [DATA] * len(late)
+
+
+def held_by(node: Node, count: int) -> list[ssl.SSLSocket]:
+    """Connections of readers that ask for nothing."""
+    held = [connected(node) for _ in range(count)]
+    for stream in held:
+        stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
+    for stream in held:
+        said, nbytes = peer.ANSWER.unpack(_exactly(stream, peer.ANSWER.size))
+        assert said == peer.OK, _exactly(stream, nbytes)
+    return held
 
 
 def refused_as_busy(node: Node) -> bytes:
