@@ -52,7 +52,12 @@ async def open_checkpoint(
         if point is None:
             return Empty([], warnings)
         if isinstance(point, Away):
-            here = session.wide.parts_here(point.homes.checkpoint)
+            here = [
+                one
+                for one in session.wide.parts_here(point.homes.checkpoint)
+                # What it has just failed to read, though that is perhaps not noted yet.
+                if one.id.rank != session.rank or body.before != point.sequence
+            ]
             return point.opened(
                 session.rank, session.world_size, here, warnings, any_world_size=body.any_world_size
             )

@@ -542,16 +542,24 @@ class WideJob:
                     return max(self.job.members.common(), default=None)
                 if round_ in self._restoring.answers:
                     full = self._restoring.answers[round_]
-                    if full is not None and (away := await self._away(full, rank, round_)):
+                    if full is not None and (
+                        away := await self._away(full, rank, round_, asked.before)
+                    ):
                         return away
                     return self._restoring.found(full)
             await self._restoring.awake(deadline)
         return Waiting(self.why_not_agreed())
 
-    async def _away(self, full: FullName, rank: int, round_: int) -> Away | None:
-        """What a rank reads of it from other nodes; None: this node has what the rank reads."""
+    async def _away(
+        self, full: FullName, rank: int, round_: int, before: int | None
+    ) -> Away | None:
+        """What a rank reads of it from other nodes; None: this node has what the rank reads.
+        `before`: what it could not read here."""
         start = self._start
-        if start is None or self.member is None or self._has(full, rank, start.world_size):
+        is_broken = before is not None and before == self._names.sequence(full)
+        if start is None or self.member is None:
+            return None
+        if not is_broken and self._has(full, rank, start.world_size):
             return None
         homes = await self.member.homes(round_)
         if homes is None or homes.checkpoint != full:

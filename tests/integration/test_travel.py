@@ -290,3 +290,23 @@ def test_a_rank_never_gets_the_state_of_another_rank(
     end(moved)
     for error in refused(ranks(start_trainer, places, store, "again")):
         assert "the part of rank 3 is damaged on host" in error
+
+
+def test_a_copy_that_proves_damaged_is_read_elsewhere(
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore
+) -> None:
+    group = ranks(start_trainer, sharing, store, replicated=True)
+    save(group)
+    end(group)
+    for node in sharing:
+        node.stop()
+    damage(sharing[1], rank=1, step=1)
+    for node in sharing:
+        node.start()
+    again = ranks(start_trainer, sharing, store, "again", replicated=True)
+    found = restores(again)
+    assert [one["step"] for one in found] == [1, 1] and found[1]["source"] == "peer"
+    (said,) = again[1].warnings
+    assert "the copy of step 1 on this node was skipped" in str(said)
+    assert [trainer.check(1) for trainer in again] == ["", ""]
+    assert save(again) == 2

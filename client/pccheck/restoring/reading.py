@@ -135,6 +135,11 @@ def read_newest(
             skipped[_key(damaged)] = damaged
             before, failed = opened.sequence, error
             continue
+        if (own := skipped.pop((opened.sequence, ""), None)) is not None:
+            warn(
+                f"the copy of step {opened.step} on this node was skipped ({own.reason}), and that "
+                "of another node was read. Check the disk: pccheckctl verify"
+            )
         return Found(
             opened.step, opened.sequence, read.origin,
             sorted(skipped.values(), key=lambda item: -item.sequence),

@@ -72,10 +72,11 @@ def can_travel(offers: Sequence[Offer]) -> bool:
 
 def homes_of(offers: Sequence[Offer], found: StartList, one: FullName) -> Homes | None:
     """None: every node has what its ranks read. Of replicated state only whole copies count: the
-    ranks of a node store one together."""
+    ranks of a node store one together. They are named in any case."""
     disks = Disks(offers, found, travel=False)
     record = disks.records.get(one.start)
-    if record is None or not disks.lacks(one):
+    # A copy may prove damaged when it is read.
+    if record is None or not (record.who.replicated or disks.lacks(one)):
         return None
     homes = []
     for offer in offers:
