@@ -59,6 +59,7 @@ from pccheckctl import cli
 from pccheckd.jobs.sessions import _check_names
 from tests.support.fakelink import FakeConnection, FakeSession
 from tests.support.payload import FakeDevices, tree_of
+from tests.support.waiting import until
 from tests.unit.pccheck.restoring.test_inplace import Buffers, Copied, put, save, trained
 
 JOB = Identity("gpt", 0, 4, 4, "")
@@ -194,9 +195,8 @@ def beside(kit: Kit) -> None:
     trainer = threading.Thread(target=train, name="trainer")
     trainer.start()
     began.wait()
-    try:
-        for _ in range(1000):
-            client._advice.calling()
+    try:  # the thread must have run between two calls
+        until(lambda: client._advice.calling() or client._warner.over("thread"), every_s=0)
     finally:
         ends.set()
         trainer.join()
