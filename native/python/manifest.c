@@ -3,11 +3,6 @@
 #include "core.h"
 #include "disk/pcc_format.h"
 
-static void buffer_done(Py_buffer *buffer)
-{
-    PyBuffer_Release(buffer);
-}
-
 static bool is_header(const Py_buffer *manifest)
 {
     return (size_t)manifest->len >= sizeof(struct pcc_manifest_header) &&
@@ -16,7 +11,7 @@ static bool is_header(const Py_buffer *manifest)
 
 PyObject *pcc_py_manifest_facts(PyObject *module, PyObject *args)
 {
-    Py_buffer bytes PCC_PY_OWNED(buffer_done) = {0};
+    Py_buffer bytes PCC_PY_OWNED(PyBuffer_Release) = {0};
     uint8_t digest[PCC_UUID_BYTES];
     _Static_assert(sizeof digest == PCC_DIGEST_BYTES, "an id and a digest are converted alike");
     if (!PyArg_ParseTuple(args, "y*O&:manifest_facts", &bytes, pcc_py_id, digest))
@@ -62,8 +57,8 @@ static int place(const Py_buffer *manifest, const Py_buffer *blocks, uint64_t of
 
 PyObject *pcc_py_manifest_place(PyObject *module, PyObject *args)
 {
-    Py_buffer manifest PCC_PY_OWNED(buffer_done) = {0};
-    Py_buffer blocks PCC_PY_OWNED(buffer_done) = {0};
+    Py_buffer manifest PCC_PY_OWNED(PyBuffer_Release) = {0};
+    Py_buffer blocks PCC_PY_OWNED(PyBuffer_Release) = {0};
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     uint64_t offset_bytes;
     int result = -EINVAL;

@@ -329,16 +329,11 @@ static PyObject *volume_read_into(PyObject *self, PyObject *args, PyObject *kwar
     return pcc_py_done(self, result);
 }
 
-static void buffer_done(Py_buffer *buffer)
-{
-    PyBuffer_Release(buffer);
-}
-
 static PyObject *volume_read_blocks(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"sequence", "offset", "length", "into", NULL};
     uint64_t sequence, offset_bytes, length_bytes;
-    Py_buffer into PCC_PY_OWNED(buffer_done) = {0};
+    Py_buffer into PCC_PY_OWNED(PyBuffer_Release) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&w*:read_blocks", names, pcc_py_u64,
                                      &sequence, pcc_py_u64, &offset_bytes, pcc_py_u64,
                                      &length_bytes, &into))

@@ -577,12 +577,12 @@ class WideJob:
 
     def parts_here(self, full: FullName) -> list[StoredCheckpoint]:
         """The intact parts that this node has of a checkpoint, by rank."""
-        found = [
-            (one.id.rank, one)
+        found = (
+            one
             for tenant, one, name in self._names.every()
             if name == full and tenant.retention.is_usable(one)
-        ]
-        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+        )
+        return sorted(found, key=lambda one: one.id.rank)
 
     def _round(self, start: Start, rank: int, asked: Open) -> int:
         """The round in which a process restores now, and this node takes part; -1: none."""

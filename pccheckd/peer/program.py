@@ -1,5 +1,5 @@
-"""A peer server: sends verified blocks of one user's checkpoints to other nodes, over TLS 1.3, in a
-process of its own.
+"""A peer server: sends blocks of one user's checkpoints to other nodes, over TLS 1.3, in a process
+of its own. The reader checks them; this process checks those that the reader doubts.
 
     python -P -m pccheckd.peer.program ARGUMENTS   (confine.HelperArguments; the key on stdin)
 

@@ -128,7 +128,7 @@ def _sockets(where: str) -> list[socket.socket]:
             made += (_bound(address, place.port) for address in listen.addresses(place))
         if len(made) > ADDRESSES_MAX:
             raise UsageError(
-                f"--listen {where} has {len(made)} addresses, and at most {ADDRESSES_MAX} are told",
+                f"--listen {where} has {len(made)} addresses, more than {ADDRESSES_MAX}",
                 hint="name one interface between the nodes, or one address",
             )
     except BaseException:

@@ -45,7 +45,7 @@ def test_a_trainer_gets_the_newest_then(daemon: Daemon) -> None:
             opened_steps.append(opened.step)
             return state_of_tree(described, reader.read_into)
 
-        found, _ = read_newest(connection, None, use)
+        found, _ = read_newest(connection, None, use, job="job")
     assert (opened_steps, found.step, found.skipped) == ([2, 4], 4, [])
     assert found.state["at"].tolist() == [4] * 9
 

@@ -50,6 +50,20 @@ def damage(node: Daemon, *, rank: int, step: int) -> None:
         os.fsync(file.fileno())
 
 
+def damage_at_rest(nodes: list[Daemon], at: int, *, rank: int, step: int) -> None:
+    """The same while no daemon runs, so that none has the bytes in memory."""
+    for node in nodes:
+        node.stop()
+    damage(nodes[at], rank=rank, step=step)
+    for node in nodes:
+        node.start()
+
+
+def crossed(nodes: list[Daemon]) -> list[Daemon]:
+    """The places of four ranks that were two on each node: ranks 1 and 2 have changed places."""
+    return [nodes[0], nodes[1], nodes[0], nodes[1]]
+
+
 @pytest.fixture
 def sharing(start_daemon: Callable[..., Daemon]) -> list[Daemon]:
     """The daemons of two nodes that read from each other."""
@@ -76,15 +90,12 @@ def test_ranks_that_swap_nodes_restore_their_own_parts(
 
 
 def test_a_rank_whose_part_is_here_reads_it_here(
-    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore
 ) -> None:
-    """Of four ranks on two nodes two change places."""
-    nodes = [start_daemon(*LISTEN), start_daemon(*LISTEN)]
-    group = ranks(start_trainer, nodes, store, per_node=2)
+    group = ranks(start_trainer, sharing, store, per_node=2)
     save(group)
     end(group)
-    places = [nodes[0], nodes[1], nodes[0], nodes[1]]  # of the ranks
-    moved = ranks(start_trainer, places, store, "moved")
+    moved = ranks(start_trainer, crossed(sharing), store, "moved")
     found = restores(moved)
     assert [one["step"] for one in found] == [1] * 4
     assert [one["source"] == "peer" for one in found] == [False, True, True, False]
@@ -132,7 +143,7 @@ def test_a_node_without_listen_is_named_with_the_line_to_add(
         assert "start pccheckd with --listen on host " in error
 
 
-def test_a_part_that_is_damaged_on_the_other_node_is_refused_and_flagged(
+def test_a_part_damaged_elsewhere_is_refused_and_flagged(
     start_trainer: Connect, sharing: list[Daemon], store: TorchStore
 ) -> None:
     group = ranks(start_trainer, sharing, store)
@@ -178,7 +189,7 @@ def test_other_numbers_of_nodes_read_sharded_state(
     """Two nodes, then three, of which one is empty; then the ranks move on."""
     nodes = [start_daemon(*LISTEN) for _ in range(3)]
     last = ""
-    for number, (some, cut) in enumerate([(nodes[:2], "fsdp"), (nodes, "fsdp"), (nodes, "fsdp")]):
+    for number, some in enumerate([nodes[:2], nodes, nodes]):
         digests = tmp_path / str(number)
         digests.mkdir()
         places = [*some[number:], *some[:number]]  # the ranks move on
@@ -186,7 +197,7 @@ def test_other_numbers_of_nodes_read_sharded_state(
             store = running.enter_context(TorchStore())  # gloo's keys are used once
             ranks = [
                 running.enter_context(Program(
-                    "tests.support.shardtraining", digests, "--cut", cut, "--steps", 99,
+                    "tests.support.shardtraining", digests, "--steps", 99,
                     "--kill-at", 3 * number + 3, "--expect", 3 * number,
                     environment=variables(node, "sharded") | store.environment(f"r{number}", 1, 0)
                     | {"RANK": str(rank), "WORLD_SIZE": str(len(places))},
@@ -246,7 +257,7 @@ def test_doctor_names_the_node_that_nobody_can_read_from(
 def test_another_copy_is_read_when_the_first_cannot_be_reached(
     start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
 ) -> None:
-    """The spare node's ranks are told of two copies. The server with the first one has stopped."""
+    """The spare node may read either of two copies. The server of the first copy stands still."""
     old = [start_daemon(*LISTEN) for _ in range(2)]
     group = ranks(start_trainer, old, store, replicated=True)
     save(group)
@@ -265,20 +276,14 @@ def test_another_copy_is_read_when_the_first_cannot_be_reached(
 
 
 def test_a_rank_never_gets_the_state_of_another_rank(
-    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore
+    start_trainer: Connect, sharing: list[Daemon], store: TorchStore
 ) -> None:
     """Two ranks change places, and the part of a rank that stays is damaged."""
-    nodes = [start_daemon(*LISTEN), start_daemon(*LISTEN)]
-    group = ranks(start_trainer, nodes, store, per_node=2)
+    group = ranks(start_trainer, sharing, store, per_node=2)
     save(group)
     end(group)
-    for node in nodes:
-        node.stop()
-    damage(nodes[1], rank=3, step=1)
-    for node in nodes:
-        node.start()
-    places = [nodes[0], nodes[1], nodes[0], nodes[1]]
-    moved = ranks(start_trainer, places, store, "moved")
+    damage_at_rest(sharing, 1, rank=3, step=1)
+    moved = ranks(start_trainer, crossed(sharing), store, "moved")
     for _ in range(2):
         for trainer in moved:
             trainer.post("restore")
@@ -288,7 +293,7 @@ def test_a_rank_never_gets_the_state_of_another_rank(
         with pytest.raises(RemoteError, match="damaged"):
             moved[3].answer()
     end(moved)
-    for error in refused(ranks(start_trainer, places, store, "again")):
+    for error in refused(ranks(start_trainer, crossed(sharing), store, "again")):
         assert "the part of rank 3 is damaged on host" in error
 
 
@@ -298,11 +303,7 @@ def test_a_copy_that_proves_damaged_is_read_elsewhere(
     group = ranks(start_trainer, sharing, store, replicated=True)
     save(group)
     end(group)
-    for node in sharing:
-        node.stop()
-    damage(sharing[1], rank=1, step=1)
-    for node in sharing:
-        node.start()
+    damage_at_rest(sharing, 1, rank=1, step=1)
     again = ranks(start_trainer, sharing, store, "again", replicated=True)
     found = restores(again)
     assert [one["step"] for one in found] == [1, 1] and found[1]["source"] == "peer"

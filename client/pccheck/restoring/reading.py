@@ -89,11 +89,11 @@ def read_newest(
     *,
     any_world_size: bool = False,
     words: tuple[str, list[str]] | None = None,
-    job: str = "",
+    job: str,
 ) -> tuple[Found, tuple[Opened, tree.Tree] | None]:
     """Opens checkpoints, newest first, until `use` succeeds without damage or a read error: what
-    it returns is the state that was found. `words`: all ranks of the job restore
-    now, with this start and without these nodes. `job`: its name, for other nodes.
+    it returns is the state that was found. `words`: all ranks of the job restore now, with this
+    start and without these nodes. `job`: the name of the job, for its other nodes.
 
     If newer checkpoints replace the one that is open, the newest is opened instead. Also returns
     what was opened; None when the volume holds nothing. Raises NoCheckpointError when checkpoints

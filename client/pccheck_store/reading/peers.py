@@ -96,8 +96,8 @@ class Stream:
     def place(
         self, offset: int, length: int, wanted: _Wanted, arrived: Callable[[int], None]
     ) -> None:
-        """Reads whole blocks, and fills what is wanted of them. `arrived` is told of all bytes.
-        Raises _LeftError."""
+        """Reads whole blocks, and copies the wanted bytes to their places. Calls `arrived` with the
+        number of bytes, whenever some have come. Raises _LeftError."""
         try:
             self._socket.sendall(peer.REQUEST.pack(offset, length))
             if self._head(length) != length:
@@ -177,8 +177,7 @@ def _connected(node: FarNode) -> ssl.SSLSocket:
         except (OSError, ValueError) as error:
             plain.close()
             failed.append(f"{address}: {_words(error)}")
-            if isinstance(error, OSError) and isinstance(why := _gone(error), _BusyError):
-                busy = why
+            busy = _gone(error) if _ended(error) else busy
             continue
         shown = stream.getpeercert(binary_form=True) or b""
         if hashlib.sha256(shown).digest() == node.fingerprint:
@@ -189,10 +188,14 @@ def _connected(node: FarNode) -> ssl.SSLSocket:
     raise busy or _LeftError("; ".join(failed) or "it has no address")
 
 
-def _gone(error: OSError) -> _LeftError:
-    """Of a connection before its first answer: a server that has too many just ends it."""
-    ended = isinstance(error, (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError))
-    return (_BusyError if ended else _LeftError)(_words(error))
+def _gone(error: Exception) -> _LeftError:
+    """Of a connection before its first answer: a server that has too many ends the connection."""
+    return (_BusyError if _ended(error) else _LeftError)(_words(error))
+
+
+def _ended(error: Exception) -> bool:
+    """The server has ended the connection."""
+    return isinstance(error, (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError))
 
 
 def reaches(host: str, addresses: list[str], fingerprint: bytes) -> str:
@@ -312,7 +315,7 @@ class PeerPayloads:
     reaches_gpus = False
 
     def __init__(self, job: str, opened: Opened, note: Callable[[str], None]) -> None:
-        """`note` is told of each copy that is left for another one."""
+        """Calls `note` with a sentence whenever it gives up a copy and reads another one."""
         self.read_bytes = 0
         self.read_s = 0.0
         self.wall_ns = 0  #: when what was read became durable

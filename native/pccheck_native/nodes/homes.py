@@ -71,11 +71,11 @@ def can_travel(offers: Sequence[Offer]) -> bool:
 
 
 def homes_of(offers: Sequence[Offer], found: StartList, one: FullName) -> Homes | None:
-    """None: every node has what its ranks read. Of replicated state only whole copies count: the
-    ranks of a node store one together. They are named in any case."""
+    """None: every node has what its ranks read, or nobody can read from another one. Of replicated
+    state only whole copies count: the ranks of a node store one together. These copies are named
+    also when every node has one, which may prove damaged when it is read."""
     disks = Disks(offers, found, travel=False)
     record = disks.records.get(one.start)
-    # A copy may prove damaged when it is read.
     if record is None or not (record.who.replicated or disks.lacks(one)):
         return None
     homes = []
@@ -91,4 +91,6 @@ def homes_of(offers: Sequence[Offer], found: StartList, one: FullName) -> Homes 
             parts = {rank: digest for rank, digest in parts.items() if rank in kept}
         if parts and offer.peer is not None:
             homes.append(Home(offer.node, offer.host, offer.peer, tuple(sorted(parts.items()))))
+    if not homes:
+        return None
     return Homes(one, record.who.world_size, record.who.replicated, tuple(homes))

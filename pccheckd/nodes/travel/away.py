@@ -15,6 +15,8 @@ from pccheck_wire.messages import FarNode, FarPart, Opened, Part
 
 
 class Away(NamedTuple):
+    """The checkpoint. P3 and P8: a rank gets its own part of it, or an error."""
+
     homes: Homes
     sequence: int  # that this node gave it
     node: bytes  # this one
@@ -63,9 +65,10 @@ class Away(NamedTuple):
 
     def _others(self, whose: int) -> list[int]:
         """Of replicated state a rank of each other copy."""
-        copies = [[part for part, _ in home.parts] for home in self.homes.homes]
         if not self.homes.replicated:
             return []
+        elsewhere = (home for home in self.homes.homes if home.node != self.node)
+        copies = ([part for part, _ in home.parts] for home in elsewhere)
         return [min(ranks) for ranks in copies if whose not in ranks]
 
     def _far(self, here: Iterable[int]) -> list[FarPart]:

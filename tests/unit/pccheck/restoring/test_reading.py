@@ -81,7 +81,7 @@ def _no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(daemon: Any, step: int | None = None) -> tuple[int, list[int]]:
     """The sequence that was restored, and those that were skipped."""
-    result, _ = read_newest(daemon, step, lambda opened, *_: opened.sequence)
+    result, _ = read_newest(daemon, step, lambda opened, *_: opened.sequence, job="job")
     assert result.state == (result.sequence or None)
     return result.sequence, [one.sequence for one in result.skipped]
 

@@ -280,7 +280,7 @@ async def test_those_who_say_nothing_keep_no_reader_out(node: Node) -> None:
 
 
 class Liar:
-    """A server with the right key, which the reader is right to trust; it lies all the same."""
+    """A server with the key that the reader expects, which sends wrong bytes all the same."""
 
     def __init__(self, node: Node, lie: str) -> None:
         from pccheckd.peer import identity
