@@ -1030,7 +1030,10 @@ def _close_all() -> None:
 def _forget_all() -> None:
     for client in list(_CLIENTS):
         client._lock = threading.RLock()  # another thread of the parent may hold the old one
-        client._session.forget_in_child()
+        try:
+            client._session.forget_in_child()
+        except Exception:  # the next client's lock must be replaced too
+            LOG.exception("PCcheck: a client of the parent process could not be left")
 
 
 os.register_at_fork(after_in_child=_forget_all)

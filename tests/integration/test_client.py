@@ -6,6 +6,7 @@ import copy
 import faulthandler
 import gc
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from pccheck import (
     UsageError,
     WaitTimeoutError,
 )
+from pccheck import client as client_module
 from pccheck.daemon import session
 from pccheck.flight.phases import Durable
 from pccheck.restoring import reading as restore
@@ -365,6 +367,19 @@ def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
         child.kill()
         end.set()
         thread.join()
+
+
+def test_a_client_that_a_forked_child_cannot_leave_keeps_no_other_from_it(
+    daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    clients = [connect(daemon, job=f"fold-{number}") for number in range(3)]
+    for client in clients:
+        monkeypatch.setattr(client._session, "forget_in_child", lambda: os.close(-1))
+    monkeypatch.setattr(client_module, "_CLIENTS", clients)
+    locks = [client._lock for client in clients]
+    client_module._forget_all()
+    assert not any(client._lock is lock for client, lock in zip(clients, locks, strict=True))
+    assert caplog.text.count("could not be left") == 3
 
 
 def test_restoring_what_does_not_fit_changes_nothing(daemon: Daemon, connect: Connect) -> None:

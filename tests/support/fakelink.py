@@ -239,5 +239,8 @@ class FakeSession:
     def warn_disconnected(self, *, private: bool) -> None:
         pass
 
+    def forget_in_child(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
