@@ -127,6 +127,7 @@ arm64-check: $(READY) ## as root: the C tests and TESTS on emulated arm64 proces
 hosts-campaign: ROUNDS = 20
 hosts-campaign: $(READY) ## as root: cuts, kills and slows jobs on hosts of our own, ROUNDS times (default 20), with SEED
 	$(BIN)/python -m tests.nodes.campaign --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.nodes.travels --rounds $(ROUNDS) --seed $(SEED)
 
 nodes-check: $(READY) ## as root: jobs on several hosts of our own; SCENARIO=worker runs one
 	$(BIN)/python -m tests.nodes $(SCENARIO)

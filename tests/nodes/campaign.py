@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tests.nodes.cluster import Cluster, Launch
 from tests.support import hosts
@@ -32,6 +33,13 @@ STEPS, MORE, PACE_S = 30, 5, 0.02
 STRIKES_MAX = 3
 
 _undisturbed: dict[int, dict[int, dict[int, str]]] = {}  # ranks -> rank -> step -> loss
+
+
+class Struck(Protocol):
+    """What a fault needs."""
+
+    chance: random.Random
+    cluster: Cluster
 
 
 @dataclass
@@ -75,7 +83,7 @@ class Round:
 
     def strike(self) -> None:
         """One launch with a fault; it ends well, or its launcher ends it."""
-        fault = self.chance.choice([*_FAULTS])
+        fault = self.chance.choice([*FAULTS])
         step = self.target + self.chance.randrange(1, STEPS - 10)
         host = self.chance.choice(self.cluster.hosts)
         self.says.append(f"{fault} {host.name} at {step}")
@@ -83,7 +91,7 @@ class Round:
         words = ["--die", f"{rank}:{step}"] if fault == "worker" else []
         with self.launch(STEPS, *words) as run:
             run.reaches(step)
-            if _FAULTS[fault](self, host, run):
+            if FAULTS[fault](self, host, run):
                 run.finish()
         if host.apart is None:
             self.cluster.restart(host)
@@ -106,7 +114,7 @@ class Round:
         assert {life.known for life in lives} == {self.target}, lives
 
 
-def _daemon(round_: Round, host: Host, _: Launch) -> bool:
+def _daemon(round_: Struck, host: Host, _: Launch) -> bool:
     daemon = round_.cluster.daemons[round_.cluster.hosts.index(host)]
     daemon.kill()
     daemon.start()
@@ -114,7 +122,7 @@ def _daemon(round_: Round, host: Host, _: Launch) -> bool:
 
 
 def _cable(spoil: Callable[[Host, Host], None], mend: Callable[[Host, Host], None]) -> _Fault:
-    def strike(round_: Round, host: Host, run: Launch) -> bool:
+    def strike(round_: Struck, host: Host, run: Launch) -> bool:
         other = round_.chance.choice([one for one in round_.cluster.hosts if one is not host])
         count = other.retransmitted() + host.retransmitted() + 3
         spoil(host, other)
@@ -126,15 +134,15 @@ def _cable(spoil: Callable[[Host, Host], None], mend: Callable[[Host, Host], Non
 
 
 def _gone(how: Callable[[Host], None]) -> _Fault:
-    def strike(_: Round, host: Host, _run: Launch) -> bool:
+    def strike(_: Struck, host: Host, _run: Launch) -> bool:
         how(host)
         return False
 
     return strike
 
 
-_Fault = Callable[[Round, Host, Launch], bool]  #: whether the launch goes on to its end
-_FAULTS: Mapping[str, _Fault] = {
+_Fault = Callable[[Struck, Host, Launch], bool]  #: whether the launch goes on to its end
+FAULTS: Mapping[str, _Fault] = {
     "nothing": lambda *_: True,
     "worker": lambda *_: True,
     "daemon": _daemon,

@@ -25,7 +25,7 @@ RENDEZVOUS_PORT = 29500
 _SAID = re.compile(
     r"rank (?P<rank>\d+) (?:begins at step (?P<begin>\d+) at (?P<when>[\d.]+) s"
     r"|step (?P<step>\d+) loss (?P<loss>-?[\d.]+(?:e[-+]\d+)?)"
-    r"|knows (?P<known>\d+)|is (?P<done>done))"
+    r"|knows (?P<known>\d+)|is (?P<done>done)|holds (?P<held>\w+) at step (?P<at>\d+))"
 )
 
 
@@ -75,10 +75,12 @@ class Cluster:
         host.start()
         self.daemons[self.hosts.index(host)].start()
 
-    def launch(self, *words: object, job: str = "job", first: int = 0, **options: object) -> Launch:
-        """`first`: the host of rank 0; those after it follow."""
-        hosts = [*self.hosts[first:], *self.hosts[:first]]
-        daemons = [*self.daemons[first:], *self.daemons[:first]]
+    def launch(
+        self, *words: object, job: str = "job", order: Sequence[int] = (), **options: object
+    ) -> Launch:
+        """`order`: of the hosts that take part, if not all; the ranks follow it."""
+        order = order or range(len(self.hosts))
+        hosts, daemons = ([some[at] for at in order] for some in (self.hosts, self.daemons))
         return Launch(hosts, daemons, words, job, **options)  # type: ignore[arg-type]
 
 
@@ -116,6 +118,7 @@ class Life:
     when_s: float
     losses: dict[int, str] = field(default_factory=dict)
     known: int = 0  #: the newest step that it knew to be global
+    held: dict[int, str] = field(default_factory=dict)  #: at each step, also the first one
     done: bool = False
 
 
@@ -133,6 +136,8 @@ def lives_in(*texts: str) -> list[Life]:
                 here[rank].losses[int(said["step"])] = said["loss"]
             elif said["known"]:
                 here[rank].known = int(said["known"])
+            elif said["held"]:
+                here[rank].held[int(said["at"])] = said["held"]
             else:
                 here[rank].done = True
     return sorted(found, key=lambda life: life.when_s)

@@ -2,7 +2,8 @@
 
 It prints `rank 1 begins at step 0 at 12.5 s` (of this machine's clock), `rank 1 step 7 loss 0.25`
 for each step, with all digits, `rank 1 knows 7` for the newest step that it knows to be global, and
-`rank 1 is done`."""
+`rank 1 is done`. With --mib also `rank 1 holds 1f0c5a77 at step 7`, a digest of its state after the
+restore and after each step."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,6 +40,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0, help="seconds that a step takes longer")
     parser.add_argument("--grow", type=int, default=0, help="the state is larger from this step on")
     parser.add_argument("--mib", type=int, default=0, help="more state of each rank")
+    parser.add_argument("--replicated", action="store_true", help="all ranks have the same state")
     parser.add_argument("--undisturbed", action="store_true", help="without a client")
     parser.add_argument("--late", action="store_true", help="the client comes after the group")
     parser.add_argument("--apart", action="store_true", help="the group has a store of its own")
@@ -69,12 +72,32 @@ class Training:
         self.optimizer.step()
         return loss.item()
 
+    def digest(self) -> int:
+        found = 0
+        for parameter in self.model.parameters():
+            kept = self.optimizer.state.get(parameter, {})
+            for tensor in (parameter.detach(), *(kept[key] for key in sorted(kept))):
+                found = zlib.crc32(tensor.numpy().tobytes(), found)
+        return found
+
 
 class Growing:
-    """Makes the state larger, and changes no loss."""
+    """Makes the state larger, and changes no loss. Every second step has the values of the step
+    before, so that its checkpoint refers to that one."""
 
-    def __init__(self, mib: int) -> None:
-        self.more = torch.full((max(1, mib << 18),), float(dist.get_rank()))
+    def __init__(self, mib: int, rank: int) -> None:
+        self._rank = rank
+        self.more = torch.full((max(1, mib << 18),), self._value(0))
+
+    def _value(self, step: int) -> float:
+        return float(self._rank * 10_000 + step // 2)
+
+    def make(self, step: int) -> None:
+        if step % 2 == 0:
+            self.more = torch.full_like(self.more, self._value(step))
+
+    def check(self, step: int) -> None:
+        assert (self.more == self._value(step)).all(), f"other values than those of step {step}"
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"more": self.more}
@@ -129,16 +152,22 @@ def meet(apart: bool) -> None:
 def train(chosen: argparse.Namespace, client: PCcheckClient | None) -> bool:
     """Whether it made all steps."""
     training = Training()
-    rank, begin, known, growing = training.rank, 0, Known(training.rank), Growing(chosen.mib)
+    rank, begin, known = training.rank, 0, Known(training.rank)
+    growing = Growing(chosen.mib, 0 if chosen.replicated else rank)
     if client is not None:
         client.attach(model=training.model, optimizer=training.optimizer, rng=True, growing=growing)
         begin = client.restore().step or 0
         if chosen.mib:
-            assert (growing.more == float(rank)).all()
+            growing.check(begin)
     print(f"rank {rank} begins at step {begin} at {time.monotonic()} s", flush=True)
+    if chosen.mib:
+        print(f"rank {rank} holds {training.digest():08x} at step {begin}", flush=True)
     step = begin
     for step in range(begin + 1, chosen.steps + 1):
         print(f"rank {rank} step {step} loss {training.step()!r}", flush=True)
+        if chosen.mib:
+            growing.make(step)
+            print(f"rank {rank} holds {training.digest():08x} at step {step}", flush=True)
         if step == chosen.grow:
             growing.more = torch.zeros(GROWN)
         if client is not None and step % chosen.every == 0:
@@ -157,10 +186,12 @@ def main() -> None:
     chosen = options()
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-    client = None if chosen.undisturbed or chosen.late else PCcheckClient()
+    client = None
+    if not (chosen.undisturbed or chosen.late):
+        client = PCcheckClient(replicated=chosen.replicated)
     meet(chosen.apart)
     if chosen.late and not chosen.undisturbed:
-        client = PCcheckClient()
+        client = PCcheckClient(replicated=chosen.replicated)
     if chosen.stop and client is not None:
         client.stop_on(signal.SIGUSR1)
     is_done = train(chosen, client)
