@@ -30,12 +30,13 @@ from pccheck_native import _core
 from pccheck_native.nodes import peer
 from pccheck_store.reading.peers import STREAMS, PeerPayloads
 from pccheck_wire.messages import FarNode, FarPart, Opened
-from pccheckd.peer import identity, program
+from pccheckd.peer import program
 from pccheckd.peer.grant import ReadGrant
+from pccheckd.peer.identity import NodeIdentity
 from pccheckd.peer.server import Peers
 
 PIECE = peer.PIECE_BYTES
-TOKEN, START = bytes(peer.TOKEN_BYTES), bytes(16)
+START = bytes(16)
 
 
 def stored(directory: Path, size: int) -> Path:
@@ -70,7 +71,7 @@ class Plain:
     def __init__(self) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.place = listener.getsockname()
-        context = program._context(identity.make().pem)
+        context = program._context(NodeIdentity(b"plain").key(0).pem)
         self.pid = os.fork()
         if self.pid == 0:
             data = memoryview(os.urandom(PIECE))
@@ -126,27 +127,35 @@ def from_peer(node: FarNode, digest: bytes, nbytes: int, into: bytearray) -> flo
     return took_s
 
 
-async def measured(path: Path, size: int, rounds: int) -> dict[str, list[float]]:
-    volume = _core.Volume(path, writable=False, allow_buffered=True)
-    entry = next(one for one in volume.table() if one.sequence)
-    volume.close()
+class Volume:
+    """What the daemon of the other node shares: the one checkpoint of a volume."""
 
-    async def allow(_: int, __: peer.Ask) -> ReadGrant:
-        return ReadGrant(str(path), entry.sequence, 1, os.open(path, os.O_RDONLY))
+    def __init__(self, path: Path) -> None:
+        volume = _core.Volume(path, writable=False, allow_buffered=True)
+        self.path, self.entry = path, next(one for one in volume.table() if one.sequence)
+        volume.close()
 
-    async def damaged(_: int, __: peer.Ask, ___: int) -> None:
+    async def allow(self, uid: int, ask: peer.Ask) -> ReadGrant:
+        return ReadGrant(str(self.path), self.entry.sequence, 1, os.open(self.path, os.O_RDONLY))
+
+    async def held(self, uid: int, job: str) -> bytes:
+        raise AssertionError("nobody asks for it")
+
+    async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         raise AssertionError("it is damaged")
 
-    plain = Plain()
-    peers = Peers("127.0.0.1", allow, damaged)
-    endpoint = await peers.endpoint(os.getuid())
-    assert endpoint is not None
-    node = FarNode("b", list(endpoint.addresses), endpoint.fingerprint, TOKEN)
+
+async def measured(path: Path, size: int, rounds: int) -> dict[str, list[float]]:
+    plain, volume = Plain(), Volume(path)
+    peers = Peers("127.0.0.1", path.parent, volume)
+    server = await peers.server(os.getuid(), "bench")
+    assert server is not None
+    node = FarNode("b", list(server.addresses), server.fingerprint, server.token)
     into = bytearray(size)
     ways = {
         "one plain TLS stream": lambda: plain.read(size, 1, into),
         f"{STREAMS} plain TLS streams": lambda: plain.read(size, STREAMS, into),
-        "verified, from a peer": lambda: from_peer(node, entry.digest, size, into),
+        "verified, from a peer": lambda: from_peer(node, volume.entry.digest, size, into),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     try:

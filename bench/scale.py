@@ -107,7 +107,7 @@ class Node:
             parts=parts,
         )  # fmt: skip
 
-    async def record(self, found: StartList, answer: StartAnswer) -> None:
+    async def record(self, found: StartList, answer: StartAnswer, servers: object) -> None:
         self.records[found.start] = self.records[found.start].with_answer(answer).brief()
         self.mine = facts.begin(found.start, answer.restored, (), KEEP)
         self.restored, self.asked = answer.restored, None

@@ -128,10 +128,12 @@ async def _serve(
             # What the start has logged is written before READY.
             await engine.call(os.getuid(), logs.flush)
             notifier.send("READY=1")
+            serving = asyncio.create_task(registry.nodes.serve(), name="peer servers")
             async with supervisor:
                 leaving = asyncio.create_task(_leave(leave, stop, sessions))
                 await stop.wait()
                 leaving.cancel()
+                serving.cancel()
                 notifier.send("STOPPING=1")
         LOG.info("stopping: copied checkpoints become durable, for %g s", config.drain_limit_s)
         sessions.drain()

@@ -437,8 +437,8 @@ class Status(Message):
 
 @message("servers")
 class ListServers(Message):
-    """-> `Report`: of the peer's running jobs on several nodes, where each node lets the others
-    read."""
+    """-> `Report`: of the peer's jobs on several nodes (root: of all), where each node lets the
+    others read, with the tokens for that; also after the job."""
 
 
 @message("list")

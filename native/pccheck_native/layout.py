@@ -4,9 +4,11 @@
     <storage>/.pccheckd.socket                        where a private daemon listens
     <storage>/.pccheckd.starting                      its clients' flock, to find or start it
     <storage>/.pccheckd.node                          the id of the node that the directory is of
+    <storage>/.pccheckd.secret                        its keys and tokens follow from it
     <storage>/<uid>/<job>/rank-<rank>.<generation>.pcc   a volume
     <storage>/<uid>/<job>/rank-....pcc.<anything>.tmp    one that is being made
     <storage>/<uid>/<job>/start-<id>.json             the record of a start of several nodes
+    <storage>/<uid>/<job>/servers.json                where these nodes read from each other
 
 A volume whose state outgrew its slots is followed by one of the next generation. Names are built
 from checked parts only, and links are never followed, so that nothing here leaves the directory.
@@ -25,6 +27,7 @@ from typing import NamedTuple
 LOCK_NAME = ".pccheckd.lock"
 SOCKET_NAME = ".pccheckd.socket"
 NODE_NAME = ".pccheckd.node"
+SECRET_NAME = ".pccheckd.secret"
 _PATH_BYTES_MAX = 4096
 #: An attribute of the directory: its own number, and the identity that it has instead.
 _REPLACES = "user.pccheck.replaces"
@@ -39,7 +42,8 @@ _NUMBER = r"(0|[1-9][0-9]{0,9})"
 _UID = re.compile(_NUMBER)
 _VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
 _START = re.compile(r"start-([0-9a-f]{32})\.json(\.tmp)?")
-_TEMPORARY = re.compile(r"\.?(rank|start)-.*\.tmp", re.DOTALL)
+_SERVERS = "servers.json"
+_TEMPORARY = re.compile(r"\.?((rank|start)-.*|servers\.json)\.tmp", re.DOTALL)
 
 
 class VolumeFile(NamedTuple):
@@ -135,6 +139,21 @@ def start_path(storage: Path, uid: int, job: str, start: bytes) -> Path:
     return volume_path(storage, uid, job, 0).with_name(f"start-{start.hex()}.json")
 
 
+def servers_path(storage: Path, uid: int, job: str) -> Path:
+    """Where the nodes of a job read from each other (pccheckd/nodes/travel/servers.py)."""
+    return volume_path(storage, uid, job, 0).with_name(_SERVERS)
+
+
+def jobs_with_servers(storage: Path) -> list[tuple[int, str]]:
+    """The jobs that have such a file."""
+    found = []
+    for path in storage.glob(f"*/*/{_SERVERS}"):
+        uid, job = path.parts[-3:-1]
+        if _UID.fullmatch(uid) and _JOB.fullmatch(job) and not path.is_symlink():
+            found.append((int(uid), job))
+    return sorted(found)
+
+
 def start_records(directory: Path) -> dict[bytes, Path]:
     """The records of starts in the directory of a job, by the ids of the starts."""
     with contextlib.suppress(FileNotFoundError):
@@ -145,12 +164,13 @@ def start_records(directory: Path) -> dict[bytes, Path]:
 
 
 def left_records(directory: Path) -> list[Path]:
-    """The same if the job has no volume there any more, also those that were being written; else
-    none."""
-    names = [entry.name for entry in _entries(directory)]
+    """What is left of a job that has no volume there any more: the same, the addresses of its
+    nodes, and those of them that were being written; else none."""
+    names = sorted(entry.name for entry in _entries(directory))
     if any(_VOLUME.fullmatch(name) for name in names):
         return []
-    return [directory / name for name in sorted(names) if _START.fullmatch(name)]
+    others = (_SERVERS, f"{_SERVERS}.tmp")
+    return [directory / name for name in names if _START.fullmatch(name) or name in others]
 
 
 def parse_volume_path(storage: Path, path: Path) -> VolumeFile:

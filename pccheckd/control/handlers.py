@@ -147,7 +147,10 @@ class Handlers:
             case messages.Status():
                 return messages.Report(await self._status(session))
             case messages.ListServers():
-                return messages.Report(await report.servers(session.uid, self._registry))
+                found = await self._engine.look(
+                    session.uid, report.servers, session.uid, self._registry
+                )
+                return messages.Report(found)
             case messages.ListVolumes():
                 found = await self._engine.look(
                     session.uid, report.listing, session.uid, self._config, body.job,

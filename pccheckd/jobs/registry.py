@@ -38,7 +38,7 @@ class Registry:
         self.jobs: dict[tuple[int, str], Job] = {}
         self.memory = Dram(engine, self.tenants)
         self._disk = IdleDisk(self.tenants)
-        self.nodes = Nodes(engine)
+        self.nodes = Nodes(engine, self.job)
         self._locks: dict[int, asyncio.Lock] = {}  # by uid: no user waits for another's disk
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@
 | `<s>/asked/<round>` | who decides, and lacks a list | all |
 | `<s>/who/<digest>` | who is asked | who decides |
 | `<s>/homes/<round>` | who decides, if a node lacks what its ranks read | these nodes |
+| `<s>/servers/<round>` | who decides, before the answer | all members |
 | `<s>/answer/<round>` | who decides first, or who refuses | all |
 | `<s>/have/<i>`, `<s>/bell` | member i | member 0; the others for `status` |
 | `<s>/said`, `<s>/said/bell` | member 0 | the others |
@@ -47,7 +48,7 @@ from pccheck_native.nodes.lists import (
     may_promise,
     member_of,
 )
-from pccheck_native.nodes.offers import Offer, PeerServer, StartAnswer
+from pccheck_native.nodes.offers import NodeServer, Offer, StartAnswer, servers_of_plain
 from pccheckd.base.logs import LOG
 from pccheckd.base.moves import moved
 
@@ -106,7 +107,9 @@ class NodeKeeper(Protocol):
     def unanswered(self) -> StartList | None: ...  # of the newest promise, if it has no answer here
     async def promise(self, found: StartList) -> Refused | None: ...
     async def offer(self, found: StartList, round_: int) -> Offer: ...
-    async def record(self, found: StartList, answer: StartAnswer) -> None: ...
+    async def record(
+        self, found: StartList, answer: StartAnswer, servers: Sequence[NodeServer]
+    ) -> None: ...
     def have(self) -> Have | None: ...
     def heard(self, said: Said, lacks: Mapping[SaveName, str]) -> None: ...
 
@@ -349,14 +352,14 @@ class NodeMember:
         offer = await self._keeper.offer(found, round_)
         round_now = Round(self.patient, self._key, found, self.at, round_, offer)
         await round_now.offer()
-        answer = self._key("answer", round_)
+        answer, servers = self._key("answer", round_), self._key("servers", round_)
         began_s, pause = time.monotonic(), PAUSE_FIRST_S
         while True:
             said = [self._hello] if round_ == 0 and self._hello[0] else []
-            keys = [answer, *round_now.keys, *(key for key, _ in said)]
-            value, mine, asked, *there = await self.patient.get(keys)
+            keys = [answer, servers, *round_now.keys, *(key for key, _ in said)]
+            value, where, mine, asked, *there = await self.patient.get(keys)
             if value is not None:
-                return await self._answered(found, value)
+                return await self._answered(found, value, where)
             is_kept = await round_now.look(mine, asked) and there == [value for _, value in said]
             if round_ == 0 and not is_kept:  # the store has come back empty
                 self._lists_seen = 0
@@ -396,10 +399,13 @@ class NodeMember:
             answer, homes = await asyncio.to_thread(_decided, came, found, number)  # of any length
             if homes is not None:
                 await self.patient.set(self._key("homes", number), homes.to_plain())
+            if any(one.peer is not None for one in came):
+                servers = [one.server.to_plain() for one in came]
+                await self.patient.set(self._key("servers", number), servers)
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
             await self.patient.swap(key, packed(plain))
 
-    async def _answered(self, found: StartList, value: bytes) -> bool:
+    async def _answered(self, found: StartList, value: bytes, servers: bytes | None) -> bool:
         plain = unpacked(value)
         if isinstance(plain, list) and plain[:1] == ["refused"]:
             return self._refuse(Refused(*(str(word) for word in (*plain[1:], "", "")[:2])))
@@ -408,7 +414,7 @@ class NodeMember:
         except ValueError as error:
             return self._refuse(Refused(f"the answer of this start cannot be read: {error}", ""))
         self.missing = ""
-        await self._keeper.record(found, answer)
+        await self._keeper.record(found, answer, parsed(servers_of_plain, servers) or ())
         self._answer = value
         return True
 
@@ -420,16 +426,6 @@ class NodeMember:
                 return None
             self._homes[round_] = found
         return self._homes[round_]
-
-    async def servers(self) -> list[tuple[bool, PeerServer | None]]:
-        """For a person who asks: whether each member has offered, and where the others read from it
-        (None: nowhere). Raises CarrierError."""
-        found = self.list
-        if found is None:
-            return []
-        keys = [self._key("offer", self._round, at) for at in range(len(found.members))]
-        values = await self.patient.look(keys)
-        return [(value is not None, parsed(Offer.server_of, value)) for value in values]
 
     # -- how it runs ---------------------------------------------------------------------------
 

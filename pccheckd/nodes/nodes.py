@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pccheck_native import layout
@@ -17,24 +19,28 @@ from pccheckd.storage.node import node_of
 from .carriers.etcd import Etcd
 from .carriers.gateway import Gateway
 from .carriers.voice import StoreVoice
-from .travel.sharing import Sharing
 from .wide import WideJob
 
 
 class Nodes:
     """Owned by the registry."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, load: Callable[[int, str], Awaitable[Job]]) -> None:
+        """`load`: a job that is on the disk."""
+        self._engine, self._load = engine, load
         self._node = b""  # the random id of the storage directory
         self._jobs: dict[tuple[int, str], WideJob] = {}
         self._etcd: Etcd | None = None
-        self.peers = Peers(engine.config.listen, self._allow, self._damaged)
+        self.peers = Peers(engine.config.listen, engine.config.storage, self)
         if engine.config.coordinator:
             credentials = engine.config.coordinator_credentials
             place = coordinator.parse(engine.config.coordinator)
             gateway = Gateway(place, Path(credentials) if credentials else None)
             self._etcd = Etcd(gateway, "pccheck/")
+
+    def running(self) -> set[tuple[int, str]]:
+        """The jobs of which processes live here, by uid and name."""
+        return {key for key, wide in self._jobs.items() if wide.is_live}
 
     def of(self, job: Job) -> WideJob | None:
         """What the job is beside the other nodes; None: it never had ranks there."""
@@ -60,17 +66,35 @@ class Nodes:
         if await self._engine.call(job.uid, layout.start_records, directory):
             await self.take(job)
 
-    async def _allow(self, uid: int, ask: peer.Ask) -> ReadGrant:
-        return await self._shared(uid, ask).allow(ask)
+    async def serve(self) -> None:
+        """Starts the peer servers of users whose jobs have had one: other nodes may ask for what
+        this node holds before the jobs begin again."""
+        if self._engine.config.listen:
+            storage = self._engine.config.storage
+            found = await asyncio.to_thread(layout.jobs_with_servers, storage)
+            for uid, job in dict(found).items():
+                await self.peers.server(uid, job)
 
-    async def _damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
-        await self._shared(uid, ask).damaged(ask, sequence)
+    # -- Shares ---------------------------------------------------------------------------------
 
-    def _shared(self, uid: int, ask: peer.Ask) -> Sharing:
-        wide = self._jobs.get((uid, ask.job))
-        if wide is None:
+    async def allow(self, uid: int, ask: peer.Ask) -> ReadGrant:
+        return await (await self._wide(uid, ask.job)).sharing.allow(ask)
+
+    async def held(self, uid: int, job: str) -> bytes:
+        return (await (await self._wide(uid, job)).holding()).packed()
+
+    async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
+        await (await self._wide(uid, ask.job)).sharing.damaged(ask, sequence)
+
+    async def _wide(self, uid: int, job: str) -> WideJob:
+        """Loaded if it was not. The token was right, so this node has made it for this job."""
+        if (uid, job) not in self._jobs:
+            place = layout.servers_path(self._engine.config.storage, uid, job)
+            if await self._engine.call(uid, place.exists):
+                await self._load(uid, job)
+        if (uid, job) not in self._jobs:
             raise NoCheckpointError("this node has no such job")
-        return wide.sharing
+        return self._jobs[uid, job]
 
     async def close(self, job: Job) -> None:
         wide = self._jobs.pop((job.uid, job.name), None)

@@ -1,5 +1,6 @@
-"""What a node keeps on its disk of a job's starts: a record of each start beside the volumes, and
-in records and volumes what it has promised (native/FORMAT.md, Promise).
+"""What a node keeps on its disk of a job's starts: a record of each start beside the volumes, in
+records and volumes what it has promised (native/FORMAT.md, Promise); and where the nodes of the
+last start read from each other.
 
 All calls block on the disk. One process at a time calls them: the daemon with the lock of the
 storage directory."""
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 from pccheck_native import _core, catalog, layout
 from pccheck_native.identity import UNKNOWN
 from pccheck_native.nodes.lists import Promise
-from pccheck_native.nodes.offers import StartRecord, unneeded
+from pccheck_native.nodes.offers import NodeServer, StartRecord, servers_of_plain, unneeded
 from pccheck_wire.errors import DamagedError, PccheckError, RefusedError
+from pccheckd.base.logs import LOG
 
 SCHEMA = 1
 RECORD_BYTES_MAX = 16 << 20
@@ -99,6 +101,24 @@ class Records:
         as `read` does, and ValueError for another list."""
         self.read(record.start)
         self._write(record)
+
+    def servers(self) -> tuple[NodeServer, ...]:
+        """Of the last start; () if there was none, or its file is damaged: the next start writes
+        the file again. Raises OSError."""
+        try:
+            content = layout.load(layout.servers_path(*self._place), RECORD_BYTES_MAX)
+            found = json.loads(content, object_hook=_decoded)
+            return servers_of_plain(found["servers"] if found["schema"] == SCHEMA else ())
+        except FileNotFoundError:
+            return ()
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            LOG.warning("%s is left out: %s", layout.servers_path(*self._place), error)
+            return ()
+
+    def keep_servers(self, servers: Iterable[NodeServer]) -> None:
+        """Replaces them, durably. Raises OSError."""
+        plain = {"schema": SCHEMA, "servers": [one.to_plain() for one in servers]}
+        layout.store(layout.servers_path(*self._place), _encoded(plain) + b"\n")
 
     def forget(self) -> list[Path]:
         """Removes the records that this node needs no more, and says which: no checkpoint and no

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from pccheck_native.nodes.lists import ListMember, listed
 from pccheck_wire.basics import size_text
 from pccheckd import VERSION
 
-from .carriers.carrier import CarrierError
 from .member import MemberPhase, NodeMember
 from .view import Waited
 from .wide import WideJob
@@ -22,9 +20,6 @@ PATIENCE_S = 10.0
 
 #: So long a node may not have begun to save what others have. Its ranks make the same steps.
 BEHIND_S = 60.0
-
-#: So long a person waits for the store.
-ASK_LIMIT_S = 5.0
 
 TORCH_STORE = "the process with the store (torchrun's agent, or rank 0)"
 
@@ -125,29 +120,6 @@ def document(wide: WideJob) -> Document | None:
         "operations_per_global": round(running / globals_, 2) if globals_ else None,
         "nodes": [row.document() for row in rows(wide)],
     }
-
-
-async def servers(wide: WideJob) -> Document | None:
-    """Where the nodes of a running job let each other read; None without a process here, or if the
-    store does not answer soon."""
-    member = wide.member
-    if member is None or member.list is None or wide.start is None:
-        return None
-    try:
-        async with asyncio.timeout(ASK_LIMIT_S):
-            found = await member.servers()
-    except (CarrierError, TimeoutError):
-        return None
-    nodes = [
-        {
-            "host": one.host, "node": one.node.hex()[:8], "here": one.node == wide.node,
-            "offered": has_offered,
-            "addresses": [*server.addresses] if server is not None else [],
-            "fingerprint": server.fingerprint.hex() if server is not None else "",
-        }
-        for one, (has_offered, server) in zip(member.list.members, found, strict=True)
-    ]  # fmt: skip
-    return {"uid": wide.job.uid, "job": wide.job.name, "nodes": nodes}
 
 
 def silent_s(wide: WideJob) -> float:

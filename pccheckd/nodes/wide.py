@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +19,12 @@ from pccheck_native.group import Held, Refused
 from pccheck_native.nodes import alone, lists
 from pccheck_native.nodes.beginning import decide
 from pccheck_native.nodes.facts import FullName, Have, Said, SaveName
+from pccheck_native.nodes.holding import Holding
 from pccheck_native.nodes.lists import NodeHello, StartList
 from pccheck_native.nodes.offers import (
     HeldPart,
+    NodeServer,
     Offer,
-    PeerServer,
     StartAnswer,
     StartRecord,
     Word,
@@ -391,10 +392,17 @@ class WideJob:
         await self._refresh()
         mine = self._known[found.start]
         answers = (StartAnswer(found.start, n, one, mine.seen) for n, one in mine.restored)
-        endpoint = await self._peers.endpoint(self.job.uid)
+        peer = await self._peers.server(self.job.uid, self.job.name)
         offer = self._offer(self._promise(), self._restoring.word(round_))
-        peer = endpoint and PeerServer(*endpoint, self.sharing.token)
         return offer._replace(answers=tuple(answers), round=round_, peer=peer)
+
+    async def holding(self) -> Holding:
+        """What this node has of the job, for a person who asks another node."""
+        if not self.is_live:
+            await self._refresh()
+        peer = await self._peers.server(self.job.uid, self.job.name)
+        offer = self._offer(self._promise(), Word())._replace(peer=peer)
+        return Holding(offer, VERSION, self.is_live)
 
     def _offer(self, promise: lists.Promise, word: Word) -> Offer:
         """What the volumes hold, in the first round of a start."""
@@ -409,7 +417,9 @@ class WideJob:
             known=tuple(sorted(known)), parts=held, word=word,
         )  # fmt: skip
 
-    async def record(self, found: StartList, answer: StartAnswer) -> None:
+    async def record(
+        self, found: StartList, answer: StartAnswer, servers: Sequence[NodeServer]
+    ) -> None:
         """The answer of a round, on the disk before its ranks restore."""
         start = self._start
         assert start is not None
@@ -420,9 +430,17 @@ class WideJob:
             start.id = found.start
             await self._begin_in_volumes(start)
         await self._take_up(start, record)
+        self._restoring.wake()
         if answer.round == 0:
             await self._forget()
-        self._restoring.wake()
+        await self._keep_servers(servers)
+
+    async def _keep_servers(self, servers: Sequence[NodeServer]) -> None:
+        try:
+            if servers:
+                await self._call(self._records.keep_servers, servers)
+        except OSError as error:
+            LOG.warning("job %s: where its nodes are is not kept: %s", self.job.name, error)
 
     async def _forget(self) -> None:
         """Removes the records of starts that this node needs no more."""

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-from pccheck_native import catalog
+from pccheck_native import catalog, layout
 from pccheck_native.identity import hexadecimal
+from pccheck_native.nodes.offers import NodeServer
 from pccheck_native.transfer import Case, offered
 from pccheck_wire.basics import plural
 from pccheck_wire.messages import CheckpointState as State
@@ -28,6 +29,8 @@ from pccheckd.jobs.memory import Dram
 from pccheckd.jobs.registry import Registry
 from pccheckd.jobs.sessions import Session
 from pccheckd.nodes import seen as seen_nodes
+from pccheckd.nodes.records import Records
+from pccheckd.storage.node import node_of
 from pccheckd.storage.space import Disk
 from pccheckd.tenancy import outcomes
 from pccheckd.tenancy.binding import BindingState
@@ -457,12 +460,25 @@ def _unsaved(tenant: Tenant) -> str:
     return f"the {failed}; a restart resumes from an older checkpoint"
 
 
-async def servers(asker_uid: int, registry: Registry) -> Document:
-    """Where the nodes of running jobs let each other read."""
-    jobs = [job for job in registry.jobs.values() if has_access(asker_uid, job.uid)]
-    wide = filter(None, map(registry.nodes.of, jobs))
-    found = await asyncio.gather(*map(seen_nodes.servers, wide))
-    return {"schema": 1, "jobs": [*filter(None, found)]}
+def servers(asker_uid: int, registry: Registry) -> Document:
+    """Where the nodes of jobs let each other read, with the tokens for that: blocks on the disk. In
+    a job that has not begun again these are the places of its last start."""
+    storage, running = registry.config.storage, registry.nodes.running()
+    jobs: list[Document] = []
+    for uid, name in layout.jobs_with_servers(storage):
+        if has_access(asker_uid, uid) and (found := Records(storage, uid, name).servers()):
+            mine = node_of(storage).id
+            nodes = [_server(one, mine) for one in found]
+            jobs.append({"uid": uid, "job": name, "runs": (uid, name) in running, "nodes": nodes})
+    return {"schema": SCHEMA, "jobs": jobs}
+
+
+def _server(one: NodeServer, mine: bytes) -> Document:
+    addresses, fingerprint, token = one.peer or ((), b"", b"")
+    return {
+        "host": one.host, "node": one.node.hex(), "here": one.node == mine,
+        "addresses": [*addresses], "fingerprint": fingerprint.hex(), "token": token.hex(),
+    }  # fmt: skip
 
 
 def _notices(tenant: Tenant) -> list[str]:

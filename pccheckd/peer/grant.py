@@ -1,5 +1,5 @@
-"""What passes between the daemon and a peer server: a question, and what may be read then. Imported
-by both sides, so it imports almost nothing."""
+"""What passes between the daemon and a peer server: a question, and what is answered or may be read
+then. Imported by both sides, so it imports almost nothing."""
 
 from __future__ import annotations
 
@@ -24,17 +24,23 @@ class ReadGrant(NamedTuple):
         return _packed([self.path, self.sequence, self.wall_ns])
 
     @classmethod
-    def of_packed(cls, answer: bytes, descriptor: int) -> Self:
-        """Raises RefusedGrantError."""
+    def of_packed(cls, answer: bytes, descriptor: int) -> Self | bytes:
+        """Or a document that is to be sent as it is. Raises RefusedGrantError."""
         found = msgpack.unpackb(answer, use_list=True)
         if isinstance(found, str):
             raise RefusedGrantError(found)
+        if isinstance(found, bytes):
+            return found
         path, sequence, wall_ns = found
         return cls(path, sequence, wall_ns, descriptor)
 
 
 def refusal(words: str) -> bytes:
     return _packed(words)
+
+
+def document(content: bytes) -> bytes:
+    return _packed(content)
 
 
 def has_file(answer: bytes) -> bool:

@@ -42,7 +42,7 @@ FILES_MAX = 1024
 ADDRESS_SPACE_BYTES = 4 << 30
 STACK_BYTES = 512 * 1024
 DAEMON_LIMIT_S = 60.0
-ANSWER_BYTES_MAX = 1 << 20
+ANSWER_BYTES_MAX = peer.HOLDING_BYTES_MAX + 1024
 BUSY = "the peer server has as many connections as it takes"
 
 
@@ -60,7 +60,7 @@ class Daemon:
     def ready(self) -> None:
         self._link.sendall(framing.READY)
 
-    def ask(self, question: bytes) -> ReadGrant:
+    def ask(self, question: bytes) -> ReadGrant | bytes:
         """Raises RefusedGrantError."""
         return self._exchange(GrantRequest(question))
 
@@ -68,7 +68,7 @@ class Daemon:
         with contextlib.suppress(RefusedGrantError):
             self._exchange(GrantRequest(question, sequence))
 
-    def _exchange(self, request: GrantRequest) -> ReadGrant:
+    def _exchange(self, request: GrantRequest) -> ReadGrant | bytes:
         identity = struct.pack("<Q", next(self._numbers))
         answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._waiting[identity] = answers
@@ -154,6 +154,10 @@ class Server:
             grant = self._daemon.ask(question)
         except RefusedGrantError as error:
             _fail(stream, peer.REFUSED, str(error))
+            return
+        if isinstance(grant, bytes):
+            stream.settimeout(STRANGER_LIMIT_S)
+            stream.sendall(peer.ANSWER.pack(peer.OK, len(grant)) + grant)
             return
         with self._lock:
             is_taken = stream in self._strangers and _takes(

@@ -5,53 +5,52 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import ipaddress
 import pwd
 import socket
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Protocol
 
 from pccheck_native.nodes import peer
-from pccheck_native.nodes.offers import ADDRESSES_MAX
-from pccheck_wire.errors import PccheckError, UsageError
+from pccheck_native.nodes.offers import ADDRESSES_MAX, PeerServer
+from pccheck_wire.errors import PccheckError, RefusedError, UsageError
 from pccheckd.base.logs import LOG
 from pccheckd.base.threads import Threads
 from pccheckd.config import listen
 from pccheckd.helper.keeper import Handed, HelperKind, Keeper
+from pccheckd.storage.node import secret_of
 
-from . import identity
-from .grant import GrantRequest, ReadGrant, refusal
+from .grant import GrantRequest, ReadGrant, document, refusal
+from .identity import NodeIdentity, PeerKey
 
 BACKLOG = 256
 NOBODY = 65534
 REQUEST_BYTES_MAX = 2 * peer.ASK_BYTES_MAX
 
 
-class Endpoint(NamedTuple):
-    """Of a user's server."""
+class Shares(Protocol):
+    """What others may know and read of a user's jobs here: nodes/nodes.py. Raises PccheckError with
+    the words for who asked."""
 
-    addresses: tuple[str, ...]
-    fingerprint: bytes
-
-
-#: What a question may read; raises PccheckError with the words for who asked.
-Allow = Callable[[int, peer.Ask], Awaitable[ReadGrant]]
-#: A part was found damaged when it was read.
-Damaged = Callable[[int, peer.Ask, int], Awaitable[None]]
+    async def allow(self, uid: int, ask: peer.Ask) -> ReadGrant: ...
+    async def held(self, uid: int, job: str) -> bytes: ...  # `peer.Holding`, packed
+    async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None: ...  # when it was read
 
 
 class Peers:
     """Owned by the nodes of the daemon."""
 
-    def __init__(self, where: str, allow: Allow, damaged: Damaged) -> None:
-        self._where, self._allow, self._damaged = where, allow, damaged
-        self._servers: dict[int, tuple[Keeper, Endpoint]] = {}
+    def __init__(self, where: str, storage: Path, shares: Shares) -> None:
+        self._where, self._storage, self._shares = where, storage, shares
+        self._servers: dict[int, tuple[Keeper, tuple[str, ...], bytes]] = {}
         self._troubles: dict[int, str] = {}  # why there is no server
         self._locks: dict[int, asyncio.Lock] = {}
         self._threads = Threads(1, "peers")
+        self._identity: NodeIdentity | None = None
 
-    async def endpoint(self, uid: int) -> Endpoint | None:
-        """Of the user's server, which is started; None: without --listen, or if that fails."""
+    async def server(self, uid: int, job: str) -> PeerServer | None:
+        """Of the user, which is started; None: without --listen, or if that fails."""
         if not self._where:
             return None
         async with self._locks.setdefault(uid, asyncio.Lock()):
@@ -65,7 +64,9 @@ class Peers:
                     self._troubles[uid] = str(error)
                     return None
                 self._troubles.pop(uid, None)
-            return self._servers[uid][1]
+            _, addresses, fingerprint = self._servers[uid]
+        assert self._identity is not None
+        return PeerServer(addresses, fingerprint, self._identity.token(uid, job))
 
     def why_closed(self, uid: int) -> str:
         """Why the user has no server, in words that end a sentence; "": there is one, or there will
@@ -73,15 +74,16 @@ class Peers:
         return self._troubles.get(uid, "") if self._where else "it has no --listen"
 
     async def close(self) -> None:
-        for keeper, _ in self._servers.values():
+        for keeper, *_ in self._servers.values():
             await keeper.close()
         self._threads.stop()
 
-    async def _start(self, uid: int) -> tuple[Keeper, Endpoint]:
-        """Raises UsageError, OSError, RuntimeError."""
+    async def _start(self, uid: int) -> tuple[Keeper, tuple[str, ...], bytes]:
+        """Raises PccheckError, OSError, RuntimeError."""
         self._threads.begin()
-        made = await asyncio.wrap_future(self._threads.submit(identity.make))
-        sockets = _sockets(self._where)
+        identity, made = await asyncio.wrap_future(self._threads.submit(self._identify, uid))
+        self._identity = identity
+        sockets = _sockets(self._where, identity.port(uid))
         kind = HelperKind(
             "pccheckd.peer.program", "sends checkpoints to other nodes",
             "checkpoints of this node do not need it", REQUEST_BYTES_MAX, secret=made.pem,
@@ -93,16 +95,25 @@ class Peers:
         LOG.info("uid %d: other nodes read its checkpoints at %s", uid, ", ".join(where))
         if all(listen.is_loopback(one.getsockname()[0]) for one in sockets):
             LOG.warning("--listen %s is reached from this machine only", self._where)
-        return keeper, Endpoint(where, made.fingerprint)
+        return keeper, where, made.fingerprint
+
+    def _identify(self, uid: int) -> tuple[NodeIdentity, PeerKey]:
+        identity = self._identity or NodeIdentity(secret_of(self._storage))
+        return identity, identity.key(uid)
 
     async def _answer(self, uid: int, request: bytes) -> bytes | Handed | None:
         try:
             asked = GrantRequest.of_packed(request)
             ask = peer.Ask.of_packed(asked.ask)
+            assert self._identity is not None
+            if not hmac.compare_digest(ask.token, self._identity.token(uid, ask.job)):
+                raise RefusedError("the token is not that of this job on this node")
+            if not ask.start:
+                return document(await self._shares.held(uid, ask.job))
             if asked.damaged:
-                await self._damaged(uid, ask, asked.damaged)
+                await self._shares.damaged(uid, ask, asked.damaged)
                 return refusal("")
-            grant = await self._allow(uid, ask)
+            grant = await self._shares.allow(uid, ask)
         except PccheckError as error:
             return refusal(error.message)
         except ValueError as error:
@@ -120,12 +131,12 @@ def _gid(uid: int) -> int:
         return NOBODY
 
 
-def _sockets(where: str) -> list[socket.socket]:
-    """Raises UsageError, OSError."""
+def _sockets(where: str, usual: int) -> list[socket.socket]:
+    """`usual`: the port, where none is named, unless it is taken. Raises UsageError, OSError."""
     made: list[socket.socket] = []
     try:
         for place in listen.parse(where):
-            made += (_bound(address, place.port) for address in listen.addresses(place))
+            made += (_bound(address, place.port, usual) for address in listen.addresses(place))
         if len(made) > ADDRESSES_MAX:
             raise UsageError(
                 f"--listen {where} has {len(made)} addresses, more than {ADDRESSES_MAX}",
@@ -138,20 +149,22 @@ def _sockets(where: str) -> list[socket.socket]:
     return made
 
 
-def _bound(address: str, port: int) -> socket.socket:
-    """The first free port from `port` on; 0: any."""
+def _bound(address: str, port: int, usual: int) -> socket.socket:
+    """The first free port from `port` on; 0: the usual one, or else any."""
     is_v6 = ipaddress.ip_address(address).version == 6
     made = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM)
-    last = port + listen.PORTS - 1 if port else 0
-    for number in range(port, last + 1):
+    # Connections of the daemon before may still be ending there.
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    tried = range(port, port + listen.PORTS) if port else (usual, 0)
+    for number in tried:
         try:
             made.bind((address, number))
+            made.listen(BACKLOG)  # another socket may have bound the port, too
+            return made
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and number < last:
+            if error.errno == errno.EADDRINUSE and number != tried[-1]:
                 continue
             made.close()
             where = peer.address(address, port)
             raise OSError(error.errno, f"--listen {where}: {error.strerror}") from error
-        made.listen(BACKLOG)
-        break
-    return made
+    raise AssertionError("no port was tried")

@@ -1,5 +1,6 @@
-"""Which node a storage directory is of. People name a node by its host name; the software by a
-random id in its storage directory, which a reboot, another host name or address does not change."""
+"""What a storage directory keeps of its node: an id and a secret. People name a node by its host
+name; the software by a random id in its storage directory, which a reboot, another host name or
+address does not change."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pccheck_wire.errors import DamagedError
 from pccheckd.base.logs import LOG
 
 ID_BYTES = 16
+SECRET_BYTES = 32
 
 
 class Node(NamedTuple):
@@ -28,17 +30,29 @@ def node_of(storage: Path) -> Node:
     """The node of a storage directory; the first call makes its id, durably. Needs the daemon's
     lock. Raises OSError, and DamagedError for a file that holds no id."""
     path = storage / layout.NODE_NAME
+    found = _kept(path, ID_BYTES, "the id of a node", "the node then gets a new id")
+    return Node(found, layout.number(storage))
+
+
+def secret_of(storage: Path) -> bytes:
+    """From which the keys, tokens and ports of this node follow (`pccheckd/peer/identity.py`).
+    As `node_of`."""
+    path = storage / layout.SECRET_NAME
+    return _kept(path, SECRET_BYTES, "a secret", "the node then gets new keys")
+
+
+def _kept(path: Path, size: int, what: str, then: str) -> bytes:
     try:
-        found = bytes.fromhex(layout.load(path, 4 * ID_BYTES).decode("ascii"))
-        if len(found) != ID_BYTES or found == UNKNOWN:
-            raise ValueError("it is no id")
+        found = bytes.fromhex(layout.load(path, 4 * size).decode("ascii"))
+        if len(found) != size or found == UNKNOWN:
+            raise ValueError("it has another form")
     except FileNotFoundError:
-        found = token_bytes(ID_BYTES)
+        found = token_bytes(size)
         layout.store(path, f"{found.hex()}\n".encode())
-        LOG.info("%s is a new node: %s", storage, found.hex())
+        if size == ID_BYTES:
+            LOG.info("%s is a new node: %s", path.parent, found.hex())
     except ValueError as error:
         raise DamagedError(
-            f"{path} does not hold the id of a node: {error}",
-            hint=f"remove it: rm {path}; the node then gets a new id",
+            f"{path} does not hold {what}: {error}", hint=f"remove it: rm {path}; {then}"
         ) from error
-    return Node(found, layout.number(storage))
+    return found

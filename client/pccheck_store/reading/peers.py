@@ -4,19 +4,14 @@ node has offered in the job's store. Bytes go straight to where they are wanted.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
-import hashlib
 import random
-import socket
-import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pccheck_native import NativeError, _core
 from pccheck_native.nodes import peer
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, PccheckError
@@ -25,193 +20,15 @@ from pccheck_wire.units import MIB
 
 from .errors import PartUnreachableError
 from .loads import DaemonPayloads
+from .streams import BusyError, LeftError, Stream, WantedRanges
 
 #: Connections that read one part at the same time.
 STREAMS = 3
 #: How long a reader tries while the server has as many connections as it takes.
 BUSY_LIMIT_S, BUSY_PAUSE_S = 90.0, 1.0
-CONNECT_LIMIT_S = 10.0
-#: A node that sends nothing for so long is given up; the reader tries another copy.
-SILENT_LIMIT_S = 30.0
-#: The same for a node that is slower than this, if there is another copy.
+#: A node that is slower than this is given up, if there is another copy.
 SLOW_BYTES_PER_S = 8 << 20
 SLOW_AFTER_S = 5.0
-
-
-class _LeftError(Exception):
-    """Another copy is to be tried; why."""
-
-
-class _BusyError(_LeftError):
-    """The server takes no more connections now."""
-
-
-class _Wanted:
-    """Ranges of memory that are to be filled."""
-
-    def __init__(self, ranges: bytes) -> None:
-        self.packed = ranges
-        self._items = list(struct.iter_unpack("<QQQ", ranges))
-        self._ends = [begin + nbytes for _, begin, nbytes in self._items]
-
-    def memory(self, offset: int, length: int) -> memoryview | None:
-        """Where these bytes go, if all of them go to one place: no copy is made. They are checked
-        there: a restore that fails has changed the state anyway."""
-        at = bisect.bisect_right(self._ends, offset)
-        if at == len(self._items):
-            return None
-        address, begin, nbytes = self._items[at]
-        if begin > offset or offset + length > begin + nbytes:
-            return None
-        memory = (ctypes.c_char * length).from_address(address + offset - begin)
-        return memoryview(memory).cast("B")
-
-
-class Stream:
-    """One connection, which reads one part."""
-
-    def __init__(self, node: FarNode, ask: peer.Ask, digest: bytes) -> None:
-        """Raises _LeftError."""
-        self._socket = _connected(node)
-        try:
-            self._socket.sendall(ask.packed())
-            first = self._exactly(self._head(peer.MANIFEST_BYTES_MAX))
-            if len(first) < peer.WALL.size:
-                raise _LeftError("it sent no manifest")
-            (self.wall_ns,) = peer.WALL.unpack_from(first)
-            self.manifest = bytes(memoryview(first)[peer.WALL.size :])
-            #: The bytes of the payload, the tree's place and bytes, the bytes of a block.
-            self.facts = _core.manifest_facts(self.manifest, digest)
-        except NativeError as error:
-            self.close()
-            raise _LeftError("its manifest is not the one that it offered") from error
-        except _LeftError:
-            self.close()
-            raise
-        except OSError as error:
-            self.close()
-            raise _gone(error) from error
-        self._buffer = bytearray(0)
-
-    def place(
-        self, offset: int, length: int, wanted: _Wanted, arrived: Callable[[int], None]
-    ) -> None:
-        """Reads whole blocks, and copies the wanted bytes to their places. Calls `arrived` with the
-        number of bytes, whenever some have come. Raises _LeftError."""
-        try:
-            self._socket.sendall(peer.REQUEST.pack(offset, length))
-            if self._head(length) != length:
-                raise _LeftError("it sent another number of bytes")
-            straight = wanted.memory(offset, length)
-            if straight is None and len(self._buffer) < length:
-                self._buffer = bytearray(length)
-            view = memoryview(self._buffer)[:length] if straight is None else straight
-            self._fill(view, arrived)
-            left = wanted.packed if straight is None else b""
-            _core.manifest_place(self.manifest, view, offset, left)
-        except NativeError as error:
-            raise _LeftError(f"what it sent is damaged: {self._doubt(offset, length)}") from error
-        except OSError as error:
-            raise _LeftError(_words(error)) from error
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _doubt(self, offset: int, length: int) -> str:
-        """Has the server check blocks that do not match; what it says."""
-        try:
-            self._socket.sendall(peer.REQUEST.pack(offset | peer.DOUBTED, length))
-            _, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
-            return self._text(nbytes)
-        except OSError as error:
-            return _words(error)
-
-    def _head(self, most: int) -> int:
-        """How many bytes follow. Raises _LeftError with what the server says instead."""
-        said, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
-        if said != peer.OK:
-            raise (_BusyError if said == peer.BUSY else _LeftError)(self._text(nbytes))
-        if nbytes > most:
-            raise _LeftError("its answer is too long")
-        return int(nbytes)
-
-    def _text(self, nbytes: int) -> str:
-        text = bytes(self._exactly(min(nbytes, peer.TEXT_BYTES_MAX))).decode(errors="replace")
-        return "".join(c if c.isprintable() else "?" for c in text) or "it refused"
-
-    def _exactly(self, nbytes: int) -> bytearray:
-        found = bytearray()
-        while len(found) < nbytes:  # never more memory than what has arrived
-            data = self._socket.recv(min(nbytes - len(found), 1 << 20))
-            if not data:
-                raise ConnectionResetError("the connection ended")
-            found += data
-        return found
-
-    def _fill(self, view: memoryview, arrived: Callable[[int], None]) -> None:
-        at = 0
-        while at < len(view):
-            count = self._socket.recv_into(view[at:])
-            if not count:
-                raise ConnectionResetError("the connection ended")
-            at += count
-            arrived(count)
-
-
-def _connected(node: FarNode) -> ssl.SSLSocket:
-    """To the first address where this node's certificate is. Raises _LeftError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the fingerprint tells
-    failed, busy = [], None
-    for address in node.addresses:
-        try:
-            plain = socket.create_connection(peer.split(address), CONNECT_LIMIT_S)
-        except (OSError, ValueError) as error:
-            failed.append(f"{address}: {_words(error)}")
-            continue
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = context.wrap_socket(plain, suppress_ragged_eofs=False)
-        except (OSError, ValueError) as error:
-            plain.close()
-            failed.append(f"{address}: {_words(error)}")
-            busy = _gone(error) if _ended(error) else busy
-            continue
-        shown = stream.getpeercert(binary_form=True) or b""
-        if hashlib.sha256(shown).digest() == node.fingerprint:
-            stream.settimeout(SILENT_LIMIT_S)
-            return stream
-        stream.close()
-        failed.append(f"{address}: another node, or another daemon, answers there")
-    raise busy or _LeftError("; ".join(failed) or "it has no address")
-
-
-def _gone(error: Exception) -> _LeftError:
-    """Of a connection before its first answer: a server that has too many ends the connection."""
-    return (_BusyError if _ended(error) else _LeftError)(_words(error))
-
-
-def _ended(error: Exception) -> bool:
-    """The server has ended the connection."""
-    return isinstance(error, (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError))
-
-
-def reaches(host: str, addresses: list[str], fingerprint: bytes) -> str:
-    """Why this process cannot read from a node; "": it can, or at least shows itself there."""
-    try:
-        _connected(FarNode(host, addresses, fingerprint, b"")).close()
-    except _LeftError as error:
-        return str(error)
-    return ""
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    strerror = error.strerror if isinstance(error, OSError) else None
-    return strerror or str(error) or type(error).__name__
 
 
 class _Copy:
@@ -223,7 +40,7 @@ class _Copy:
         self._lock = threading.Lock()
 
     def take(self, *, waits: bool = True) -> Stream:
-        """`waits`: as long as the server is busy. Raises _LeftError."""
+        """`waits`: as long as the server is busy. Raises LeftError."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
@@ -231,7 +48,7 @@ class _Copy:
         while True:
             try:
                 return Stream(self.node, self._ask, self._digest)
-            except _BusyError:
+            except BusyError:
                 if time.monotonic() >= deadline_s:
                     raise
             time.sleep(random.uniform(0.05, BUSY_PAUSE_S))  # not all at once again
@@ -251,10 +68,10 @@ class _Reading:
     """Pieces of one copy, read by several threads."""
 
     def __init__(
-        self, copy: _Copy, wanted: _Wanted, pieces: Sequence[tuple[int, int]], *, is_last: bool
+        self, copy: _Copy, wanted: WantedRanges, pieces: Sequence[tuple[int, int]], *, is_last: bool
     ) -> None:
         """`is_last`: there is no other copy, however slow this one is."""
-        self.failed: _LeftError | None = None
+        self.failed: LeftError | None = None
         self._copy, self._wanted, self._is_last = copy, wanted, is_last
         self._left = list(reversed(pieces))
         self._lost: list[tuple[int, int]] = []
@@ -272,7 +89,7 @@ class _Reading:
             helper.start()
         try:
             self._work(self._copy.take())
-        except _LeftError as error:
+        except LeftError as error:
             self.failed = self.failed or error
         for helper in helpers:
             helper.join()
@@ -280,14 +97,14 @@ class _Reading:
 
     def _help(self) -> None:
         """If the server takes one more connection."""
-        with contextlib.suppress(_LeftError):
+        with contextlib.suppress(LeftError):
             self._work(self._copy.take(waits=False))
 
     def _work(self, stream: Stream) -> None:
         while (piece := self._next()) is not None:
             try:
                 stream.place(*piece, self._wanted, self._arrived)
-            except _LeftError as error:
+            except LeftError as error:
                 self.failed = self.failed or error
                 self._lost.append(piece)
                 stream.close()
@@ -299,14 +116,14 @@ class _Reading:
             return self._left.pop() if self._left and self.failed is None else None
 
     def _arrived(self, nbytes: int) -> None:
-        """Raises _LeftError when all streams together are slow."""
+        """Raises LeftError when all streams together are slow."""
         with self._lock:
             self._read += nbytes
             passed_s = time.monotonic() - self._began_s
         if not self._is_last and passed_s >= SLOW_AFTER_S:
             rate = self._read / passed_s
             if rate < SLOW_BYTES_PER_S:
-                raise _LeftError(f"it sends only {rate / MIB:.1f} MiB/s")
+                raise LeftError(f"it sends only {rate / MIB:.1f} MiB/s")
 
 
 class PeerPayloads:
@@ -334,7 +151,7 @@ class PeerPayloads:
         return sorted(self._copies)
 
     def tree(self, rank: int) -> tree.Tree:
-        payload_bytes, offset, nbytes, _ = self._facts(rank)
+        payload_bytes, offset, nbytes, _ = self.facts(rank)
         if not 0 < nbytes <= tree.TREE_BYTES_MAX or offset + nbytes > payload_bytes:
             raise DamagedError(f"a tree of {nbytes} bytes at {offset}")
         packed = bytearray(nbytes)
@@ -349,9 +166,9 @@ class PeerPayloads:
         if not length:
             return
         began_s = time.monotonic()
-        payload_bytes, _, _, block_bytes = self._facts(rank)
+        payload_bytes, _, _, block_bytes = self.facts(rank)
         left = peer.pieces(offset, length, payload_bytes, block_bytes)
-        failures, wanted = list[str](), _Wanted(ranges)
+        failures, wanted = list[str](), WantedRanges(ranges)
         while left:
             copies = self._copies[rank]
             if not copies:
@@ -370,7 +187,7 @@ class PeerPayloads:
             for copy in copies:
                 copy.close()
 
-    def _facts(self, rank: int) -> tuple[int, int, int, int]:
+    def facts(self, rank: int) -> tuple[int, int, int, int]:
         """Of the first copy that can be reached, as `Stream.facts`. All copies of a part have the
         same tree and payload."""
         failures: list[str] = []
@@ -379,7 +196,7 @@ class PeerPayloads:
         while copies := self._copies.get(rank):
             try:
                 stream = copies[0].take()
-            except _LeftError as error:
+            except LeftError as error:
                 failures.append(self._leave(rank, error))
                 continue
             copies[0].give_back(stream)
@@ -388,7 +205,7 @@ class PeerPayloads:
             return stream.facts
         raise self._none_left(rank, failures)
 
-    def _leave(self, rank: int, why: _LeftError) -> str:
+    def _leave(self, rank: int, why: LeftError) -> str:
         copy = self._copies[rank].pop(0)
         copy.close()
         text = f"host {copy.node.host}: {why}"

@@ -56,13 +56,11 @@ def _versions(name: str, nodes: list[Document]) -> Iterator[Finding]:
 
 def servers(document: Document) -> Iterator[Finding]:
     """Whether this node can read from the other nodes of running jobs. Each is tried."""
-    from pccheck_store.reading.peers import reaches  # imports ssl
+    from pccheck_store.reading.streams import reaches  # imports ssl
 
-    for job in rows(document, "jobs"):
+    for job in filter(lambda one: one.get("runs"), rows(document, "jobs")):
         name, nodes = f"job {text(job, 'job')}", rows(job, "nodes")
-        silent = [
-            text(one, "host") for one in nodes if one.get("offered") and not texts(one, "addresses")
-        ]
+        silent = [text(one, "host") for one in nodes if not texts(one, "addresses")]
         if silent:
             yield warning(
                 "nodes", f"{name}: nobody can read from {', '.join(f'host {h}' for h in silent)}",

@@ -6,6 +6,7 @@ all offers."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,14 @@ class Homes(NamedTuple):
     replicated: bool
     homes: tuple[Home, ...]
 
+    def copies(self) -> dict[int, list[tuple[int, bytes]]]:
+        """By part: each place in `homes` that has a copy, and the digest of its manifest."""
+        found: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        for at, home in enumerate(self.homes):
+            for part, digest in home.parts:
+                found[part].append((at, digest))
+        return dict(sorted(found.items()))
+
     def to_plain(self) -> list[object]:
         homes = [one.to_plain() for one in self.homes]
         return [self.checkpoint.to_plain(), self.world_size, self.replicated, homes]
@@ -70,13 +79,16 @@ def can_travel(offers: Sequence[Offer]) -> bool:
     return all(offer.peer is not None for offer in offers)
 
 
-def homes_of(offers: Sequence[Offer], found: StartList, one: FullName) -> Homes | None:
-    """None: every node has what its ranks read, or nobody can read from another one. Of replicated
-    state only whole copies count: the ranks of a node store one together. These copies are named
-    also when every node has one, which may prove damaged when it is read."""
+def homes_of(
+    offers: Sequence[Offer], found: StartList, one: FullName, *, every: bool = False
+) -> Homes | None:
+    """None: every node has what its ranks read (unless all are wanted: `every`), or nobody can read
+    from another one. Of replicated state only whole copies count: the ranks of a node store one
+    together. These copies are named also when every node has one, which may prove damaged when it
+    is read."""
     disks = Disks(offers, found, travel=False)
     record = disks.records.get(one.start)
-    if record is None or not (record.who.replicated or disks.lacks(one)):
+    if record is None or not (every or record.who.replicated or disks.lacks(one)):
         return None
     homes = []
     for offer in offers:

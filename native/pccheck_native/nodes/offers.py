@@ -177,6 +177,29 @@ class PeerServer(NamedTuple):
         return cls(tuple(plain.text(one, "an address") for one in found), fingerprint, token)  # type: ignore[arg-type]
 
 
+class NodeServer(NamedTuple):
+    """Where the others read from a node, also after the job."""
+
+    node: bytes
+    host: str
+    peer: PeerServer | None  # None: nowhere
+
+    def to_plain(self) -> list[object]:
+        return [self.node, self.host, self.peer and self.peer.to_plain()]
+
+    @classmethod
+    def of_plain(cls, value: object) -> NodeServer:
+        """Raises ValueError."""
+        node, host, peer = plain.items(value, "a server", count=3)
+        found = None if peer is None else PeerServer.of_plain(peer)
+        return cls(plain.raw(node, "a node"), plain.text(host, "a host name"), found)
+
+
+def servers_of_plain(value: object) -> tuple[NodeServer, ...]:
+    """Raises ValueError."""
+    return tuple(map(NodeServer.of_plain, plain.items(value, "servers", plain.NODES_MAX)))
+
+
 class Offer(NamedTuple):
     """What a node tells a start to which it has promised. A node that is no member of the start,
     and holds shards of the job, may offer after the same promise."""
@@ -192,6 +215,10 @@ class Offer(NamedTuple):
     word: Word = Word()  # for this round
     round: int = 0
     peer: PeerServer | None = None  # None: nobody reads from this node
+
+    @property
+    def server(self) -> NodeServer:
+        return NodeServer(self.node, self.host, self.peer)
 
     @property
     def lists(self) -> dict[bytes, StartList]:
@@ -216,12 +243,6 @@ class Offer(NamedTuple):
         return frozenset(
             plain.raw(plain.items(one, "a record of a start", count=5)[0], "a list") for one in some
         )
-
-    @staticmethod
-    def server_of(value: object) -> PeerServer | None:
-        """That of a plain offer. Raises ValueError."""
-        server = plain.items(value, "an offer", count=len(Offer._fields))[-1]
-        return None if server is None else PeerServer.of_plain(server)
 
     @classmethod
     def of_plain(cls, value: object, lists: Mapping[bytes, StartList]) -> Offer:

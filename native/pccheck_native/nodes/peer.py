@@ -15,6 +15,8 @@ FINGERPRINT_BYTES = 32  # SHA-256 of the certificate in DER
 NAME_FIELDS = 4
 ASK_BYTES_MAX = 4096
 TEXT_BYTES_MAX = 1024
+#: What a node holds of a job.
+HOLDING_BYTES_MAX = 32 << 20
 #: Of a rank's manifest: 8 bytes for each block.
 MANIFEST_BYTES_MAX = 1 << 30
 #: What a request asks for at most, and at least one block.
@@ -33,16 +35,17 @@ OK, REFUSED, DAMAGED, UNREADABLE, BUSY = range(5)
 
 
 class Ask(NamedTuple):
-    """The first message: what is to be read."""
+    """The first message: what is to be read. Without a start: what the node holds of the job
+    (`holding.py`)."""
 
     token: bytes
     job: str
-    start: bytes  # the checkpoint: the start that saved it, ...
-    name: tuple[int, ...]  # ... and its name in that start: base, descents, step, row
-    part: int  # the rank that stored it
+    start: bytes = b""  # the checkpoint: the start that saved it, ...
+    name: tuple[int, ...] = ()  # ... and its name in that start: base, descents, step, row
+    part: int = 0  # the rank that stored it
 
     def packed(self) -> bytes:
-        body = msgpack.packb([VERSION, *self])
+        body = msgpack.packb([VERSION, *(self if self.start else self[:2])])
         assert isinstance(body, bytes)
         return ASK.pack(len(body)) + body
 
@@ -53,14 +56,18 @@ class Ask(NamedTuple):
             found = msgpack.unpackb(body, use_list=True, strict_map_key=True)
         except (ValueError, msgpack.UnpackException) as error:
             raise ValueError("it is not MessagePack") from error
-        if not isinstance(found, list) or found[:1] != [VERSION] or len(found) != 6:
+        if not isinstance(found, list) or found[:1] != [VERSION] or len(found) not in (3, 6):
             raise ValueError(f"it is not a question of protocol {VERSION}")
-        _, token, job, start, name, part = found
-        sizes = (token, TOKEN_BYTES), (start, 16)
-        if not all(isinstance(one, bytes) and len(one) == size for one, size in sizes):
-            raise ValueError("token or start has another size")
-        if not isinstance(job, str) or not isinstance(name, list) or len(name) != NAME_FIELDS:
-            raise ValueError("job or name is of another type")
+        _, token, job = found[:3]
+        if not isinstance(token, bytes) or len(token) != TOKEN_BYTES or not isinstance(job, str):
+            raise ValueError("token or job is of another type")
+        if len(found) == 3:
+            return cls(token, job)
+        _, _, _, start, name, part = found
+        if not isinstance(start, bytes) or len(start) != 16:
+            raise ValueError("a start is 16 bytes")
+        if not isinstance(name, list) or len(name) != NAME_FIELDS:
+            raise ValueError("a name is of another type")
         numbers = [*name, part]
         if not all(type(one) is int and 0 <= one < 1 << 63 for one in numbers):
             raise ValueError("a number is out of range")

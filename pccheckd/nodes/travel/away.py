@@ -3,8 +3,7 @@ nodes, which the rank's process reads itself."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from pccheck_native.catalog import StoredCheckpoint
@@ -71,13 +70,10 @@ class Away(NamedTuple):
         copies = ([part for part, _ in home.parts] for home in elsewhere)
         return [min(ranks) for ranks in copies if whose not in ranks]
 
-    def _far(self, here: Iterable[int]) -> list[FarPart]:
-        copies: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
-        for at, home in enumerate(self.homes.homes):
-            for part, digest in home.parts:
-                if home.node != self.node and part not in here:
-                    copies[part].append((at, digest))
-        return [
-            FarPart(part, [at for at, _ in found], [digest for _, digest in found])
-            for part, found in sorted(copies.items())
-        ]
+    def _far(self, here: Collection[int]) -> list[FarPart]:
+        homes, found = self.homes.homes, list[FarPart]()
+        for part, every in self.homes.copies().items():
+            copies = [(at, digest) for at, digest in every if homes[at].node != self.node]
+            if copies and part not in here:
+                found.append(FarPart(part, *map(list, zip(*copies, strict=True))))
+        return found

@@ -3,14 +3,12 @@ them. The peer server asks (`pccheckd/peer/`)."""
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 from pathlib import Path
 
 from pccheck_native.nodes import peer
 from pccheck_native.nodes.facts import FullName, SaveName
-from pccheck_wire.errors import NoCheckpointError, RefusedError
+from pccheck_wire.errors import NoCheckpointError
 from pccheckd.core.engine import Engine
 from pccheckd.group.job import Job
 from pccheckd.nodes.names import Names
@@ -25,8 +23,6 @@ class Sharing:
 
     def __init__(self, job: Job, engine: Engine, names: Names) -> None:
         self._job, self._engine, self._names = job, engine, names
-        #: A reader with this token may read every checkpoint of the job on this node.
-        self.token = secrets.token_bytes(peer.TOKEN_BYTES)
 
     async def allow(self, ask: peer.Ask) -> ReadGrant:
         """The file of the part that is asked for. Raises PccheckError."""
@@ -45,8 +41,6 @@ class Sharing:
             await tenant.retention.damaged(sequence)
 
     def _find(self, ask: peer.Ask) -> tuple[Tenant, int]:
-        if not hmac.compare_digest(ask.token, self.token):
-            raise RefusedError("the token is not that of this job on this node")
         full = FullName(ask.start, SaveName(*ask.name))
         sequence, tenant = self._names.sequence(full), self._job.tenants.get(ask.part)
         if sequence is None or tenant is None:

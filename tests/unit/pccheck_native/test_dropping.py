@@ -56,6 +56,10 @@ def test_the_record_of_a_start_goes_with_the_last_volume(storage: Path) -> None:
     assert [one.file.path for one in dropping.victims(storage)] == [path]
     half = record.with_name(record.name + ".tmp")
     half.touch()
+    servers = layout.servers_path(storage, UID, "job")
+    servers.touch()
+    servers.with_name(f"{servers.name}.tmp").touch()
+    assert layout.jobs_with_servers(storage) == [(UID, "job")]
     assert layout.start_records(path.parent) == {bytes(range(16)): record}
     assert layout.left_records(path.parent) == []
     other.touch()

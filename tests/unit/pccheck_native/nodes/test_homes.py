@@ -10,7 +10,14 @@ from pccheck_native.nodes.beginning import decide
 from pccheck_native.nodes.facts import FullName
 from pccheck_native.nodes.homes import Homes, can_travel, homes_of
 from pccheck_native.nodes.lists import StartList
-from pccheck_native.nodes.offers import HeldPart, Offer, PeerServer, StartAnswer, StartRecord
+from pccheck_native.nodes.offers import (
+    HeldPart,
+    NodeServer,
+    Offer,
+    PeerServer,
+    StartAnswer,
+    StartRecord,
+)
 from tests.unit.pccheck_native.nodes.cluster import A, D, a_list, an_offer, born, full, node
 
 OLD = born(a_list(A))
@@ -94,8 +101,7 @@ def test_homes_and_offers_are_read_as_they_were_written() -> None:
     found = homes_of(offers, SWAPPED, STEP)
     assert found is not None and Homes.of_plain(found.to_plain()) == found
     (one, _) = offers
-    assert Offer.server_of(one.to_plain()) == one.peer
-    assert Offer.server_of(one._replace(peer=None).to_plain()) is None
+    assert NodeServer.of_plain(one.server.to_plain()) == one.server
 
 
 @pytest.mark.parametrize(

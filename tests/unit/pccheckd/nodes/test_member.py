@@ -55,8 +55,9 @@ class Node:
     async def offer(self, found: StartList, round_: int) -> Offer:
         return Offer(self.hello().node, self.hello().host, Promise(found.number, found.start))
 
-    async def record(self, found: StartList, answer: StartAnswer) -> None:
+    async def record(self, found: StartList, answer: StartAnswer, servers: object) -> None:
         self.answers.append(answer)
+        self.servers = servers
 
     def have(self) -> Have | None:
         return None

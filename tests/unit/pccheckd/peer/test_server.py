@@ -17,19 +17,29 @@ import pytest
 
 from pccheck_native import _core
 from pccheck_native.nodes import peer
-from pccheck_store.reading import peers
+from pccheck_native.nodes.facts import FullName, SaveName
+from pccheck_native.nodes.holding import Holding
+from pccheck_native.nodes.lists import Promise
+from pccheck_native.nodes.offers import Offer, PeerServer
+from pccheck_store.reading import peers, streams
 from pccheck_store.reading.peers import PeerPayloads
-from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError, RefusedError
+from pccheck_wire.errors import DaemonUnreachableError, NoCheckpointError
 from pccheck_wire.messages import FarNode, FarPart, Opened
 from pccheckd.peer import program
 from pccheckd.peer.grant import ReadGrant
-from pccheckd.peer.server import Endpoint, Peers
+from pccheckd.peer.identity import NodeIdentity
+from pccheckd.peer.server import Peers
 from tests.support.coreloop import BLOCK_BYTES, CHUNK_BYTES, Loop, address, pack
 
 UID, JOB = os.getuid(), "job"
 TOKEN, START, NAME = b"t" * peer.TOKEN_BYTES, b"s" * 16, (0, 0, 7, 0)
 DATA = bytearray(random.Random(3).randbytes(40 * BLOCK_BYTES + 11))
 LIMIT_S = 60.0
+#: What the other node holds of the job.
+HOLDING = Holding(
+    Offer(b"n" * 16, "b", Promise(3, START), known=(FullName(START, SaveName(*NAME)),)),
+    "1.0", is_live=False,
+)  # fmt: skip
 
 
 class Node:
@@ -41,23 +51,25 @@ class Node:
             self.entry = next(e for e in loop.volume.table() if e.sequence == self.sequence)
         self.path = path
         self.damages: list[int] = []
-        self.endpoint = Endpoint((), b"")
+        self.server = PeerServer((), b"", b"")
 
     async def allow(self, uid: int, ask: peer.Ask) -> ReadGrant:
         assert uid == UID
-        if ask.token != TOKEN:
-            raise RefusedError("the token is not that of this job on this node")
         if (ask.job, ask.start, ask.name, ask.part) != (JOB, START, NAME, 0):
             raise NoCheckpointError("there is no such part")
         return ReadGrant(str(self.path), self.sequence, 99, os.open(self.path, os.O_RDONLY))
+
+    async def held(self, uid: int, job: str) -> bytes:
+        assert (uid, job) == (UID, JOB)
+        return HOLDING.packed()
 
     async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         self.damages.append(sequence)
 
     def far(self, **changes: object) -> FarNode:
         known = {
-            "host": "b", "addresses": list(self.endpoint.addresses),
-            "fingerprint": self.endpoint.fingerprint, "token": TOKEN,
+            "host": "b", "addresses": list(self.server.addresses),
+            "fingerprint": self.server.fingerprint, "token": self.server.token,
         }  # fmt: skip
         return FarNode(**{**known, **changes})  # type: ignore[arg-type]
 
@@ -82,10 +94,10 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     made = Node(tmp_path / "v")
-    served = Peers("127.0.0.1", made.allow, made.damaged)
-    endpoint = await served.endpoint(UID)
-    assert endpoint is not None
-    made.endpoint = endpoint
+    served = Peers("127.0.0.1", tmp_path, made)
+    server = await served.server(UID, JOB)
+    assert server is not None
+    made.server = server
     yield made
     await served.close()
 
@@ -101,11 +113,11 @@ def read(payloads: PeerPayloads) -> bytearray:
 def connected(node: Node) -> ssl.SSLSocket:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    (where,) = node.endpoint.addresses
+    (where,) = node.server.addresses
     plain = socket.create_connection(peer.split(where), LIMIT_S)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream = context.wrap_socket(plain, suppress_ragged_eofs=False)
-    assert hashlib.sha256(stream.getpeercert(True) or b"").digest() == node.endpoint.fingerprint
+    assert hashlib.sha256(stream.getpeercert(True) or b"").digest() == node.server.fingerprint
     return stream
 
 
@@ -159,9 +171,10 @@ async def test_a_reader_says_why_nothing_was_read(
 
 
 async def test_what_the_daemon_does_not_know_is_refused(node: Node) -> None:
-    for payloads in (node.payloads(job="another"), node.payloads(start=b"o" * 16)):
-        with pytest.raises(DaemonUnreachableError, match="there is no such part"):
-            await asyncio.to_thread(read, payloads)
+    with pytest.raises(DaemonUnreachableError, match="there is no such part"):
+        await asyncio.to_thread(read, node.payloads(start=b"o" * 16))
+    with pytest.raises(DaemonUnreachableError, match="the token is not that of this job"):
+        await asyncio.to_thread(read, node.payloads(job="another"))
 
 
 async def test_another_manifest_than_the_agreed_one_is_left(node: Node) -> None:
@@ -169,8 +182,24 @@ async def test_another_manifest_than_the_agreed_one_is_left(node: Node) -> None:
         await asyncio.to_thread(read, node.payloads(digest=b"x" * 16))
 
 
+async def test_what_a_node_holds_is_told_to_who_has_the_token(node: Node) -> None:
+    assert await asyncio.to_thread(streams.holding, node.far(), JOB) == HOLDING
+    with pytest.raises(streams.LeftError, match="the token is not that of this job"):
+        await asyncio.to_thread(streams.holding, node.far(token=b"x" * 32), JOB)
+
+
+async def test_a_restarted_daemon_is_known_by_what_was_kept(node: Node, tmp_path: Path) -> None:
+    """Its key, token and port."""
+    again = Peers("127.0.0.1", tmp_path, node)
+    second = await again.server(UID, JOB)
+    assert second is not None and second.addresses != node.server.addresses  # the port is taken
+    assert second[1:] == node.server[1:]
+    assert await again.server(UID, "another") != second
+    await again.close()
+
+
 async def test_a_second_address_is_tried(node: Node) -> None:
-    addresses = ["127.0.0.1:1", *node.endpoint.addresses]
+    addresses = ["127.0.0.1:1", *node.server.addresses]
     assert await asyncio.to_thread(read, node.payloads(node.far(addresses=addresses))) == DATA
 
 
@@ -196,11 +225,11 @@ async def test_damage_on_the_disk_is_reported_and_reaches_nobody(node: Node) -> 
 async def test_what_is_no_question_ends_its_connection_only(node: Node) -> None:
     """Before and after the handshake; PCC_FUZZ_ROUNDS of them. `make fuzz` makes 10,000."""
     chance = random.Random(11)
-    good = peer.Ask(TOKEN, JOB, START, NAME, 0).packed()
+    good = peer.Ask(node.server.token, JOB, START, NAME, 0).packed()
 
     def one(kind: int) -> bytes:
         if kind == 0:  # no TLS at all
-            (where,) = node.endpoint.addresses
+            (where,) = node.server.addresses
             plain = socket.create_connection(peer.split(where), LIMIT_S)
             plain.sendall(chance.randbytes(chance.randrange(1, 600)))
             plain.shutdown(socket.SHUT_WR)
@@ -242,7 +271,7 @@ async def test_requests_for_what_is_not_there_are_refused(
 ) -> None:
     def ask() -> bytes:
         stream = connected(node)
-        stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
+        stream.sendall(peer.Ask(node.server.token, JOB, START, NAME, 0).packed())
         said, nbytes = peer.ANSWER.unpack(_exactly(stream, peer.ANSWER.size))
         assert said == peer.OK
         _exactly(stream, nbytes)
@@ -264,7 +293,7 @@ def _exactly(stream: ssl.SSLSocket, nbytes: int) -> bytes:
 
 
 async def test_those_who_say_nothing_keep_no_reader_out(node: Node) -> None:
-    (where,) = node.endpoint.addresses
+    (where,) = node.server.addresses
     silent = [
         socket.create_connection(peer.split(where), LIMIT_S)
         for _ in range(3 * program.STRANGERS_MAX)
@@ -283,11 +312,9 @@ class Liar:
     """A server with the key that the reader expects, which sends wrong bytes all the same."""
 
     def __init__(self, node: Node, lie: str) -> None:
-        from pccheckd.peer import identity
-
         self._node, self._lie = node, lie
         self._waits = threading.Event()
-        key = identity.make()
+        key = NodeIdentity(b"liar").key(UID)
         self._context = program._context(key.pem)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.far = node.far(
@@ -373,7 +400,7 @@ async def test_a_slow_copy_is_left_for_another_one(
 ) -> None:
     monkeypatch.setattr(peer, "PIECE_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(peers, "SLOW_AFTER_S", 0.1)
-    monkeypatch.setattr(peers, "SILENT_LIMIT_S", 0.5)
+    monkeypatch.setattr(streams, "SILENT_LIMIT_S", 0.5)
     said: list[str] = []
     assert await asyncio.to_thread(read, node.payloads(lie.far, node.far(), said=said)) == DATA
     (left,) = said
@@ -428,7 +455,7 @@ def held_by(node: Node, count: int) -> list[ssl.SSLSocket]:
     """Connections of readers that ask for nothing."""
     held = [connected(node) for _ in range(count)]
     for stream in held:
-        stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
+        stream.sendall(peer.Ask(node.server.token, JOB, START, NAME, 0).packed())
     for stream in held:
         said, nbytes = peer.ANSWER.unpack(_exactly(stream, peer.ANSWER.size))
         assert said == peer.OK, _exactly(stream, nbytes)
@@ -437,7 +464,7 @@ def held_by(node: Node, count: int) -> list[ssl.SSLSocket]:
 
 def refused_as_busy(node: Node) -> bytes:
     stream = connected(node)
-    stream.sendall(peer.Ask(TOKEN, JOB, START, NAME, 0).packed())
+    stream.sendall(peer.Ask(node.server.token, JOB, START, NAME, 0).packed())
     found = ended(stream)
     assert peer.ANSWER.unpack_from(found)[0] == peer.BUSY
     return found
