@@ -39,6 +39,11 @@ def texts(document: Document, key: str) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
+def numbers(document: Document, key: str) -> list[int]:
+    items = document.get(key)
+    return [one for one in items if isinstance(one, int)] if isinstance(items, list) else []
+
+
 def as_json(value: object) -> object:
     """Metadata as JSON; what JSON lacks becomes its repr, and an int that is too long for Python's
     decimals becomes hexadecimal."""

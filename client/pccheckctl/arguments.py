@@ -99,6 +99,11 @@ def _watched(to: argparse.ArgumentParser) -> None:
 def _status(to: argparse.ArgumentParser) -> None:
     _watched(to)
     to.add_argument("--all", action="store_true", help="include all jobs without a trainer")
+    to.add_argument(
+        "--cluster",
+        action="store_true",
+        help="jobs on several nodes: what each node holds, and what they would restore",
+    )
 
 
 def _list(to: argparse.ArgumentParser) -> None:

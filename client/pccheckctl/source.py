@@ -154,6 +154,25 @@ def files(arguments: argparse.Namespace) -> Source:
     return DaemonSource(arguments.socket, place)
 
 
+def of_all_nodes(arguments: argparse.Namespace) -> Source | None:
+    """For commands that write what all ranks have: the nodes of a job that has run on several. None
+    for another job, where a directory or a sequence is named, or the rank is on this node."""
+    from pccheck_store.cluster import ClusterSource, find
+    from pccheckctl.output.documents import note, rows
+
+    if arguments.storage or arguments.sequence is not None:
+        return None
+    try:
+        with observe(arguments.socket) as observer:
+            job = find(observer.servers(), arguments.job, uid=arguments.uid)
+            here = rows(observer.listing(arguments.job, uid=arguments.uid), "checkpoints")
+    except DaemonUnreachableError:
+        return None
+    if job is None or any(one.get("rank") == arguments.rank for one in here):
+        return None
+    return ClusterSource(job, arguments.step, note)
+
+
 def _may_read(place: Path) -> bool:
     """The directory, and the directory of every user in it."""
     try:

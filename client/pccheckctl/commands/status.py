@@ -6,7 +6,17 @@ import argparse
 import time
 
 from pccheckctl.output import render
-from pccheckctl.output.documents import Document, answer, number, part, rows, text, texts, whole
+from pccheckctl.output.documents import (
+    Document,
+    answer,
+    number,
+    numbers,
+    part,
+    rows,
+    text,
+    texts,
+    whole,
+)
 from pccheckctl.source import choose
 
 from .listing import age_s, job_of
@@ -21,6 +31,10 @@ MOVING = ("requested", "copying", "copied", "writing")
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when all is well, 3 when something needs attention."""
+    if arguments.cluster:
+        from . import cluster
+
+        return cluster.run(arguments)
     if arguments.watch:
         from pccheckctl.output import watch
 
@@ -175,17 +189,12 @@ def node_cells(node: Document) -> tuple[object, ...]:
     return (
         f"{text(node, 'host')}, this node" if here else text(node, "host"),
         text(node, "node"),
-        render.spans(_ranks_of(node)),
+        render.spans(numbers(node, "ranks")),
         "" if here else render.age(number(node, "heard_s")),
         node.get("offered_step"),
         node.get("global_step"),
         _waited(node),
     )
-
-
-def _ranks_of(node: Document) -> list[int]:
-    ranks = node.get("ranks")
-    return [one for one in ranks if isinstance(one, int)] if isinstance(ranks, list) else []
 
 
 def _waited(node: Document) -> str:

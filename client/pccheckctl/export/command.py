@@ -17,7 +17,7 @@ from pathlib import Path
 from pccheck_native import catalog, group
 from pccheck_native.identity import CheckpointId
 from pccheck_store import directory, selection
-from pccheck_store.reading.errors import RecycledError
+from pccheck_store.reading.errors import PartUnreachableError, RecycledError
 from pccheck_store.reading.source import Source
 from pccheck_store.reading.state_reader import StateReader, open_state
 from pccheck_wire.basics import some
@@ -26,7 +26,7 @@ from pccheckctl.output import render
 from pccheckctl.output.documents import Document, note, part, print_json, say, text, texts, whole
 from pccheckctl.output.files import DIRECTORIES, Output
 from pccheckctl.output.progress import Bar
-from pccheckctl.source import files
+from pccheckctl.source import files, of_all_nodes
 
 from . import safetensors_file
 
@@ -44,7 +44,7 @@ _Reading = Callable[..., StateReader]
 def run(arguments: argparse.Namespace) -> int:
     """0, or 14 when damaged or unreadable checkpoints were skipped in favour of the one written."""
     check(arguments)
-    storage = files(arguments)
+    storage = of_all_nodes(arguments) or files(arguments)
     skipped: Skipped = []
     for _ in range(ATTEMPTS):
         found = storage.held(uid=arguments.uid, job=arguments.job)
@@ -220,7 +220,7 @@ def write(
             outputs.append(stack.enter_context(made))
             try:
                 written.append(_write_one(reading, one, made, kind, bar, arguments))
-            except (DamagedError, UnreadableError) as error:
+            except (DamagedError, UnreadableError, PartUnreachableError) as error:
                 raise _DamageError(one, error.message) from error
         for made in outputs:
             made.commit()

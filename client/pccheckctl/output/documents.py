@@ -6,15 +6,25 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 
-from pccheck_store.documents import Document, as_json, number, part, rows, text, texts, whole
+from pccheck_store.documents import (
+    Document,
+    as_json,
+    number,
+    numbers,
+    part,
+    rows,
+    text,
+    texts,
+    whole,
+)
 from pccheck_wire.basics import with_options
 from pccheck_wire.errors import PccheckError
 
 from .render import safe
 
 __all__ = [
-    "Document", "answer", "as_json", "note", "number", "part", "pasteable", "print_json", "rows",
-    "say", "text", "texts", "whole", "write",
+    "Document", "answer", "as_json", "note", "number", "numbers", "part", "pasteable", "print_json",
+    "rows", "say", "text", "texts", "whole", "write",
 ]  # fmt: skip
 
 
