@@ -319,8 +319,8 @@ class Opened(Message):
     nodes: list[FarNode] = field(default_factory=list)
     far: list[FarPart] = field(default_factory=list)
     name: list[int] = field(default_factory=list)  # of the checkpoint in its start: base, ...
-    #: Of replicated state: ranks whose state is the same, each of another copy than `rank`.
-    others: list[int] = field(default_factory=list)
+    #: Of replicated state that is read elsewhere: the ranks of each copy, that of `rank` first.
+    copies: list[list[int]] = field(default_factory=list)
 
 
 @message("empty")

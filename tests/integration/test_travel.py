@@ -11,12 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from pccheck_native import _core
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon
 from tests.support.noderank import NodeRank
 from tests.support.programs import Program
+from tests.support.shardtraining import equal
 from tests.support.torchrun import variables
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
@@ -190,26 +192,59 @@ def test_other_numbers_of_nodes_read_sharded_state(
     nodes = [start_daemon(*LISTEN) for _ in range(3)]
     last = ""
     for number, some in enumerate([nodes[:2], nodes, nodes]):
-        digests = tmp_path / str(number)
-        digests.mkdir()
         places = [*some[number:], *some[:number]]  # the ranks move on
-        with ExitStack() as running:
-            store = running.enter_context(TorchStore())  # gloo's keys are used once
-            ranks = [
-                running.enter_context(Program(
-                    "tests.support.shardtraining", digests, "--steps", 99,
-                    "--kill-at", 3 * number + 3, "--expect", 3 * number,
-                    environment=variables(node, "sharded") | store.environment(f"r{number}", 1, 0)
-                    | {"RANK": str(rank), "WORLD_SIZE": str(len(places))},
-                ))
-                for rank, node in enumerate(places)
-            ]  # fmt: skip
-            said = [program.finish() for program in ranks]
-        lines = [(digests / str(rank)).read_text().splitlines() for rank in range(len(places))]
-        assert len({one[0].rpartition(" ")[0] for one in lines}) == 1, said
-        assert number == 0 or lines[0][0].startswith(last), (last, lines[0], said)
-        last = lines[0][-1].rpartition(" ")[0]
-        assert last.startswith(f"{3 * number + 3} "), said
+        last = trained(places, tmp_path, number, last)
+
+
+@pytest.mark.long
+def test_a_whole_replica_survives_the_other_nodes(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, ctl: Ctl
+) -> None:
+    """HSDP: a replica on each node. One node is lost; the other goes on, and a spare one gets a
+    copy of it. Then the other way round: the spare is what is left."""
+    nodes = [start_daemon(*LISTEN) for _ in range(3)]
+    words, last = ("--replicated", "--cut"), ""
+    last = trained([nodes[0]] * 2 + [nodes[1]] * 2, tmp_path, 0, last, *words, "hsdp", per_node=2)
+    exported = []
+    for rank, node in ((0, nodes[0]), (3, nodes[1])):
+        target = tmp_path / f"{rank}.pt"
+        ran = ctl(node.storage, "export", "sharded", "--rank", rank, "--output", target)
+        assert ran.code == 0, ran.err
+        exported.append(torch.load(target, weights_only=True))
+    assert equal(exported[0]["model"], exported[1]["model"])
+    nodes[1].stop()
+    last = trained([nodes[0]] * 2, tmp_path, 1, last, *words, "fsdp", per_node=2)
+    last = trained([nodes[2]] * 2 + [nodes[0]] * 2, tmp_path, 2, last, *words, "hsdp", per_node=2)
+    nodes[0].stop()
+    trained([nodes[2]] * 2, tmp_path, 3, last, *words, "fsdp", per_node=2)
+
+
+def trained(
+    places: list[Daemon], where: Path, number: int, last: str, *words: object, per_node: int = 1
+) -> str:
+    """Three more steps of a sharded model: the digest of its state after them. `last`: that of the
+    state before, which must be restored; `places`: the node of each rank."""
+    digests = where / str(number)
+    digests.mkdir()
+    with ExitStack() as running:
+        store = running.enter_context(TorchStore())  # gloo's keys are used once
+        programs = [
+            running.enter_context(Program(
+                "tests.support.shardtraining", digests, "--steps", 99,
+                "--kill-at", 3 * number + 3, "--expect", 3 * number, *words,
+                environment=variables(node, "sharded")
+                | store.environment(f"r{number}", per_node, rank % per_node)
+                | {"RANK": str(rank), "WORLD_SIZE": str(len(places))},
+            ))
+            for rank, node in enumerate(places)
+        ]  # fmt: skip
+        said = [program.finish() for program in programs]
+    lines = [(digests / str(rank)).read_text().splitlines() for rank in range(len(places))]
+    assert len({one[0].rpartition(" ")[0] for one in lines}) == 1, said
+    assert number == 0 or lines[0][0].startswith(last), (last, lines[0], said)
+    found = lines[0][-1].rpartition(" ")[0]
+    assert found.startswith(f"{3 * number + 3} "), said
+    return found
 
 
 def test_a_node_without_listen_says_so_before_it_matters(

@@ -123,6 +123,7 @@ def main() -> None:
     flags.add_argument("--frozen", action="store_true")
     flags.add_argument("--keep-whole", action="store_true", help="before the kill: see there")
     flags.add_argument("--on-busy", default="wait")
+    flags.add_argument("--replicated", action="store_true", help="each node stores a whole copy")
     flags.add_argument("--steps", type=int, default=6)
     flags.add_argument("--kill-at", type=int, default=-1)
     flags.add_argument("--expect", type=int, default=-1, help="the step that must be restored")
@@ -132,7 +133,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = built(given.cut, size, frozen=given.frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    client = PCcheckClient(on_busy=given.on_busy)
+    client = PCcheckClient(on_busy=given.on_busy, replicated=given.replicated)
     client.attach(model=model, optimizer=optimizer)
     restored = client.restore()
     with (given.digests / str(rank)).open("a", buffering=1) as out:

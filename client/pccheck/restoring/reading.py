@@ -161,7 +161,8 @@ def _read(
     """Of replicated state another copy, when the node with the first one cannot be reached."""
     while True:
         payloads = _payloads(connection, opened, job)
-        with StateReader(payloads, payloads.rank, payloads.ranks) as reader:
+        ranks = opened.copies[0] if opened.copies else payloads.ranks
+        with StateReader(payloads, payloads.rank, ranks) as reader:
             try:
                 described = reader.merged()
                 opened = replace(opened, wall_ns=payloads.wall_ns or opened.wall_ns)
@@ -169,11 +170,11 @@ def _read(
                     raise refusal
                 used = use(opened, reader, described)
             except PartUnreachableError as error:
-                if not opened.others:
+                copies = opened.copies[1:]
+                if not copies:
                     raise
                 warn(f"{error.message}: another copy is read")
-                first, *others = opened.others
-                opened = replace(opened, rank=first, others=others)
+                opened = replace(opened, rank=min(copies[0]), copies=copies)
                 continue
         if opened.far:
             LOG.info("PCcheck: step %d: %s", opened.step, payloads)

@@ -16,6 +16,7 @@ from pccheck.state.attaching import ZeroOptions, checked, require_resumable
 from pccheck.state.changes import LOST, Moved, Reading
 from pccheck.state.extents import Shape
 from pccheck.state.plan import RNG, AttachedPlan, Snapshot, plan_state
+from pccheck.state.shards import DividingRanks
 from pccheck.unsaved import trainable
 from pccheck.unsaved.beside import Beside
 from pccheck.unsaved.leftout import LeftOut
@@ -48,8 +49,9 @@ class Planner:
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
-        self._ranks = world_size
         self._parts = (part or (rank, world_size, 0)) if replicated else (0, 0, 0)
+        _, count, first = self._parts if replicated else (0, world_size, 0)
+        self._row = DividingRanks(world_size, first, count)
         self._plan: AttachedPlan | None = None
         self._unheld = False  # trained tensors were changed without the gate
         self._loose: frozenset[str] = frozenset()
@@ -172,7 +174,7 @@ class Planner:
                     require_resumable(name, thing)
             self._plan = AttachedPlan(
                 self.attached, mode=mode, shape=shape, loose=self._loose, about=self._about,
-                ranks=self._ranks,
+                row=self._row,
             )  # fmt: skip
         try:
             return self._plan.snapshot(step, metadata)

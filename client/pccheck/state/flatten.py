@@ -32,10 +32,10 @@ _KEY_TYPES = frozenset((type(None), bool, int, float, complex, str, bytes))
 class Flattener:
     """Collects nodes and views of one state or of several."""
 
-    def __init__(self, ranks: int = 1) -> None:
-        """`ranks`: of the job; replicas of DTensors on all of them are stored once."""
+    def __init__(self, row: shards.DividingRanks = shards.ALONE) -> None:
+        """`row`: replicas of DTensors on these ranks are stored once."""
         self.views: list[View] = []
-        self._ranks = ranks
+        self._row = row
         self.sharded = False  #: whether any of it is a DTensor
         self._open: set[int] = set()  # the containers around the value
 
@@ -119,7 +119,7 @@ class Flattener:
         """The local part of a DTensor, or what this rank stores of that part."""
         if type(shards.LOCAL(value)) is not torch.Tensor:
             raise _unsupported(shards.LOCAL(value), path)
-        part, offsets = shards.stored_part(value, shards.offsets_of(value, path), self._ranks)
+        part, offsets = shards.stored_part(value, shards.offsets_of(value, path), self._row, path)
         node = self._block(part, path)
         node.flags |= tree.REQUIRES_GRAD if value.requires_grad else 0
         node.flags |= tree.PARAMETER if isinstance(value, torch.nn.Parameter) else 0

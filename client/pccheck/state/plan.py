@@ -24,6 +24,7 @@ from .extents import IN_PLACE, DevicePart, Layout, Shape, View, aligned, lay_out
 from .flatten import Flattener
 from .gating import Gating
 from .rng import captured_node
+from .shards import ALONE, DividingRanks
 from .watch import GeometryWatch, ModuleWatch, OptimizerWatch
 
 #: The name under which `attach(rng=True)` keeps the generators' states.
@@ -141,12 +142,12 @@ class AttachedPlan:
         shape: Shape = IN_PLACE,
         loose: frozenset[str] = frozenset(),
         about: Callable[[], tree.Node] = lambda: None,
-        ranks: int = 1,
+        row: DividingRanks = ALONE,
     ) -> None:
         """`about` is called again for each plan."""
         self._attached = dict(attached)
         self._about = about
-        self._ranks = ranks  # of the job
+        self._row = row
         self.mode, self.shape, self.loose = mode, shape, loose  #: see Gating
         self._fast: _FastPlan | None = None
         self.rebuilt = 0  #: how often the plan was made
@@ -158,7 +159,7 @@ class AttachedPlan:
             self.rebuilt += 1
             if all(map(_is_plain, self._attached.values())):
                 self._fast = _FastPlan(
-                    self._attached, self._gating(), self.shape, self._about(), self._ranks
+                    self._attached, self._gating(), self.shape, self._about(), self._row
                 )
         if self._fast is not None and (made := self._fast.snapshot(step, metadata)):
             return made
@@ -168,7 +169,7 @@ class AttachedPlan:
         return Gating(self._attached, self.mode, self.loose)
 
     def _slow(self, step: int, metadata: tree.Node) -> Snapshot:
-        flattener = Flattener(self._ranks)
+        flattener = Flattener(self._row)
         gating = self._gating()
         items: list[tuple[tree.Node, tree.Node]] = []
         for name, thing in self._attached.items():
@@ -194,10 +195,15 @@ class _FastPlan:
     """Static tensors of plain modules and optimizers, their part of the tree encoded already."""
 
     def __init__(
-        self, attached: dict[str, Any], gating: Gating, shape: Shape, about: tree.Node, ranks: int
+        self,
+        attached: dict[str, Any],
+        gating: Gating,
+        shape: Shape,
+        about: tree.Node,
+        row: DividingRanks,
     ) -> None:
-        self._ranks = ranks
-        flattener = Flattener(ranks)
+        self._row = row
+        flattener = Flattener(row)
         self._about = tree.encode_node(about)
         self._attached = attached
         self._optimizers: dict[str, OptimizerWatch] = {}
@@ -239,7 +245,7 @@ class _FastPlan:
 
     def snapshot(self, step: int, metadata: tree.Node) -> Snapshot | None:
         """None when other state is on a GPU, whose section is fixed, or shares memory with this."""
-        flattener = Flattener(self._ranks)
+        flattener = Flattener(self._row)
         nodes = {
             name: _dynamic_node(name, thing, flattener)
             for name, thing in self._attached.items()

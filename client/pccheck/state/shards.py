@@ -19,6 +19,22 @@ _MODULE = "torch.distributed.tensor"
 LOCAL = attrgetter("_local_tensor")
 
 
+class DividingRanks(NamedTuple):
+    """The ranks that store blocks once which they all hold: a row of the ranks of the job. They are
+    all ranks; with replicated=True those of this node, which has a whole copy."""
+
+    ranks: int = 1  # of the job
+    first: int = 0
+    size: int = 1
+
+    @property
+    def is_part(self) -> bool:
+        return self.size < self.ranks
+
+
+ALONE = DividingRanks()
+
+
 class Shard(NamedTuple):
     """A rank's block of a tensor of `shape`: `tensor` has its elements from `offsets` on. What
     `recover()` returns for a DTensor; `checkpoint(state)` also saves one."""
@@ -69,19 +85,32 @@ def offsets_of(tensor: torch.Tensor, path: str) -> list[int]:
     return list(offsets) if math.prod(shape) else [0] * len(shape)
 
 
-def stored_part(tensor: Any, offsets: list[int], ranks: int) -> tuple[torch.Tensor, list[int]]:
+def stored_part(
+    tensor: Any, offsets: list[int], row: DividingRanks, path: str
+) -> tuple[torch.Tensor, list[int]]:
     """What this rank stores of its local part, and where that begins in the whole tensor.
 
-    Ranks with the same block (replicas) store one part of it each, when all `ranks` ranks of the
-    job are in the mesh: else some of them may not save at all.
+    Ranks of the row with the same block (replicas) store one part of it each, when all ranks of
+    the job are in the mesh: else some of them may not save at all. Raises UnsupportedStateError if
+    the row should hold the whole tensor, and does not.
     """
     part, mesh = LOCAL(tensor), tensor.device_mesh
-    index, count = 0, 1
-    for size, at, one in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True):
-        if one.is_replicate():
-            index, count = index * size + at, count * size
-    if count == 1 or not mesh.size() == ranks == distributed.get_world_size() or not part.dim():
+    has_all = mesh.size() == row.ranks == distributed.get_world_size()
+    if row.is_part and not (has_all and _holds_all(mesh.mesh, tensor.placements, row)):
+        raise UnsupportedStateError(
+            f"{path}: with replicated=True each node stores a whole copy, and the ranks of this "
+            f"node do not hold all blocks of a DTensor with the placements {tensor.placements} on "
+            f"a mesh of {tuple(mesh.shape)}",
+            hint="shard within a node and replicate across nodes (HSDP), or leave replicated=True "
+            "out",
+        )
+    alike = zip(mesh.get_coordinate(), tensor.placements, strict=True)
+    place = tuple(slice(None) if one.is_replicate() else at for at, one in alike)
+    replicas = mesh.mesh[place].flatten().tolist()
+    mine = [rank for rank in replicas if row.first <= rank < row.first + row.size]
+    if len(mine) < 2 or not has_all or not part.dim():
         return part, offsets
+    index, count = mine.index(distributed.get_rank()), len(mine)
     # By the shape alone: the replicas may lie in memory in different orders. Of one that lies there
     # by rows each part is one run of bytes.
     dim = max(range(part.dim()), key=lambda dim: part.size(dim) > 1)
@@ -91,6 +120,14 @@ def stored_part(tensor: Any, offsets: list[int], ranks: int) -> tuple[torch.Tens
     if not mine.numel():
         return mine, [0] * len(offsets)
     return mine, [at + first * (d == dim) for d, at in enumerate(offsets)]
+
+
+def _holds_all(mesh: torch.Tensor, placements: tuple[Any, ...], row: DividingRanks) -> bool:
+    """Whether the ranks of the row have every block."""
+    here = (mesh >= row.first) & (mesh < row.first + row.size)
+    for dim in reversed([dim for dim, one in enumerate(placements) if one.is_replicate()]):
+        here = here.any(dim)
+    return bool(here.all())
 
 
 def _in_order(sizes: tuple[int, ...], placements: tuple[Any, ...]) -> bool:

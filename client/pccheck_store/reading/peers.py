@@ -173,7 +173,7 @@ class PeerPayloads:
             copies = self._copies[rank]
             if not copies:
                 raise self._none_left(rank, failures)
-            is_last = len(copies) == 1 and not self._opened.others
+            is_last = len(copies) == 1 and len(self._opened.copies) < 2
             reading = _Reading(copies[0], wanted, left, is_last=is_last)
             left = reading.run()
             if reading.failed is not None and left:

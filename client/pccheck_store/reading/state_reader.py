@@ -13,8 +13,9 @@ from pccheck_native import catalog
 from pccheck_wire import parts, tree
 from pccheck_wire.basics import Closing
 from pccheck_wire.blocks import Blocks
+from pccheck_wire.errors import NoCheckpointError, PccheckError
 
-from .errors import RecycledError
+from .errors import PartUnreachableError, RecycledError
 from .source import Payloads, Source
 from .whole import WholeTensors
 
@@ -70,6 +71,18 @@ class StateReader(Closing):
         """What the other ranks have stored."""
         return {rank: self.stored(rank) for rank in self.ranks if rank != self.rank}
 
+    def _others_here(self) -> tuple[dict[int, tree.Tree], PccheckError | None]:
+        """The same, and why some of them are not here. A part of the ranks may hold all blocks:
+        that is so on each node with replicated=True."""
+        found, lacking = dict[int, tree.Tree](), None
+        for rank in self.ranks:
+            try:
+                if rank != self.rank:
+                    found[rank] = self.stored(rank)
+            except (NoCheckpointError, PartUnreachableError) as error:
+                lacking = error
+        return found, lacking
+
     def merged(self) -> tree.Tree:
         """The tree, with the places of what other ranks store. Raises StateMismatchError."""
         return parts.merge(self.stored(self.rank), self.rank, self.stored)
@@ -79,8 +92,11 @@ class StateReader(Closing):
         own = self.merged()
         if not own.sharded():
             return own
-        self._whole = WholeTensors(own, self.others())
+        others, lacking = self._others_here()
+        self._whole = WholeTensors(own, others)
         whole = self._whole.content()
+        if lacking is not None and not self._whole.is_complete():
+            raise lacking
         if self._progress is not None:
             self._progress.spare(_payload_bytes(own) - _payload_bytes(whole))
         return whole

@@ -9,6 +9,7 @@ import struct
 from pccheck_store.selection import contiguous_strides
 from pccheck_wire import parts, tree
 from pccheck_wire.blocks import Block, Blocks
+from pccheck_wire.errors import StateMismatchError
 
 
 class WholeTensors:
@@ -30,6 +31,15 @@ class WholeTensors:
             if index not in kept:
                 self._extents[index] = extent._replace(nbytes=0)
         return dataclasses.replace(self._own, root=root, extents=self._extents)
+
+    def is_complete(self) -> bool:
+        """Whether the ranks have saved all of every sharded tensor."""
+        try:
+            for path, wanted in self._made.values():
+                self._blocks.ranges(path, wanted)
+        except StateMismatchError:
+            return False
+        return True
 
     def divided(self, ranges: bytes) -> list[bytes]:
         """The ranges that are in a payload, then for each whole tensor those of its blocks."""

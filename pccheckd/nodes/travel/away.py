@@ -59,16 +59,16 @@ class Away(NamedTuple):
                 for one in homes.homes
             ],
             wall_ns=max((one.wall_ns for one in here), default=0), far=far, name=[*name],
-            others=self._others(whose),
+            copies=self._copies(whose),
         )  # fmt: skip
 
-    def _others(self, whose: int) -> list[int]:
-        """Of replicated state a rank of each other copy."""
+    def _copies(self, whose: int) -> list[list[int]]:
+        """The ranks of each copy of replicated state elsewhere, that of `whose` first."""
         if not self.homes.replicated:
             return []
         elsewhere = (home for home in self.homes.homes if home.node != self.node)
-        copies = ([part for part, _ in home.parts] for home in elsewhere)
-        return [min(ranks) for ranks in copies if whose not in ranks]
+        copies = [[part for part, _ in home.parts] for home in elsewhere]
+        return sorted(copies, key=lambda ranks: whose not in ranks)
 
     def _far(self, here: Collection[int]) -> list[FarPart]:
         homes, found = self.homes.homes, list[FarPart]()

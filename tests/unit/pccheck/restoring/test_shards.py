@@ -26,6 +26,7 @@ from pccheck.restoring.rebuild import state_of_tree
 from pccheck.state import shards
 from pccheck.state.attaching import Values
 from pccheck.state.plan import AttachedPlan
+from pccheck.state.shards import DividingRanks
 from pccheck_wire import parts, tree
 from pccheck_wire.errors import StateMismatchError, UnsupportedStateError
 from pccheckctl.commands.show import leaves_of, tensors_of
@@ -69,8 +70,9 @@ class Cut:
         return distribute_tensor(whole, mesh, fit, src_data_rank=None)
 
 
+HYBRID = Cut((2, 2), Replicate(), Shard(0))
 CUTS = [
-    Cut((1,)), Cut((4,), Shard(0)), Cut((3,), Shard(1)), Cut((2, 2), Replicate(), Shard(0)),
+    Cut((1,)), Cut((4,), Shard(0)), Cut((3,), Shard(1)), HYBRID,
     Cut((2, 2), Shard(0), Shard(1)), Cut((2, 2), Shard(0), Shard(0)), Cut((2,), Replicate()),
 ]  # fmt: skip
 
@@ -170,11 +172,14 @@ def tensors(attached: Any) -> list[torch.Tensor]:
     return [*model.state_dict().values(), *(t for entry in kept for t in entry.values())]
 
 
-def save(cut: Cut, ranks: int = 1) -> Saved:
+def save(cut: Cut, ranks: int = 1, per_node: int | None = None) -> Saved:
+    """`per_node`: ranks of each node, which stores a whole copy."""
     trees, payloads = {}, []
     for rank in range(cut.world):
+        count = ranks if per_node is None else per_node
+        row = DividingRanks(ranks, rank // count * count, count)
         with rank_of(cut.world, rank):
-            plan = AttachedPlan(trained(cut, 7, steps=1), mode="sync", ranks=ranks)
+            plan = AttachedPlan(trained(cut, 7, steps=1), mode="sync", row=row)
             made = plan.snapshot(1, None)
             payloads.append(payload.build(made))
             trees[rank] = payload.tree_of(made)
@@ -184,6 +189,32 @@ def save(cut: Cut, ranks: int = 1) -> Saved:
 def load(payloads: list[bytearray], own: int, ranges: bytes, device_ranges: bytes = b"") -> None:
     for rank, mine in parts.split(ranges, device_ranges).items():
         payload.load(payloads[own if rank < 0 else rank], *mine)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("other", [Cut((2,), Shard(0)), Cut((3,), Shard(1)), Cut((1,))], ids=repr)
+def test_each_node_has_a_whole_copy_of_replicas(other: Cut, node: int) -> None:
+    """HSDP with replicated=True: replicas across the nodes, shards within them."""
+    trees, payloads = save(HYBRID, 4, per_node=2)
+    copy = {rank: trees[rank] for rank in (2 * node, 2 * node + 1)}
+    whole = tensors(trained(Cut((1,)), 7, steps=1))
+    for rank in range(other.world):
+        own = rank if rank in copy else min(copy)
+        others = {number: found for number, found in copy.items() if number != own}
+        with rank_of(other.world, rank):
+            attached = trained(other, 9, steps=1)
+            Placement(trees[own], attached, (), lambda others=others: others).targets.load(
+                lambda ranges, _=b"", own=own: load(payloads, own, ranges)
+            )
+            for now, then in zip(tensors(attached), whole, strict=True):
+                assert torch.equal(shards.local(now).detach(), then[pieces(now)].detach())
+
+
+@pytest.mark.parametrize(("cut", "ranks"), [(Cut((4,), Shard(0)), 4), (HYBRID, 8)], ids=repr)
+def test_a_node_without_a_whole_copy_is_refused(cut: Cut, ranks: int) -> None:
+    """The blocks are on several nodes; or ranks are not in the mesh."""
+    with pytest.raises(UnsupportedStateError, match=r"model.*each node stores a whole copy"):
+        save(cut, ranks, per_node=2)
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(CUTS, 2)), ids=repr)
@@ -297,7 +328,9 @@ def test_dict_with_the_models_dtensors_is_filled_or_refused(
     trees, payloads = {}, []
     for rank in range(4):
         with rank_of(4, rank):
-            made = AttachedPlan(with_best(one, 7, best), mode="sync", ranks=4).snapshot(1, None)
+            made = AttachedPlan(
+                with_best(one, 7, best), mode="sync", row=DividingRanks(4, 0, 4)
+            ).snapshot(1, None)
             payloads.append(payload.build(made))
             trees[rank] = payload.tree_of(made)
     expected = weights(with_best(Cut((1,)), 7, best))

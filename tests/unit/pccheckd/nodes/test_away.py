@@ -31,7 +31,7 @@ def opened(one: Away, rank: int, size: int, **options: Any) -> Opened:
 
 def test_a_rank_gets_its_own_part() -> None:
     found = opened(away([], [0, 1], [2], size=3), 2, 3)
-    assert (found.rank, found.sequence, found.step, found.others) == (2, 9, 5, [])
+    assert (found.rank, found.sequence, found.step, found.copies) == (2, 9, 5, [])
     assert [(one.rank, one.nodes) for one in found.far] == [(0, [1]), (1, [1]), (2, [2])]
 
 
@@ -54,5 +54,5 @@ def test_another_number_of_ranks_is_refused_unless_asked_for() -> None:
 def test_other_copies_of_replicated_state_are_those_of_other_nodes() -> None:
     """The copy of this node has proved damaged: nobody reads it again."""
     found = opened(away([0, 1], [2, 3], [4, 5], size=6, replicated=True), 0, 6)
-    assert (found.rank, found.others) == (2, [4])
+    assert (found.rank, found.copies) == (2, [[2, 3], [4, 5]])
     assert [one.rank for one in found.far] == [2, 3, 4, 5]
