@@ -141,6 +141,9 @@ class Volume:
     async def held(self, uid: int, job: str) -> bytes:
         raise AssertionError("nobody asks for it")
 
+    async def reached(self, uid: int, job: str) -> bytes:
+        raise AssertionError("nobody asks for it")
+
     async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         raise AssertionError("it is damaged")
 

@@ -1,29 +1,23 @@
 """All nodes of a job, also while the job does not run: what each of them holds, what they would
-restore together, and the payloads of that. Each node is asked through its peer server. The daemon
-of this node has noted at the last start where these servers are."""
+restore together, and whom they reach. Each node is asked through its peer server. The daemon of
+this node has noted at the last start where these servers are."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
-from pccheck_native import catalog
 from pccheck_native.group import Refused
-from pccheck_native.identity import CheckpointId
 from pccheck_native.nodes.facts import FullName
 from pccheck_native.nodes.holding import Holding, Restorable, restorable
-from pccheck_native.nodes.homes import Homes
-from pccheck_native.nodes.offers import Word
-from pccheck_native.subset import Subset
-from pccheck_wire.errors import NoCheckpointError, UsageError, one_owner
-from pccheck_wire.messages import FarNode, FarPart, Opened
+from pccheck_native.nodes.lists import Promise
+from pccheck_native.nodes.offers import StartAnswer, Word
+from pccheck_native.tls import LeftError
+from pccheck_wire.messages import FarNode
 
-from .documents import Document, rows, text, texts
-from .reading.peers import PeerPayloads
-from .reading.streams import LeftError, holding
+from .documents import Document, rows, text, texts, whole
+from .reading.streams import holding, reach
 
 ASKED_AT_ONCE = 32
 NAMED_MAX = 4
@@ -59,7 +53,7 @@ class Cluster:
     def __init__(self, job: Document) -> None:
         """`job`: of the document that `Observer.servers` returns. Asks every node."""
         self.name = text(job, "job")
-        self.uid = int(str(job["uid"]))
+        self.uid = whole(job, "uid")
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
             self.nodes = list(threads.map(self._ask, rows(job, "nodes")))
 
@@ -75,7 +69,7 @@ class Cluster:
         answer = found.answer if found is not None else None
         refused = {"message": answer.reason, "hint": answer.hint} \
             if isinstance(answer, Refused) else None  # fmt: skip
-        restored = found.homes.checkpoint if found is not None and found.homes else None
+        restored = answer.restored if isinstance(answer, StartAnswer) else None
         return {
             "uid": self.uid, "job": self.name,
             "world_size": found.world_size if found is not None else None,
@@ -91,104 +85,57 @@ class Cluster:
         return "; ".join([*lines[:NAMED_MAX], *more])
 
     def _ask(self, row: Document) -> ClusterNode:
-        place = FarNode(
-            text(row, "host"), texts(row, "addresses"), bytes.fromhex(text(row, "fingerprint")),
-            bytes.fromhex(text(row, "token")),
-        )  # fmt: skip
+        place = _place(row)
         made = ClusterNode(text(row, "node"), row.get("here") is True, place, None)
         if not place.addresses:
-            return made._replace(why="its pccheckd had no --listen")
+            return made._replace(
+                why="it had no peer server (no --listen, or see the log of pccheckd there)"
+            )
         try:
-            return made._replace(holding=holding(place, self.name))
+            found = holding(place, self.name)
         except LeftError as error:
-            return made._replace(why=str(error))
+            here = "; pccheckd on this node needs --listen with that address" * made.here
+            return made._replace(why=f"{error}{here}")
+        if found.offer.node.hex() != made.node:
+            return made._replace(why="another storage directory is there than at the last start")
+        return made._replace(holding=found)
 
 
-def find(document: Document, job: str, *, uid: int | None = None) -> Document | None:
-    """The job in the document of `Observer.servers`. Raises UsageError if several users have it."""
-    mine = [
-        one for one in rows(document, "jobs")
-        if text(one, "job") == job and uid in (None, one.get("uid"))
-    ]  # fmt: skip
-    one_owner(job, (int(str(one["uid"])) for one in mine))
-    return mine[0] if mine else None
+class TriedPairs(NamedTuple):
+    """What every node of a job could reach."""
+
+    pairs: int  # that were tried
+    failed: list[tuple[str, str, str]]  # the host that reads, the other one, why not
+    silent: list[tuple[str, str]]  # hosts that did not answer, and why
 
 
-class ClusterSource:
-    """See `source.Source`: the checkpoint that all ranks of the job would restore, and no other
-    one."""
+def pairs_of(job: Document) -> TriedPairs:
+    """Lets every node of a job in the document of `Observer.servers` try all others."""
+    nodes = rows(job, "nodes")
+    hosts = {bytes.fromhex(text(one, "node")): text(one, "host") for one in nodes}
+    tried = TriedPairs(0, [], [])
 
-    served = True
-
-    def __init__(self, job: Document, step: int | None, note: Callable[[str], None]) -> None:
-        """`note`: gets a sentence whenever a copy is given up, and for nodes without an answer."""
-        self.path = Path("the nodes of the job")
-        self._job, self._step, self._note = job, step, note
-        self._opened: Opened | None = None
-
-    def held(
-        self, *, uid: int | None = None, job: str = "", rank: int | None = None, sizes: bool = False
-    ) -> catalog.Catalog:
-        """Raises NoCheckpointError, as `restore()` would."""
-        cluster = Cluster(self._job)
-        found, silent = cluster.restorable(self._step), cluster.silent()
-        if found is not None and isinstance(found.answer, Refused):
-            raise NoCheckpointError(
-                found.answer.reason + (f" ({silent})" if silent else ""), hint=found.answer.hint
-            )
-        if found is None or found.homes is None:
-            raise NoCheckpointError(
-                f"no node of job {cluster.name!r} has a checkpoint" + f" ({silent})" * bool(silent),
-                hint="see: pccheckctl status --cluster",
-            )
-        if silent:
-            self._note(f"not all nodes of the job have answered: {silent}")
-        self._opened = _opened(cluster, found.homes)
-        one = CheckpointId(
-            cluster.uid, cluster.name, 0, 1, self._opened.step, 1, found.homes.world_size,
-            found.homes.checkpoint.start,
-        )  # fmt: skip
-        payloads = PeerPayloads(cluster.name, self._opened, self._note)
+    def ask(row: Document) -> list[tuple[bytes, str]] | str:
         try:
-            parts = [
-                _stored(one._replace(rank=part), payloads, self.path)
-                for part in payloads.ranks
-                if rank in (None, part)
-            ]
-        finally:
-            payloads.close()
-        return catalog.Catalog(parts, {}, [], [])
+            return reach(_place(row), text(job, "job"))
+        except LeftError as error:
+            return str(error)
 
-    def open(self, parts: Sequence[catalog.StoredCheckpoint]) -> PeerPayloads:
-        assert self._opened is not None
-        return PeerPayloads(parts[0].id.job, self._opened, self._note)
-
-    def verify(self, checkpoint: catalog.StoredCheckpoint, part: Subset | None) -> tuple[int, bool]:
-        raise UsageError(
-            "checkpoints of other nodes are not verified from here",
-            hint="run pccheckctl verify on each node",
-        )
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+        for row, found in zip(nodes, threads.map(ask, nodes), strict=True):
+            host = text(row, "host")
+            if isinstance(found, str):
+                tried.silent.append((host, found))
+                continue
+            tried = tried._replace(pairs=tried.pairs + len(nodes) - 1)
+            tried.failed.extend((host, hosts.get(node, node.hex()[:8]), why) for node, why in found)
+    return tried
 
 
-def _opened(cluster: Cluster, homes: Homes) -> Opened:
-    """All parts, each from any node that has it."""
-    places = {bytes.fromhex(one.node): one.place for one in cluster.nodes}
-    far = [
-        FarPart(part, [at for at, _ in copies], [digest for _, digest in copies])
-        for part, copies in homes.copies().items()
-    ]
-    name = homes.checkpoint.name
-    return Opened(
-        0, 1, name.step, 1, homes.world_size, homes.checkpoint.start, bytes(16), 0, 0, 0,
-        nodes=[places[one.node] for one in homes.homes], far=far, name=[*name],
-    )  # fmt: skip
-
-
-def _stored(one: CheckpointId, payloads: PeerPayloads, path: Path) -> catalog.StoredCheckpoint:
-    payload_bytes, tree_offset, tree_bytes, _ = payloads.facts(one.rank)
-    return catalog.StoredCheckpoint(
-        one, payload_bytes, tree_offset, tree_bytes, payloads.wall_ns, flags=0, slot=0,
-        volume_path=path,
+def _place(row: Document) -> FarNode:
+    return FarNode(
+        text(row, "host"), texts(row, "addresses"), bytes.fromhex(text(row, "fingerprint")),
+        bytes.fromhex(text(row, "token")),
     )  # fmt: skip
 
 
@@ -196,8 +143,8 @@ def _newest(found: Holding | None, names: Iterable[FullName]) -> int | None:
     """The step of the newest one; starts are in the order of their promises."""
     if found is None:
         return None
-    promises = defaultdict(
-        lambda: (0, b""), {r.start: tuple(r.promise) for r in found.offer.records}
+    promises = {one.start: one.promise for one in found.offer.records}
+    newest = max(
+        names, key=lambda one: (promises.get(one.start, Promise()), one.name), default=None
     )
-    newest = max(names, key=lambda one: (promises[one.start], one.name), default=None)
     return newest.name.step if newest is not None else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 
+from pccheck_wire.errors import one_owner
+
 Document = dict[str, object]
 
 
@@ -42,6 +44,17 @@ def texts(document: Document, key: str) -> list[str]:
 def numbers(document: Document, key: str) -> list[int]:
     items = document.get(key)
     return [one for one in items if isinstance(one, int)] if isinstance(items, list) else []
+
+
+def job_of(document: Document, job: str, *, uid: int | None = None) -> Document | None:
+    """The job of this name in a document. Raises UsageError if several users have one."""
+    mine = [
+        one
+        for one in rows(document, "jobs")
+        if text(one, "job") == job and uid in (None, one.get("uid"))
+    ]
+    one_owner(job, (whole(one, "uid") for one in mine))
+    return mine[0] if mine else None
 
 
 def as_json(value: object) -> object:

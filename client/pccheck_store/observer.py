@@ -112,7 +112,7 @@ class Observer(Closing):
         return self._report({"t": "trace", "last_s": min(float(last_s), TRACE_S_MAX)})
 
     def servers(self) -> Document:
-        """Where the nodes of running jobs let each other read."""
+        """Where the nodes of jobs let each other read, also after the job (`ListServers`)."""
         return self._report({"t": "servers"})
 
     def config(self) -> Document:

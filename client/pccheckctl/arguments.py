@@ -106,6 +106,14 @@ def _status(to: argparse.ArgumentParser) -> None:
     )
 
 
+def _doctor(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--peers",
+        action="store_true",
+        help="let every node of jobs on several nodes try to read from every other one",
+    )
+
+
 def _list(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", nargs="?", type=_job, help="only this job")
     to.add_argument("--rank", type=_number, help="only this rank")
@@ -194,7 +202,7 @@ def _file(to: argparse.ArgumentParser) -> None:
 
 def _wait(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", type=_job, nargs="?", help=f"{_JOB}; without it: all, with --ended")
-    to.add_argument("--rank", type=_number, default=0, help="of this rank (default 0)")
+    to.add_argument("--rank", type=_number, help="of this rank (default: the lowest on this node)")
     to.add_argument(
         "--for", dest="state", choices=("copied", "durable", "global"), default="durable",
         help="safe when the trainer ends; on the disk (default); on the disk of every rank",
@@ -288,8 +296,7 @@ COMMANDS = (
     Command("wait", "commands.wait", "returns when a step is copied, durable or global", _wait),
     Command("drop", "commands.drop", "removes the volumes of a job that has ended", _drop),
     Command("doctor", "doctor.command",
-            "checks this machine and the daemon; each finding has its effect and a fix",
-            lambda _: None),
+            "checks this machine and the daemon; each finding has its effect and a fix", _doctor),
     Command("bench", "measure.bench", "measures how fast a disk is with checkpoints", _bench),
     Command("tune", "measure.tune", "computes how often to save, and with how many slots", _tune),
     Command("trace", "commands.trace",

@@ -156,21 +156,31 @@ def files(arguments: argparse.Namespace) -> Source:
 
 def of_all_nodes(arguments: argparse.Namespace) -> Source | None:
     """For commands that write what all ranks have: the nodes of a job that has run on several. None
-    for another job, where a directory or a sequence is named, or the rank is on this node."""
-    from pccheck_store.cluster import ClusterSource, find
+    for another job, where a directory or a sequence is named, or the nodes have nothing in common
+    and this node has the rank."""
+    from pccheck_store.documents import job_of
     from pccheckctl.output.documents import note, rows
 
     if arguments.storage or arguments.sequence is not None:
         return None
     try:
         with observe(arguments.socket) as observer:
-            job = find(observer.servers(), arguments.job, uid=arguments.uid)
+            job = job_of(observer.servers(), arguments.job, uid=arguments.uid)
             here = rows(observer.listing(arguments.job, uid=arguments.uid), "checkpoints")
     except DaemonUnreachableError:
         return None
-    if job is None or any(one.get("rank") == arguments.rank for one in here):
+    if job is None:
         return None
-    return ClusterSource(job, arguments.step, note)
+    from pccheck_store.all_nodes import ClusterSource  # imports ssl
+
+    found = ClusterSource(job, arguments.step, note)
+    if arguments.rank is not None and any(one.get("rank") == arguments.rank for one in here):
+        try:
+            found.held(rank=arguments.rank)
+        except PccheckError as error:
+            note(f"read from this node only, since the nodes have no common step: {error.message}")
+            return None
+    return found
 
 
 def _may_read(place: Path) -> bool:

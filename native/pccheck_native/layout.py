@@ -43,6 +43,7 @@ _UID = re.compile(_NUMBER)
 _VOLUME = re.compile(rf"rank-{_NUMBER}\.{_NUMBER}\.pcc")
 _START = re.compile(r"start-([0-9a-f]{32})\.json(\.tmp)?")
 _SERVERS = "servers.json"
+_LEFT = re.compile(r"(start-[0-9a-f]{32}|servers)\.json(\.tmp)?")
 _TEMPORARY = re.compile(r"\.?((rank|start)-.*|servers\.json)\.tmp", re.DOTALL)
 
 
@@ -140,16 +141,17 @@ def start_path(storage: Path, uid: int, job: str, start: bytes) -> Path:
 
 
 def servers_path(storage: Path, uid: int, job: str) -> Path:
-    """Where the nodes of a job read from each other (pccheckd/nodes/travel/servers.py)."""
+    """Where the nodes of a job read from each other (pccheckd/nodes/records.py)."""
     return volume_path(storage, uid, job, 0).with_name(_SERVERS)
 
 
 def jobs_with_servers(storage: Path) -> list[tuple[int, str]]:
-    """The jobs that have such a file."""
+    """Uid and name of each job with such a file."""
     found = []
     for path in storage.glob(f"*/*/{_SERVERS}"):
         uid, job = path.parts[-3:-1]
-        if _UID.fullmatch(uid) and _JOB.fullmatch(job) and not path.is_symlink():
+        is_linked = any(one.is_symlink() for one in (path, *path.parents[:2]))
+        if _UID.fullmatch(uid) and int(uid) <= UID_MAX and _JOB.fullmatch(job) and not is_linked:
             found.append((int(uid), job))
     return sorted(found)
 
@@ -164,13 +166,12 @@ def start_records(directory: Path) -> dict[bytes, Path]:
 
 
 def left_records(directory: Path) -> list[Path]:
-    """What is left of a job that has no volume there any more: the same, the addresses of its
-    nodes, and those of them that were being written; else none."""
+    """The files of a job without a volume there: records of starts, the servers, and unfinished
+    ones. None while the job has a volume there."""
     names = sorted(entry.name for entry in _entries(directory))
     if any(_VOLUME.fullmatch(name) for name in names):
         return []
-    others = (_SERVERS, f"{_SERVERS}.tmp")
-    return [directory / name for name in names if _START.fullmatch(name) or name in others]
+    return [directory / name for name in names if _LEFT.fullmatch(name)]
 
 
 def parse_volume_path(storage: Path, path: Path) -> VolumeFile:

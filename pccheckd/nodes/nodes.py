@@ -72,8 +72,8 @@ class Nodes:
         if self._engine.config.listen:
             storage = self._engine.config.storage
             found = await asyncio.to_thread(layout.jobs_with_servers, storage)
-            for uid, job in dict(found).items():
-                await self.peers.server(uid, job)
+            for uid in sorted({uid for uid, _ in found}):
+                await self.peers.start(uid)
 
     # -- Shares ---------------------------------------------------------------------------------
 
@@ -83,11 +83,14 @@ class Nodes:
     async def held(self, uid: int, job: str) -> bytes:
         return (await (await self._wide(uid, job)).holding()).packed()
 
+    async def reached(self, uid: int, job: str) -> bytes:
+        return peer.packed_reach(await (await self._wide(uid, job)).reach())
+
     async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         await (await self._wide(uid, ask.job)).sharing.damaged(ask, sequence)
 
     async def _wide(self, uid: int, job: str) -> WideJob:
-        """Loaded if it was not. The token was right, so this node has made it for this job."""
+        """The job, loaded from the disk first if needed. Raises NoCheckpointError."""
         if (uid, job) not in self._jobs:
             place = layout.servers_path(self._engine.config.storage, uid, job)
             if await self._engine.call(uid, place.exists):

@@ -54,6 +54,7 @@ from .promising import Promising
 from .records import Records
 from .restoring import Restoring
 from .travel.away import Away
+from .travel.reach import unreachable
 from .travel.sharing import Sharing
 
 _T = TypeVar("_T")
@@ -93,7 +94,7 @@ class WideJob:
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.Handle | None = None
         self._loaded = False
-        self._adopting = asyncio.Lock()
+        self._adopting, self._reaching = asyncio.Lock(), asyncio.Lock()
         self._untold: list[str] = []  # warnings of the last answer, for a script
         job.on_decision, job.on_appeared = self.look, self._publish
         job.members.elsewhere.wanted = self._want
@@ -416,6 +417,14 @@ class WideJob:
             self.node, self.host, promise, records=newest(self._known.values()),
             known=tuple(sorted(known)), parts=held, word=word,
         )  # fmt: skip
+
+    async def reach(self) -> list[tuple[bytes, str]]:
+        """The nodes of the last start that this one cannot read from, and why, for a person who
+        asks another node."""
+        async with self._reaching:
+            servers = await self._call(self._records.servers)
+            others = [one for one in servers if one.node != self.node]
+            return await asyncio.to_thread(unreachable, others)
 
     async def record(
         self, found: StartList, answer: StartAnswer, servers: Sequence[NodeServer]

@@ -461,8 +461,8 @@ def _unsaved(tenant: Tenant) -> str:
 
 
 def servers(asker_uid: int, registry: Registry) -> Document:
-    """Where the nodes of jobs let each other read, with the tokens for that: blocks on the disk. In
-    a job that has not begun again these are the places of its last start."""
+    """Where the nodes of each job let each other read, with the tokens, as its last start has
+    noted. Blocks on the disk."""
     storage, running = registry.config.storage, registry.nodes.running()
     jobs: list[Document] = []
     for uid, name in layout.jobs_with_servers(storage):

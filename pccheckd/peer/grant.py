@@ -1,5 +1,5 @@
-"""What passes between the daemon and a peer server: a question, and what is answered or may be read
-then. Imported by both sides, so it imports almost nothing."""
+"""What passes between the daemon and a peer server: a reader's question, and the answer (a file,
+bytes to send, or a refusal). Imported by both sides, so it imports almost nothing."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class ReadGrant(NamedTuple):
     def packed(self) -> bytes:
         return _packed([self.path, self.sequence, self.wall_ns])
 
-    @classmethod
-    def of_packed(cls, answer: bytes, descriptor: int) -> Self | bytes:
-        """Or a document that is to be sent as it is. Raises RefusedGrantError."""
-        found = msgpack.unpackb(answer, use_list=True)
-        if isinstance(found, str):
-            raise RefusedGrantError(found)
-        if isinstance(found, bytes):
-            return found
-        path, sequence, wall_ns = found
-        return cls(path, sequence, wall_ns, descriptor)
+
+def answer_of(packed: bytes, descriptor: int) -> ReadGrant | bytes:
+    """What the daemon has answered: a part to read, or bytes that are sent as they are. Raises
+    RefusedGrantError."""
+    found = msgpack.unpackb(packed, use_list=True)
+    if isinstance(found, str):
+        raise RefusedGrantError(found)
+    if isinstance(found, bytes):
+        return found
+    path, sequence, wall_ns = found
+    return ReadGrant(path, sequence, wall_ns, descriptor)
 
 
 def refusal(words: str) -> bytes:

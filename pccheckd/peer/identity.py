@@ -1,6 +1,6 @@
-"""How a node shows who it is to the other nodes, and who may read what. All of it follows from a
-secret in the storage directory: so a restarted daemon has the same keys, tokens and ports, and the
-addresses that the other nodes have kept still lead to it."""
+"""How a node shows who it is to the other nodes, and who may read what. Keys, tokens and (unless
+`--listen` names a port) ports follow from a secret in the storage directory. So the addresses that
+other nodes have kept stay valid after a restart of the daemon."""
 
 from __future__ import annotations
 

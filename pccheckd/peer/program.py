@@ -1,5 +1,6 @@
-"""A peer server: sends blocks of one user's checkpoints to other nodes, over TLS 1.3, in a process
-of its own. The reader checks them; this process checks those that the reader doubts.
+"""A peer server: sends other nodes blocks of one user's checkpoints, and what this node holds of a
+job, over TLS 1.3, in a process of its own. The reader checks the blocks; this process checks those
+that the reader doubts.
 
     python -P -m pccheckd.peer.program ARGUMENTS   (confine.HelperArguments; the key on stdin)
 
@@ -28,13 +29,13 @@ from pccheck_native import NativeError, _core
 from pccheck_native.nodes import peer
 from pccheckd.helper import confine, framing
 
-from .grant import GrantRequest, ReadGrant, RefusedGrantError, has_file
+from .grant import GrantRequest, ReadGrant, RefusedGrantError, answer_of, has_file
 
 #: Connections that have shown no token yet, and those that have.
 STRANGERS_MAX, READERS_MAX = 256, 128
 #: When there are as many, one gives way that has said nothing for so long; else the new one does.
 STRANGER_YOUNG_S, READER_QUIET_S = 1.0, 10.0
-STRANGER_LIMIT_S = 10.0  # for the handshake, and then for the first message
+STRANGER_LIMIT_S = 10.0  # for the handshake, for the first message, for an answer without a part
 IDLE_LIMIT_S = 120.0  # between two requests
 SEND_LIMIT_S = 120.0  # a piece takes longer: the reader has stopped
 FILES_MAX = 1024
@@ -80,7 +81,7 @@ class Daemon:
             raise RefusedGrantError("the daemon of this node does not answer") from error
         finally:
             del self._waiting[identity]
-        return ReadGrant.of_packed(answer, self._files.pop(identity, -1))
+        return answer_of(answer, self._files.pop(identity, -1))
 
     def _read(self) -> None:
         frames = framing.Unpacker(ANSWER_BYTES_MAX)
@@ -151,13 +152,13 @@ class Server:
     def _answer(self, stream: ssl.SSLSocket) -> None:
         question = _first_message(stream)
         try:
-            grant = self._daemon.ask(question)
+            answer = self._daemon.ask(question)
         except RefusedGrantError as error:
             _fail(stream, peer.REFUSED, str(error))
             return
-        if isinstance(grant, bytes):
+        if isinstance(answer, bytes):
             stream.settimeout(STRANGER_LIMIT_S)
-            stream.sendall(peer.ANSWER.pack(peer.OK, len(grant)) + grant)
+            stream.sendall(peer.ANSWER.pack(peer.OK, len(answer)) + answer)
             return
         with self._lock:
             is_taken = stream in self._strangers and _takes(
@@ -167,11 +168,11 @@ class Server:
             if is_taken:
                 self._readers[stream] = time.monotonic()
         if not is_taken:
-            os.close(grant.descriptor)
+            os.close(answer.descriptor)
             _fail(stream, peer.BUSY, BUSY)
             return
         try:
-            self._send(stream, question, grant)
+            self._send(stream, question, answer)
         finally:
             with self._lock:
                 self._readers.pop(stream, None)

@@ -10,7 +10,7 @@ import ipaddress
 import pwd
 import socket
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pccheck_native.nodes import peer
 from pccheck_native.nodes.offers import ADDRESSES_MAX, PeerServer
@@ -34,24 +34,45 @@ class Shares(Protocol):
     the words for who asked."""
 
     async def allow(self, uid: int, ask: peer.Ask) -> ReadGrant: ...
-    async def held(self, uid: int, job: str) -> bytes: ...  # `peer.Holding`, packed
-    async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None: ...  # when it was read
+    async def held(self, uid: int, job: str) -> bytes: ...  # `holding.Holding`, packed
+    async def reached(self, uid: int, job: str) -> bytes: ...  # `peer.packed_reach`
+    async def damaged(
+        self, uid: int, ask: peer.Ask, sequence: int
+    ) -> None: ...  # a read has found it damaged
+
+
+class _Running(NamedTuple):
+    """A user's server."""
+
+    keeper: Keeper
+    addresses: tuple[str, ...]
+    fingerprint: bytes
 
 
 class Peers:
     """Owned by the nodes of the daemon."""
 
     def __init__(self, where: str, storage: Path, shares: Shares) -> None:
-        self._where, self._storage, self._shares = where, storage, shares
-        self._servers: dict[int, tuple[Keeper, tuple[str, ...], bytes]] = {}
+        """`where`: --listen."""
+        self._listen, self._storage, self._shares = where, storage, shares
+        self._servers: dict[int, _Running] = {}
         self._troubles: dict[int, str] = {}  # why there is no server
         self._locks: dict[int, asyncio.Lock] = {}
         self._threads = Threads(1, "peers")
         self._identity: NodeIdentity | None = None
 
     async def server(self, uid: int, job: str) -> PeerServer | None:
-        """Of the user, which is started; None: without --listen, or if that fails."""
-        if not self._where:
+        """Where others read a job of the user; None: nowhere, as with `start`."""
+        running = await self.start(uid)
+        if running is None:
+            return None
+        assert self._identity is not None
+        return PeerServer(running.addresses, running.fingerprint, self._identity.token(uid, job))
+
+    async def start(self, uid: int) -> _Running | None:
+        """The user's server, which is started if there is none; None: without --listen, or if that
+        fails."""
+        if not self._listen:
             return None
         async with self._locks.setdefault(uid, asyncio.Lock()):
             if uid not in self._servers:
@@ -64,26 +85,24 @@ class Peers:
                     self._troubles[uid] = str(error)
                     return None
                 self._troubles.pop(uid, None)
-            _, addresses, fingerprint = self._servers[uid]
-        assert self._identity is not None
-        return PeerServer(addresses, fingerprint, self._identity.token(uid, job))
+            return self._servers[uid]
 
     def why_closed(self, uid: int) -> str:
         """Why the user has no server, in words that end a sentence; "": there is one, or there will
         be."""
-        return self._troubles.get(uid, "") if self._where else "it has no --listen"
+        return self._troubles.get(uid, "") if self._listen else "it has no --listen"
 
     async def close(self) -> None:
-        for keeper, *_ in self._servers.values():
-            await keeper.close()
+        for running in self._servers.values():
+            await running.keeper.close()
         self._threads.stop()
 
-    async def _start(self, uid: int) -> tuple[Keeper, tuple[str, ...], bytes]:
+    async def _start(self, uid: int) -> _Running:
         """Raises PccheckError, OSError, RuntimeError."""
         self._threads.begin()
-        identity, made = await asyncio.wrap_future(self._threads.submit(self._identify, uid))
-        self._identity = identity
-        sockets = _sockets(self._where, identity.port(uid))
+        made = await asyncio.wrap_future(self._threads.submit(self._key, uid))
+        assert self._identity is not None
+        sockets = _sockets(self._listen, self._identity.port(uid))
         kind = HelperKind(
             "pccheckd.peer.program", "sends checkpoints to other nodes",
             "checkpoints of this node do not need it", REQUEST_BYTES_MAX, secret=made.pem,
@@ -94,12 +113,12 @@ class Peers:
         where = tuple(peer.address(*one.getsockname()[:2]) for one in sockets)
         LOG.info("uid %d: other nodes read its checkpoints at %s", uid, ", ".join(where))
         if all(listen.is_loopback(one.getsockname()[0]) for one in sockets):
-            LOG.warning("--listen %s is reached from this machine only", self._where)
-        return keeper, where, made.fingerprint
+            LOG.warning("--listen %s is reached from this machine only", self._listen)
+        return _Running(keeper, where, made.fingerprint)
 
-    def _identify(self, uid: int) -> tuple[NodeIdentity, PeerKey]:
-        identity = self._identity or NodeIdentity(secret_of(self._storage))
-        return identity, identity.key(uid)
+    def _key(self, uid: int) -> PeerKey:
+        self._identity = self._identity or NodeIdentity(secret_of(self._storage))
+        return self._identity.key(uid)
 
     async def _answer(self, uid: int, request: bytes) -> bytes | Handed | None:
         try:
@@ -107,7 +126,9 @@ class Peers:
             ask = peer.Ask.of_packed(asked.ask)
             assert self._identity is not None
             if not hmac.compare_digest(ask.token, self._identity.token(uid, ask.job)):
-                raise RefusedError("the token is not that of this job on this node")
+                raise RefusedError("the token is not the token of this job on this node")
+            if ask.reach:
+                return document(await self._shares.reached(uid, ask.job))
             if not ask.start:
                 return document(await self._shares.held(uid, ask.job))
             if asked.damaged:
@@ -153,7 +174,7 @@ def _bound(address: str, port: int, usual: int) -> socket.socket:
     """The first free port from `port` on; 0: the usual one, or else any."""
     is_v6 = ipaddress.ip_address(address).version == 6
     made = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM)
-    # Connections of the daemon before may still be ending there.
+    # Connections of the earlier daemon may still be closing on this port.
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     tried = range(port, port + listen.PORTS) if port else (usual, 0)
     for number in tried:

@@ -35,8 +35,8 @@ def node_of(storage: Path) -> Node:
 
 
 def secret_of(storage: Path) -> bytes:
-    """From which the keys, tokens and ports of this node follow (`pccheckd/peer/identity.py`).
-    As `node_of`."""
+    """The secret of a storage directory, from which the keys, tokens and ports of its node follow
+    (`pccheckd/peer/identity.py`). Made and kept as the id of `node_of`."""
     path = storage / layout.SECRET_NAME
     return _kept(path, SECRET_BYTES, "a secret", "the node then gets new keys")
 
@@ -45,12 +45,11 @@ def _kept(path: Path, size: int, what: str, then: str) -> bytes:
     try:
         found = bytes.fromhex(layout.load(path, 4 * size).decode("ascii"))
         if len(found) != size or found == UNKNOWN:
-            raise ValueError("it has another form")
+            raise ValueError(f"it is not {size} bytes in hexadecimal")
     except FileNotFoundError:
         found = token_bytes(size)
         layout.store(path, f"{found.hex()}\n".encode())
-        if size == ID_BYTES:
-            LOG.info("%s is a new node: %s", path.parent, found.hex())
+        LOG.info("%s: made %s", path, what)
     except ValueError as error:
         raise DamagedError(
             f"{path} does not hold {what}: {error}", hint=f"remove it: rm {path}; {then}"

@@ -17,6 +17,7 @@ from tests.guest.machine import Scenario
 #: An emulated processor is twenty times slower than yours.
 SCENARIOS = (
     Scenario("systemd", minutes=20),
+    Scenario("nodes", minutes=40),
     Scenario("dax", minutes=15, memory_mib=2048, kernel="memmap=512M!1G"),
     Scenario("powercut", minutes=60),
 )  # fmt: skip

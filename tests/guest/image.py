@@ -21,10 +21,10 @@ CACHE = ROOT / ".guest"
 SUITE, PYTHON = "bookworm", "3.11"
 PACKAGES = (
     "linux-image-amd64,initramfs-tools,systemd,systemd-sysv,udev,dbus,kmod,procps,python3,"
-    "python3-venv,e2fsprogs,xfsprogs,dmsetup"
+    "python3-venv,e2fsprogs,xfsprogs,dmsetup,iproute2"
 )
 #: As in constraints.txt; those of the daemon, and what runs the scenarios.
-WHEELS = ("msgpack", "pyzmq", "psutil", "uvloop", "pytest")
+WHEELS = ("msgpack", "pyzmq", "psutil", "uvloop", "cryptography", "pytest")
 #: Most of a Debian's bytes.
 UNWANTED = (
     "usr/share/doc", "usr/share/man", "usr/share/locale", "lib/modules/*/kernel/sound",
@@ -123,7 +123,7 @@ def make() -> Image:
 
 def _wheels() -> list[Path]:
     """For the guest's Python, which may not be the one that runs here."""
-    place = CACHE / f"wheels-{PYTHON}"
+    place = CACHE / f"wheels-{PYTHON}-{len(WHEELS)}"
     if not place.exists():
         fresh = place.with_suffix(f".{os.getpid()}")
         _run(

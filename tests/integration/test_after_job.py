@@ -17,7 +17,7 @@ from tests.support.daemon import Daemon
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect
 from tests.support.waiting import until
-from tests.support.widejob import COUNTS, JOB, end, ranks, restored, save
+from tests.support.widejob import COUNTS, JOB, end, ranks, refused, restored, save
 
 
 @pytest.fixture
@@ -137,9 +137,9 @@ def test_a_rank_of_another_node_is_written_from_there(
     nodes: list[Daemon], run: Callable[..., None], ctl: Ctl, tmp_path: Path
 ) -> None:
     run()
-    for node in nodes:
+    for at, node in enumerate(nodes):
         for rank in (0, 1):
-            target = tmp_path / f"{node.pid}-{rank}.pt"
+            target = tmp_path / f"{at}-{rank}.pt"
             well(
                 ctl,
                 None,
@@ -188,13 +188,38 @@ def test_damage_is_found_when_it_is_read(
 def test_replicated_state_needs_one_node_only(
     nodes: list[Daemon], run: Callable[..., None], ctl: Ctl, tmp_path: Path
 ) -> None:
+    """A rank whose part is lost gets the state of another rank, as in restore()."""
     run(per_node=2, replicated=True)
     nodes[1].stop()
     said, job = cluster(ctl, nodes[0], DEGRADED)
     assert "restore() would restore step 3 on 4 ranks" in said and job["step"] == 3
-    target = tmp_path / "state.pt"
-    well(ctl, None, "--socket", nodes[0].socket, "recover", JOB, "--rank", 1, "--output", target)
-    assert loaded(target)
+    recover = ("--socket", nodes[0].socket, "recover", JOB, "--output")
+    told = ctl(None, *recover, tmp_path / "all.pt", "--all-ranks")
+    assert told.code == 0 and "what only ranks 2, 3 had" in told.err, told.err
+    assert "Connection refused" in told.err
+    well(ctl, None, *recover, tmp_path / "one.pt")
+    every = [loaded(tmp_path / f"all.rank-{rank}.pt") for rank in range(4)]
+    assert all(same(one["model"], loaded(tmp_path / "one.pt")["model"]) for one in every)
+
+
+def test_the_hint_is_for_who_asks(
+    nodes: list[Daemon], run: Callable[..., None], ctl: Ctl, tmp_path: Path
+) -> None:
+    """Not restore()'s words; and a node that does not listen any more is told so."""
+    run()
+    nodes[0].stop()
+    (own,) = nodes[1:]
+    own.stop()
+    own.flags = [flag for flag in own.flags if flag not in LISTEN]
+    own.start()
+    said, _ = cluster(ctl, own, DEGRADED)
+    assert "not all nodes answer: start pccheckd with --listen on host" in said
+    assert "fresh=True" not in said and "pccheckd on this node needs --listen" in said
+    told = ctl(None, "--socket", own.socket, "recover", JOB, "--all-ranks", "-o", tmp_path / "x.pt")
+    assert "hint: start pccheckd with --listen on the nodes that do not answer" in told.err
+    assert "fresh=True" not in told.err
+    told = ctl(None, "--socket", own.socket, "recover", JOB, "--rank", 1, "-o", tmp_path / "x.pt")
+    assert told.code == 0 and "read from this node only" in told.err, told.err
 
 
 def test_a_job_that_runs_says_so(
@@ -202,6 +227,9 @@ def test_a_job_that_runs_says_so(
 ) -> None:
     group = ranks(start_trainer, nodes, store)
     save(group)
+    # The node has no rank 0.
+    wait = ("--socket", nodes[1].socket, "wait", JOB, "--newest", "--for=global", "--json")
+    assert ctl(None, *wait).json["rank"] == 1
     said, job = cluster(ctl, nodes[1])
     assert "restore step 1 on 2 ranks; the job runs" in said and job["nodes"][0]["runs"]
     end(group)
@@ -232,3 +260,23 @@ def test_ranks_restore_after_the_secret_was_lost(
         save(group)
         assert "would restore step 4" in cluster(ctl, nodes[0])[0]
         end(group)
+
+
+def test_a_job_that_was_dropped_on_one_node_goes_on_without_it(
+    start_trainer: Connect, nodes: list[Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    """The error names the node and the two ways on; without= takes the node that is here."""
+    group = ranks(start_trainer, nodes, store, replicated=True)
+    save(group)
+    end(group)
+    well(ctl, None, "--socket", nodes[0].socket, "drop", JOB, "--yes")
+    again = ranks(start_trainer, nodes, store, "again", replicated=True)
+    for error in refused(again):
+        assert "ran this job last, and the job is not there any more" in error
+        assert "on the other nodes, too" in error and "restore(without=" in error
+    end(again)
+    node = (nodes[0].storage / ".pccheckd.node").read_text()[:12]
+    with TorchStore() as other:
+        without = ranks(start_trainer, nodes, other, "without", replicated=True)
+        assert restored(without, without=node) == [1, 1]
+        save(without)

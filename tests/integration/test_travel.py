@@ -279,6 +279,27 @@ def test_doctor_tries_to_reach_the_other_nodes(
     assert "let pccheckd on host" in told
 
 
+def test_doctor_lets_every_node_try_every_other_one(
+    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore, ctl: Ctl
+) -> None:
+    nodes = [start_daemon(*LISTEN) for _ in range(3)]
+    group = ranks(start_trainer, nodes, store)
+    save(group)
+    end(group)
+    doctor = ("--socket", nodes[0].socket, "doctor", "--peers")
+    assert "of 6 pairs of nodes each reader reaches the other node" in ctl(None, *doctor).out
+    server = peer_server(nodes[2])
+    assert server is not None
+    suspend(server.pid)  # the kernel accepts for it, and it says nothing
+    told = ctl(None, *doctor).out
+    os.kill(server.pid, signal.SIGCONT)
+    assert told.count("cannot read from host") == 2 and "no answer in time" in told
+    assert "does not answer: " in told and "a rank that comes up on host" in told
+    nodes[2].stop()
+    told = ctl(None, *doctor).out
+    assert told.count("cannot read from host") == 2 and "Connection refused" in told
+
+
 def test_doctor_names_the_node_that_nobody_can_read_from(
     start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore, ctl: Ctl
 ) -> None:

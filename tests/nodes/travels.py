@@ -82,11 +82,10 @@ class Travel:
         return _undisturbed
 
     def launch(self, order: list[int], *words: object) -> Launch:
-        kept = {"kept": False, "static": True}
         shared = ["--replicated"] if self.replicated else []
         return self.cluster.launch(
             "--steps", self.target, "--pace", PACE_S, "--mib", MIB, *shared, *words,
-            order=order, **kept,
+            order=order, kept=False, static=True,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -106,7 +105,7 @@ class Travel:
             self._empty(empty)
         victim = self.cluster.hosts[order[1]]  # the first one has the store
         self.says.append(f"{shape} {order}, {trouble or 'no trouble'}, {fault}")
-        step, rank = self.target - draw.randrange(14, STEPS), draw.randrange(len(order))
+        step, rank = self.target - draw.randrange(14, STEPS - 5), draw.randrange(len(order))
         words = ["--die", f"{rank}:{step}"] if fault == "worker" else []
         if trouble in ("slow", "cut"):
             victim.slow(SLOW)
@@ -117,10 +116,8 @@ class Travel:
             if well and FAULTS[fault](self, self.cluster.hosts[order[rank]], run):
                 # Nobody waits for a daemon that is late for the last step.
                 run.finish() if fault == "nothing" else until(run.has_ended, run.text)
-        self.settled = all(
-            len(lives) == run.ranks and all(life.known > life.begin for life in lives)
-            for lives in run.generations()[-1:]
-        ) and bool(run.lives())
+        newest = run.generations()[-1] if run.lives() else []
+        self.settled = len(newest) == run.ranks and all(x.known > x.begin for x in newest)
         self._mend()
         self.judge(run)
 

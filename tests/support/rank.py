@@ -35,6 +35,7 @@ from pccheck_wire.messages import (
     Restored,
     Role,
     Status,
+    Waiting,
     Writing,
 )
 from tests.support.waiting import PATIENCE, until
@@ -63,6 +64,7 @@ class Rank:
         job: str = "job",
         rank: int = 0,
         world_size: int = 1,
+        local_world_size: int | None = None,
         launch: str = "",
         fresh: bool = False,
         role: Role = Role.TRAINER,
@@ -70,10 +72,12 @@ class Rank:
         incarnation: int = 0,
         restored: int | None = None,
     ) -> None:
-        """`process`, `incarnation` and `restored` are what a client repeats when it reconnects."""
+        """`local_world_size`: if some ranks are on other nodes. `process`, `incarnation` and
+        `restored` are what a client repeats when it reconnects."""
         hello = Hello(
             PROTOCOL_VERSION, role, "test", os.getpid(), job=job, rank=rank, launch=launch,
-            world_size=world_size, local_world_size=world_size, fresh=fresh, process=process,
+            world_size=world_size, local_world_size=local_world_size or world_size, fresh=fresh,
+            process=process,
             incarnation=incarnation, restored=restored,
         )  # fmt: skip
         self.rank = rank
@@ -196,7 +200,7 @@ class Rank:
         return found
 
     def open(self, step: int | None = None, before: int | None = None) -> Opened | Empty:
-        while isinstance(found := self.ask(Open(step, before)), Writing):
+        while isinstance(found := self.ask(Open(step, before)), Writing | Waiting):
             pass
         assert isinstance(found, Opened | Empty)
         return found

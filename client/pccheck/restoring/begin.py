@@ -315,8 +315,9 @@ class Recovery:
             saved = f"on this node step {opened.step} was saved by rank {opened.rank}"
         self._warner.once(
             "left",
-            f"{saved}, and not by rank {identity.rank}: its generators (rng) are not restored and "
-            "keep the state of this process. Seed them on this rank if ranks must differ",
+            f"{saved}, and the part of rank {identity.rank} is not among what can be read: its "
+            "generators (rng) are not restored and keep the state of this process. Seed them on "
+            "this rank if ranks must differ",
         )
         return frozenset({RNG})
 

@@ -98,19 +98,19 @@ def stored_part(
     has_all = mesh.size() == row.ranks == distributed.get_world_size()
     if row.is_part and not (has_all and _holds_all(mesh.mesh, tensor.placements, row)):
         raise UnsupportedStateError(
-            f"{path}: with replicated=True each node stores a whole copy, and the ranks of this "
-            f"node do not hold all blocks of a DTensor with the placements {tensor.placements} on "
-            f"a mesh of {tuple(mesh.shape)}",
+            f"{path}: with replicated=True each node stores a whole copy. So the mesh of a DTensor "
+            "must have all ranks of the job, and the ranks of a node must have all its blocks "
+            f"(placements {tensor.placements}, mesh {tuple(mesh.shape)})",
             hint="shard within a node and replicate across nodes (HSDP), or leave replicated=True "
             "out",
         )
     alike = zip(mesh.get_coordinate(), tensor.placements, strict=True)
     place = tuple(slice(None) if one.is_replicate() else at for at, one in alike)
     replicas = mesh.mesh[place].flatten().tolist()
-    mine = [rank for rank in replicas if row.first <= rank < row.first + row.size]
-    if len(mine) < 2 or not has_all or not part.dim():
+    sharers = [rank for rank in replicas if row.first <= rank < row.first + row.size]
+    if len(sharers) < 2 or not has_all or not part.dim():
         return part, offsets
-    index, count = mine.index(distributed.get_rank()), len(mine)
+    index, count = sharers.index(distributed.get_rank()), len(sharers)
     # By the shape alone: the replicas may lie in memory in different orders. Of one that lies there
     # by rows each part is one run of bytes.
     dim = max(range(part.dim()), key=lambda dim: part.size(dim) > 1)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pccheck_native.nodes import peer
+from pccheck_native.tls import BusyError, LeftError
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, PccheckError
 from pccheck_wire.messages import FarNode, Opened
@@ -20,7 +21,7 @@ from pccheck_wire.units import MIB
 
 from .errors import PartUnreachableError
 from .loads import DaemonPayloads
-from .streams import BusyError, LeftError, Stream, WantedRanges
+from .streams import Stream, WantedRanges
 
 #: Connections that read one part at the same time.
 STREAMS = 3
@@ -218,13 +219,13 @@ class PeerPayloads:
 
     def _none_left(self, rank: int, failures: Sequence[str]) -> PccheckError:
         step = self._opened.step
-        why = "; ".join(failures) or "its nodes could not be read from before"
+        why = "; ".join(failures) or "no node that has it can be read from"
         return PartUnreachableError(
             f"the part of rank {rank} of step {step} cannot be read from another node: {why}",
-            hint="restart all ranks: the error then names what can be restored"
+            hint="try again (restore(): on all ranks); the error then names what can be restored"
             if "damaged" in why
             else "check that pccheckd runs there, and that its --listen address can be reached "
-            "from this node; then restart all ranks",
+            "from this node; then try again (restore(): on all ranks)",
         )
 
 

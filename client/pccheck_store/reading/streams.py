@@ -4,29 +4,24 @@ server is known by its certificate, and this process by the job's token there.""
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
-import hashlib
-import socket
-import ssl
+import math
 import struct
+import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from pccheck_native import NativeError, _core
+from pccheck_native import NativeError, _core, tls
 from pccheck_native.nodes import peer
 from pccheck_native.nodes.holding import Holding
+from pccheck_native.tls import BusyError, LeftError
 from pccheck_wire.messages import FarNode
 
-CONNECT_LIMIT_S = 10.0
-#: A node that sends nothing for so long is given up; the reader tries another copy.
-SILENT_LIMIT_S = 30.0
+_T = TypeVar("_T")
 
-
-class LeftError(Exception):
-    """Another copy is to be tried; why."""
-
-
-class BusyError(LeftError):
-    """The server takes no more connections now."""
+#: For an answer that is not a part; the node may send slowly.
+ASKED_LIMIT_S = 60.0
 
 
 class WantedRanges:
@@ -50,21 +45,21 @@ class WantedRanges:
         return memoryview(memory).cast("B")
 
 
-class _Asked:
-    """A connection that has asked one question, and its answer."""
+class _Connection:
+    """To a peer server, for one question."""
 
-    def __init__(self, node: FarNode, ask: peer.Ask, most: int) -> None:
-        """`most`: the bytes that an answer may have. Raises LeftError."""
-        self._socket = _connected(node)
+    def __init__(self, node: FarNode) -> None:
+        """Raises LeftError."""
+        self._socket = tls.connected(node.addresses, node.fingerprint)
+
+    def answer(self, ask: peer.Ask, most: int, limit_s: float = math.inf) -> bytearray:
+        """At most `most` bytes. Raises LeftError."""
+        deadline_s = time.monotonic() + limit_s
         try:
             self._socket.sendall(ask.packed())
-            self.first = self._exactly(self._head(most))
-        except LeftError:
-            self.close()
-            raise
+            return self._exactly(self._head(most), deadline_s)
         except OSError as error:
-            self.close()
-            raise _gone(error) from error
+            raise tls.gone(error) from error
 
     def close(self) -> None:
         self._socket.close()
@@ -82,9 +77,11 @@ class _Asked:
         text = bytes(self._exactly(min(nbytes, peer.TEXT_BYTES_MAX))).decode(errors="replace")
         return "".join(c if c.isprintable() else "?" for c in text) or "it refused"
 
-    def _exactly(self, nbytes: int) -> bytearray:
+    def _exactly(self, nbytes: int, deadline_s: float = math.inf) -> bytearray:
         found = bytearray()
         while len(found) < nbytes:  # never more memory than what has arrived
+            if time.monotonic() > deadline_s:
+                raise TimeoutError
             data = self._socket.recv(min(nbytes - len(found), 1 << 20))
             if not data:
                 raise ConnectionResetError("the connection ended")
@@ -92,17 +89,18 @@ class _Asked:
         return found
 
 
-class Stream(_Asked):
+class Stream(_Connection):
     """One connection, which reads one part."""
 
     def __init__(self, node: FarNode, ask: peer.Ask, digest: bytes) -> None:
         """Raises LeftError."""
-        super().__init__(node, ask, peer.MANIFEST_BYTES_MAX)
+        super().__init__(node)
         try:
-            if len(self.first) < peer.WALL.size:
+            first = self.answer(ask, peer.MANIFEST_BYTES_MAX)
+            if len(first) < peer.WALL.size:
                 raise LeftError("it sent no manifest")
-            (self.wall_ns,) = peer.WALL.unpack_from(self.first)
-            self.manifest = bytes(memoryview(self.first)[peer.WALL.size :])
+            (self.wall_ns,) = peer.WALL.unpack_from(first)
+            self.manifest = bytes(memoryview(first)[peer.WALL.size :])
             #: The bytes of the payload, the tree's place and bytes, the bytes of a block.
             self.facts = _core.manifest_facts(self.manifest, digest)
         except NativeError as error:
@@ -111,7 +109,6 @@ class Stream(_Asked):
         except LeftError:
             self.close()
             raise
-        self.first = bytearray(0)
         self._buffer = bytearray(0)
 
     def place(
@@ -133,7 +130,7 @@ class Stream(_Asked):
         except NativeError as error:
             raise LeftError(f"what it sent is damaged: {self._doubt(offset, length)}") from error
         except OSError as error:
-            raise LeftError(_words(error)) from error
+            raise LeftError(tls.in_words(error)) from error
 
     def _doubt(self, offset: int, length: int) -> str:
         """Has the server check blocks that do not match; what it says."""
@@ -142,7 +139,7 @@ class Stream(_Asked):
             _, nbytes = peer.ANSWER.unpack(self._exactly(peer.ANSWER.size))
             return self._text(nbytes)
         except OSError as error:
-            return _words(error)
+            return tls.in_words(error)
 
     def _fill(self, view: memoryview, arrived: Callable[[int], None]) -> None:
         at = 0
@@ -154,67 +151,21 @@ class Stream(_Asked):
             arrived(count)
 
 
-def _connected(node: FarNode) -> ssl.SSLSocket:
-    """To the first address where this node's certificate is. Raises LeftError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the fingerprint tells
-    failed, busy = [], None
-    for address in node.addresses:
-        try:
-            plain = socket.create_connection(peer.split(address), CONNECT_LIMIT_S)
-        except (OSError, ValueError) as error:
-            failed.append(f"{address}: {_words(error)}")
-            continue
-        try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = context.wrap_socket(plain, suppress_ragged_eofs=False)
-        except (OSError, ValueError) as error:
-            plain.close()
-            failed.append(f"{address}: {_words(error)}")
-            busy = _gone(error) if _ended(error) else busy
-            continue
-        shown = stream.getpeercert(binary_form=True) or b""
-        if hashlib.sha256(shown).digest() == node.fingerprint:
-            stream.settimeout(SILENT_LIMIT_S)
-            return stream
-        stream.close()
-        failed.append(f"{address}: another node, or another daemon, answers there")
-    raise busy or LeftError("; ".join(failed) or "it has no address")
-
-
-def _gone(error: Exception) -> LeftError:
-    """Of a connection before its first answer: a server that has too many ends the connection."""
-    return (BusyError if _ended(error) else LeftError)(_words(error))
-
-
-def _ended(error: Exception) -> bool:
-    """The server has ended the connection."""
-    return isinstance(error, (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError))
-
-
 def holding(node: FarNode, job: str) -> Holding:
     """What a node holds of a job. Raises LeftError."""
-    asked = _Asked(node, peer.Ask(node.token, job), peer.HOLDING_BYTES_MAX)
-    asked.close()
+    return _asked(node, peer.Ask(node.token, job), Holding.of_packed)
+
+
+def reach(node: FarNode, job: str) -> list[tuple[bytes, str]]:
+    """The ids of the nodes that this one cannot read from, and why. Raises LeftError."""
+    return _asked(node, peer.Ask(node.token, job, reach=True), peer.reach_of_packed)
+
+
+def _asked(node: FarNode, ask: peer.Ask, read: Callable[[bytes], _T]) -> _T:
+    """`read` raises ValueError."""
+    with contextlib.closing(_Connection(node)) as connection:
+        body = bytes(connection.answer(ask, peer.HOLDING_BYTES_MAX, ASKED_LIMIT_S))
     try:
-        return Holding.of_packed(bytes(asked.first))
+        return read(body)
     except ValueError as error:
         raise LeftError(f"its answer cannot be read: {error}") from error
-
-
-def reaches(host: str, addresses: list[str], fingerprint: bytes) -> str:
-    """Why this process cannot read from a node; "": it can, or at least shows itself there."""
-    try:
-        _connected(FarNode(host, addresses, fingerprint, b"")).close()
-    except LeftError as error:
-        return str(error)
-    return ""
-
-
-def _words(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    strerror = error.strerror if isinstance(error, OSError) else None
-    return strerror or str(error) or type(error).__name__

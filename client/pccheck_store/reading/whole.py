@@ -33,7 +33,7 @@ class WholeTensors:
         return dataclasses.replace(self._own, root=root, extents=self._extents)
 
     def is_complete(self) -> bool:
-        """Whether the ranks have saved all of every sharded tensor."""
+        """Whether the blocks that could be read cover every sharded tensor."""
         try:
             for path, wanted in self._made.values():
                 self._blocks.ranges(path, wanted)

@@ -12,11 +12,14 @@ from pccheckctl.source import daemon
 
 DEGRADED = 3
 HEADINGS = ("host", "node", "ranks", "newest step", "known global", "answer")
-NOTHING = "no job of this node has run on several nodes with pccheckd --listen (docs/ranks.md)"
+NOTHING = (
+    "no job of this node has run on several nodes with pccheckd --listen (docs/ranks.md); ask on a "
+    "node of the job"
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when every job could be restored, and every node has answered; else 3."""
+    """0, or 3 when a job would be refused, or a node has not answered."""
     if arguments.watch:
         raise UsageError(
             "--cluster asks every node once, and is not repeated", hint="leave --watch out"
@@ -40,12 +43,24 @@ def as_text(document: Document) -> str:
 
 
 def _needs_attention(job: Document) -> bool:
-    return job.get("step") is None or any(not one.get("answered") for one in rows(job, "nodes"))
+    return bool(part(job, "refused")) or bool(_silent(job))
+
+
+def _silent(job: Document) -> list[str]:
+    """The hosts that have not answered."""
+    return [text(one, "host") for one in rows(job, "nodes") if not one.get("answered")]
 
 
 def _job(job: Document) -> str:
-    refused, step = part(job, "refused"), job.get("step")
-    if refused:
+    refused, step, silent = part(job, "refused"), job.get("step"), _silent(job)
+    if step is None and silent:
+        hosts = ", ".join(f"host {host}" for host in silent)
+        why = f": {text(refused, 'message')}" if refused else ""
+        found = (
+            f"not all nodes answer: start pccheckd with --listen on {hosts}, then try again. "
+            f"Without {hosts} restore() would {'be refused' if refused else 'find nothing'}{why}"
+        )
+    elif refused:
         hint = f"; {text(refused, 'hint')}" if text(refused, "hint") else ""
         found = f"restore() would be refused: {text(refused, 'message')}{hint}"
     elif step is None:

@@ -36,6 +36,7 @@ class Seen(NamedTuple):
     recent: list[Document]  # in the memory of the daemon, oldest first
     known: bool = True  # the daemon knows this job and rank
     jobs: tuple[str, ...] = ()  # all that the daemon knows
+    rank: int = 0
 
     @property
     def newest_step(self) -> int | None:
@@ -74,7 +75,8 @@ def run(
         except DaemonUnreachableError as error:
             last, reached = error, None
         if reached is not None:
-            _tell(arguments, reached)
+            assert seen is not None
+            _tell(arguments, reached, seen.rank)
             return 0
         left = deadline - clock()
         if left <= 0:
@@ -127,7 +129,8 @@ def unwritten(arguments: argparse.Namespace) -> list[str]:
 
 def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None) -> str:
     """What is waited for, and what there is instead."""
-    who = f"job {arguments.job!r} rank {arguments.rank}"
+    rank = arguments.rank if seen is None else seen.rank
+    who = f"job {arguments.job!r}" + f" rank {rank}" * (rank is not None)
     if seen is not None and not seen.known:
         return f"the daemon does not know {who} yet (visible jobs: {some(seen.jobs) or 'none'})"
     if step is None:
@@ -142,21 +145,29 @@ def _missing(arguments: argparse.Namespace, step: int | None, seen: Seen | None)
 def look(arguments: argparse.Namespace) -> Seen:
     """Raises UsageError when users have jobs of the same name."""
     with daemon(arguments) as chosen:
-        listed = filtered(chosen.listing(arguments.job, uid=arguments.uid), arguments.rank)
+        listed = chosen.listing(arguments.job, uid=arguments.uid)
         document = chosen.status(uid=arguments.uid)
+    ranks = rows(document, "ranks")
+    mine = [rank for rank in ranks if text(rank, "job") == arguments.job]
+    one_owner(arguments.job, {whole(rank, "uid") for rank in mine})
+    number = _first_here(mine) if arguments.rank is None else arguments.rank
+    listed = filtered(listed, number)
     stored = [
         one
         for one in rows(listed, "checkpoints")
         if text(one, "job") == arguments.job and one.get("damaged") is not True
     ]
     stored.sort(key=lambda one: -whole(one, "sequence"))
-    ranks = rows(document, "ranks")
-    mine = [rank for rank in ranks if text(rank, "job") == arguments.job]
-    one_owner(arguments.job, {whole(rank, "uid") for rank in mine})
-    mine = [rank for rank in mine if rank.get("rank") == arguments.rank]
+    mine = [rank for rank in mine if rank.get("rank") == number]
     recent = [one for rank in mine for one in rows(rank, "checkpoints")]
     jobs = tuple(sorted({text(rank, "job") for rank in ranks}))
-    return Seen(stored, recent, bool(mine or stored), jobs)
+    return Seen(stored, recent, bool(mine or stored), jobs, number)
+
+
+def _first_here(ranks: list[Document]) -> int:
+    """The lowest rank that trains on this node, or has trained there: rank 0 may be on another."""
+    now = [whole(rank, "rank") for rank in ranks if rank.get("connected") is True]
+    return min(now or [whole(rank, "rank") for rank in ranks], default=0)
 
 
 def _has_failed(one: Document, state: str) -> bool:
@@ -198,11 +209,11 @@ def judge(seen: Seen, step: int, state: str) -> Document | None:
     return None
 
 
-def _tell(arguments: argparse.Namespace, one: Document) -> None:
+def _tell(arguments: argparse.Namespace, one: Document, rank: int) -> None:
     later = "" if arguments.step in (None, one.get("step")) else f", later than {arguments.step}"
     reached = {name: one.get(name) for name in ("step", "sequence", "state")}
     answer(
         arguments,
-        {"schema": 1, "job": arguments.job, "rank": arguments.rank, **reached},
+        {"schema": 1, "job": arguments.job, "rank": rank, **reached},
         lambda: f"step {one.get('step')} is {one.get('state')}{later}",
     )

@@ -18,14 +18,16 @@ ERROR, DEGRADED = 1, 3
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when all is well, 3 when a warning weakens a promise, 1 when something does not work."""
-    place, found = examine(arguments.socket, arguments.storage)
+    place, found = examine(arguments.socket, arguments.storage, pairs=arguments.peers)
     answer(arguments, document(place, found), lambda: as_text(place, found))
     return exit_code(found)
 
 
-def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Finding]]:
+def examine(
+    socket: str | None, given: str | None, *, pairs: bool = False
+) -> tuple[Path | None, list[Finding]]:
     """The directory that was checked (the one given, the daemon's, or PCCHECK_STORAGE's), and all
-    findings."""
+    findings. `pairs`: every node of a job tries every other one."""
     asked = daemon.Answer(socket, given)
     named = given or asked.storage or os.environ.get("PCCHECK_STORAGE", "")
     place = Path(named).absolute() if named else None
@@ -54,7 +56,7 @@ def examine(socket: str | None, given: str | None) -> tuple[Path | None, list[Fi
         found += guarded("daemon", lambda: daemon.reachable(asked))
     found += guarded("nodes", lambda: nodes.agreement(asked.status))
     found += guarded("nodes", lambda: nodes.spare_slot(asked.status))
-    found += guarded("nodes", lambda: nodes.servers(asked.servers))
+    found += guarded("nodes", lambda: (nodes.pairs if pairs else nodes.servers)(asked.servers))
     found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
     return place, found
 

@@ -12,6 +12,7 @@ from pccheckctl.output.documents import Document, part, rows, text, texts, whole
 from .finding import Finding, ok, problem, warning
 
 TRIED_AT_ONCE = 32
+PAIRS_SHOWN = 16
 
 
 def agreement(status: Document) -> Iterator[Finding]:
@@ -56,7 +57,7 @@ def _versions(name: str, nodes: list[Document]) -> Iterator[Finding]:
 
 def servers(document: Document) -> Iterator[Finding]:
     """Whether this node can read from the other nodes of running jobs. Each is tried."""
-    from pccheck_store.reading.streams import reaches  # imports ssl
+    from pccheck_native.tls import reaches  # imports ssl
 
     for job in filter(lambda one: one.get("runs"), rows(document, "jobs")):
         name, nodes = f"job {text(job, 'job')}", rows(job, "nodes")
@@ -73,19 +74,47 @@ def servers(document: Document) -> Iterator[Finding]:
             failed = [(text(one, "host"), why) for one, why in zip(others, tried, strict=True)]
         for host, why in failed:
             if why:
-                yield warning(
-                    "nodes", f"{name}: this node cannot read from host {host}: {why}",
-                    effect="a rank that comes up here does not get what lies there",
-                    fix=f"open these ports between the nodes, or let pccheckd on host {host} "
-                    "listen on another interface: --listen INTERFACE:PORT",
-                )  # fmt: skip
+                yield _cannot_read(name, "this node", host, why)
         if others and not any(why for _, why in failed):
             count = render.plural(len(others), "other node")
             yield ok("nodes", f"{name}: this node reaches the {count} that it may read from")
 
 
-def _server(node: Document) -> tuple[str, list[str], bytes]:
-    return text(node, "host"), texts(node, "addresses"), bytes.fromhex(text(node, "fingerprint"))
+def pairs(document: Document) -> Iterator[Finding]:
+    """Whether each node of each job can read from each other one: every node tries."""
+    from pccheck_store.cluster import pairs_of  # imports ssl
+
+    for job in rows(document, "jobs"):
+        name, tried = f"job {text(job, 'job')}", pairs_of(job)
+        for host, why in tried.silent:
+            yield warning(
+                "nodes", f"{name}: host {host} does not answer: {why}",
+                effect="which nodes it can read from is not known",
+                fix="start pccheckd there, and open its --listen port for this node",
+            )  # fmt: skip
+        for reader, host, why in tried.failed[:PAIRS_SHOWN]:
+            yield _cannot_read(name, f"host {reader}", host, why)
+        count = render.plural(tried.pairs, "pair")
+        if (more := len(tried.failed) - PAIRS_SHOWN) > 0:
+            yield warning(
+                "nodes", f"{name}: of {count} of nodes {more} more fail",
+                effect="as above", fix="correct those above, and try again",
+            )  # fmt: skip
+        if not tried.failed and tried.pairs:
+            yield ok("nodes", f"{name}: of {count} of nodes each reader reaches the other node")
+
+
+def _cannot_read(name: str, reader: str, host: str, why: str) -> Finding:
+    return warning(
+        "nodes", f"{name}: {reader} cannot read from host {host}: {why}",
+        effect=f"a rank that comes up on {reader} does not get what lies on host {host}",
+        fix=f"open these ports between the nodes, or let pccheckd on host {host} listen on another "
+        "interface: --listen INTERFACE:PORT",
+    )  # fmt: skip
+
+
+def _server(node: Document) -> tuple[list[str], bytes]:
+    return texts(node, "addresses"), bytes.fromhex(text(node, "fingerprint"))
 
 
 def spare_slot(status: Document) -> Iterator[Finding]:

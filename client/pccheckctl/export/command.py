@@ -17,7 +17,7 @@ from pathlib import Path
 from pccheck_native import catalog, group
 from pccheck_native.identity import CheckpointId
 from pccheck_store import directory, selection
-from pccheck_store.reading.errors import PartUnreachableError, RecycledError
+from pccheck_store.reading.errors import RecycledError
 from pccheck_store.reading.source import Source
 from pccheck_store.reading.state_reader import StateReader, open_state
 from pccheck_wire.basics import some
@@ -141,8 +141,8 @@ def choose(
             f"checkpoint of here; newest steps: {some(newest) or 'none'}",
             hint="copy the volumes of all ranks into one directory, or choose one with --rank",
         )
-    if arguments.rank is None and common and len(common) > 1 and _sharded(storage, common[0]):
-        return {0: common[0]}  # with the blocks of the others
+    if arguments.rank is None and common and len(common) > 1 and _is_of_all(storage, common[0]):
+        return {0: common[0]}  # with what the others have stored
     if arguments.rank is None and len(ranks) > 1:
         named = ", ".join(map(str, ranks))
         if len(ranks) > NAMED_MAX:
@@ -175,10 +175,12 @@ def _without_stale(usable: Ranks) -> Ranks:
     return {rank: found for rank, found in usable.items() if rank not in old}
 
 
-def _sharded(storage: Source, one: catalog.StoredCheckpoint) -> bool:
+def _is_of_all(storage: Source, one: catalog.StoredCheckpoint) -> bool:
+    """Whether the ranks have stored one state together: sharded, or replicated."""
     try:
         with contextlib.closing(storage.open([one])) as payloads:
-            return payloads.tree(one.id.rank).sharded()
+            found = payloads.tree(one.id.rank)
+            return found.sharded() or bool(found.shared())
     except (DamagedError, UnreadableError) as error:
         raise _DamageError(one, error.message) from error
 
@@ -220,7 +222,7 @@ def write(
             outputs.append(stack.enter_context(made))
             try:
                 written.append(_write_one(reading, one, made, kind, bar, arguments))
-            except (DamagedError, UnreadableError, PartUnreachableError) as error:
+            except (DamagedError, UnreadableError) as error:
                 raise _DamageError(one, error.message) from error
         for made in outputs:
             made.commit()

@@ -141,7 +141,8 @@ class _Decision:
                 for member in saved.members
                 if name == member.host or (len(name) >= 8 and member.node.hex().startswith(name))
             }
-            away = nodes - self._disks.hosts.keys()  # a node with a new disk has a new id
+            # A node with a new disk has a new id; one that has dropped the job remembers nothing.
+            away = {node for node in nodes if not self._disks.remembers(node)}
             if not nodes:
                 # Nothing needs that node any more, or the refusal that follows names the right one.
                 hosts = {member.host for saved in lists for member in saved.members}
@@ -283,6 +284,13 @@ class _Decision:
         if 2 * len(here) > len(members) or (2 * len(here) == len(members) and first) or not members:
             return None
         names = [top.who.name(one) for one in away]
+        if all(one.node in self._disks.hosts for one in away):
+            return Refused(
+                f"{joined(names)} ran this job last, and the job is not there any more: it was "
+                "dropped there, or its files were removed",
+                f"to begin anew: pccheckctl drop on the other nodes, too. To go on: "
+                f"{_go_on_without([one.host for one in away])}",
+            )
         other = [f"host {one.host}" for one in away if self._disks.has_other_storage(one, top.who)]
         counts = f" (another storage directory makes {joined(other)} another node)"
         return Refused(

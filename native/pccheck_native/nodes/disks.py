@@ -56,6 +56,7 @@ class Disks:
         self._places: dict[bytes, _Places] = {}
         self.records: dict[bytes, StartRecord] = {}
         self._promised: dict[bytes, set[bytes]] = defaultdict(set)
+        self._remembering = {o.node for o in offers if any(r.born for r in o.records)}
         self._parts: dict[FullName, dict[int, set[bytes]]] = {}
         self._damaged: dict[FullName, dict[int, set[bytes]]] = {}
         self.known = {one for offer in offers for one in offer.known}
@@ -95,6 +96,10 @@ class Disks:
         names = self._of_list(saved).named
         unique = self._named[member.host] == names[member.host] == 1
         return unique and member.node not in self.hosts
+
+    def remembers(self, node: bytes) -> bool:
+        """The node is here, and has the record of a start of the job that has begun."""
+        return node in self._remembering
 
     def promised_to(self, start: bytes) -> list[str]:
         """The nodes here that have promised to the start."""

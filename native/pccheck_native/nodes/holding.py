@@ -1,4 +1,5 @@
-"""What the nodes of a job hold, for a person who asks while the job does not run; and what a start
+"""What the nodes of a job hold, for a person who asks, also while the job does not run; and what a
+start
 of these nodes would restore. Pure: no I/O, no clock."""
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ from pccheck_native.nodes.beginning import decide
 from pccheck_native.nodes.homes import Homes, homes_of
 from pccheck_native.nodes.lists import ListMember, StartList
 from pccheck_native.nodes.offers import RECORDS_MAX, Offer, StartAnswer, Word
+from pccheck_native.nodes.peer import HOLDING_BYTES_MAX
 
 
 class Holding(NamedTuple):
-    """Of one node."""
+    """What one node holds of a job."""
 
     offer: Offer
     version: str  # of its PCcheck
     is_live: bool  # processes of the job run there
 
     def packed(self) -> bytes:
-        lists = [one.to_plain() for one in self.offer.lists.values()]
-        body = msgpack.packb([lists, self.offer.to_plain(), self.version, self.is_live])
-        assert isinstance(body, bytes)
-        return body
+        """With as many records of starts as HOLDING_BYTES_MAX takes: the newest."""
+        offer = self.offer
+        while True:
+            lists = [one.to_plain() for one in offer.lists.values()]
+            body = msgpack.packb([lists, offer.to_plain(), self.version, self.is_live])
+            assert isinstance(body, bytes)
+            if len(body) <= HOLDING_BYTES_MAX or not offer.records:
+                return body
+            offer = offer._replace(records=offer.records[: len(offer.records) // 2])
 
     @classmethod
     def of_packed(cls, body: bytes) -> Holding:

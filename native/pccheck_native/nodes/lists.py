@@ -196,7 +196,8 @@ def cloned(later: Iterable[NodeHello | None], mine: NodeHello) -> Refused | None
                 f"the storage of {here} and of {there} has one id ({mine.node.hex()[:8]}): one is "
                 "a copy of the other, or both use one shared directory",
                 "give each node a --storage directory of its own; on the copy, stop pccheckd, "
-                "remove .pccheckd.node and the directories of the jobs, and start pccheckd again",
+                "remove .pccheckd.node, .pccheckd.secret and the directories of the jobs, and "
+                "start pccheckd again",
             )
     return None
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
+from pccheck_native.nodes import plain
+
 VERSION = 1
 TOKEN_BYTES = 32
 FINGERPRINT_BYTES = 32  # SHA-256 of the certificate in DER
@@ -16,7 +18,7 @@ NAME_FIELDS = 4
 ASK_BYTES_MAX = 4096
 TEXT_BYTES_MAX = 1024
 #: What a node holds of a job.
-HOLDING_BYTES_MAX = 32 << 20
+HOLDING_BYTES_MAX = 4 << 20
 #: Of a rank's manifest: 8 bytes for each block.
 MANIFEST_BYTES_MAX = 1 << 30
 #: What a request asks for at most, and at least one block.
@@ -34,18 +36,40 @@ WALL = struct.Struct("<Q")  # when it became durable, in ns since 1970; then com
 OK, REFUSED, DAMAGED, UNREADABLE, BUSY = range(5)
 
 
+def packed_reach(found: Sequence[tuple[bytes, str]]) -> bytes:
+    """The answer to `reach`: the ids of nodes that cannot be read from, and why."""
+    body = msgpack.packb(found)
+    assert isinstance(body, bytes)
+    return body
+
+
+def reach_of_packed(body: bytes) -> list[tuple[bytes, str]]:
+    """Raises ValueError."""
+    try:
+        found = msgpack.unpackb(body, use_list=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError("it is not MessagePack") from error
+    pairs = [plain.items(one, "a node", count=2) for one in plain.items(found, "nodes")]
+    return [
+        (plain.raw(node, "a node"), plain.text(why, "a reason", TEXT_BYTES_MAX))
+        for node, why in pairs
+    ]
+
+
 class Ask(NamedTuple):
     """The first message: what is to be read. Without a start: what the node holds of the job
-    (`holding.py`)."""
+    (`holding.py`); or, with `reach`, which other nodes of the job this one cannot read from."""
 
     token: bytes
     job: str
     start: bytes = b""  # the checkpoint: the start that saved it, ...
     name: tuple[int, ...] = ()  # ... and its name in that start: base, descents, step, row
     part: int = 0  # the rank that stored it
+    reach: bool = False
 
     def packed(self) -> bytes:
-        body = msgpack.packb([VERSION, *(self if self.start else self[:2])])
+        more = self[2:5] if self.start else [True] * self.reach
+        body = msgpack.packb([VERSION, self.token, self.job, *more])
         assert isinstance(body, bytes)
         return ASK.pack(len(body)) + body
 
@@ -56,14 +80,14 @@ class Ask(NamedTuple):
             found = msgpack.unpackb(body, use_list=True, strict_map_key=True)
         except (ValueError, msgpack.UnpackException) as error:
             raise ValueError("it is not MessagePack") from error
-        if not isinstance(found, list) or found[:1] != [VERSION] or len(found) not in (3, 6):
+        if not isinstance(found, list) or found[:1] != [VERSION] or len(found) not in (3, 4, 6):
             raise ValueError(f"it is not a question of protocol {VERSION}")
         _, token, job = found[:3]
         if not isinstance(token, bytes) or len(token) != TOKEN_BYTES or not isinstance(job, str):
             raise ValueError("token or job is of another type")
-        if len(found) == 3:
-            return cls(token, job)
-        _, _, _, start, name, part = found
+        if len(found) < 6:
+            return cls(token, job, reach=len(found) == 4)
+        start, name, part = found[3:]
         if not isinstance(start, bytes) or len(start) != 16:
             raise ValueError("a start is 16 bytes")
         if not isinstance(name, list) or len(name) != NAME_FIELDS:

@@ -1041,9 +1041,9 @@ WORDS: dict[str, str] = {
         "PCcheckCallback(job=...)"
     ),
     "rank that did not save": (
-        "PCcheck: step 40 was saved with world size 2, and not by rank 0: its generators (rng) "
-        "are not restored and keep the state of this process. Seed them on this rank if ranks must "
-        "differ"
+        "PCcheck: step 40 was saved with world size 2, and the part of rank 0 is not among what "
+        "can be read: its generators (rng) are not restored and keep the state of this process. "
+        "Seed them on this rank if ranks must differ"
     ),
     "another number of ranks": (
         "PCcheck: step 40 was saved with world size 2, and this start has 4: each rank gets "

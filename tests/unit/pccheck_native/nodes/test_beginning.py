@@ -170,7 +170,16 @@ def test_a_member_without_its_disk_does_not_count() -> None:
     saved = born(a_list(A, [(0,), (1,), (2,)], replicated=True))
     new = a_list(D, [(0,), (1,), (2,)], number=9)
     offers = [an_offer(0, new, [saved], (full(A, 1), 0)), an_offer(1, new), an_offer(2, new)]
-    refused(decide(offers, new, travel=True), "1 of the 3 nodes", "host b and host c are not")
+    refused(
+        decide(offers, new, travel=True), "host b and host c ran this job last", "not there any"
+    )
+    word = Word(without=("b", "c"))
+    going = [one._replace(word=word) for one in offers]
+    answer = decide(going, new, travel=True)
+    assert isinstance(answer, StartAnswer) and answer.restored == full(A, 1)
+    assert isinstance(
+        decide([one._replace(word=Word(without=("a",))) for one in offers], new), Refused
+    )
 
 
 def test_a_node_that_only_gave_its_shards_to_a_start_cannot_know_how_it_went() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_native import _core
+from pccheck_native import _core, tls
 from pccheck_native.nodes import peer
 from pccheck_native.nodes.facts import FullName, SaveName
 from pccheck_native.nodes.holding import Holding
@@ -62,6 +62,9 @@ class Node:
     async def held(self, uid: int, job: str) -> bytes:
         assert (uid, job) == (UID, JOB)
         return HOLDING.packed()
+
+    async def reached(self, uid: int, job: str) -> bytes:
+        return peer.packed_reach([(b"n" * 16, "no route")])
 
     async def damaged(self, uid: int, ask: peer.Ask, sequence: int) -> None:
         self.damages.append(sequence)
@@ -155,7 +158,7 @@ async def test_ranges_are_read_as_they_are_wanted(node: Node) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"token": b"x" * 32}, "the token is not that of this job"),
+        ({"token": b"x" * 32}, "the token is not the token of this job"),
         ({"fingerprint": b"x" * 32}, "another node, or another daemon, answers there"),
         ({"addresses": []}, "it has no address"),
         ({"addresses": ["127.0.0.1:1"]}, "Connection refused"),
@@ -173,7 +176,7 @@ async def test_a_reader_says_why_nothing_was_read(
 async def test_what_the_daemon_does_not_know_is_refused(node: Node) -> None:
     with pytest.raises(DaemonUnreachableError, match="there is no such part"):
         await asyncio.to_thread(read, node.payloads(start=b"o" * 16))
-    with pytest.raises(DaemonUnreachableError, match="the token is not that of this job"):
+    with pytest.raises(DaemonUnreachableError, match="the token is not the token of this job"):
         await asyncio.to_thread(read, node.payloads(job="another"))
 
 
@@ -184,8 +187,14 @@ async def test_another_manifest_than_the_agreed_one_is_left(node: Node) -> None:
 
 async def test_what_a_node_holds_is_told_to_who_has_the_token(node: Node) -> None:
     assert await asyncio.to_thread(streams.holding, node.far(), JOB) == HOLDING
-    with pytest.raises(streams.LeftError, match="the token is not that of this job"):
+    with pytest.raises(tls.LeftError, match="the token is not the token of this job"):
         await asyncio.to_thread(streams.holding, node.far(token=b"x" * 32), JOB)
+
+
+async def test_whom_a_node_cannot_reach_is_told_to_who_has_the_token(node: Node) -> None:
+    assert await asyncio.to_thread(streams.reach, node.far(), JOB) == [(b"n" * 16, "no route")]
+    with pytest.raises(tls.LeftError, match="the token is not the token of this job"):
+        await asyncio.to_thread(streams.reach, node.far(token=b"x" * 32), JOB)
 
 
 async def test_a_restarted_daemon_is_known_by_what_was_kept(node: Node, tmp_path: Path) -> None:
@@ -400,7 +409,7 @@ async def test_a_slow_copy_is_left_for_another_one(
 ) -> None:
     monkeypatch.setattr(peer, "PIECE_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(peers, "SLOW_AFTER_S", 0.1)
-    monkeypatch.setattr(streams, "SILENT_LIMIT_S", 0.5)
+    monkeypatch.setattr(tls, "SILENT_LIMIT_S", 0.5)
     said: list[str] = []
     assert await asyncio.to_thread(read, node.payloads(lie.far, node.far(), said=said)) == DATA
     (left,) = said
@@ -419,7 +428,8 @@ async def test_a_slow_copy_is_read_when_there_is_no_other(
 def test_a_question_is_what_was_packed() -> None:
     ask = peer.Ask(TOKEN, "jöb", START, NAME, 3)
     packed = ask.packed()
-    assert peer.Ask.of_packed(packed[peer.ASK.size :]) == ask
+    for one in (ask, peer.Ask(TOKEN, "job"), peer.Ask(TOKEN, "job", reach=True)):
+        assert peer.Ask.of_packed(one.packed()[peer.ASK.size :]) == one
     chance = random.Random(1)
     for _ in range(2000):
         changed = bytearray(packed[peer.ASK.size :])
