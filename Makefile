@@ -218,6 +218,7 @@ figures: $(READY) ## as root: the paper's figures with its rivals, in two hours 
 	$(PLOTS)
 	-$(BIN)/python -m pip install -q -c constraints.txt torchsnapshot
 	$(BIN)/python -m bench.figures $(if $(QUICK),--quick) $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python -m bench.stages --image . $(if $(QUICK),--quick)
 
 # On a machine with a GPU neither needs network or .venv: PYTHON is that machine's own, with torch.
 GPU = $(PYTHON) bench/gpu/check.py

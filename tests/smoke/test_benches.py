@@ -30,6 +30,7 @@ BENCHES = {
     "sessions": ("--sessions", "2", "--size", "8MiB", "--seconds", "0.1", *SMALL),
     "startup": ("--runs", "1", "--sessions", "2"),
     "figures": ("--smallest", "--directory", "."),
+    "stages": ("--smallest", *SMALL),
     "tune": ("--smallest", "--model", "opt-2.7b", *SMALL, "--directory", "."),
 }
 #: They leave no document in results/.
