@@ -159,7 +159,7 @@ def of_all_nodes(arguments: argparse.Namespace) -> Source | None:
     for another job, where a directory or a sequence is named, or the nodes have nothing in common
     and this node has the rank."""
     from pccheck_store.documents import job_of
-    from pccheckctl.output.documents import note, rows
+    from pccheckctl.output.documents import note, rows, texts
 
     if arguments.storage or arguments.sequence is not None:
         return None
@@ -169,7 +169,7 @@ def of_all_nodes(arguments: argparse.Namespace) -> Source | None:
             here = rows(observer.listing(arguments.job, uid=arguments.uid), "checkpoints")
     except DaemonUnreachableError:
         return None
-    if job is None:
+    if job is None or not any(texts(node, "addresses") for node in rows(job, "nodes")):
         return None
     from pccheck_store.all_nodes import ClusterSource  # imports ssl
 

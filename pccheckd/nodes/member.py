@@ -399,9 +399,8 @@ class NodeMember:
             answer, homes = await asyncio.to_thread(_decided, came, found, number)  # of any length
             if homes is not None:
                 await self.patient.set(self._key("homes", number), homes.to_plain())
-            if any(one.peer is not None for one in came):
-                servers = [one.server.to_plain() for one in came]
-                await self.patient.set(self._key("servers", number), servers)
+            servers = [one.server.to_plain() for one in came]
+            await self.patient.set(self._key("servers", number), servers)
             plain = ["refused", *answer] if isinstance(answer, Refused) else answer.to_plain()
             await self.patient.swap(key, packed(plain))
 

@@ -103,8 +103,8 @@ class Records:
         self._write(record)
 
     def servers(self) -> tuple[NodeServer, ...]:
-        """Of the last start in which a node had --listen; () if there was none, or the file is
-        damaged: the next such start writes the file again. Raises OSError."""
+        """Of the last start; () if there was none, or the file is damaged: the next start writes
+        the file again. Raises OSError."""
         try:
             content = layout.load(layout.servers_path(*self._place), RECORD_BYTES_MAX)
             found = json.loads(content, object_hook=_decoded)

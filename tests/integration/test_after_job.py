@@ -235,14 +235,24 @@ def test_a_job_that_runs_says_so(
     end(group)
 
 
-def test_without_listen_nothing_is_known(
-    start_trainer: Connect, start_daemon: Callable[..., Daemon], store: TorchStore, ctl: Ctl
+def test_without_listen_this_node_is_read(
+    start_trainer: Connect,
+    start_daemon: Callable[..., Daemon],
+    store: TorchStore,
+    ctl: Ctl,
+    tmp_path: Path,
 ) -> None:
     apart = [start_daemon(), start_daemon()]
     group = ranks(start_trainer, apart, store)
     save(group)
-    said = well(ctl, None, "--socket", apart[0].socket, "status", "--cluster")
-    assert "no job of this node has run on several nodes with pccheckd --listen" in said
+    said = ctl(None, "--socket", apart[0].socket, "status", "--cluster")
+    assert "not all nodes answer: start pccheckd with --listen on host" in said.out
+    target = tmp_path / "state.pt"
+    told = ctl(None, "--socket", apart[0].socket, "recover", JOB, "--all-ranks", "-o", target)
+    assert told.code == 13 and "there is no step that all 2 ranks" in told.err, told.err
+    well(ctl, None, "--socket", apart[0].socket, "recover", JOB, "--rank", 0, "-o", target)
+    alone = ctl(None, "--socket", start_daemon().socket, "status", "--cluster")
+    assert alone.code == 0 and "no job of this node has run on several nodes" in alone.out
 
 
 def test_ranks_restore_after_the_secret_was_lost(

@@ -12,10 +12,7 @@ from pccheckctl.source import daemon
 
 DEGRADED = 3
 HEADINGS = ("host", "node", "ranks", "newest step", "known global", "answer")
-NOTHING = (
-    "no job of this node has run on several nodes with pccheckd --listen (docs/ranks.md); ask on a "
-    "node of the job"
-)
+NOTHING = "no job of this node has run on several nodes; ask on a node of the job (docs/ranks.md)"
 
 
 def run(arguments: argparse.Namespace) -> int:
