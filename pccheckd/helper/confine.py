@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from . import framing
@@ -55,8 +56,11 @@ class HelperArguments(NamedTuple):
 
 def confine(uid: int, gid: int, *, files_max: int, address_space_bytes: int) -> None:
     """Before threads start: what is set here holds for those that are made later."""
-    with contextlib.suppress(OSError):  # it goes first when memory is short
-        os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC), b"500")
+    with (
+        contextlib.suppress(OSError),  # it goes first when memory is short
+        Path("/proc/self/oom_score_adj").open("wb", buffering=0) as file,
+    ):
+        file.write(b"500")
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_NOFILE, files_max)
     limit(resource.RLIMIT_AS, address_space_bytes)
