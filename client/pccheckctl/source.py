@@ -176,7 +176,7 @@ def of_all_nodes(arguments: argparse.Namespace) -> Source | None:
     found = ClusterSource(job, arguments.step, note)
     if arguments.rank is not None and any(one.get("rank") == arguments.rank for one in here):
         try:
-            found.held(rank=arguments.rank)
+            ClusterSource(job, arguments.step, lambda _: None).held(rank=arguments.rank)
         except PccheckError as error:
             note(f"read from this node only, since the nodes have no common step: {error.message}")
             return None

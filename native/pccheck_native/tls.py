@@ -16,7 +16,7 @@ SILENT_LIMIT_S = 30.0
 
 
 class LeftError(Exception):
-    """Another copy is to be tried; why."""
+    """A node cannot be read from; why. The reader tries another copy."""
 
 
 class BusyError(LeftError):

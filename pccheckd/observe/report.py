@@ -464,10 +464,9 @@ def servers(asker_uid: int, registry: Registry) -> Document:
     """Where the nodes of each job let each other read, with the tokens, as its last start has
     noted. Blocks on the disk."""
     storage, running = registry.config.storage, registry.nodes.running()
-    jobs: list[Document] = []
+    mine, jobs = node_of(storage).id, list[Document]()
     for uid, name in layout.jobs_with_servers(storage):
         if has_access(asker_uid, uid) and (found := Records(storage, uid, name).servers()):
-            mine = node_of(storage).id
             nodes = [_server(one, mine) for one in found]
             jobs.append({"uid": uid, "job": name, "runs": (uid, name) in running, "nodes": nodes})
     return {"schema": SCHEMA, "jobs": jobs}

@@ -205,7 +205,8 @@ def test_replicated_state_needs_one_node_only(
 def test_the_hint_is_for_who_asks(
     nodes: list[Daemon], run: Callable[..., None], ctl: Ctl, tmp_path: Path
 ) -> None:
-    """Not restore()'s words; and a node that does not listen any more is told so."""
+    """`recover` says what to type, and names no argument of restore(). A node without --listen
+    reads so."""
     run()
     nodes[0].stop()
     (own,) = nodes[1:]

@@ -369,7 +369,7 @@ def test_inert_in_a_child_that_was_forked_in_the_middle_of_a_call(
         thread.join()
 
 
-def test_a_client_that_a_forked_child_cannot_leave_keeps_no_other_from_it(
+def test_a_forked_child_leaves_each_client_by_itself(
     daemon: Daemon, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     clients = [connect(daemon, job=f"fold-{number}") for number in range(3)]

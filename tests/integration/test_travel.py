@@ -200,8 +200,8 @@ def test_other_numbers_of_nodes_read_sharded_state(
 def test_a_whole_replica_survives_the_other_nodes(
     start_daemon: Callable[..., Daemon], tmp_path: Path, ctl: Ctl
 ) -> None:
-    """HSDP: a replica on each node. One node is lost; the other goes on, and a spare one gets a
-    copy of it. Then the other way round: the spare is what is left."""
+    """HSDP with a replica on each node. A node is lost, and the other node goes on. A spare node
+    gets a copy from it. Then only the spare node is left."""
     nodes = [start_daemon(*LISTEN) for _ in range(3)]
     words, last = ("--replicated", "--cut"), ""
     last = trained([nodes[0]] * 2 + [nodes[1]] * 2, tmp_path, 0, last, *words, "hsdp", per_node=2)

@@ -141,7 +141,7 @@ def _gone(how: Callable[[Host], None]) -> _Fault:
     return strike
 
 
-_Fault = Callable[[Struck, Host, Launch], bool]  #: whether the launch goes on to its end
+_Fault = Callable[[Struck, Host, Launch], bool]  #: returns whether the launch makes all its steps
 FAULTS: Mapping[str, _Fault] = {
     "nothing": lambda *_: True,
     "worker": lambda *_: True,

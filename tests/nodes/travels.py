@@ -122,7 +122,7 @@ class Travel:
         self.judge(run)
 
     def _trouble(self, trouble: str, victim: Host, run: Launch, step: int) -> bool:
-        """Whether the start goes on."""
+        """Returns whether the launch makes its steps after this."""
         if trouble in ("cut", "ends"):
             before = victim.counter("OutSegs")
             until(lambda: victim.counter("OutSegs") > before + 400 or run.has_ended(), run.text)

@@ -72,8 +72,8 @@ class StateReader(Closing):
         return {rank: self.stored(rank) for rank in self.ranks if rank != self.rank}
 
     def _others_here(self) -> tuple[dict[int, tree.Tree], PccheckError | None]:
-        """The same, and why some of them are not here. A part of the ranks may hold all blocks:
-        that is so on each node with replicated=True."""
+        """The trees of `others()` that can be read, and why a tree cannot be; None: all can. Some
+        ranks may hold all blocks: with replicated=True those of one node do."""
         found, lacking = dict[int, tree.Tree](), None
         for rank in self.ranks:
             try:

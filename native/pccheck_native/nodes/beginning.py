@@ -288,7 +288,7 @@ class _Decision:
             return Refused(
                 f"{joined(names)} ran this job last, and the job is not there any more: it was "
                 "dropped there, or its files were removed",
-                f"to begin anew: pccheckctl drop on the other nodes, too. To go on: "
+                "pccheckctl drop on the other nodes, too, lets the job begin anew; "
                 f"{_go_on_without([one.host for one in away])}",
             )
         other = [f"host {one.host}" for one in away if self._disks.has_other_storage(one, top.who)]

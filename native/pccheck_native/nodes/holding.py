@@ -1,13 +1,10 @@
 """What the nodes of a job hold, for a person who asks, also while the job does not run; and what a
-start
-of these nodes would restore. Pure: no I/O, no clock."""
+start of these nodes would restore. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import msgpack  # type: ignore[import-untyped]
 
 from pccheck_native.group import Refused
 from pccheck_native.nodes import plain
@@ -30,8 +27,7 @@ class Holding(NamedTuple):
         offer = self.offer
         while True:
             lists = [one.to_plain() for one in offer.lists.values()]
-            body = msgpack.packb([lists, offer.to_plain(), self.version, self.is_live])
-            assert isinstance(body, bytes)
+            body = plain.packed([lists, offer.to_plain(), self.version, self.is_live])
             if len(body) <= HOLDING_BYTES_MAX or not offer.records:
                 return body
             offer = offer._replace(records=offer.records[: len(offer.records) // 2])
@@ -39,10 +35,7 @@ class Holding(NamedTuple):
     @classmethod
     def of_packed(cls, body: bytes) -> Holding:
         """Raises ValueError."""
-        try:
-            value = msgpack.unpackb(body, use_list=True, strict_map_key=True)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ValueError("it is not MessagePack") from error
+        value = plain.unpacked(body)
         lists, offer, version, is_live = plain.items(value, "a holding", count=4)
         found = map(StartList.of_plain, plain.items(lists, "lists", RECORDS_MAX))
         return cls(

@@ -7,8 +7,6 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
-
 from pccheck_native.nodes import plain
 
 VERSION = 1
@@ -38,18 +36,13 @@ OK, REFUSED, DAMAGED, UNREADABLE, BUSY = range(5)
 
 def packed_reach(found: Sequence[tuple[bytes, str]]) -> bytes:
     """The answer to `reach`: the ids of nodes that cannot be read from, and why."""
-    body = msgpack.packb(found)
-    assert isinstance(body, bytes)
-    return body
+    return plain.packed(found)
 
 
 def reach_of_packed(body: bytes) -> list[tuple[bytes, str]]:
     """Raises ValueError."""
-    try:
-        found = msgpack.unpackb(body, use_list=True)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ValueError("it is not MessagePack") from error
-    pairs = [plain.items(one, "a node", count=2) for one in plain.items(found, "nodes")]
+    found = plain.items(plain.unpacked(body), "nodes")
+    pairs = [plain.items(one, "a node", count=2) for one in found]
     return [
         (plain.raw(node, "a node"), plain.text(why, "a reason", TEXT_BYTES_MAX))
         for node, why in pairs
@@ -69,17 +62,13 @@ class Ask(NamedTuple):
 
     def packed(self) -> bytes:
         more = self[2:5] if self.start else [True] * self.reach
-        body = msgpack.packb([VERSION, self.token, self.job, *more])
-        assert isinstance(body, bytes)
+        body = plain.packed([VERSION, self.token, self.job, *more])
         return ASK.pack(len(body)) + body
 
     @classmethod
     def of_packed(cls, body: bytes) -> Ask:
         """Raises ValueError."""
-        try:
-            found = msgpack.unpackb(body, use_list=True, strict_map_key=True)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise ValueError("it is not MessagePack") from error
+        found = plain.unpacked(body)
         if not isinstance(found, list) or found[:1] != [VERSION] or len(found) not in (3, 4, 6):
             raise ValueError(f"it is not a question of protocol {VERSION}")
         _, token, job = found[:3]

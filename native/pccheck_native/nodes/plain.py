@@ -5,12 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgpack  # type: ignore[import-untyped]
+
 INT_MAX = (1 << 63) - 1
 ID = 16  # bytes of an id: of a start, a node, a process, a digest
 TEXT_MAX = 255
 RANKS_MAX = 1 << 16
 NODES_MAX = 1 << 13
 NAMES_MAX = 1 << 14  # names and parts in one value
+
+
+def packed(value: object) -> bytes:
+    body = msgpack.packb(value)
+    assert isinstance(body, bytes)
+    return body
+
+
+def unpacked(body: bytes) -> object:
+    try:
+        value: object = msgpack.unpackb(body, use_list=True, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ValueError("it is not MessagePack") from error
+    return value
 
 
 def number(value: object, what: str, least: int = 0, most: int = INT_MAX) -> int:

@@ -318,7 +318,7 @@ async def test_those_who_say_nothing_keep_no_reader_out(node: Node) -> None:
 
 
 class Liar:
-    """A server with the key that the reader expects, which sends wrong bytes all the same."""
+    """A server with the key that the reader expects; it sends wrong bytes."""
 
     def __init__(self, node: Node, lie: str) -> None:
         self._node, self._lie = node, lie
