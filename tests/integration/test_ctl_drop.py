@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pccheck_store.observer import Observer
 from pccheck_wire.errors import PccheckError
 from pccheckctl import cli
 from pccheckd.upkeep import expiry
+from tests.support import live
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, Trainer
 from tests.support.volumes import UID, Rank, make
@@ -232,7 +232,7 @@ def test_the_daemon_of_a_directory_does_not_drop_for_a_copy_of_it(
     """The copy contains the file that names the socket of the daemon."""
     monkeypatch.setenv("PCCHECKD_LOG_BYTES", "65536")
     start_daemon("--allow-any-filesystem", storage=storage)
-    copy = Path(shutil.copytree(storage, tmp_path / "copy"))
+    copy = live.copy(storage, tmp_path / "copy")
     assert layout.noted_socket(copy) is not None
     assert ctl(copy, "drop", "job", "--yes")[0] == 0
     assert files(copy) == [] and len(files(storage)) == 1

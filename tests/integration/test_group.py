@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from pccheck_wire.messages import (
     Report,
     Restored,
 )
+from tests.support import live
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.rank import Rank, payload_of
@@ -894,7 +894,7 @@ def test_a_run_that_found_nothing_because_its_disk_was_away(
     for _ in range(3):
         save(group)
     daemon.kill()
-    shutil.rmtree(daemon.storage)
+    live.remove(daemon.storage)
     away.rename(daemon.storage)
     daemon.start()
     reconnect(group)

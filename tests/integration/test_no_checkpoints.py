@@ -14,7 +14,7 @@ import torch
 from pccheck import CheckpointFailedError, PCcheckClient
 from tests.integration.test_observability import base, get
 from tests.promises.test_p2_durable import pccheckctl, saved, until
-from tests.support import waiting
+from tests.support import live, waiting
 from tests.support.ctl import Ran
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, Trainer
@@ -308,7 +308,7 @@ def test_a_run_whose_last_checkpoint_is_durable_ends_without_a_word(
     daemon: Daemon, trainer: Trainer
 ) -> None:
     assert saved(trainer)[0] == "durable"
-    shutil.rmtree(daemon.storage / str(os.getuid()))
+    live.remove(daemon.storage / str(os.getuid()))
     ends = [saved(trainer)[0] for _ in range(8)]
     assert (ends[0], ends[-1]) == ("failed", "durable")
     (said,) = trainer.warnings

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support import live
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, Trainer
@@ -177,7 +177,7 @@ def test_a_job_goes_on_without_a_node_whose_disk_is_gone(
     lost, left = [*map(node_of, nodes[:2])], nodes[2:]
     for daemon in nodes[:2]:
         daemon.kill()
-        shutil.rmtree(daemon.storage)
+        live.remove(daemon.storage)
     reason = why_refused(launch(left))
     assert "2 of the 4 nodes that ran this job last are here" in reason
     group = launch(left)

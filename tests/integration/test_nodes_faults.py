@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-
 import psutil
 import pytest
 
 from pccheck_native import catalog
+from tests.support import live
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError, Trainer
@@ -34,7 +33,7 @@ def lose_disk(start_trainer: Connect, nodes: list[Daemon], store: TorchStore) ->
     save(group)
     end(group)
     nodes[1].kill()
-    shutil.rmtree(nodes[1].storage)
+    live.remove(nodes[1].storage)
     nodes[1].storage.mkdir()
     nodes[1].start()
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.support import live
 from tests.support.daemon import Daemon, Start
 from tests.support.torchstore import TorchStore
 from tests.support.trainer import Connect, RemoteError
@@ -24,7 +25,7 @@ def test_a_copied_storage_is_refused_and_loses_nothing(
     def copy_first() -> None:
         copy.stop()
         shutil.rmtree(copy.storage)
-        shutil.copytree(nodes[0].storage, copy.storage)
+        live.copy(nodes[0].storage, copy.storage)
         copy.start()
 
     group = ranks(start_trainer, nodes, store)

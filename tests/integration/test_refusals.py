@@ -4,7 +4,6 @@ loss."""
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from tests.support import live
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, RemoteError
 
@@ -92,7 +92,7 @@ def test_tmpfs_needs_the_override() -> None:
             daemon.start("--allow-any-filesystem")
             assert daemon.stop() == 0
         finally:
-            shutil.rmtree(daemon.storage)
+            live.remove(daemon.storage)
 
 
 def test_a_second_daemon_is_told_who_has_the_storage(start_daemon: Start) -> None:

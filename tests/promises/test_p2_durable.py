@@ -17,7 +17,7 @@ import pytest
 
 from pccheck_native import _core, catalog
 from tests.integration.test_group import end, ranks, restored, save
-from tests.support import waiting
+from tests.support import live, waiting
 from tests.support.ctl import Ran
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, RemoteError, Trainer
@@ -78,11 +78,11 @@ def remove_file(volume: Path) -> None:
 
 
 def remove_job(volume: Path) -> None:
-    shutil.rmtree(volume.parent)
+    live.remove(volume.parent)
 
 
 def remove_user(volume: Path) -> None:
-    shutil.rmtree(volume.parent.parent)
+    live.remove(volume.parent.parent)
 
 
 def replace(volume: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_storage_directory_that_was_made_anew_is_used(
     """rm -rf and mkdir: the usual way to start over."""
     trainer = start_trainer(daemon)
     assert saved(trainer)[0] == "durable"
-    shutil.rmtree(daemon.storage)
+    live.remove(daemon.storage)
     daemon.storage.mkdir()
     again = start_trainer(daemon, job="other")
     assert not again.restore()["found"]

@@ -4,7 +4,6 @@ nor make every checkpoint wait."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 
 from pccheck import PCcheckClient
 from pccheck_wire.messages import ListVolumes, Report
-from tests.support import programs, sandbox
+from tests.support import live, programs, sandbox
 from tests.support.daemon import Daemon, Start
 from tests.support.programs import Program
 from tests.support.trainer import Commands, Trainer
@@ -290,9 +289,9 @@ def test_sockets_that_are_removed_while_it_runs_cost_next_to_nothing(
     with script(REMOVED, daemon.socket, 2.0) as running:
         assert running.line() == "ready\n"
         for path in daemon.socket.parent.glob("ctl-*"):
-            shutil.rmtree(path)
+            live.remove(path)
         if what == "all":
-            shutil.rmtree(daemon.socket.parent)
+            live.remove(daemon.socket.parent)
         if killed:
             daemon.kill()
         os.kill(running.pid, signal.SIGUSR1)

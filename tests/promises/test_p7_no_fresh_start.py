@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 
 import pytest
 
 from pccheck_native import catalog
+from tests.support import live
 from tests.support.ctl import Ctl
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, RemoteError, Trainer
@@ -60,7 +60,7 @@ def test_a_run_that_went_on_in_a_new_directory_is_no_earlier_run(
     trainer.save()
     new = daemon.root / "new"  # made first, so that it has another inode number
     new.mkdir()
-    shutil.rmtree(daemon.storage)
+    live.remove(daemon.storage)
     new.rename(daemon.storage)
     for _ in range(2):
         trainer.step()
