@@ -128,6 +128,11 @@ class OneCopyPayloads:
             payload_bytes, tree_offset, tree_bytes, _ = self._far.facts(self._whose)
         return payload_bytes, tree_offset, tree_bytes, self._far.wall_ns
 
+    def packed_tree(self, rank: int) -> bytearray:
+        whose = self._of(rank)
+        with self._errors():
+            return self._far.packed_tree(whose)
+
     def tree(self, rank: int) -> tree.Tree:
         whose = self._of(rank)
         with self._errors():

@@ -36,10 +36,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 
-from .errors import DamagedError, ProtocolError, UnsupportedStateError
+from .errors import DamagedError, ProtocolError, StateMismatchError, UnsupportedStateError
 from .messages import RANKS_MAX
 
 MAGIC = "pccheck-tree"
+#: Of the index of a process image (`pccheck_process/index.py`), which is no tree of tensors.
+IMAGE_MAGIC = "pccheck-image"
 VERSION = 1
 VERSION_SHARED = 2  # some extents are stored by one rank for all
 VERSION_SHARDED = 3  # some tensors are blocks of larger ones; the rest as in version 2
@@ -363,6 +365,11 @@ def decode(data: bytes | memoryview, payload_bytes: int | None = None) -> Tree:
         )  # fmt: skip
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise _bad(f"not msgpack: {str(error)[:120] or type(error).__name__}") from error
+    if type(top) is list and top[:1] == [IMAGE_MAGIC]:
+        raise StateMismatchError(
+            "the checkpoint is the image of a process, and has no tensors of its own",
+            hint="restore the process: pccheckctl restore-process JOB",
+        )
     if type(top) is not list or len(top) < 2 or top[0] != MAGIC:
         raise _bad("it does not start like one")
     version = top[1]

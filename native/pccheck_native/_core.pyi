@@ -257,6 +257,7 @@ class Event(NamedTuple):
     error_name: str  # "" or e.g. "EIO", "ABORTED"
     stage: str  # "" or begin, copy, base, write, flush, publish
     rehomed: int
+    payload_bytes: int  # of a copied one: an image has a bound until then
     copied_bytes: int  # into DRAM, by the save that has ended
     written_bytes: int  # to the volume, by that save
     times: SaveTimes
@@ -475,6 +476,22 @@ class Client:
     ) -> None:
         """Requests the snapshot and starts the copy. `provisional`: the daemon cannot vouch for it
         before confirm()."""
+    def image_begin(self, snapshot: int, bound_bytes: int, step: int) -> None:
+        """Requests the snapshot, a process image of less than `bound_bytes`. It ends abandoned with
+        EFBIG if it becomes longer."""
+
+    def image_stream(self, snapshot: int, fd: int, number: int, bulk: bool) -> None:
+        """A pipe that is read to its end; `fd` is duplicated. What is not `bulk` is collected in
+        memory, so that it lies in one piece. OSError ENOENT when the image has ended."""
+
+    def image_extents(self, snapshot: int, /) -> list[tuple[int, int, int]]:
+        """Stream number, offset in the payload and length of each piece, in the order of the
+        payload, once all streams have ended; else OSError EBUSY."""
+
+    def image_bytes(self, snapshot: int, /) -> int: ...  # of the payload so far
+    def image_end(self, snapshot: int, tail: _Packed) -> None:
+        """The tree follows what the streams had, and the payload is complete."""
+
     def device_open(self, device: int, /) -> str:
         """Readies a GPU for this client; "" or why the daemon cannot pull from it. NativeError
         NO_DRIVER, DEVICE."""
@@ -504,7 +521,7 @@ class Client:
 
     def wait(self, snapshot: int, what: str, deadline_ns: int) -> bool:
         """For "read", "host_read" (what lies on GPUs may not have been read yet), "copied",
-        "durable" or "global"; False = deadline passed."""
+        "durable" or "global", and of an image "drained"; False = deadline passed."""
 
     def confirm(self, snapshot: int, /) -> None:
         """The source of a provisional snapshot was not changed before it was read."""

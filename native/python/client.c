@@ -121,6 +121,76 @@ PCC_PY_CALLS_NUMBER(client_confirm, PCC_PY_RETURN_NONE, pcc_client_confirm)
 PCC_PY_CALLS_NUMBER(client_write, PCC_PY_RETURN_NONE, pcc_client_write)
 PCC_PY_CALLS_NUMBER(client_abandon, PCC_PY_RETURN_BOOL, pcc_client_abandon)
 
+/* -- images of processes ----------------------------------------------------------------------- */
+
+static PyObject *client_image_begin(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "bound_bytes", "step", NULL};
+    uint64_t snapshot;
+    long long step = 0;
+    struct pcc_request request = {.kind = PCC_KIND_IMAGE};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&L:image_begin", names, pcc_py_u64,
+                                     &snapshot, pcc_py_u64, &request.payload_bytes, &step))
+        return NULL;
+    request.step = step;
+    PCC_PY_RETURN_DONE(pcc_client_image_begin(handle, snapshot, &request));
+}
+
+static PyObject *client_image_stream(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "fd", "number", "bulk", NULL};
+    uint64_t snapshot;
+    uint32_t number;
+    bool bulk;
+    int fd;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&iO&O&:image_stream", names, pcc_py_u64,
+                                     &snapshot, &fd, pcc_py_u32, &number, pcc_py_bool, &bulk))
+        return NULL;
+    PCC_PY_RETURN_DONE(pcc_client_image_stream(handle, snapshot, fd, number, bulk));
+}
+
+static PyObject *extents_new(struct pcc_image_extent *extents, uint64_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (uint64_t i = 0; list != NULL && i < count; i++) {
+        PyObject *item =
+            Py_BuildValue("(IKK)", extents[i].stream, (unsigned long long)extents[i].offset_bytes,
+                          (unsigned long long)extents[i].length_bytes);
+        if (item == NULL || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
+            Py_CLEAR(list);
+    }
+    free(extents);
+    return list;
+}
+
+static PyObject *client_image_extents(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(snapshot, number);
+    struct pcc_image_extent *extents = NULL;
+    uint64_t count;
+    PCC_PY_ENTER();
+    const int result = pcc_client_image_extents(handle, snapshot, &extents, &count);
+    return result < 0 ? pcc_py_done(self, result) : extents_new(extents, count);
+}
+
+static PyObject *client_image_bytes(PyObject *self, PyObject *number)
+{
+    PCC_PY_NUMBER(snapshot, number);
+    PCC_PY_ENTER();
+    return PyLong_FromUnsignedLongLong(pcc_client_image_bytes(handle, snapshot));
+}
+
+static PyObject *client_image_end(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"snapshot", "tail", NULL};
+    uint64_t snapshot;
+    Py_buffer tail PCC_PY_OWNED(PyBuffer_Release) = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*:image_end", names, pcc_py_u64, &snapshot,
+                                     &tail))
+        return NULL;
+    PCC_PY_RETURN_DONE(pcc_client_image_end(handle, snapshot, tail.buf, (uint64_t)tail.len));
+}
+
 /* -- waits, each made of slices ---------------------------------------------------------------- */
 
 /* After a slice that expired: false with an exception when the wait must end. */
@@ -181,7 +251,7 @@ static int awaited(PyObject *object, void *out)
     static const char *const names[] = {
         [PCC_WAIT_READ] = "read",     [PCC_WAIT_HOST_READ] = "host_read",
         [PCC_WAIT_COPIED] = "copied", [PCC_WAIT_DURABLE] = "durable",
-        [PCC_WAIT_GLOBAL] = "global",
+        [PCC_WAIT_GLOBAL] = "global", [PCC_WAIT_DRAINED] = "drained",
     };
     for (size_t i = 0; PyUnicode_Check(object) && i < sizeof(names) / sizeof(names[0]); i++) {
         if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
@@ -405,6 +475,11 @@ static PyMethodDef methods[] = {
     {"alive", client_alive, METH_NOARGS, NULL},
     {"request", client_request, METH_O, NULL},
     PCC_PY_METHOD("submit", client_submit),
+    PCC_PY_METHOD("image_begin", client_image_begin),
+    PCC_PY_METHOD("image_stream", client_image_stream),
+    {"image_extents", client_image_extents, METH_O, NULL},
+    {"image_bytes", client_image_bytes, METH_O, NULL},
+    PCC_PY_METHOD("image_end", client_image_end),
     PCC_PY_METHOD("wait", client_wait),
     {"confirm", client_confirm, METH_O, NULL},
     {"write", client_write, METH_O, NULL},

@@ -135,13 +135,13 @@ static PyObject *event_new(struct pcc_py_state *state, const struct pcc_event *e
         Py_DECREF(when);
         return NULL;
     }
-    return pcc_py_result(state, PCC_PY_EVENT,
-                         Py_BuildValue("(sKKKKIissIKKNN)", kinds[event->kind], event->tenant,
-                                       event->session, event->id, event->sequence, event->slot,
-                                       event->error,
-                                       event->error ? pcc_error_name(event->error) : "",
-                                       pcc_stage_name(event->stage), event->rehomed,
-                                       event->copied_bytes, event->written_bytes, when, request));
+    return pcc_py_result(
+        state, PCC_PY_EVENT,
+        Py_BuildValue("(sKKKKIissIKKKNN)", kinds[event->kind], event->tenant, event->session,
+                      event->id, event->sequence, event->slot, event->error,
+                      event->error ? pcc_error_name(event->error) : "",
+                      pcc_stage_name(event->stage), event->rehomed, event->payload_bytes,
+                      event->copied_bytes, event->written_bytes, when, request));
 }
 
 static PyObject *take_all(struct pcc_py_state *state, struct pcc_events *events)

@@ -14,7 +14,7 @@ static const struct {
                             "repaired_replicas damaged_records record_lost start promise"},
     [PCC_PY_SAVE_TIMES] = {"SaveTimes", "begin first_write sealed written flushed durable ended"},
     [PCC_PY_EVENT] = {"Event", "kind tenant session id sequence slot error error_name stage "
-                               "rehomed copied_bytes written_bytes times request"},
+                               "rehomed payload_bytes copied_bytes written_bytes times request"},
     [PCC_PY_SAVE_REQUEST] =
         {"SaveRequest",
          "step payload_bytes tree_offset tree_bytes skip level map held_at_ns held_ns "

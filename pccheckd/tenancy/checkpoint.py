@@ -204,6 +204,8 @@ class RankCheckpoint:
         self.id = self.id._replace(sequence=event.sequence or self.id.sequence)
         self.rehomed = event.rehomed
         self.times_ns = event.times._asdict()
+        if event.kind == "copied":
+            self.payload_bytes = event.payload_bytes
         if event.kind in ("durable", "superseded", "given_up", "failed"):
             self.slot = event.slot
             self.copied_bytes, self.written_bytes = event.copied_bytes, event.written_bytes

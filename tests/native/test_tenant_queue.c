@@ -485,7 +485,7 @@ static void twist(enum fault fault, struct pcc_request *block)
         block->level = UINT32_MAX;
         break;
     case FAULT_KIND:
-        block->kind = PCC_KIND_TENSORS + 1;
+        block->kind = PCC_KIND_IMAGE + 1;
         break;
     case FAULT_FLAGS:
         block->flags = 1u << 31;

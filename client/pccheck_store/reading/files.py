@@ -28,11 +28,13 @@ class FilePayloads:
         self._volumes: dict[int, _core.Volume] = {}
         self._opened(parts[0].id.rank)
 
-    def tree(self, rank: int) -> tree.Tree:
+    def packed_tree(self, rank: int) -> bytes:
         one, volume = self._opened(rank)
         with _errors(one):
-            packed = volume.read(one.id.sequence, one.tree_offset, one.tree_bytes)
-        return tree.decode(packed, one.payload_bytes)
+            return volume.read(one.id.sequence, one.tree_offset, one.tree_bytes)
+
+    def tree(self, rank: int) -> tree.Tree:
+        return tree.decode(self.packed_tree(rank), self._parts[rank].payload_bytes)
 
     def read_into(
         self, rank: int, offset: int, length: int, ranges: bytes, device_ranges: bytes = b""
@@ -44,7 +46,7 @@ class FilePayloads:
 
     def verify(self, rank: int, part: Subset | None) -> int:
         """Reads and checks the payload, or a part of it, and the tree; how many bytes."""
-        self.tree(rank)
+        self.packed_tree(rank)
         one, volume = self._opened(rank)
         with _errors(one):
             if part is not None:

@@ -86,7 +86,7 @@ class DaemonPayloads:
             return "both"
         return "dram" if self.cached_bytes else "volume"
 
-    def tree(self, rank: int) -> tree.Tree:
+    def packed_tree(self, rank: int) -> bytearray:
         part = self._part(rank)
         end = part.tree_offset + part.tree_bytes
         if not 0 < part.tree_bytes <= tree.TREE_BYTES_MAX or end > part.payload_bytes:
@@ -95,7 +95,10 @@ class DaemonPayloads:
         address = ctypes.addressof(ctypes.c_char.from_buffer(packed))
         place = part.tree_offset, part.tree_bytes
         self.read_into(rank, *place, struct.pack("<QQQ", address, *place))
-        return tree.decode(memoryview(packed), part.tree_offset)
+        return packed
+
+    def tree(self, rank: int) -> tree.Tree:
+        return tree.decode(memoryview(self.packed_tree(rank)), self._part(rank).tree_offset)
 
     def read_into(
         self, rank: int, offset: int, length: int, ranges: bytes, device_ranges: bytes = b""

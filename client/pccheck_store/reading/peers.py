@@ -151,14 +151,17 @@ class PeerPayloads:
     def ranks(self) -> list[int]:
         return sorted(self._copies)
 
-    def tree(self, rank: int) -> tree.Tree:
+    def packed_tree(self, rank: int) -> bytearray:
         payload_bytes, offset, nbytes, _ = self.facts(rank)
         if not 0 < nbytes <= tree.TREE_BYTES_MAX or offset + nbytes > payload_bytes:
             raise DamagedError(f"a tree of {nbytes} bytes at {offset}")
         packed = bytearray(nbytes)
         address = ctypes.addressof(ctypes.c_char.from_buffer(packed))
         self.read_into(rank, offset, nbytes, struct.pack("<QQQ", address, offset, nbytes))
-        return tree.decode(memoryview(packed), offset)
+        return packed
+
+    def tree(self, rank: int) -> tree.Tree:
+        return tree.decode(memoryview(self.packed_tree(rank)), self.facts(rank)[1])
 
     def read_into(
         self, rank: int, offset: int, length: int, ranges: bytes, device_ranges: bytes = b""
@@ -256,6 +259,9 @@ class GatheredPayloads:
         """For a log."""
         far = self._far
         return f"read {far.read_bytes / MIB:.1f} MiB from other nodes in {far.read_s:.2f} s"
+
+    def packed_tree(self, rank: int) -> bytes | bytearray:
+        return self._of(rank).packed_tree(rank)
 
     def tree(self, rank: int) -> tree.Tree:
         return self._of(rank).tree(rank)

@@ -46,6 +46,9 @@ class Payloads(Protocol):
 
     reaches_gpus: bool  #: takes device ranges
 
+    def packed_tree(self, rank: int) -> bytes | bytearray:
+        """The tree as it is in the payload: of an image it is an index."""
+
     def tree(self, rank: int) -> Tree:
         """What the bytes of a rank are; damage elsewhere in its payload does not hide the tree."""
 

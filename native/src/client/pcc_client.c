@@ -190,6 +190,7 @@ void pcc_client_close(struct pcc_client *client)
         pcc_client_job_end(job);
     }
     (void)pthread_mutex_unlock(&client->lock);
+    pcc_client_images_release(client, true);
     pcc_client_load_drain(client); /* as the thread does at a hang-up: waits for a load end */
     pcc_bell_ring(&client->view.page->client_bell);
     (void)pthread_mutex_lock(&client->lock);
@@ -333,6 +334,8 @@ static bool snapshot_over(struct pcc_client *client, const struct pcc_job *job,
         reached = source_read(client, job);
     } else if (what == PCC_WAIT_HOST_READ) {
         reached = host_read(job);
+    } else if (what == PCC_WAIT_DRAINED) {
+        reached = pcc_client_image_drained(job);
     } else {
         const uint64_t word = pcc_page_word(&client->view, snapshot);
         reached = word == pcc_word(snapshot, PCC_WORD_ABANDONED) ||

@@ -76,6 +76,31 @@ struct pcc_submission {
 PCC_MUST_CHECK int pcc_client_submit(struct pcc_client *client, uint64_t snapshot,
                                      const struct pcc_submission *submission);
 
+/* -- images of processes: saves of open length ------------------------------------------------- */
+
+struct pcc_image_extent { /* bytes of a stream, and where they are in the payload */
+    uint32_t stream;
+    uint32_t reserved;
+    uint64_t offset_bytes;
+    uint64_t length_bytes;
+};
+/* Step 2 of an image. payload_bytes of the request is a bound; one byte of it is never used.
+ * -ENOENT, -EINVAL, -ECONNRESET. */
+PCC_MUST_CHECK int pcc_client_image_begin(struct pcc_client *client, uint64_t snapshot,
+                                          const struct pcc_request *request);
+/* Another stream, which is read until its end. The descriptor, a pipe, is duplicated and made
+ * non-blocking. All streams are closed when the image ends in any way, so the writer gets EPIPE.
+ * -ENOENT when the image has ended. An image that outgrows its bound is abandoned with -EFBIG. */
+PCC_MUST_CHECK int pcc_client_image_stream(struct pcc_client *client, uint64_t snapshot, int fd,
+                                           uint32_t number, bool bulk);
+/* After PCC_WAIT_DRAINED: where the streams are, in the order of the payload. malloc'ed. */
+PCC_MUST_CHECK int pcc_client_image_extents(struct pcc_client *client, uint64_t snapshot,
+                                            struct pcc_image_extent **out, uint64_t *out_count);
+uint64_t pcc_client_image_bytes(struct pcc_client *client, uint64_t snapshot); /* so far */
+/* The tree follows the streams, and the length is known. -EBUSY when a stream has not ended. */
+PCC_MUST_CHECK int pcc_client_image_end(struct pcc_client *client, uint64_t snapshot,
+                                        const void *tail, uint64_t tail_bytes);
+
 /* -- GPUs, by this process's CUDA ordinal ------------------------------------------------------ */
 
 struct pcc_device_copy { /* on one GPU, into its staging memory */
@@ -142,6 +167,7 @@ enum pcc_wait_for {
     PCC_WAIT_COPIED,    /* the daemon vouches for it, or it ended otherwise */
     PCC_WAIT_DURABLE,   /* DURABLE, GLOBAL, SUPERSEDED, or it ended otherwise */
     PCC_WAIT_GLOBAL,    /* GLOBAL, SUPERSEDED, or it ended otherwise */
+    PCC_WAIT_DRAINED,   /* of an image: every stream that it was given has ended, or it has */
     PCC_WAIT_LOAD,      /* of a load, not a snapshot: pcc_client_load_wait would return at once */
 };
 /* 0, -ETIMEDOUT, -ECONNRESET (the daemon is gone). The caller reads the state afterwards. */

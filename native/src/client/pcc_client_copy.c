@@ -238,7 +238,11 @@ static struct pcc_job *job_next(struct pcc_client *client, enum pcc_turn *turn_o
         } else if (pcc_page_word(&client->view, job->snapshot) ==
                        pcc_word(job->snapshot, PCC_WORD_COPYING) &&
                    (best == NULL || job->snapshot < best->snapshot)) {
-            const enum pcc_turn turn = pcc_client_turn(client, job, &offer);
+            enum pcc_turn turn = PCC_TURN_NONE;
+            if (job->image == NULL)
+                turn = pcc_client_turn(client, job, &offer);
+            else if (pcc_client_image_turn(client, job))
+                turn = PCC_TURN_FILL;
             if (turn == PCC_TURN_NONE)
                 continue;
             best = job;
@@ -470,6 +474,8 @@ static int fill_one(struct pcc_client *client)
     job->busy = true;
     const bool helped = client->waiters > 0;
     (void)pthread_mutex_unlock(&client->lock);
+    if (job->image != NULL)
+        return pcc_client_image_work(client, job);
 
     const uint32_t chunk =
         turn == PCC_TURN_OFFER ? PCC_NO_CHUNK : client->free_chunks[client->free_count - 1];
@@ -538,6 +544,7 @@ static int devices_land(struct pcc_client *client)
 int pcc_client_work(struct pcc_client *client)
 {
     client->polling = false;
+    pcc_client_images_release(client, false);
     const int released = release_kept(client);
     if (released < 0)
         return -1;

@@ -63,9 +63,10 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     bool provisional;       /* not confirmed */
     bool kept;              /* its last chunk is full, and waits for that; see `last` */
     struct pcc_message last;
-    int error;      /* why this side abandoned it */
-    uint64_t fault; /* memory of the trainer that was not there */
-    void *memory;   /* the sources, then inline bytes and tail */
+    int error;               /* why this side abandoned it */
+    uint64_t fault;          /* memory of the trainer that was not there */
+    void *memory;            /* the sources, then inline bytes and tail */
+    struct pcc_image *image; /* instead of sources; NULL: there is none */
     struct pcc_source *sources;
     uint64_t source_count;
     uint64_t cursor; /* sources before this one lie before filled_bytes */
@@ -221,6 +222,7 @@ struct pcc_client {
     uint32_t free_count;
     struct pcc_chunk_list landed;        /* filled by copies, not handed over yet */
     uint32_t kept;                       /* jobs whose last chunk is */
+    uint32_t images;                     /* jobs with an image; written under the lock */
     struct pcc_offer offers[PCC_OFFERS]; /* each with its row of the page's checksum table */
     bool polling;                        /* something of a GPU is to be asked for soon */
     struct pcc_crew crew;                /* shares the blocks of a chunk with the thread */
@@ -295,6 +297,21 @@ CUresult pcc_client_gather(const struct pcc_job *job, uint64_t *cursor, uint8_t 
 /* With lock held, after more was filled or has landed. */
 void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job);
 
+/* -- pcc_client_submit.c -- */
+/* With lock held: the block in the page. The client's thread sends the message. */
+void pcc_client_job_ask(struct pcc_client *client, struct pcc_job *job,
+                        const struct pcc_request *request);
+
+/* -- pcc_client_image.c -- */
+/* With lock held. */
+bool pcc_client_image_drained(const struct pcc_job *job);
+/* By the thread. With lock held: whether the image has a chunk to fill. */
+bool pcc_client_image_turn(const struct pcc_client *client, const struct pcc_job *job);
+/* By the thread; the job is busy. As pcc_client_work. */
+PCC_MUST_CHECK int pcc_client_image_work(struct pcc_client *client, struct pcc_job *job);
+/* By the thread, or when it has ended: closes the streams of images that are over, or of all. */
+void pcc_client_images_release(struct pcc_client *client, bool all);
+
 /* -- pcc_client_offer.c; called by the thread -- */
 enum pcc_turn {
     PCC_TURN_NONE,
@@ -360,7 +377,6 @@ void pcc_client_await_unarmed(struct pcc_client *client);
 /* No other thread uses the client any more. */
 void pcc_client_devices_close(struct pcc_client *client);
 
-/* -- pcc_client_staging.c -- */
 /* With gpu_lock held. */
 PCC_MUST_CHECK int pcc_client_staging_make(struct pcc_client_device *device, uint64_t length_bytes);
 /* Frees `first` and what it has outgrown; `cuda` NULL: only what we know of it. Within

@@ -153,6 +153,7 @@ static void hang_up(struct pcc_client *client)
     (void)pthread_cond_broadcast(&client->idle);
     (void)pthread_mutex_unlock(&client->lock);
     pcc_bell_ring(&client->view.page->client_bell);
+    pcc_client_images_release(client, true);
     pcc_client_load_drain(client); /* the streams are released: nothing holds the driver up */
 }
 

@@ -195,20 +195,27 @@ static int devices_check(struct pcc_client *client, const struct pcc_job *job, u
     return 0;
 }
 
-/* With the lock held: the block in the page. The client's thread sends the message. */
+void pcc_client_job_ask(struct pcc_client *client, struct pcc_job *job,
+                        const struct pcc_request *request)
+{
+    struct pcc_request *block = pcc_page_request(&client->view, job->snapshot);
+
+    *block = *request;
+    block->snapshot = job->snapshot;
+    job->asking = true;
+    client->asking++;
+}
+
 static void request_write(struct pcc_client *client, struct pcc_job *job,
                           const struct pcc_submission *from)
 {
     struct pcc_request request = from->request;
 
-    request.snapshot = job->snapshot;
     request.payload_bytes = job->payload_bytes;
     request.tree_offset_bytes = from->tail_offset_bytes;
     request.tree_bytes = from->tail_bytes;
     request.offered_bytes = from->offered_bytes;
-    *pcc_page_request(&client->view, job->snapshot) = request;
-    job->asking = true;
-    client->asking++;
+    pcc_client_job_ask(client, job, &request);
 }
 
 /* With the lock held: 0 = the thread has it; 1 = it is over already, nothing will be read. */

@@ -58,7 +58,8 @@ static struct pcc_tenant_save *piece_of(struct pcc_tenant *tenant,
     const uint64_t offset = message->offset_bytes;
     if (offset >= save->payload_bytes || offset % chunk_bytes != 0 ||
         pcc_source_at(save, offset)->ops != &pcc_source_push ||
-        message->length_bytes != pcc_piece_bytes(save->payload_bytes, offset, chunk_bytes))
+        message->length_bytes != pcc_piece_bytes(save->payload_bytes, offset, chunk_bytes) ||
+        (save->is_open && message->length_bytes != chunk_bytes))
         return NULL;
     const uint64_t part = offset / chunk_bytes;
     return (save->seen[part / 64] >> (part % 64) & 1u) == 0 ? save : NULL;
@@ -85,9 +86,37 @@ int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *mess
     }
     source->wanted--;
     tenant->missing--;
-    checksums_take(tenant, message, pcc_page_checksums(&tenant->view, message->chunk));
+    if (!save->is_image)
+        checksums_take(tenant, message, pcc_page_checksums(&tenant->view, message->chunk));
     pcc_tenant_chunk_to_save(tenant, save, message->chunk, message->offset_bytes,
-                             message->length_bytes, tenant->checksums);
+                             message->length_bytes, save->is_image ? NULL : tenant->checksums);
+    return pcc_tenant_copy_check(tenant, save);
+}
+
+/* Chunks of the bound that will never come are not missing any more. */
+int pcc_push_take_length(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    struct pcc_tenant_save *save = pcc_tenant_find(tenant, message->id);
+    struct pcc_save_length length = {.tree_offset_bytes = message->offset_bytes,
+                                     .tree_bytes = message->length_bytes};
+
+    if (save == NULL || !save->is_open ||
+        __builtin_add_overflow(message->offset_bytes, message->length_bytes,
+                               &length.payload_bytes) ||
+        length.payload_bytes > save->payload_bytes)
+        return -PCC_E_BAD_PEER;
+    const bool goes_on = !save->aborted && save->save != NULL;
+    if (goes_on && pcc_save_set_length(save->save, &length) == -EINVAL)
+        return -PCC_E_BAD_PEER;
+    const uint32_t count = (uint32_t)pcc_ceil_div(length.payload_bytes, tenant->spec.chunk_bytes);
+    struct pcc_source *source = pcc_source_at(save, 0);
+    if (goes_on) {
+        source->wanted -= save->chunk_count - count;
+        tenant->missing -= save->chunk_count - count;
+    }
+    source->to_bytes = save->payload_bytes = length.payload_bytes;
+    save->chunk_count = count;
+    save->is_open = false;
     return pcc_tenant_copy_check(tenant, save);
 }
 

@@ -50,6 +50,7 @@ struct pcc_event {
     uint64_t sequence;
     uint32_t slot;
     uint32_t rehomed;
+    uint64_t payload_bytes; /* of COPIED and WRITING */
     uint64_t copied_bytes;
     uint64_t written_bytes;
     enum pcc_stage stage;

@@ -67,6 +67,8 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
         .offered_bytes = offered_bytes,
         .binding = tenant->bound,
         .chunk_count = (uint32_t)pcc_ceil_div(request->payload_bytes, chunk_bytes),
+        .is_open = request->is_open,
+        .is_image = (request->flags & PCC_SLOT_IMAGE) != 0,
         .save = saved,
         .seen = save->seen,
         .seen_words = save->seen_words};
@@ -108,12 +110,14 @@ static struct pcc_save_request request_of(struct pcc_tenant *tenant,
 {
     const struct pcc_request *from = &wait->request;
     const struct pcc_number *number = &wait->number;
+    const bool is_image = from->kind == PCC_KIND_IMAGE;
     struct pcc_save_request made = {.sequence = number->sequence,
                                     .parked = from->level == PCC_LEVEL_MEMORY,
                                     .step = from->step,
                                     .incarnation = number->incarnation,
                                     .world_size = number->world_size,
-                                    .flags = number->marks,
+                                    .flags = number->marks | (is_image ? PCC_SLOT_IMAGE : 0),
+                                    .is_open = is_image,
                                     .notes = {.name_base = number->name_base,
                                               .name_descents = number->name_descents,
                                               .name_row = number->name_row},

@@ -60,7 +60,8 @@ static void save_event(struct pcc_tenant *tenant, const struct pcc_tenant_save *
     pcc_tenant_put(tenant, (struct pcc_event){.kind = kind,
                                               .session = save->session,
                                               .id = save->snapshot,
-                                              .sequence = save->sequence});
+                                              .sequence = save->sequence,
+                                              .payload_bytes = save->payload_bytes});
 }
 
 void pcc_tenant_sources_abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
@@ -139,7 +140,8 @@ void pcc_tenant_received(struct pcc_tenant *tenant, struct pcc_tenant_save *save
 
 int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
 {
-    bool complete = save->received == save->chunk_count && save->sequence != 0 && !save->aborted;
+    bool complete = save->received == save->chunk_count && !save->is_open && save->sequence != 0 &&
+                    !save->aborted;
 
     for (uint32_t i = 0; i < PCC_SOURCES; i++)
         complete = complete && save->sources[i].judged == save->sources[i].parts;
@@ -178,6 +180,8 @@ static int take(struct pcc_tenant *tenant, const struct pcc_message *message)
         pcc_tenant_take_write(tenant, message);
         return 0;
     }
+    if (message->kind == PCC_MSG_LENGTH)
+        return pcc_push_take_length(tenant, message);
     return message->kind == PCC_MSG_RETURNED ? pcc_tenant_take_returned(tenant, message)
                                              : -PCC_E_BAD_PEER;
 }

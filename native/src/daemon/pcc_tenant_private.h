@@ -75,6 +75,8 @@ struct pcc_tenant_save {
     uint32_t chunk_count;
     uint32_t received;
     uint32_t referred;     /* of them, those that were not copied */
+    bool is_open;          /* an image, and payload_bytes is its bound */
+    bool is_image;         /* the writers make its checksums */
     struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */
@@ -400,6 +402,7 @@ void pcc_push_hand_out(struct pcc_tenant *tenant);
 /* The client has filled a chunk; the client offers a piece. 0 or -PCC_E_BAD_PEER. */
 int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *message);
 int pcc_push_take_offer(struct pcc_tenant *tenant, const struct pcc_message *message);
+int pcc_push_take_length(struct pcc_tenant *tenant, const struct pcc_message *message);
 
 /* -- pcc_tenant_load.c -- */
 /* With the lock held: a chunk that a load has borrowed comes back. */

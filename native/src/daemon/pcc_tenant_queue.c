@@ -50,6 +50,15 @@ void pcc_tenant_noted(struct pcc_tenant *tenant)
 
 /* -- taking requests -- */
 
+/* What no image has: an exposure, a tree before its length is known, a base, other ranks. */
+static bool is_plain(const struct pcc_request *request)
+{
+    return request->level == PCC_LEVEL_DISK && request->map == 0 &&
+           request->tree_offset_bytes == 0 && request->tree_bytes == 0 &&
+           request->types_bytes == 0 && request->frozen_bytes == 0 && request->offered_bytes == 0 &&
+           request->division == 0;
+}
+
 /* Why no honest client requests this; cause CODE: it may. */
 static struct pcc_reason fault_of(const struct pcc_request *request)
 {
@@ -60,8 +69,10 @@ static struct pcc_reason fault_of(const struct pcc_request *request)
 
     if (request->level != PCC_LEVEL_DISK && request->level != PCC_LEVEL_MEMORY)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_LEVEL, .argument = request->level};
-    if (request->kind != PCC_KIND_TENSORS)
+    if (request->kind != PCC_KIND_TENSORS && request->kind != PCC_KIND_IMAGE)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
+    if (request->kind == PCC_KIND_IMAGE && !is_plain(request))
+        return (struct pcc_reason){.cause = PCC_CAUSE_BAD_TREE};
     if (unknown_flags != 0)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_FLAGS, .argument = unknown_flags};
     if (payload_bytes == 0 ||

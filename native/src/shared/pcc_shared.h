@@ -19,7 +19,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 9u
+#define PCC_PAGE_VERSION 10u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -116,7 +116,9 @@ _Static_assert(sizeof(struct pcc_device_words) == 24, "words of one GPU");
  * changes nothing in it until the word has left REQUESTED. The daemon copies the block once and
  * checks the copy: a number that cannot be is the end of this checkpoint (REFUSED, FAILED). */
 enum pcc_level { PCC_LEVEL_DISK = 0, PCC_LEVEL_MEMORY = 1, PCC_LEVEL_DEVICE = 2 };
-enum pcc_kind { PCC_KIND_TENSORS = 0 };
+/* A process image has open length: payload_bytes is its bound, PCC_MSG_LENGTH comes later, and of
+ * the rest of the request only step and name are not 0. */
+enum pcc_kind { PCC_KIND_TENSORS = 0, PCC_KIND_IMAGE = 1 };
 enum pcc_request_flags {
     PCC_REQUEST_SKIP = 1
 }; /* ends SKIPPED, not waiting, without a lane or slot */
@@ -177,6 +179,10 @@ enum pcc_message_kind {
     PCC_MSG_ANSWER = 9, /* to client, of each offer: result 1 = it does, 0 = copy it */
     PCC_MSG_REQUEST = 10, /* to daemon: snapshot id is requested by its block; ids only grow */
     PCC_MSG_WRITE = 11,   /* to daemon, once: snapshot id, of level MEMORY, is wanted on the disk */
+    /* To daemon, once, of an image: its payload is [0, offset + length), and these last bytes are
+     * the tree. Before this message every FULL is a whole chunk, and the last chunk comes after it.
+     */
+    PCC_MSG_LENGTH = 12,
 };
 
 /* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table
