@@ -15,11 +15,11 @@ NATIVE := $(wildcard native/src/*/*.[ch] native/python/*.[ch] native/xxhash.sh s
 C_SOURCES := $(wildcard native/src/*/*.[ch] native/python/*.[ch] tests/native/*.[ch] tests/crash/*.[ch] \
 	tests/standin/*.[ch] tests/arm64/*.c bench/*.[ch] examples/*.c)
 PYTHON_SOURCES := client pccheckd native/pccheck_native tests bench examples docs setup.py
-PACKAGES := -p pccheck -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
+PACKAGES := -p pccheck -p pccheck_process -p pccheck_store -p pccheck_wire -p pccheckctl -p pccheckd -p pccheck_native
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -156,6 +156,13 @@ slurm-check: $(READY) .slurm/usr/sbin/slurmctld-wlm ## as root: deploy/slurm wit
 kubernetes-check: .kubernetes/bin/kubernetes-validate ## deploy/kubernetes against the schemas of Kubernetes
 	.kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/*.yaml
 
+.criu/bin/criu: | $(READY)
+	$(BIN)/python -m tests.support.criu
+
+CRIU ?= .criu/bin/criu
+transparent-check: $(READY) $(CRIU) ## as root: snapshots of unmodified programs with the criu at CRIU, by default Debian's, unpacked into .criu
+	$(BIN)/python -m tests.transparent --criu $(abspath $(CRIU)) --seed $(SEED) $(TARGET)
+
 ETCD ?= .etcd/usr/bin/etcd
 .etcd/usr/bin/etcd:
 	mkdir -p .etcd && cd .etcd && apt-get -q download etcd-server && dpkg -x etcd-server_*.deb .
@@ -236,7 +243,7 @@ gpu-probe: ## what this machine's GPU and driver do; one JSON document
 	@$(PYTHON) bench/gpu/probe.py
 
 clean: ## removes what the other targets made
-	rm -rf $(VENV) .venv-demo .guest .arm64 .etcd .mpi wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
+	rm -rf $(VENV) .venv-demo .guest .arm64 .etcd .mpi .criu wheels gpu-results build native/build dist *.egg-info client/*.egg-info native/pccheck_native/*.so
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache tests/support/build
 	-@$(MAKE) --no-print-directory -C tests/native clean
 	-@$(MAKE) --no-print-directory -C tests/crash clean

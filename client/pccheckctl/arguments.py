@@ -223,6 +223,38 @@ def _drop(to: argparse.ArgumentParser) -> None:
     to.add_argument("--yes", "-y", action="store_true", help="do not ask")
 
 
+def _pid(text: str) -> int:
+    if not text.isdecimal() or len(text) > DIGITS_MAX or not 0 < int(text) < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a process")
+    return int(text)
+
+
+def _snapshot(to: argparse.ArgumentParser) -> None:
+    to.add_argument("pid", type=_pid, metavar="PID", help="the process")
+    to.add_argument("--tree", action="store_true", help="with its child processes")
+    to.add_argument("--leave-running", action="store_true",
+                    help="let it go on; default: it ends once the snapshot is durable")  # fmt: skip
+    to.add_argument(
+        "--name", type=_job, metavar="JOB", help="of its snapshots (default COMMAND-PID)"
+    )
+    to.add_argument("--every", type=_period, metavar="TIME",
+                    help="again and again, such as 10min, until it ends")  # fmt: skip
+    to.add_argument("--dry-run", action="store_true",
+                    help="size, pause, room, and every reason against it")  # fmt: skip
+
+
+def _restore_process(to: argparse.ArgumentParser) -> None:
+    to.add_argument("job", type=_job, help=_JOB)
+    to.add_argument("--step", type=_number, help="of this step; default: the newest that is intact")
+    to.add_argument("--stdout", metavar="FILE",
+                    help="output and errors are added to FILE")  # fmt: skip
+    to.add_argument("--cgroup", metavar="DIR",
+                    help="the process goes there (default: where this command runs)")  # fmt: skip
+    to.add_argument("--detach", action="store_true", help="do not stay its parent")
+    to.add_argument("--force", action="store_true",
+                    help="although libraries, mounts or the CPU are different")  # fmt: skip
+
+
 def _bench(to: argparse.ArgumentParser) -> None:
     to.add_argument("--size", type=_size, metavar="SIZE",
                     help="size of the test file (default 2GiB, less on a small disk)")  # fmt: skip
@@ -295,6 +327,11 @@ COMMANDS = (
     Command("verify", "commands.verify", "reads and checks every byte of the checkpoints", _verify),
     Command("wait", "commands.wait", "returns when a step is copied, durable or global", _wait),
     Command("drop", "commands.drop", "removes the volumes of a job that has ended", _drop),
+    Command("snapshot", "process.snapshot",
+            "saves a whole process that knows nothing of PCcheck, and ends it", _snapshot),
+    Command("restore-process", "process.restore",
+            "makes a process again from its snapshot, and returns its exit code",
+            _restore_process),
     Command("doctor", "doctor.command",
             "checks this machine and the daemon; each finding has its effect and a fix", _doctor),
     Command("bench", "measure.bench", "measures how fast a disk is with checkpoints", _bench),

@@ -98,7 +98,8 @@ def test_a_wheel_has_every_file_that_the_packages_have(built: Built) -> None:
     assert len(wanted) > 100
     packages = {name for name in built.names() if ".dist-info/" not in name}
     assert {name.split("/")[0] for name in packages} == {
-        "pccheck", "pccheck_native", "pccheck_store", "pccheck_wire", "pccheckctl", "pccheckd",
+        "pccheck", "pccheck_native", "pccheck_process", "pccheck_store", "pccheck_wire",
+        "pccheckctl", "pccheckd",
     }  # fmt: skip
     assert packages == wanted
 

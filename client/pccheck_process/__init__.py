@@ -1,0 +1,1 @@
+"""Snapshots of processes that know nothing of checkpoints."""

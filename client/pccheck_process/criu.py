@@ -1,0 +1,212 @@
+"""CRIU, the program that freezes a process and makes it again: found, started, listened to, and
+never killed while it has a target in its hands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pccheck_wire.basics import Closing
+from pccheck_wire.errors import CheckpointFailedError, PccheckError, RefusedError
+
+VARIABLE = "PCCHECK_CRIU"
+LEAST = (4, 2)
+#: Older ones refuse every process with an inet socket on kernels from 6.16.
+INSTALL_HINT = (
+    "install criu 4.2 or newer (Debian: apt install -t sid criu), or name it in " + VARIABLE
+)
+_PLACES = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin")
+#: After its pipes are cut CRIU lets its target go on by itself; only then is it killed.
+CUT_LIMIT_S = 10.0
+_LOOK_S = 0.02
+_LOG = "criu.log"
+_LOG_TAIL_BYTES = 1 << 16
+_DUMPED, _DURABLE = "pccheck: dumped", b"durable\n"
+#: Runs when CRIU has written everything, before it kills or resumes its target: says so, and waits
+#: for the answer. CRIU closes every other descriptor of a hook, and gives it its log, which is a
+#: socket here. The end of the process at the other end is a no.
+_HOOK = f"""#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0
+echo "{_DUMPED}"
+read answer <&1
+[ "$answer" = durable ]
+"""
+
+
+def find() -> Path:
+    """The program. Raises RefusedError when there is none that is new enough."""
+    given = os.environ.get(VARIABLE)
+    found = given or shutil.which(
+        "criu", path=os.pathsep.join([os.environ.get("PATH", ""), *_PLACES])
+    )
+    if not found:
+        raise RefusedError("criu is not installed", hint=INSTALL_HINT)
+    try:
+        said = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RefusedError(f"{found} cannot be run: {error}", hint=INSTALL_HINT) from error
+    version = re.search(r"Version: (\d+)\.(\d+)(\S*)", said)
+    if version is None:
+        raise RefusedError(f"{found} is not criu", hint=INSTALL_HINT)
+    if (int(version[1]), int(version[2])) < LEAST:
+        text = f"{version[1]}.{version[2]}{version[3]}"
+        raise RefusedError(f"{found} is criu {text}, which is too old", hint=INSTALL_HINT)
+    return Path(found)
+
+
+class PrivatePlace(Closing):
+    """A private directory for CRIU's sockets, hook and log. No image is ever in it."""
+
+    def __init__(self) -> None:
+        """Raises RefusedError."""
+        roots = [tempfile.gettempdir(), "/var/tmp", str(Path.home())]
+        for root in roots:
+            with contextlib.suppress(OSError):
+                if not os.statvfs(root).f_flag & os.ST_NOEXEC:  # the hook is a script
+                    self.path = Path(tempfile.mkdtemp(prefix="pccheck-criu-", dir=root))
+                    return
+        raise RefusedError(
+            f"programs may not be run in any of {', '.join(roots)}",
+            hint="set TMPDIR to a directory on a file system without noexec",
+        )
+
+    def hook(self) -> Path:
+        path = self.path / "hook"
+        path.write_text(_HOOK)
+        path.chmod(0o700)
+        return path
+
+    @property
+    def log(self) -> Path:
+        return self.path / _LOG
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def command(program: Path, verb: str, place: PrivatePlace, options: Sequence[str]) -> list[str]:
+    line = [str(program), verb, "--stream", "-D", str(place.path), "-v2", *options]
+    return line if os.geteuid() == 0 else [*line, "--unprivileged"]
+
+
+def reason_in(log: str) -> str:
+    """The first error in a log of CRIU; "" if it has none."""
+    errors = [line.partition("Error ")[2] for line in log.splitlines() if "Error (" in line]
+    # What CRIU says of a limit that it cannot raise is no failure.
+    told = [text for text in errors if "RLIMIT_NOFILE" not in text]
+    return re.sub(r"^\(\S+\): *", "", told[0]).strip() if told else ""
+
+
+class Dump:
+    """`criu dump`, which waits at its hook until it is told that the image is durable."""
+
+    def __init__(
+        self, program: Path, place: PrivatePlace, pid: int, options: Sequence[str]
+    ) -> None:
+        """Raises RefusedError."""
+        self._socket, theirs = socket.socketpair()
+        self._log = b""
+        hook = ["--action-script", str(place.hook())]
+        line = command(program, "dump", place, ["-t", str(pid), *hook, *options])
+        try:
+            self._process = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=theirs.fileno(),
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._socket.close()
+            raise RefusedError(f"{program} cannot be run: {error}") from error
+        finally:
+            theirs.close()
+
+    @property
+    def dumped(self) -> bool:
+        """CRIU has written everything, and waits."""
+        return _DUMPED.encode() in self._log.splitlines()
+
+    def poll(self, limit_s: float) -> bool:
+        """Waits for news. True when CRIU has dumped everything, or has ended."""
+        ready, _, _ = select.select([self._socket], [], [], limit_s)
+        if not ready:
+            return False
+        data = self._socket.recv(_LOG_TAIL_BYTES)
+        self._log = (self._log + data)[-_LOG_TAIL_BYTES:]
+        return not data or self.dumped
+
+    def go_on(self) -> None:
+        """The image is durable: CRIU ends its target, or lets it go on with --leave-running."""
+        self._socket.sendall(_DURABLE)
+
+    def finish(self, limit_s: float) -> int:
+        """CRIU's exit status. Without `go_on` the target goes on. After the limit CRIU is killed,
+        which may end its target: so it is the last thing that is tried."""
+        deadline_s = time.monotonic() + limit_s
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        while self._process.poll() is None:
+            if time.monotonic() > deadline_s:
+                self._process.kill()
+            self.poll(_LOOK_S)
+        self._socket.close()
+        return int(self._process.returncode)
+
+    def error(self, what: str) -> PccheckError:
+        reason = reason_in(self._log.decode(errors="replace"))
+        return CheckpointFailedError(f"{what}: {reason}" if reason else what)
+
+
+class Watchdog(Closing):
+    """A process beside this one, which kills it when it stops to give signs of life: a receiver
+    that is stopped freezes CRIU's target for ever, one that is dead does not."""
+
+    LIMIT_S = 30.0
+
+    def __init__(self) -> None:
+        reading, self._life = os.pipe()
+        os.set_blocking(self._life, False)
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._life)
+            os.setsid()
+            _watch(os.getppid(), reading, self.LIMIT_S)
+        os.close(reading)
+
+    def lives(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._life, b".")
+
+    def close(self) -> None:
+        os.close(self._life)
+        os.waitpid(self._pid, 0)
+
+
+def _watch(pid: int, life: int, limit_s: float) -> None:
+    """In the child; never returns."""
+    try:
+        watched = os.pidfd_open(pid)
+        for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
+            if descriptor > 2 and descriptor not in (life, watched):  # pipes of CRIU above all
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            ready, _, _ = select.select([life], [], [], 1.0)
+            if ready:
+                if not os.read(life, 4096):
+                    os._exit(0)
+                deadline_s = time.monotonic() + limit_s
+        signal.pidfd_send_signal(watched, signal.SIGKILL)
+    finally:
+        os._exit(1)

@@ -1,0 +1,111 @@
+"""What a snapshot notes beside the image: who the process was, how CRIU dumped it, and which files
+it wrote. Plain JSON, in the index."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pccheck_wire.errors import DamagedError
+
+from . import fingerprint
+from .looking.look import Looked, OpenFile
+
+_STANDARD = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one snapshot."""
+
+    pid: int
+    tree: dict[int, list[int]]  #: the threads of each process
+    comm: str
+    argv: list[str]
+    uid: int
+    gid: int
+    cwd: str
+    standard: list[str]  #: what input, output and error of the process were
+    options: list[str]  #: of CRIU
+    pipes: list[str]  #: those whose other end was outside, as CRIU names them
+    terminals: list[str]
+    written: list[OpenFile]
+    fingerprint: dict[str, object]
+    wall_s: float
+
+    def plain(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, plain: dict[str, object]) -> Facts:
+        """Raises DamagedError."""
+        try:
+            made = cls(**plain)  # type: ignore[arg-type]
+            tree = {int(pid): [*map(int, threads)] for pid, threads in made.tree.items()}
+            written = [OpenFile(**one) for one in made.written]  # type: ignore[arg-type]
+            return cls(**{**asdict(made), "tree": tree, "written": written})
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DamagedError(f"the facts of the process image cannot be read: {error}") from error
+
+
+def of(looked: Looked, options: list[str]) -> Facts:
+    """While the process still runs, or stands still."""
+    pid = looked.pid
+    return Facts(
+        pid=pid,
+        tree={one: _threads(one) for one in looked.tree},
+        comm=looked.comm,
+        argv=[*looked.argv],
+        uid=looked.uid,
+        gid=looked.gid,
+        cwd=_link(pid, "cwd"),
+        standard=[_link(pid, f"fd/{fd}") for fd in _STANDARD],
+        options=options,
+        pipes=[*looked.outer_pipes],
+        terminals=[*looked.outer_terminals],
+        written=sizes_now(looked.written),
+        fingerprint=fingerprint.fingerprint(looked.tree),
+        wall_s=time.time(),
+    )
+
+
+def sizes_now(files: Iterable[OpenFile]) -> list[OpenFile]:
+    """The same files with their sizes now: of a target that stands still these are the sizes that
+    its restore needs."""
+    found = []
+    for one in files:
+        size = (
+            Path(f"/proc/{one.pid}/fd/{one.fd}").stat().st_size if one.fd >= 0 else one.size_bytes
+        )
+        found.append(OpenFile(**{**asdict(one), "size_bytes": size}))
+    return found
+
+
+def dump_options(looked: Looked) -> list[str]:
+    """Of CRIU, both at dump and at restore. The process stays in the cgroup of who restores it."""
+    options = ["--manage-cgroups=ignore"]
+    if looked.shell_job:
+        options.append("--shell-job")
+    if looked.file_locks:
+        options.append("--file-locks")
+    if looked.tcp_established:
+        options += ["--tcp-established", "--network-lock", "skip"]
+    if looked.ghost_bytes:
+        options += ["--ghost-limit", str(max(looked.ghost_bytes, 1 << 20))]
+    return options
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return sorted(int(one.name) for one in Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _link(pid: int, name: str) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/{name}").readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,99 @@
+"""Files that grew after a snapshot. CRIU refuses to restore a process whose files have another
+size, and the process would write on behind what it wrote after the snapshot. So the files are cut
+back, and what is cut off goes into FILE.pccheck-STEP first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from pccheck_wire.errors import RefusedError
+
+from .looking.found import OpenFile
+
+_COPY_BYTES = 1 << 20
+
+
+def refusals(files: Iterable[OpenFile]) -> list[str]:
+    """What cannot be made good: a file that is gone, or shorter than it was."""
+    found = []
+    for one in _distinct(files):
+        try:
+            size = Path(one.path).stat().st_size
+        except OSError as error:
+            found.append(f"{one.path} cannot be opened ({error.strerror})")
+            continue
+        if size < one.size_bytes and one.size_checked:
+            found.append(f"{one.path} has {size} bytes and had {one.size_bytes} at the snapshot")
+    return found
+
+
+class CutFiles:
+    """Cuts files back; `undo` puts everything where it was."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._cut: list[tuple[str, int, Path]] = []
+
+    def cut(self, files: Iterable[OpenFile]) -> list[Path]:
+        """Returns where the ends of the files are now. Raises RefusedError; then nothing is cut."""
+        try:
+            for one in _distinct(files):
+                if Path(one.path).stat().st_size > one.size_bytes:
+                    self._cut.append((one.path, one.size_bytes, self._keep(one)))
+                    os.truncate(one.path, one.size_bytes)
+        except OSError as error:
+            self.undo()
+            raise RefusedError(
+                f"{error.filename} cannot be cut back to its size at the snapshot: {error.strerror}"
+            ) from error
+        return [kept for _, _, kept in self._cut]
+
+    def undo(self) -> None:
+        for path, size, kept in reversed(self._cut):
+            with kept.open("rb") as source, Path(path).open("r+b") as target:
+                if target.seek(0, os.SEEK_END) >= size:
+                    target.seek(size)
+                    _copy(source.fileno(), target.fileno())
+            kept.unlink()
+        self._cut.clear()
+
+    def _keep(self, one: OpenFile) -> Path:
+        """The end of a file, on the disk, under a new name; never over another file."""
+        name = f"{one.path}.pccheck-{self._step}"
+        for number in range(1000):
+            kept = Path(f"{name}.{number}" if number else name)
+            try:
+                target = os.open(
+                    kept,
+                    os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                    Path(one.path).stat().st_mode & 0o777,
+                )
+            except FileExistsError:
+                continue
+            try:
+                with Path(one.path).open("rb") as source:
+                    source.seek(one.size_bytes)
+                    _copy(source.fileno(), target)
+                os.fsync(target)
+            except BaseException:
+                kept.unlink()
+                raise
+            finally:
+                os.close(target)
+            return kept
+        raise FileExistsError(17, "there are 1000 such files", name)
+
+
+def _distinct(files: Iterable[OpenFile]) -> list[OpenFile]:
+    """One for each file that may have grown. Files of devices and pipes are not among them."""
+    return [*{(one.device, one.inode): one for one in files if one.fd >= 0}.values()]
+
+
+def _copy(source: int, target: int) -> None:
+    """The rest of a file, from where both stand."""
+    while data := os.read(source, _COPY_BYTES):
+        left = memoryview(data)
+        while left:
+            left = left[os.write(target, left) :]

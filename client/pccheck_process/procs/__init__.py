@@ -1,0 +1,1 @@
+"""What /proc and the kernel say of processes, at one moment."""

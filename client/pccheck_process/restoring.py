@@ -1,0 +1,268 @@
+"""Makes a process again from its newest snapshot that is intact, and stays its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pccheck_native import _core, catalog
+from pccheck_store.reading.source import Payloads, Source
+from pccheck_wire.errors import (
+    CheckpointFailedError,
+    DamagedError,
+    NoCheckpointError,
+    RefusedError,
+    UnreadableError,
+)
+
+from . import criu, fingerprint, grown
+from .facts import Facts
+from .index import unpack
+from .serving import Serving
+
+#: CRIU's own limit is on single steps only; the disk may need a minute for a large image.
+RESTORE_LIMIT_S = 3600.0
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class RestoreWanted:
+    """What the user asked for. `note` gets a sentence for each thing worth knowing."""
+
+    job: str
+    step: int | None = None
+    uid: int | None = None
+    stdout: Path | None = None
+    cgroup: Path | None = None
+    force: bool = False  #: although libraries or the machine are different
+    note: Callable[[str], None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class RunningAgain:
+    """A process that runs, and is a child of this one."""
+
+    pid: int
+    step: int
+
+    def wait(self) -> int:
+        """Its exit code; 128 and the signal's number after a signal. Passes signals on."""
+        return os.waitstatus_to_exitcode(_waited(self.pid))
+
+    def passes_signals_on(self) -> None:
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
+            signal.signal(number, lambda sent, _: _send(self.pid, sent))
+
+
+def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
+    """Raises NoCheckpointError, DamagedError when no snapshot is intact, and RefusedError with all
+    reasons why the process cannot be made here, before anything is made or changed."""
+    program = criu.find()
+    errors: list[str] = []
+    for one in _snapshots(source, wanted):
+        try:
+            with contextlib.closing(source.open([one])) as payloads:
+                return _attempt(program, payloads, one, wanted)
+        except (DamagedError, UnreadableError) as error:
+            errors.append(error.message)
+            wanted.note(f"step {one.id.step} is not intact: {error.message}")
+    raise DamagedError(f"no snapshot of job {wanted.job!r} is intact: {errors[0]}")
+
+
+def _snapshots(source: Source, wanted: RestoreWanted) -> list[catalog.StoredCheckpoint]:
+    """Those that are asked for, the newest first."""
+    held = source.held(job=wanted.job, uid=wanted.uid)
+    images = [one for one in held.checkpoints if one.flags & _core.SLOT_IMAGE]
+    if not images:
+        raise NoCheckpointError(
+            f"there is no process snapshot of job {wanted.job!r}", hint="see: pccheckctl list"
+        )
+    images.sort(key=lambda one: one.id.sequence, reverse=True)
+    if wanted.step is None:
+        return images
+    chosen = [one for one in images if one.id.step == wanted.step]
+    if not chosen:
+        steps = ", ".join(str(one.id.step) for one in images)
+        raise NoCheckpointError(
+            f"job {wanted.job!r} has no snapshot of step {wanted.step}", hint=f"there are: {steps}"
+        )
+    return chosen
+
+
+def _attempt(
+    program: Path, payloads: Payloads, one: catalog.StoredCheckpoint, wanted: RestoreWanted
+) -> RunningAgain:
+    index = unpack(payloads.packed_tree(one.id.rank), one.payload_bytes)
+    facts = Facts.of_plain(index.facts)
+    _require_possible(facts, wanted)
+    _subreap()
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(criu.PrivatePlace())
+        inherited = stack.enter_context(_Inherited(facts, wanted))
+        files = grown.CutFiles(one.id.step)
+        try:
+            for kept in files.cut(facts.written):
+                wanted.note(f"what was written after the snapshot is in {kept}")
+            serving = stack.enter_context(Serving(place, payloads, one.id.rank, index))
+            _run_criu(program, place, facts, inherited, wanted, serving)
+        except BaseException:
+            _clear(facts)
+            files.undo()
+            raise
+    return RunningAgain(facts.pid, one.id.step)
+
+
+def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
+    """Raises RefusedError with all reasons."""
+    reasons = [*grown.refusals(facts.written), *_taken(facts)]
+    if os.geteuid() not in (0, facts.uid):
+        reasons.append(f"the process was one of uid {facts.uid}, and uid {os.geteuid()} asks")
+    if not Path(facts.cwd).is_dir():
+        reasons.append(f"its working directory {facts.cwd} is missing")
+    different = fingerprint.differences(
+        facts.fingerprint, fingerprint.measured_again(facts.fingerprint)
+    )
+    if not wanted.force:
+        reasons += different
+    if reasons:
+        raise RefusedError(
+            f"the process cannot be restored here: {'; '.join(reasons)}",
+            hint="restore-process --step N chooses another snapshot",
+        )
+
+
+def _taken(facts: Facts) -> Iterator[str]:
+    """Ids that other processes and threads have now."""
+    for pid, threads in facts.tree.items():
+        for one in {pid, *threads}:
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{one}/comm").read_text().strip()
+                yield f"its pid {one} is taken by {name!r}"
+
+
+def _run_criu(
+    program: Path, place: criu.PrivatePlace, facts: Facts, inherited: _Inherited,
+    wanted: RestoreWanted, serving: Serving,
+) -> None:  # fmt: skip
+    options = ["-o", place.log.name, "--restore-detached", "--restore-sibling"]
+    options += [*facts.options, *inherited.options]
+    line = criu.command(program, "restore", place, options)
+    process = subprocess.Popen(
+        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        pass_fds=inherited.descriptors, preexec_fn=_into(wanted.cgroup),
+    )  # fmt: skip
+    deadline_s = time.monotonic() + RESTORE_LIMIT_S
+    while process.poll() is None:
+        if time.monotonic() > deadline_s:
+            process.kill()
+        time.sleep(_LOOK_S)
+    if serving.error is not None:
+        raise serving.error
+    if process.returncode != 0:
+        reason = criu.reason_in(place.log.read_text(errors="replace"))
+        raise CheckpointFailedError(f"criu could not restore it: {reason or process.returncode}")
+
+
+def _into(cgroup: Path | None) -> Callable[[], None] | None:
+    if cgroup is None:
+        return None
+    place = cgroup / "cgroup.procs"
+    return lambda: _enter(place)
+
+
+def _enter(place: Path) -> None:
+    place.write_text(str(os.getpid()))
+
+
+class _Inherited:
+    """What takes the place of pipes and terminals that ended outside of the process."""
+
+    def __init__(self, facts: Facts, wanted: RestoreWanted) -> None:
+        self.options: list[str] = []
+        self.descriptors: list[int] = []
+        self._output: IO[bytes] | None = None
+        if wanted.stdout is not None:
+            self._output = wanted.stdout.open("ab")
+        for name in [*facts.pipes, *facts.terminals]:
+            is_input = name in facts.pipes and name == facts.standard[0]
+            descriptor = self._end_of_input() if is_input else self._copy_of_output()
+            self.descriptors.append(descriptor)
+            self.options += ["--inherit-fd", f"fd[{descriptor}]:{name}"]
+        output = facts.standard[1]
+        if wanted.stdout is not None and output.startswith("/") and output not in facts.terminals:
+            descriptor = self._copy_of_output()
+            self.descriptors.append(descriptor)
+            self.options += ["--inherit-fd", f"fd[{descriptor}]:{output[1:]}"]
+
+    def __enter__(self) -> _Inherited:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.descriptors:
+            os.close(one)
+        if self._output is not None:
+            self._output.close()
+
+    def _end_of_input(self) -> int:
+        reading, writing = os.pipe()
+        os.close(writing)
+        return reading
+
+    def _copy_of_output(self) -> int:
+        return os.dup(1 if self._output is None else self._output.fileno())
+
+
+def _subreap() -> None:
+    """What a failed restore leaves becomes a child of this process, which can end it."""
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise RefusedError("this process cannot adopt children")
+
+
+def _clear(facts: Facts) -> None:
+    """Half-made processes stay, asleep and with their pids, until somebody ends them. Only
+    children of this process are: a pid alone may be anybody's."""
+    ours = {os.getpid(), *facts.tree}
+    made = [pid for pid in facts.tree if _parent(pid) in ours]
+    for pid in made:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in made:  # children of children come to this process when their parent has ended
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _parent(pid: int) -> int:
+    """0 when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return int(text.rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _waited(pid: int) -> int:
+    """Waits for this child, and collects others that it left."""
+    while True:
+        found, status = os.wait()
+        if found == pid:
+            return status
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

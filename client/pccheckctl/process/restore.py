@@ -1,0 +1,31 @@
+"""`pccheckctl restore-process`: makes a process again from its snapshot, and stays its parent."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pccheck_process import restoring
+from pccheckctl import source
+from pccheckctl.output.documents import answer, note
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit code of the process, 128 and the number of a signal; 0 with --detach."""
+    wanted = restoring.RestoreWanted(
+        job=arguments.job, step=arguments.step, uid=arguments.uid,
+        stdout=arguments.stdout and Path(arguments.stdout),
+        cgroup=arguments.cgroup and Path(arguments.cgroup), force=arguments.force, note=note,
+    )  # fmt: skip
+    restored = restoring.restore_process(source.files(arguments), wanted)
+    found = {"schema": 1, "pid": restored.pid, "step": restored.step, "job": arguments.job}
+    text = f"process {restored.pid} goes on from step {restored.step}"
+    if arguments.detach:
+        answer(arguments, found, lambda: text)
+        return 0
+    restored.passes_signals_on()
+    if arguments.json:
+        answer(arguments, found, str)
+    else:
+        note(text)
+    return restored.wait()
