@@ -3,6 +3,8 @@ it wrote. Plain JSON, in the index."""
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -26,12 +28,16 @@ class Facts:
     argv: list[str]
     uid: int
     gid: int
+    groups: list[int]
     cwd: str
     standard: list[str]  #: what input, output and error of the process were
     options: list[str]  #: of CRIU
     pipes: list[str]  #: those whose other end was outside, as CRIU names them
     terminals: list[str]
     written: list[OpenFile]
+    read: list[OpenFile]
+    affinity: dict[int, list[int]]  #: the CPUs of each thread, which CRIU does not put back
+    open_files: list[int]  #: the limits, soft and hard, which CRIU can only lower
     fingerprint: dict[str, object]
     wall_s: float
 
@@ -45,7 +51,10 @@ class Facts:
             made = cls(**plain)  # type: ignore[arg-type]
             tree = {int(pid): [*map(int, threads)] for pid, threads in made.tree.items()}
             written = [OpenFile(**one) for one in made.written]  # type: ignore[arg-type]
-            return cls(**{**asdict(made), "tree": tree, "written": written})
+            read = [OpenFile(**one) for one in made.read]  # type: ignore[arg-type]
+            affinity = {int(thread): cpus for thread, cpus in made.affinity.items()}
+            found = {"tree": tree, "written": written, "read": read, "affinity": affinity}
+            return cls(**{**vars(made), **found})
         except (TypeError, ValueError, AttributeError) as error:
             raise DamagedError(f"the facts of the process image cannot be read: {error}") from error
 
@@ -60,12 +69,16 @@ def of(looked: Looked, options: list[str]) -> Facts:
         argv=[*looked.argv],
         uid=looked.uid,
         gid=looked.gid,
+        groups=[*looked.groups],
         cwd=_link(pid, "cwd"),
         standard=[_link(pid, f"fd/{fd}") for fd in _STANDARD],
         options=options,
         pipes=[*looked.outer_pipes],
         terminals=[*looked.outer_terminals],
         written=sizes_now(looked.written),
+        read=sizes_now(looked.read),
+        affinity={one: _affinity(one) for pid in looked.tree for one in _threads(pid)},
+        open_files=[*resource.prlimit(pid, resource.RLIMIT_NOFILE)],
         fingerprint=fingerprint.fingerprint(looked.tree),
         wall_s=time.time(),
     )
@@ -101,6 +114,13 @@ def _threads(pid: int) -> list[int]:
     try:
         return sorted(int(one.name) for one in Path(f"/proc/{pid}/task").iterdir())
     except FileNotFoundError:
+        return []
+
+
+def _affinity(thread: int) -> list[int]:
+    try:
+        return sorted(os.sched_getaffinity(thread))
+    except ProcessLookupError:
         return []
 
 

@@ -15,8 +15,13 @@ from .looking.found import OpenFile
 _COPY_BYTES = 1 << 20
 
 
-def refusals(files: Iterable[OpenFile]) -> list[str]:
-    """What cannot be made good: a file that is gone, or shorter than it was."""
+def refusals(written: Iterable[OpenFile], read: Iterable[OpenFile]) -> list[str]:
+    """What cannot be made good: a file that is gone, is shorter than it was, or has grown although
+    the process only read it."""
+    return [*_refusals(written, may_grow=True), *_refusals(read, may_grow=False)]
+
+
+def _refusals(files: Iterable[OpenFile], *, may_grow: bool) -> list[str]:
     found = []
     for one in _distinct(files):
         try:
@@ -24,7 +29,7 @@ def refusals(files: Iterable[OpenFile]) -> list[str]:
         except OSError as error:
             found.append(f"{one.path} cannot be opened ({error.strerror})")
             continue
-        if size < one.size_bytes and one.size_checked:
+        if size != one.size_bytes and one.size_checked and not (may_grow and size > one.size_bytes):
             found.append(f"{one.path} has {size} bytes and had {one.size_bytes} at the snapshot")
     return found
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
+import select
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -23,7 +24,7 @@ from pccheck_wire.errors import (
     UnreadableError,
 )
 
-from . import criu, fingerprint, grown
+from . import criu, fingerprint, grown, inside
 from .facts import Facts
 from .index import unpack
 from .serving import Serving
@@ -31,7 +32,6 @@ from .serving import Serving
 #: CRIU's own limit is on single steps only; the disk may need a minute for a large image.
 RESTORE_LIMIT_S = 3600.0
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,30 +43,27 @@ class RestoreWanted:
     uid: int | None = None
     stdout: Path | None = None
     cgroup: Path | None = None
+    own_pids: bool = False  #: in a PID namespace, where its pids are free
     force: bool = False  #: although libraries or the machine are different
     note: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True)
 class RunningAgain:
-    """A process that runs, and is a child of this one."""
+    """A process that runs, below this one: as its child, or in a namespace."""
 
-    pid: int
+    pid: int  #: as it sees itself
+    child: int  #: of this process
+    receiver: int  #: of signals: the process itself, or process 1 of its namespace
     step: int
 
     def wait(self) -> int:
-        """Its exit code; 128 and the signal's number after a signal. Passes signals on."""
-        return os.waitstatus_to_exitcode(_waited(self.pid))
+        """Its exit code; 128 and the signal's number after a signal."""
+        return inside.exit_code(inside.wait_for(self.child))
 
     def passes_signals_on(self) -> None:
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-            signal.SIGHUP,
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-        ):
-            signal.signal(number, lambda sent, _: _send(self.pid, sent))
+        for number in inside.SIGNALS:
+            signal.signal(number, lambda sent, _: _send(self.receiver, sent))
 
 
 def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
@@ -119,63 +116,114 @@ def _attempt(
             for kept in files.cut(facts.written):
                 wanted.note(f"what was written after the snapshot is in {kept}")
             serving = stack.enter_context(Serving(place, payloads, one.id.rank, index))
-            _run_criu(program, place, facts, inherited, wanted, serving)
+            child = _run_criu(program, place, facts, inherited, wanted, serving)
         except BaseException:
             _clear(facts)
             files.undo()
             raise
-    return RunningAgain(facts.pid, one.id.step)
+    if wanted.own_pids:
+        return RunningAgain(facts.pid, child, _first_child(child), one.id.step)
+    _put_back(facts)
+    return RunningAgain(facts.pid, child, child, one.id.step)
 
 
 def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     """Raises RefusedError with all reasons."""
-    reasons = [*grown.refusals(facts.written), *_taken(facts)]
-    if os.geteuid() not in (0, facts.uid):
+    reasons = grown.refusals(facts.written, facts.read)
+    if not wanted.own_pids:
+        reasons += _taken(facts)
+    if os.geteuid() != facts.uid:
         reasons.append(f"the process was one of uid {facts.uid}, and uid {os.geteuid()} asks")
     if not Path(facts.cwd).is_dir():
         reasons.append(f"its working directory {facts.cwd} is missing")
-    different = fingerprint.differences(
-        facts.fingerprint, fingerprint.measured_again(facts.fingerprint)
-    )
+    now = fingerprint.measured_again(facts.fingerprint)
     if not wanted.force:
-        reasons += different
+        reasons += fingerprint.differences(facts.fingerprint, now)
     if reasons:
         raise RefusedError(
             f"the process cannot be restored here: {'; '.join(reasons)}",
-            hint="restore-process --step N chooses another snapshot",
+            hint="--own-pids makes it in a PID namespace, where its pids are free; --step N "
+            "chooses another snapshot",
+        )
+    for text in fingerprint.notes(facts.fingerprint, now):
+        wanted.note(text)
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < facts.open_files[1]:
+        wanted.note(
+            f"its limit of open files was {facts.open_files[1]}, and is lower now: raise it before "
+            "with ulimit -n"
         )
 
 
-def _taken(facts: Facts) -> Iterator[str]:
-    """Ids that other processes and threads have now."""
-    for pid, threads in facts.tree.items():
-        for one in {pid, *threads}:
-            with contextlib.suppress(OSError):
-                name = Path(f"/proc/{one}/comm").read_text().strip()
-                yield f"its pid {one} is taken by {name!r}"
+def _taken(facts: Facts) -> list[str]:
+    """Ids that other processes have now: as pid, thread, session or process group."""
+    wanted = {one for pid, threads in facts.tree.items() for one in (pid, *threads)}
+    found = []
+    for place in Path("/proc").iterdir():
+        if not place.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = (place / "stat").read_text(errors="replace")
+            _, _, group, session, *_ = text.rpartition(")")[2].split()
+            threads = {int(one.name) for one in (place / "task").iterdir()}
+            for number in sorted(wanted & {*threads, int(group), int(session)}):
+                found.append(f"its pid {number} is taken by process {place.name}")
+    return found
 
 
 def _run_criu(
     program: Path, place: criu.PrivatePlace, facts: Facts, inherited: _Inherited,
     wanted: RestoreWanted, serving: Serving,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
+    """The child that is the process, or process 1 of its namespace."""
     options = ["-o", place.log.name, "--restore-detached", "--restore-sibling"]
-    options += [*facts.options, *inherited.options]
-    line = criu.command(program, "restore", place, options)
-    process = subprocess.Popen(
-        line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        pass_fds=inherited.descriptors, preexec_fn=_into(wanted.cgroup),
-    )  # fmt: skip
-    deadline_s = time.monotonic() + RESTORE_LIMIT_S
-    while process.poll() is None:
-        if time.monotonic() > deadline_s:
-            process.kill()
-        time.sleep(_LOOK_S)
+    line = criu.command(program, "restore", place, [*options, *facts.options, *inherited.options])
+    heard, says = os.pipe()
+    if wanted.own_pids:
+        line = inside.command(facts.pid, says, line)
+    try:
+        process = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            pass_fds=(*inherited.descriptors, says), preexec_fn=_into(wanted.cgroup),
+        )  # fmt: skip
+        os.close(says)
+        made = _until_made(process, heard, wanted)
+    finally:
+        os.close(heard)
     if serving.error is not None:
         raise serving.error
-    if process.returncode != 0:
-        reason = criu.reason_in(place.log.read_text(errors="replace"))
-        raise CheckpointFailedError(f"criu could not restore it: {reason or process.returncode}")
+    if not made:
+        log = place.log.read_text(errors="replace") if place.log.exists() else ""
+        reason = criu.reason_in(log) or f"status {process.returncode}"
+        raise CheckpointFailedError(f"criu could not restore the process: {reason}")
+    return process.pid if wanted.own_pids else facts.pid
+
+
+def _until_made(process: subprocess.Popen[bytes], heard: int, wanted: RestoreWanted) -> bool:
+    """Waits for CRIU's end, or for what process 1 of the namespace says of that."""
+    if wanted.own_pids:
+        ready, _, _ = select.select([heard], [], [], RESTORE_LIMIT_S)
+        if ready and os.read(heard, len(inside.RESTORED)) == inside.RESTORED:
+            return True
+        process.kill()
+    try:
+        return process.wait(RESTORE_LIMIT_S) == 0 and not wanted.own_pids
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+
+
+def _first_child(pid: int) -> int:
+    """Process 1 of a namespace is the child of the program that made the namespace."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(found[0]) if found else pid
+
+
+def _put_back(facts: Facts) -> None:
+    """What CRIU leaves out."""
+    for thread, cpus in facts.affinity.items():
+        with contextlib.suppress(OSError, ValueError):  # this machine may have fewer
+            os.sched_setaffinity(thread, cpus)
 
 
 def _into(cgroup: Path | None) -> Callable[[], None] | None:
@@ -253,14 +301,6 @@ def _parent(pid: int) -> int:
         return int(text.rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _waited(pid: int) -> int:
-    """Waits for this child, and collects others that it left."""
-    while True:
-        found, status = os.wait()
-        if found == pid:
-            return status
 
 
 def _send(pid: int, number: int) -> None:

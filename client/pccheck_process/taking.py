@@ -19,6 +19,7 @@ from pccheck_wire.basics import Closing, size_text, socket_name
 from pccheck_wire.errors import CheckpointFailedError, RefusedError, UsageError, WaitTimeoutError
 
 from . import criu, facts
+from .becoming import become
 from .capture import Capture
 from .looking import Looked, look
 from .saving import ImageSession
@@ -27,7 +28,8 @@ from .saving import ImageSession
 MARGIN_BYTES = 64 << 20
 #: A target whose pipes bring nothing for so long is let go.
 STALL_LIMIT_S = 30.0
-DURABLE_LIMIT_S = 3600.0
+#: For the record, while the target stands still: what the slowest disk needs.
+DURABLE_LIMIT_S, SLOWEST_BYTES_PER_S = 60.0, 32 << 20
 _LOOK_S = 0.05
 
 
@@ -68,6 +70,7 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
         watched = stack.enter_context(Watched(pid))
         looked = look_at(pid, wanted)
         require_restorable(looked)
+        become(looked.uid, looked.gid, looked.groups)
         job = wanted.job or f"{looked.comm}-{pid}"
         place = stack.enter_context(criu.PrivatePlace())
         session = stack.enter_context(ImageSession(job, wanted.socket, bound(looked)))
@@ -85,9 +88,14 @@ def bound(looked: Looked) -> int:
 
 
 def look_at(pid: int, wanted: SnapshotWanted) -> Looked:
-    """Raises UsageError when there is no such process."""
+    """Root looks as the user whose process it is, since root becomes that user. Raises UsageError
+    when there is no such process."""
+    uid = os.geteuid()
+    if uid == 0:
+        with contextlib.suppress(FileNotFoundError):
+            uid = Path(f"/proc/{pid}").stat().st_uid
     sockets = (socket_name(wanted.socket),)
-    return look(pid, tree=wanted.tree, root=os.geteuid() == 0, daemon_sockets=sockets)
+    return look(pid, tree=wanted.tree, root=uid == 0, daemon_sockets=sockets, uid=uid)
 
 
 class Watched(Closing):
@@ -130,29 +138,34 @@ class _Taking:
     ) -> None:  # fmt: skip
         self._looked, self._watched, self._wanted, self._session = looked, watched, wanted, session
         self._capture, self._watchdog, self._place = capture, watchdog, place
-        self._asked_s = time.monotonic()
         self._options = facts.dump_options(looked)
-        self._leave = ["--leave-running"] if wanted.leave_running else []
 
     def run(self, program: Path, job: str) -> ProcessSnapshot:
-        frozen_s = time.monotonic()
-        options = [*self._options, *self._leave]
+        """A target that is to end waits for the record. One that goes on waits for the copy: it
+        loses nothing if the disk fails."""
+        asked_s = time.monotonic()
+        options = [*self._options, *(["--leave-running"] if self._wanted.leave_running else [])]
         dump = criu.Dump(program, self._place, self._looked.pid, options)
         try:
             self._until_dumped(dump)
-            nbytes, sequence = self._keep()
+            nbytes = self._complete()
+            if self._wanted.leave_running:
+                self._session.copied(STALL_LIMIT_S)
+            else:
+                self._until_durable(nbytes)
         except BaseException:
             self._session.abandon()
             dump.finish(criu.CUT_LIMIT_S)
             raise
-        durable_s = time.monotonic()
         dump.go_on()
         status = dump.finish(criu.CUT_LIMIT_S)
+        ended_s = time.monotonic()
         if status != 0:
-            raise dump.error(f"the snapshot is durable, but criu ended with status {status}")
+            raise dump.error(f"the image is complete, but criu ended with status {status}")
+        sequence = self._until_durable(nbytes)
         return ProcessSnapshot(
-            job, self._session.step, sequence, nbytes, pause_s=durable_s - frozen_s,
-            durable_s=durable_s - self._asked_s, running=self._wanted.leave_running,
+            job, self._session.step, sequence, nbytes, pause_s=ended_s - asked_s,
+            durable_s=time.monotonic() - asked_s, running=self._wanted.leave_running,
             pid=self._looked.pid, notes=self._looked.notes,
         )  # fmt: skip
 
@@ -173,11 +186,14 @@ class _Taking:
         if not dump.dumped:
             raise dump.error("criu could not dump the process")
 
-    def _keep(self) -> tuple[int, int]:
-        """Makes the image durable, while CRIU waits; its bytes and its sequence."""
+    def _complete(self) -> int:
+        """The image gets its index, while CRIU waits; its bytes."""
         index = self._capture.index(self._looked.tree, STALL_LIMIT_S)
         if not self._watched.lives():
             raise CheckpointFailedError(f"process {self._looked.pid} has ended meanwhile")
         index.facts.update(facts.of(self._looked, self._options).plain())
-        nbytes = self._session.end(index)
-        return nbytes, self._session.durable(DURABLE_LIMIT_S, self._watchdog.lives)
+        return self._session.end(index)
+
+    def _until_durable(self, nbytes: int) -> int:
+        limit_s = DURABLE_LIMIT_S + nbytes / SLOWEST_BYTES_PER_S
+        return self._session.durable(limit_s, self._watchdog.lives)

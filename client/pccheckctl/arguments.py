@@ -250,6 +250,8 @@ def _restore_process(to: argparse.ArgumentParser) -> None:
                     help="output and errors are added to FILE")  # fmt: skip
     to.add_argument("--cgroup", metavar="DIR",
                     help="the process goes there (default: where this command runs)")  # fmt: skip
+    to.add_argument("--own-pids", action="store_true",
+                    help="in a PID namespace, where the pids that it had are free")  # fmt: skip
     to.add_argument("--detach", action="store_true", help="do not stay its parent")
     to.add_argument("--force", action="store_true",
                     help="although libraries, mounts or the CPU are different")  # fmt: skip

@@ -35,6 +35,7 @@ class Looked:
     start_time: int  # field 22 of /proc/PID/stat: with `pid` the identity of the process
     uid: int
     gid: int
+    groups: tuple[int, ...]  # supplementary: CRIU must have the same
     comm: str
     argv: tuple[str, ...]
     tree: tuple[int, ...]  # `pid` first
@@ -155,6 +156,7 @@ def _looked(
         start_time=stat.start_time,
         uid=uids[0] if uids else -1,
         gid=gids[0] if gids else -1,
+        groups=first.ids("Groups"),
         comm=stat.comm,
         argv=first.argv,
         tree=tuple(one.pid for one in members),

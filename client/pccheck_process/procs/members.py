@@ -26,9 +26,9 @@ class TreeProcess:
         return not self.stat.ended and not self.stat.kernel_thread
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """The real, effective, saved and file system ids of "Uid" or "Gid"."""
+        """The real, effective, saved and file system ids of "Uid" or "Gid"; all of "Groups"."""
         words = self.status.get(name, "").split()
-        return tuple(int(word) for word in words[:4] if is_number(word))
+        return tuple(int(word) for word in words if is_number(word))
 
     @property
     def is_daemon(self) -> bool:

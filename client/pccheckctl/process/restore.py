@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from pccheck_process import restoring
+from pccheck_process.becoming import become_user
 from pccheckctl import source
 from pccheckctl.output.documents import answer, note
 
@@ -15,8 +16,11 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = restoring.RestoreWanted(
         job=arguments.job, step=arguments.step, uid=arguments.uid,
         stdout=arguments.stdout and Path(arguments.stdout),
-        cgroup=arguments.cgroup and Path(arguments.cgroup), force=arguments.force, note=note,
+        cgroup=arguments.cgroup and Path(arguments.cgroup), own_pids=arguments.own_pids,
+        force=arguments.force, note=note,
     )  # fmt: skip
+    if arguments.uid is not None:
+        become_user(arguments.uid)
     restored = restoring.restore_process(source.files(arguments), wanted)
     found = {"schema": 1, "pid": restored.pid, "step": restored.step, "job": arguments.job}
     text = f"process {restored.pid} goes on from step {restored.step}"
