@@ -31,7 +31,7 @@ class Capture(Closing):
         self._thread = threading.Thread(target=self._run, daemon=True, name="criu-capture")
         self._thread.start()
 
-    def index(self, pids: tuple[int, ...], limit_s: float) -> ImageIndex:
+    def index(self, pids: list[int], limit_s: float) -> ImageIndex:
         """All of the image, when CRIU has closed its files. Raises CheckpointFailedError when a
         part of it is missing."""
         came = self._last.wait(limit_s)

@@ -28,6 +28,9 @@ INSTALL_HINT = (
 _PLACES = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin")
 #: After its pipes are cut CRIU lets its target go on by itself; only then is it killed.
 CUT_LIMIT_S = 10.0
+#: A target whose pipes bring nothing for so long is let go, and a receiver that gives no sign of
+#: life for so long is ended. The variable is for tests.
+STALL_LIMIT_S = float(os.environ.get("PCCHECK_SNAPSHOT_STALL_S", "30"))
 _LOOK_S = 0.02
 _LOG = "criu.log"
 _LOG_TAIL_BYTES = 1 << 16
@@ -171,8 +174,6 @@ class Watchdog(Closing):
     """A process beside this one, which kills it when it stops to give signs of life: a receiver
     that is stopped freezes CRIU's target for ever, one that is dead does not."""
 
-    LIMIT_S = 30.0
-
     def __init__(self) -> None:
         reading, self._life = os.pipe()
         os.set_blocking(self._life, False)
@@ -180,7 +181,7 @@ class Watchdog(Closing):
         if self._pid == 0:
             os.close(self._life)
             os.setsid()
-            _watch(os.getppid(), reading, self.LIMIT_S)
+            _watch(os.getppid(), reading, STALL_LIMIT_S)
         os.close(reading)
 
     def lives(self) -> None:

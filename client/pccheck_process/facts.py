@@ -14,6 +14,9 @@ from pccheck_wire.errors import DamagedError
 
 from . import fingerprint
 from .looking.look import Looked, OpenFile
+from .looking.sockets import unix_sockets
+from .procs.members import descendants
+from .procs.procfs import Proc, parse_stat
 
 _STANDARD = (0, 1, 2)
 
@@ -39,6 +42,8 @@ class Facts:
     affinity: dict[int, list[int]]  #: the CPUs of each thread, which CRIU does not put back
     open_files: list[int]  #: the limits, soft and hard, which CRIU can only lower
     fingerprint: dict[str, object]
+    sockets: list[str]  #: directories of its unix sockets: CRIU binds them again
+    gpu: dict[str, object]  #: what gpu.devices notes; empty without
     wall_s: float
 
     def plain(self) -> dict[str, object]:
@@ -59,12 +64,13 @@ class Facts:
             raise DamagedError(f"the facts of the process image cannot be read: {error}") from error
 
 
-def of(looked: Looked, options: list[str]) -> Facts:
-    """While the process still runs, or stands still."""
-    pid = looked.pid
+def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:
+    """While the process stands still: it may have other children and larger files by now than when
+    it was looked at."""
+    pid, tree = looked.pid, tree_now(looked.pid)
     return Facts(
         pid=pid,
-        tree={one: _threads(one) for one in looked.tree},
+        tree={one: _threads(one) for one in tree},
         comm=looked.comm,
         argv=[*looked.argv],
         uid=looked.uid,
@@ -77,11 +83,35 @@ def of(looked: Looked, options: list[str]) -> Facts:
         terminals=[*looked.outer_terminals],
         written=sizes_now(looked.written),
         read=sizes_now(looked.read),
-        affinity={one: _affinity(one) for pid in looked.tree for one in _threads(pid)},
+        affinity={one: _affinity(one) for pid in tree for one in _threads(pid)},
         open_files=[*resource.prlimit(pid, resource.RLIMIT_NOFILE)],
-        fingerprint=fingerprint.fingerprint(looked.tree),
+        fingerprint=fingerprint.fingerprint(tree),
+        sockets=_socket_directories(tree),
+        gpu=gpu,
         wall_s=time.time(),
     )
+
+
+def tree_now(pid: int) -> list[int]:
+    """The process and its descendants, without those that have ended."""
+    files = Proc(Path("/proc"))
+    stats = {one: parse_stat(files.text(one, "stat")) for one in descendants(files, pid)}
+    return [one for one, stat in stats.items() if stat is not None and not stat.ended]
+
+
+def _socket_directories(tree: Iterable[int]) -> list[str]:
+    """Some programs remove the directory of a socket at their end, as multiprocessing does."""
+    files = Proc(Path("/proc"))
+    found: set[str] = set()
+    for pid in tree:
+        listed = unix_sockets(files.text(pid, "net", "unix"))
+        for fd in files.numbers(pid, "fd") or []:
+            inode = (files.link(pid, "fd", fd) or "").removeprefix("socket:[").removesuffix("]")
+            if inode.isdecimal() and int(inode) in listed:
+                path = listed[int(inode)].path
+                if path.startswith("/"):
+                    found.add(str(Path(path).parent))
+    return sorted(found)
 
 
 def sizes_now(files: Iterable[OpenFile]) -> list[OpenFile]:

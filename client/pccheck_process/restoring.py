@@ -9,8 +9,9 @@ import resource
 import select
 import signal
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -24,13 +25,17 @@ from pccheck_wire.errors import (
     UnreadableError,
 )
 
-from . import criu, fingerprint, grown, inside
+from . import criu, fingerprint, gpu, grown, inside
 from .facts import Facts
 from .index import unpack
+from .procs.procfs import Proc, parse_stat, shown
 from .serving import Serving
 
 #: CRIU's own limit is on single steps only; the disk may need a minute for a large image.
 RESTORE_LIMIT_S = 3600.0
+#: For ids that are taken: by processes that live, and by those that have ended.
+TAKEN_LIMIT_S, ENDED_LIMIT_S = 1.0, 10.0
+_LOOK_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -43,6 +48,7 @@ class RestoreWanted:
     uid: int | None = None
     stdout: Path | None = None
     cgroup: Path | None = None
+    gpus: Mapping[str, str] = field(default_factory=dict)  #: old -> new UUID
     own_pids: bool = False  #: in a PID namespace, where its pids are free
     force: bool = False  #: although libraries or the machine are different
     note: Callable[[str], None] = lambda _: None
@@ -61,9 +67,26 @@ class RunningAgain:
         """Its exit code; 128 and the signal's number after a signal."""
         return inside.exit_code(inside.wait_for(self.child))
 
-    def passes_signals_on(self) -> None:
+
+class Signals:
+    """What this process is sent goes to the restored one, also what comes before there is one."""
+
+    def __init__(self) -> None:
+        self._receiver = 0
+        self._waiting: list[int] = []
         for number in inside.SIGNALS:
-            signal.signal(number, lambda sent, _: _send(self.receiver, sent))
+            signal.signal(number, lambda sent, _: self._take(sent))
+
+    def pass_on(self, to: RunningAgain) -> None:
+        self._receiver = to.receiver
+        while self._waiting:
+            _send(self._receiver, self._waiting.pop(0))
+
+    def _take(self, number: int) -> None:
+        if self._receiver:
+            _send(self._receiver, number)
+        else:
+            self._waiting.append(number)
 
 
 def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
@@ -113,10 +136,13 @@ def _attempt(
         inherited = stack.enter_context(_Inherited(facts, wanted))
         files = grown.CutFiles(one.id.step)
         try:
+            for directory in facts.sockets:
+                Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
             for kept in files.cut(facts.written):
                 wanted.note(f"what was written after the snapshot is in {kept}")
             serving = stack.enter_context(Serving(place, payloads, one.id.rank, index))
             child = _run_criu(program, place, facts, inherited, wanted, serving)
+            gpu.wake(facts.gpu, child if wanted.own_pids else None, wanted.gpus)
         except BaseException:
             _clear(facts)
             files.undo()
@@ -131,11 +157,12 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     """Raises RefusedError with all reasons."""
     reasons = grown.refusals(facts.written, facts.read)
     if not wanted.own_pids:
-        reasons += _taken(facts)
+        reasons += _still_taken(facts)
     if os.geteuid() != facts.uid:
         reasons.append(f"the process was one of uid {facts.uid}, and uid {os.geteuid()} asks")
     if not Path(facts.cwd).is_dir():
         reasons.append(f"its working directory {facts.cwd} is missing")
+    reasons += gpu.refusals(facts.gpu, wanted.gpus, force=wanted.force)
     now = fingerprint.measured_again(facts.fingerprint)
     if not wanted.force:
         reasons += fingerprint.differences(facts.fingerprint, now)
@@ -154,19 +181,29 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
         )
 
 
-def _taken(facts: Facts) -> list[str]:
-    """Ids that other processes have now: as pid, thread, session or process group."""
+def _still_taken(facts: Facts) -> list[str]:
+    """Processes that are ending keep their ids until their parent has collected them."""
+    begin_s = time.monotonic()
+    while True:
+        found = _taken(facts)
+        limit_s = ENDED_LIMIT_S if any(ended for _, ended in found) else TAKEN_LIMIT_S
+        if not found or time.monotonic() - begin_s > limit_s:
+            return [text for text, _ in found]
+        time.sleep(_LOOK_S)
+
+
+def _taken(facts: Facts) -> list[tuple[str, bool]]:
+    """Ids that other processes have now, as pid, thread, session or process group; and whether
+    that process has ended."""
     wanted = {one for pid, threads in facts.tree.items() for one in (pid, *threads)}
-    found = []
-    for place in Path("/proc").iterdir():
-        if not place.name.isdecimal():
+    files, found = Proc(Path("/proc")), []
+    for pid in files.pids():
+        if (stat := parse_stat(files.text(pid, "stat"))) is None:
             continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            text = (place / "stat").read_text(errors="replace")
-            _, _, group, session, *_ = text.rpartition(")")[2].split()
-            threads = {int(one.name) for one in (place / "task").iterdir()}
-            for number in sorted(wanted & {*threads, int(group), int(session)}):
-                found.append(f"its pid {number} is taken by process {place.name}")
+        has = {pid, stat.group, stat.session, *(files.numbers(pid, "task") or ())}
+        name = f"process {pid} ({shown(stat.comm)})" + (", which has ended" if stat.ended else "")
+        for number in sorted(wanted & has):
+            found.append((f"its pid {number} is taken by {name}", stat.ended))
     return found
 
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
-import queue
 import struct
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
 
+from pccheck_store.reading.files import FilePayloads
 from pccheck_store.reading.source import Payloads
 from pccheck_wire.basics import Closing
 
 from . import streaming
+from .ahead import Piece, ReadAhead
 from .criu import PrivatePlace
 from .index import ImageFile, ImageIndex
 
-#: Of one read, and of one buffer.
+#: Of one read, and of one buffer. Pieces end where the payload has a multiple of it: a chunk that
+#: lies in two pieces is read twice.
 PIECE_BYTES = 4 << 20
-#: Buffers of all files together: what a restore takes of the node's memory.
-BUFFERS = 16
-#: Of one file: one is read, one is spliced, and one may still be in the pipe.
-_AHEAD = 3
-_LATE_S, _LOOK_S = 0.02, 0.001
+#: Of the node's memory, for all files together. With more large files than this is enough for, each
+#: has two buffers all the same: none of them waits for another, as their processes do.
+MEMORY_BYTES = 64 << 20
+#: Reads at a time, of all files. One alone leaves the disk idle while its bytes are checked.
+_READS = 3
+_LOOK_S = 0.001
+#: CRIU copies these. It may move the pages of other files on, into pipes of the new process.
+_COPIED = "pages-"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,8 +43,11 @@ class Serving(Closing):
     ) -> None:
         self._conversation = streaming.Conversation(place.path, streaming.SERVE)
         self._payloads, self._rank, self._index = payloads, rank, index
-        self._reading = threading.Lock()  # one load at a time
-        self._buffers = threading.BoundedSemaphore(BUFFERS)
+        # A session with a daemon has one load at a time.
+        reads = _READS if isinstance(payloads, FilePayloads) else 1
+        self._reading = threading.BoundedSemaphore(reads)
+        large = sum(one.nbytes > PIECE_BYTES for one in index.streams.values())
+        self._buffers = max(2, MEMORY_BYTES // PIECE_BYTES // max(1, large))
         self._feeders: list[threading.Thread] = []
         self._stop = threading.Event()
         self.error: BaseException | None = None
@@ -79,107 +86,60 @@ class Serving(Closing):
         self._conversation.close()
 
     def _feed(self, stream: ImageFile, descriptor: int) -> None:
-        read: queue.Queue[tuple[mmap.mmap, int] | None] = queue.Queue(_AHEAD)
-        reader = threading.Thread(target=self._read, args=(stream, read), daemon=True)
-        reader.start()
-        last: mmap.mmap | None = None  # the pipe may still refer to its pages
-        piece: tuple[mmap.mmap, int] | None = None
-        ended = False
         try:
-            while not ended:
-                try:
-                    piece = read.get(timeout=_LATE_S)
-                except queue.Empty:  # other files have all buffers: this one gives its last back
-                    if last is not None and _is_drained(descriptor):
-                        self._release(last)
-                        last = None
-                    continue
-                ended = piece is None
-                if piece is None:
-                    break
-                _splice(descriptor, *piece)
-                if last is not None:
-                    self._release(last)
-                last = piece[0]
-            while not self._stop.is_set() and not _is_drained(descriptor):
-                time.sleep(_LOOK_S)
+            if pieces := _pieces(stream):
+                with ReadAhead(pieces, self._buffers, _READS, self._fill) as ahead:
+                    self._pass_on(ahead, descriptor, copied=stream.name.startswith(_COPIED))
         except BrokenPipeError:
             self._stop.set()  # CRIU has ended, and says why
         except Exception as error:
             self._fail(error)
         finally:
             os.close(descriptor)
-            if last is not None:
-                self._release(last)
-            while not ended:  # what was read for a pipe that is closed
-                piece = read.get()
-                ended = piece is None
-                if piece is not None:
-                    self._release(piece[0])
-            reader.join()
 
-    def _read(self, stream: ImageFile, to: queue.Queue[tuple[mmap.mmap, int] | None]) -> None:
-        try:
-            for pieces in _pieces(stream):
-                while not self._buffers.acquire(timeout=0.1):
-                    if self._stop.is_set():
-                        return
-                buffer = mmap.mmap(-1, PIECE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                count = self._fill(buffer, pieces)
-                to.put((buffer, count))
-                if self._stop.is_set():
-                    return
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            to.put(None)
+    def _pass_on(self, ahead: ReadAhead, descriptor: int, *, copied: bool) -> None:
+        """All pieces. A buffer is filled again when nobody refers to its pages."""
+        in_pipe: deque[tuple[int, int]] = deque()  # buffer, and where its end is in the file
+        spliced = 0
+        while not self._stop.is_set():
+            while in_pipe and in_pipe[0][1] <= spliced - _unread(descriptor):
+                ahead.give_back(in_pipe.popleft()[0], renewed=False)
+            if not ahead.wait(_LOOK_S):
+                continue
+            read = ahead.next()
+            if read is None:
+                break
+            number, address, length = read
+            _splice(descriptor, address, length)
+            spliced += length
+            if copied:
+                in_pipe.append((number, spliced))
+            else:
+                ahead.give_back(number, renewed=True)
+        while in_pipe and not self._stop.is_set() and _unread(descriptor):
+            time.sleep(_LOOK_S)
 
-    def _fill(self, buffer: mmap.mmap, pieces: list[tuple[int, int]]) -> int:
-        """Reads and checks one piece of a file, which may lie in several places of the payload."""
-        view = (ctypes.c_char * PIECE_BYTES).from_buffer(buffer)
-        address, ranges, at = ctypes.addressof(view), [], 0
-        for offset, length in sorted(pieces):
-            ranges.append((offset, length))
-        places = {}
-        for offset, length in pieces:
-            places[offset] = address + at
-            at += length
-        packed = b"".join(
-            struct.pack("<QQQ", places[offset], offset, length) for offset, length in ranges
-        )
-        first, last = ranges[0][0], ranges[-1][0] + ranges[-1][1]
+    def _fill(self, piece: Piece, address: int) -> None:
+        packed = struct.pack("<QQQ", address, piece.offset, piece.length)
         with self._reading:
-            self._payloads.read_into(self._rank, first, last - first, packed)
-        del view
-        return at
-
-    def _release(self, buffer: mmap.mmap) -> None:
-        buffer.close()
-        self._buffers.release()
+            self._payloads.read_into(self._rank, piece.offset, piece.length, packed)
 
 
-def _pieces(stream: ImageFile) -> Iterator[list[tuple[int, int]]]:
-    """The extents, cut so that each list has PIECE_BYTES at most."""
-    pieces: list[tuple[int, int]] = []
-    room = PIECE_BYTES
+def _pieces(stream: ImageFile) -> list[Piece]:
+    """Its extents, cut where the payload has a multiple of PIECE_BYTES."""
+    pieces: list[Piece] = []
     for offset, length in stream.extents:
-        at = 0
-        while at < length:
-            count = min(room, length - at)
-            pieces.append((offset + at, count))
-            at, room = at + count, room - count
-            if not room:
-                yield pieces
-                pieces, room = [], PIECE_BYTES
-    if pieces:
-        yield pieces
+        at, end = offset, offset + length
+        while at < end:
+            cut = min(end, at - at % PIECE_BYTES + PIECE_BYTES)
+            pieces.append(Piece(at, cut - at))
+            at = cut
+    return pieces
 
 
-def _splice(descriptor: int, buffer: mmap.mmap, count: int) -> None:
+def _splice(descriptor: int, address: int, count: int) -> None:
     """Moves the pages themselves into the pipe; the reader's read() is the only copy."""
-    view = (ctypes.c_char * PIECE_BYTES).from_buffer(buffer)
-    address, at = ctypes.addressof(view), 0
-    del view
+    at = 0
     while at < count:
         vector = (ctypes.c_size_t * 2)(address + at, count - at)
         moved = _LIBC.vmsplice(descriptor, vector, ctypes.c_size_t(1), 0)
@@ -189,6 +149,7 @@ def _splice(descriptor: int, buffer: mmap.mmap, count: int) -> None:
         at += moved
 
 
-def _is_drained(descriptor: int) -> bool:
-    """Whether CRIU has read all that is in the pipe."""
-    return fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0") == b"\0\0\0\0"
+def _unread(descriptor: int) -> int:
+    """The bytes that CRIU has not read from the pipe."""
+    packed = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0")
+    return int(struct.unpack("i", packed)[0])

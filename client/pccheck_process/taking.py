@@ -18,7 +18,7 @@ from pathlib import Path
 from pccheck_wire.basics import Closing, size_text, socket_name
 from pccheck_wire.errors import CheckpointFailedError, RefusedError, UsageError, WaitTimeoutError
 
-from . import criu, facts
+from . import criu, facts, gpu
 from .becoming import become
 from .capture import Capture
 from .looking import Looked, look
@@ -27,7 +27,7 @@ from .saving import ImageSession
 #: What the image may grow by between the look and the freeze, and CRIU's own files.
 MARGIN_BYTES = 64 << 20
 #: A target whose pipes bring nothing for so long is let go.
-STALL_LIMIT_S = 30.0
+STALL_LIMIT_S = criu.STALL_LIMIT_S
 #: For the record, while the target stands still: what the slowest disk needs.
 DURABLE_LIMIT_S, SLOWEST_BYTES_PER_S = 60.0, 32 << 20
 _LOOK_S = 0.05
@@ -78,7 +78,8 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
         capture = stack.enter_context(Capture(place, session))
         stack.callback(session.abandon)  # first of all, whatever happens
         session.begin()
-        taking = _Taking(looked, watched, wanted, session, capture, watchdog, place)
+        held = stack.enter_context(gpu.hold(looked, watchdog.lives))
+        taking = _Taking(looked, watched, wanted, session, capture, watchdog, place, held)
         return taking.run(program, job)
 
 
@@ -95,7 +96,8 @@ def look_at(pid: int, wanted: SnapshotWanted) -> Looked:
         with contextlib.suppress(FileNotFoundError):
             uid = Path(f"/proc/{pid}").stat().st_uid
     sockets = (socket_name(wanted.socket),)
-    return look(pid, tree=wanted.tree, root=uid == 0, daemon_sockets=sockets, uid=uid)
+    looked = look(pid, tree=wanted.tree, root=uid == 0, daemon_sockets=sockets, uid=uid)
+    return gpu.inspect(looked)
 
 
 class Watched(Closing):
@@ -135,15 +137,16 @@ class _Taking:
     def __init__(
         self, looked: Looked, watched: Watched, wanted: SnapshotWanted, session: ImageSession,
         capture: Capture, watchdog: criu.Watchdog, place: criu.PrivatePlace,
+        held: gpu.HeldProcesses,
     ) -> None:  # fmt: skip
         self._looked, self._watched, self._wanted, self._session = looked, watched, wanted, session
-        self._capture, self._watchdog, self._place = capture, watchdog, place
+        self._capture, self._watchdog, self._place, self._held = capture, watchdog, place, held
         self._options = facts.dump_options(looked)
 
     def run(self, program: Path, job: str) -> ProcessSnapshot:
         """A target that is to end waits for the record. One that goes on waits for the copy: it
         loses nothing if the disk fails."""
-        asked_s = time.monotonic()
+        asked_s = self._held.since_s
         options = [*self._options, *(["--leave-running"] if self._wanted.leave_running else [])]
         dump = criu.Dump(program, self._place, self._looked.pid, options)
         try:
@@ -159,10 +162,13 @@ class _Taking:
             raise
         dump.go_on()
         status = dump.finish(criu.CUT_LIMIT_S)
+        trouble = self._held.release()
         ended_s = time.monotonic()
         if status != 0:
             raise dump.error(f"the image is complete, but criu ended with status {status}")
         sequence = self._until_durable(nbytes)
+        if trouble is not None:  # the snapshot is durable all the same
+            raise trouble
         return ProcessSnapshot(
             job, self._session.step, sequence, nbytes, pause_s=ended_s - asked_s,
             durable_s=time.monotonic() - asked_s, running=self._wanted.leave_running,
@@ -188,10 +194,10 @@ class _Taking:
 
     def _complete(self) -> int:
         """The image gets its index, while CRIU waits; its bytes."""
-        index = self._capture.index(self._looked.tree, STALL_LIMIT_S)
+        index = self._capture.index(facts.tree_now(self._looked.pid), STALL_LIMIT_S)
         if not self._watched.lives():
             raise CheckpointFailedError(f"process {self._looked.pid} has ended meanwhile")
-        index.facts.update(facts.of(self._looked, self._options).plain())
+        index.facts.update(facts.of(self._looked, self._options, self._held.facts).plain())
         return self._session.end(index)
 
     def _until_durable(self, nbytes: int) -> int:

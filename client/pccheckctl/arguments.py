@@ -4,6 +4,7 @@ and the completion of shells are made."""
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 
 from pccheck_wire.errors import UsageError
@@ -243,6 +244,16 @@ def _snapshot(to: argparse.ArgumentParser) -> None:
                     help="size, pause, room, and every reason against it")  # fmt: skip
 
 
+def _gpus(text: str) -> dict[str, str]:
+    found = dict(one.partition("=")[::2] for one in text.split(","))
+    for uuid in (*found, *found.values()):
+        if not re.fullmatch(r"GPU(-[0-9a-f]+)+", uuid) or len(uuid.replace("-", "")) != 35:
+            raise argparse.ArgumentTypeError(
+                f"{uuid!r} is not the UUID of a GPU, as nvidia-smi -L prints it"
+            )
+    return found
+
+
 def _restore_process(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", type=_job, help=_JOB)
     to.add_argument("--step", type=_number, help="of this step; default: the newest that is intact")
@@ -250,6 +261,8 @@ def _restore_process(to: argparse.ArgumentParser) -> None:
                     help="output and errors are added to FILE")  # fmt: skip
     to.add_argument("--cgroup", metavar="DIR",
                     help="the process goes there (default: where this command runs)")  # fmt: skip
+    to.add_argument("--gpus", type=_gpus, default={}, metavar="OLD=NEW[,...]",
+                    help="UUIDs of GPUs: where the process had OLD it gets NEW")  # fmt: skip
     to.add_argument("--own-pids", action="store_true",
                     help="in a PID namespace, where the pids that it had are free")  # fmt: skip
     to.add_argument("--detach", action="store_true", help="do not stay its parent")

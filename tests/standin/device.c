@@ -84,13 +84,18 @@ CUresult cuDeviceGetName(char *name, int length, CUdevice device)
     return standin_leave(CUDA_SUCCESS);
 }
 
+void device_uuid(int physical, CUuuid *uuid)
+{
+    (void)memcpy(uuid->bytes, "stand-in gpu -\xA5\x5A", sizeof(uuid->bytes));
+    uuid->bytes[13] = (char)('0' + physical);
+}
+
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device)
 {
     CUresult result = enter_device(device, uuid);
     if (result != CUDA_SUCCESS)
         return result;
-    (void)memcpy(uuid->bytes, "stand-in gpu -\xA5\x5A", sizeof(uuid->bytes));
-    uuid->bytes[13] = (char)('0' + standin.physical[device]);
+    device_uuid(standin.physical[device], uuid);
     return standin_leave(CUDA_SUCCESS);
 }
 
@@ -140,8 +145,10 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
         return standin_leave(atomic_load(&primary->lost));
     if (primary->retained++ == 0 && standin.contexts_held++ == 0)
         checkpoint_begin();
-    if (primary->retained == 1)
+    if (primary->retained == 1) {
+        checkpoint_device((uint32_t)standin.physical[device], true);
         count(&standin.control->contexts, 1);
+    }
     *context = primary;
     return standin_leave(CUDA_SUCCESS);
 }
@@ -159,6 +166,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
         count(&standin.control->contexts, -1);
         stream_drop_context(primary);
         memory_drop_context(primary);
+        checkpoint_device((uint32_t)standin.physical[device], false);
         if (--standin.contexts_held == 0)
             checkpoint_end();
         whole_forget("context", (uint32_t)standin.physical[device], (uint64_t)getpid());

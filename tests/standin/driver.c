@@ -32,6 +32,16 @@ static uint64_t number_of(const char *name, uint64_t otherwise)
     return text && *text ? strtoull(text, NULL, 0) : otherwise;
 }
 
+bool standin_read_machine(void)
+{
+    const char *directory = getenv("PCCHECK_STANDIN_DIR");
+    standin.machine_devices = (int)number_of("PCCHECK_STANDIN_DEVICES", 1);
+    standin.device_bytes = number_of("PCCHECK_STANDIN_MEMORY", 64ull << 30);
+    if (!standin.directory && directory)
+        standin.directory = strdup(directory);
+    return standin.directory != NULL;
+}
+
 static CUresult read_devices(void)
 {
     const uint64_t devices = number_of("PCCHECK_STANDIN_DEVICES", 1);
@@ -81,7 +91,7 @@ static CUresult init_fault(struct standin_control *control)
 static CUresult start(void)
 {
     static bool handlers;
-    const char *dead = getenv("PCCHECK_STANDIN_DEAD"), *directory = getenv("PCCHECK_STANDIN_DIR");
+    const char *dead = getenv("PCCHECK_STANDIN_DEAD");
     const char *uids = getenv("PCCHECK_STANDIN_UIDS");
     CUresult result = control_open();
     if (result == CUDA_SUCCESS) {
@@ -94,7 +104,7 @@ static CUresult start(void)
         result = read_devices();
     if (result != CUDA_SUCCESS)
         return result;
-    if (!directory || !(standin.directory = strdup(directory)))
+    if (!standin_read_machine())
         return CUDA_ERROR_UNKNOWN;
     standin.dead = lies(LIE_DEAD)                   ? DEAD_SCRAMBLE
                    : dead && !strcmp(dead, "error") ? DEAD_ERROR
@@ -102,7 +112,6 @@ static CUresult start(void)
                                                     : DEAD_SCRAMBLE;
     standin.same_uid = uids && !strcmp(uids, "same");
     standin.free_waits = number_of("PCCHECK_STANDIN_SYNC", 1) != 0;
-    standin.device_bytes = number_of("PCCHECK_STANDIN_MEMORY", 64ull << 30);
     standin.context_bytes = number_of("PCCHECK_STANDIN_CONTEXT", 0);
     standin.start_time = process_start_time(getpid(), NULL);
     if (!handlers) {
@@ -110,6 +119,7 @@ static CUresult start(void)
         (void)atexit(at_end);
     }
     handlers = true;
+    count(&standin.control->inits, 1);
     standin.initialised = true;
     return CUDA_SUCCESS;
 }
@@ -234,6 +244,6 @@ CUresult cuDriverGetVersion(int *version)
 {
     if (!version)
         return CUDA_ERROR_INVALID_VALUE;
-    *version = 12080; /* 12.8; this call works before cuInit, too */
+    *version = (int)number_of("PCCHECK_STANDIN_VERSION", 12080); /* before cuInit, too */
     return CUDA_SUCCESS;
 }

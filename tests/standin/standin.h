@@ -149,6 +149,7 @@ struct standin {
     pthread_cond_t moved; /* broadcast after every change that somebody may wait for */
     bool initialised;
     int device_count, contexts_held;
+    int machine_devices; /* visible or not */
     int physical[DEVICES_MAX];
     const char *directory;
     enum dead_mode dead;
@@ -162,6 +163,9 @@ struct standin {
     struct standin_control *control;
 };
 extern struct standin standin;
+
+bool standin_read_machine(void); /* what needs no cuInit: directory, devices, their memory */
+void device_uuid(int physical, CUuuid *uuid);
 
 /* Entry of every call: with success the lock is held and standin_leave gives it back. */
 enum { NEED_CONTEXT = 1, UNSAFE_IN_CAPTURE = 2 };
@@ -216,6 +220,8 @@ void checkpoint_end(void);
 void checkpoint_note(int queued, int shares);
 void checkpoint_await(void); /* until this process is not locked */
 bool checkpoint_has_released(int pid);
+void checkpoint_device(uint32_t device, bool used); /* a context of this process */
+uint32_t checkpoint_devices(int pid);               /* bits: physical ones that it holds now */
 
 /* capture.c */
 bool capture_forbids(void); /* the calling thread, by any capture; it is spoilt then */

@@ -12,6 +12,13 @@
 #define STANDIN_ALWAYS UINT64_MAX                   /* as a count of failures */
 
 enum { STANDIN_TO_HOST = 1, STANDIN_TO_DEVICE = 2, STANDIN_ON_DEVICE = 4 };
+enum {
+    STANDIN_STATE = 1,
+    STANDIN_LOCK = 2,
+    STANDIN_CHECKPOINT = 4,
+    STANDIN_RESTORE = 8,
+    STANDIN_UNLOCK = 16
+};
 
 struct standin_control {
     uint64_t magic;
@@ -47,6 +54,18 @@ struct standin_control {
                                  waits in the driver, and with him who needs the context */
     uint64_t lose_context;    /* a code: from the next call on, every context is lost with it */
 
+    /* Of the process that asks for checkpoints of others: which calls, as a sum of STANDIN_STATE,
+     */
+    uint64_t process_fail_calls; /* ...; these fail, */
+    uint64_t process_fail_skip;  /* but for so many that may still succeed, */
+    uint64_t process_fail_code;
+    uint64_t process_slow_calls; /* these take */
+    uint64_t process_slow_us;    /* so much longer, */
+    uint64_t process_hold_calls; /* and these do not return until this is 0 again, */
+    uint64_t process_hold_skip;  /* but for so many that may still return: */
+    uint64_t process_hold_done;  /* 1: they have done their work by then */
+    uint64_t process_no_map;     /* 1: Restore accepts a map of devices, and ignores it */
+
     /* Written by the process. Gauges start at 0 with cuInit, counters go on. */
     uint64_t pid;
     uint64_t open_mappings; /* gauge: imported allocations */
@@ -73,6 +92,8 @@ struct standin_control {
     uint64_t pageable_copies;       /* of them: from or to host memory that is not registered */
     uint64_t scrambled;             /* copies that read memory of a dead or a freed exporter */
     uint64_t broken_captures;       /* graphs that a forbidden call has spoilt */
+    uint64_t inits;                 /* cuInit that has started the driver */
+    uint64_t held_calls;            /* calls that have come to process_hold_calls */
 };
 
 /* The driver API has these, pcc_cuda.h has not. tests/unit/pccheck_native/test_cuda_header.py
@@ -86,6 +107,7 @@ enum {
     CU_PROCESS_STATE_RUNNING = 0,
     CU_PROCESS_STATE_LOCKED = 1,
     CU_PROCESS_STATE_CHECKPOINTED = 2,
+    CU_PROCESS_STATE_FAILED = 3,
 };
 
 typedef unsigned long long CUmemGenericAllocationHandle;
@@ -152,6 +174,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
 
 /* Checkpoints of another process by the driver (R570 and later). */
 CUresult cuCheckpointProcessGetState(int pid, int *state);
+CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid);
 CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *arguments);
 CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *arguments);
 CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *arguments);

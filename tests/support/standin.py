@@ -33,6 +33,8 @@ _WORDS = re.findall(
 _MAGIC = 0x4C5254434E415453
 ALWAYS = 2**64 - 1
 TO_HOST, TO_DEVICE, ON_DEVICE = 1, 2, 4
+#: Calls about other processes, for the words that begin with process_.
+STATE, LOCK, CHECKPOINT, RESTORE, UNLOCK = 1, 2, 4, 8, 16
 SUCCESS, NOT_READY = 0, 600
 WAIT_LIMIT_S = 240.0
 
@@ -78,6 +80,9 @@ def environment(
     lie: str = "",
     memory_bytes: int = 0,
     context_bytes: int = 0,
+    stages: bool = False,
+    version: int = 0,
+    release: str = "",
 ) -> dict[str, str]:
     """The variables with which a process finds the stand-in instead of a driver.
 
@@ -85,6 +90,8 @@ def environment(
     exporter's memory, "scramble", "error" or "keep". `same_uid`: processes of other users cannot
     open handles. `lie`: a name of tests/standin/lie.c. All processes of a test need the same
     `memory_bytes` (all memory of a device) and `context_bytes` (what a context takes of it).
+    `stages`: a checkpointed process has its device memory in its own. `version`: of CUDA, 13000 is
+    13.0; `release`: of the driver.
     """
     others = os.environ.get("LD_LIBRARY_PATH", "")
     found = {
@@ -102,6 +109,12 @@ def environment(
         found["PCCHECK_STANDIN_MEMORY"] = str(memory_bytes)
     if context_bytes:
         found["PCCHECK_STANDIN_CONTEXT"] = str(context_bytes)
+    if version:
+        found["PCCHECK_STANDIN_VERSION"] = str(version)
+    if release:
+        found["PCCHECK_STANDIN_RELEASE"] = release
+    if stages:
+        found["PCCHECK_STANDIN_STAGES"] = "1"
     return found
 
 

@@ -103,7 +103,7 @@ def _look_at_path(found: Findings, one: OpenDescriptor, *, root: bool) -> None:
         if not root and not _may_open(one, file):
             found.refuse(
                 f"{one.member} has {shown(one.path)} open, which its user may not open again",
-                "ask as root, or give the user that file",
+                "give the user that file",
             )
 
 

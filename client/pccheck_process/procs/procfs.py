@@ -63,6 +63,7 @@ class Stat:
     comm: str
     state: str
     parent: int
+    group: int
     session: int
     terminal: int  # device number, 0 for none
     flags: int
@@ -86,7 +87,7 @@ def parse_stat(line: str) -> Stat | None:
     if not 0 < begin < end or len(fields) < 20:
         return None
     try:
-        numbers = [int(fields[at]) for at in (1, 3, 4, 6, 17, 19)]
+        numbers = [int(fields[at]) for at in (1, 2, 3, 4, 6, 17, 19)]
     except ValueError:
         return None
     return Stat(line[begin + 1 : end], fields[0], *numbers)

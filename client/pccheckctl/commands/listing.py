@@ -106,4 +106,5 @@ def job_of(one: Document, among: list[Document]) -> str:
 
 def flags(one: Document) -> str:
     shown = ("in_memory", "global", "pinned", "protected", "damaged", "stale", "finished")
-    return ", ".join(name.replace("_", " ") for name in shown if one.get(name) is True)
+    kind = ["process"] if one.get("kind") == "image" else []
+    return ", ".join([*kind, *(n.replace("_", " ") for n in shown if one.get(n) is True)])

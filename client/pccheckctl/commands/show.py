@@ -1,4 +1,4 @@
-"""`pccheckctl show`: what is in one checkpoint."""
+"""`pccheckctl show`: what is in one checkpoint, of tensors or of a process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Iterator
 
-from pccheck_native import catalog
+from pccheck_native import _core, catalog
 from pccheck_native.group import stale
 from pccheck_store import directory
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, UnreadableError
+from pccheckctl.commands import image
 from pccheckctl.commands.listing import age_s, flags
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, as_json, note, rows, text, whole
@@ -37,6 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     for one in wanted:
         try:
             with contextlib.closing(storage.open([one])) as payloads:
+                if one.flags & _core.SLOT_IMAGE:
+                    image.show(arguments, one, payloads)
+                    return DamagedError.exit_code if damaged else 0
                 content = payloads.tree(rank)
         except (DamagedError, UnreadableError) as error:
             damaged.append(error)

@@ -58,6 +58,7 @@ def examine(
     found += guarded("nodes", lambda: nodes.spare_slot(asked.status))
     found += guarded("nodes", lambda: (nodes.pairs if pairs else nodes.servers)(asked.servers))
     found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
+    found += guarded("gpu snapshots", gpu.held)
     return place, found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, part, text
 
-from .finding import Finding, ok, warning
+from .finding import Finding, ok, problem, warning
 
 DEVICES = Path("/dev")
 _PUSHED = "the training process copies its GPU tensors itself, which takes its CPU time"
@@ -59,3 +59,21 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
+
+
+def held() -> Iterator[Finding]:
+    """Lets processes go on that a killed snapshot left in the driver."""
+    from pccheck_process import gpu
+
+    check = "gpu snapshots"
+    for pid in gpu.held_now():
+        yield warning(
+            check, f"process {pid} is held in the NVIDIA driver",
+            effect="it waits in its next CUDA call until its snapshot ends",
+            fix="wait: a snapshot is under way, or its guard lets the process go on",
+        )  # fmt: skip
+    going, troubles = gpu.recover()
+    for pid in going:
+        yield ok(check, f"process {pid}, which a killed snapshot had left in the driver, goes on")
+    for error in troubles:
+        yield problem(check, error.message, effect="the process stands still", fix=error.hint)

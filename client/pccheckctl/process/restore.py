@@ -17,17 +17,19 @@ def run(arguments: argparse.Namespace) -> int:
         job=arguments.job, step=arguments.step, uid=arguments.uid,
         stdout=arguments.stdout and Path(arguments.stdout),
         cgroup=arguments.cgroup and Path(arguments.cgroup), own_pids=arguments.own_pids,
-        force=arguments.force, note=note,
+        gpus=arguments.gpus, force=arguments.force, note=note,
     )  # fmt: skip
     if arguments.uid is not None:
         become_user(arguments.uid)
+    signals = restoring.Signals()
     restored = restoring.restore_process(source.files(arguments), wanted)
     found = {"schema": 1, "pid": restored.pid, "step": restored.step, "job": arguments.job}
-    text = f"process {restored.pid} goes on from step {restored.step}"
+    inside = f" (pid {restored.receiver} is process 1 there)" if arguments.own_pids else ""
+    text = f"process {restored.pid} goes on from step {restored.step}{inside}"
     if arguments.detach:
         answer(arguments, found, lambda: text)
         return 0
-    restored.passes_signals_on()
+    signals.pass_on(restored)
     if arguments.json:
         answer(arguments, found, str)
     else:

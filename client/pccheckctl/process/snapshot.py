@@ -79,9 +79,9 @@ def _repeat(arguments: argparse.Namespace, wanted: SnapshotWanted) -> int:
 def _dry_run(arguments: argparse.Namespace, wanted: SnapshotWanted) -> int:
     looked = taking.look_at(arguments.pid, wanted)
     with Observer(arguments.socket) as observer:
-        storage = part(observer.status(), "storage")
-        slots = whole(part(part(observer.config(), "options"), "slots"), "value")
-    found = _expected(looked, whole(storage, "free_bytes"), slots)
+        status = observer.status()
+    free_bytes = whole(part(status, "storage"), "free_bytes")
+    found = _expected(looked, free_bytes, whole(part(status, "daemon"), "slots"))
     answer(arguments, found, lambda: _expected_text(looked, found))
     return 1 if looked.refusals else 0
 
