@@ -352,6 +352,14 @@ class PCcheckClient(Closing):
             "an attached optimizer made a step",
             'to keep training meanwhile, use gate="manual" and call gate() before every replay()',
         )
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """For a snapshot of this process (`pccheckctl snapshot`), which no connection survives."""
+        connection = self._session.current()
+        if connection is not None and connection.has_to_make_way() and not self._is_inside():
+            with self._calling("a step"):
+                self._saver.make_way()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises what the first checkpoint() would raise, before hours of training are lost."""
@@ -874,6 +882,7 @@ class PCcheckClient(Closing):
         now_s = time.monotonic()
         with self._calling("should_checkpoint()"):
             self._require_open()
+            self._saver.make_way()
             if self._interval is None:
                 self._agreement.begin("should_checkpoint()")
                 options = self._options

@@ -69,21 +69,23 @@ def find() -> Path:
     return Path(found)
 
 
+class CriuError(CheckpointFailedError):
+    """CRIU did not do what it was asked for; its target goes on."""
+
+
 class PrivatePlace(Closing):
-    """A private directory for CRIU's sockets, hook and log. No image is ever in it."""
+    """A private directory for CRIU's sockets, hook and log. No image is ever in it. A process
+    beside this one removes it, also when this one is killed."""
 
     def __init__(self) -> None:
         """Raises RefusedError."""
-        roots = [tempfile.gettempdir(), "/var/tmp", str(Path.home())]
-        for root in roots:
-            with contextlib.suppress(OSError):
-                if not os.statvfs(root).f_flag & os.ST_NOEXEC:  # the hook is a script
-                    self.path = Path(tempfile.mkdtemp(prefix="pccheck-criu-", dir=root))
-                    return
-        raise RefusedError(
-            f"programs may not be run in any of {', '.join(roots)}",
-            hint="set TMPDIR to a directory on a file system without noexec",
-        )
+        self.path = _private_directory()
+        reading, self._life = os.pipe()
+        self._remover = os.fork()
+        if self._remover == 0:
+            os.setsid()
+            _remove_after(reading, self.path)
+        os.close(reading)
 
     def hook(self) -> Path:
         path = self.path / "hook"
@@ -96,7 +98,39 @@ class PrivatePlace(Closing):
         return self.path / _LOG
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._life)
+        os.waitpid(self._remover, 0)
+
+
+def _private_directory() -> Path:
+    roots = [tempfile.gettempdir(), "/var/tmp", str(Path.home())]
+    for root in roots:
+        with contextlib.suppress(OSError):
+            if not os.statvfs(root).f_flag & os.ST_NOEXEC:  # the hook is a script
+                return Path(tempfile.mkdtemp(prefix="pccheck-criu-", dir=root))
+    raise RefusedError(
+        f"programs may not be run in any of {', '.join(roots)}",
+        hint="set TMPDIR to a directory on a file system without noexec",
+    )
+
+
+def _remove_after(life: int, path: Path) -> None:
+    """In the child; never returns. CRIU may write into the directory until it has ended."""
+    try:
+        _close_all_but(life)
+        os.read(life, 1)
+        deadline_s = time.monotonic() + CUT_LIMIT_S
+        while path.exists() and time.monotonic() < deadline_s:
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _close_all_but(*kept: int) -> None:
+    for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
+        if descriptor > 2 and descriptor not in kept:  # pipes of CRIU above all
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def command(program: Path, verb: str, place: PrivatePlace, options: Sequence[str]) -> list[str]:
@@ -167,7 +201,7 @@ class Dump:
 
     def error(self, what: str) -> PccheckError:
         reason = reason_in(self._log.decode(errors="replace"))
-        return CheckpointFailedError(f"{what}: {reason}" if reason else what)
+        return CriuError(f"{what}: {reason}" if reason else what)
 
 
 class Watchdog(Closing):
@@ -197,10 +231,7 @@ def _watch(pid: int, life: int, limit_s: float) -> None:
     """In the child; never returns."""
     try:
         watched = os.pidfd_open(pid)
-        for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
-            if descriptor > 2 and descriptor not in (life, watched):  # pipes of CRIU above all
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+        _close_all_but(life, watched)
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             ready, _, _ = select.select([life], [], [], 1.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pccheck_wire.errors import DamagedError
 
 from . import fingerprint
-from .looking.look import Looked, OpenFile
+from .looking.look import Looked, OpenFile, files_of
 from .looking.sockets import unix_sockets
 from .procs.members import descendants
 from .procs.procfs import Proc, parse_stat
@@ -68,6 +68,7 @@ def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:
     """While the process stands still: it may have other children and larger files by now than when
     it was looked at."""
     pid, tree = looked.pid, tree_now(looked.pid)
+    files = files_of(tree)
     return Facts(
         pid=pid,
         tree={one: _threads(one) for one in tree},
@@ -81,8 +82,8 @@ def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:
         options=options,
         pipes=[*looked.outer_pipes],
         terminals=[*looked.outer_terminals],
-        written=sizes_now(looked.written),
-        read=sizes_now(looked.read),
+        written=[one for one in files if one.writable],
+        read=[one for one in files if not one.writable],
         affinity={one: _affinity(one) for pid in tree for one in _threads(pid)},
         open_files=[*resource.prlimit(pid, resource.RLIMIT_NOFILE)],
         fingerprint=fingerprint.fingerprint(tree),
@@ -112,18 +113,6 @@ def _socket_directories(tree: Iterable[int]) -> list[str]:
                 if path.startswith("/"):
                     found.add(str(Path(path).parent))
     return sorted(found)
-
-
-def sizes_now(files: Iterable[OpenFile]) -> list[OpenFile]:
-    """The same files with their sizes now: of a target that stands still these are the sizes that
-    its restore needs."""
-    found = []
-    for one in files:
-        size = (
-            Path(f"/proc/{one.pid}/fd/{one.fd}").stat().st_size if one.fd >= 0 else one.size_bytes
-        )
-        found.append(OpenFile(**{**asdict(one), "size_bytes": size}))
-    return found
 
 
 def dump_options(looked: Looked) -> list[str]:

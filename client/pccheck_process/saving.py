@@ -76,8 +76,9 @@ class ImageSession(Closing):
                 return answer.granted_bytes
             time.sleep(_LOOK_S)
 
-    def begin(self) -> None:
-        """Returns when the image has a slot, and chunks come. Nothing was frozen before."""
+    def begin(self, waits: Callable[[], None] = lambda: None) -> None:
+        """Returns when the image has a slot, and chunks come. Nothing was frozen before. Calls
+        `waits` meanwhile."""
         self._native.request(_ONE)
         self._native.image_begin(_ONE, self.bound_bytes, self.step)
         deadline_s = time.monotonic() + BEGIN_LIMIT_S
@@ -88,6 +89,7 @@ class ImageSession(Closing):
                     f"no slot became free within {BEGIN_LIMIT_S:.0f} s",
                     hint="see: pccheckctl status",
                 )
+            waits()
             time.sleep(_LOOK_S)
         if word != _core.WORD_COPYING:
             raise self._failure()
@@ -128,8 +130,8 @@ class ImageSession(Closing):
             raise self._failure() from error
         return len(packed) + sum(stream.nbytes for stream in index.streams.values())
 
-    def copied(self, limit_s: float) -> None:
-        self._wait("copied", limit_s)
+    def copied(self, limit_s: float, waits: Callable[[], None] = lambda: None) -> None:
+        self._wait("copied", limit_s, waits)
         self._require(CheckpointState.COPIED)
 
     def durable(self, limit_s: float, waits: Callable[[], None] = lambda: None) -> int:

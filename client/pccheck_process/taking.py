@@ -15,8 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pccheck_store import VERSION
+from pccheck_wire import attach
 from pccheck_wire.basics import Closing, size_text, socket_name
 from pccheck_wire.errors import CheckpointFailedError, RefusedError, UsageError, WaitTimeoutError
+from pccheck_wire.messages import Pause, Paused
 
 from . import criu, facts, gpu
 from .becoming import become
@@ -30,6 +33,10 @@ MARGIN_BYTES = 64 << 20
 STALL_LIMIT_S = criu.STALL_LIMIT_S
 #: For the record, while the target stands still: what the slowest disk needs.
 DURABLE_LIMIT_S, SLOWEST_BYTES_PER_S = 60.0, 32 << 20
+#: What CRIU refuses once may be over a moment later.
+TRIES = 3
+#: For a PCcheckClient in the process: until its next step.
+PAUSE_LIMIT_S = 60.0
 _LOOK_S = 0.05
 
 
@@ -69,15 +76,31 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
     with contextlib.ExitStack() as stack:
         watched = stack.enter_context(Watched(pid))
         looked = look_at(pid, wanted)
-        require_restorable(looked)
-        become(looked.uid, looked.gid, looked.groups)
-        job = wanted.job or f"{looked.comm}-{pid}"
+        if looked.attached:
+            looked = stack.enter_context(Apart(wanted.socket)).until_apart(looked, wanted)
+        for tries_left in reversed(range(TRIES)):
+            require_restorable(looked)
+            become(looked.uid, looked.gid, looked.groups)
+            try:
+                return _once(program, watched, looked, wanted)
+            except criu.CriuError:  # a child that was just ending, for example
+                if not tries_left or not watched.lives():
+                    raise
+            looked = look_at(pid, wanted)
+    raise AssertionError
+
+
+def _once(
+    program: Path, watched: Watched, looked: Looked, wanted: SnapshotWanted
+) -> ProcessSnapshot:
+    with contextlib.ExitStack() as stack:
+        job = wanted.job or f"{looked.comm}-{looked.pid}"
         place = stack.enter_context(criu.PrivatePlace())
         session = stack.enter_context(ImageSession(job, wanted.socket, bound(looked)))
         watchdog = stack.enter_context(criu.Watchdog())
         capture = stack.enter_context(Capture(place, session))
         stack.callback(session.abandon)  # first of all, whatever happens
-        session.begin()
+        session.begin(watchdog.lives)
         held = stack.enter_context(gpu.hold(looked, watchdog.lives))
         taking = _Taking(looked, watched, wanted, session, capture, watchdog, place, held)
         return taking.run(program, job)
@@ -122,6 +145,34 @@ class Watched(Closing):
         os.close(self._pidfd)
 
 
+class Apart(Closing):
+    """A trainer with a PCcheckClient is apart from the daemon while its snapshot is taken."""
+
+    def __init__(self, socket: str | None) -> None:
+        self._attachment = attach.observe(socket, version=VERSION)
+
+    def until_apart(self, looked: Looked, wanted: SnapshotWanted) -> Looked:
+        """Asks until every client has disconnected; what the process is then. Raises
+        RefusedError."""
+        deadline_s = time.monotonic() + PAUSE_LIMIT_S
+        while True:
+            answer = self._attachment.request(Pause([*looked.tree]))
+            assert isinstance(answer, Paused)
+            if not answer.left and not (found := look_at(looked.pid, wanted)).attached:
+                return found
+            if time.monotonic() > deadline_s:
+                raise RefusedError(
+                    f"process {looked.pid} is connected to pccheckd, and did not disconnect within "
+                    f"{PAUSE_LIMIT_S:.0f} s",
+                    hint="its PCcheckClient disconnects at the next step of an attached optimizer, "
+                    "checkpoint() or should_checkpoint()",
+                )
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        self._attachment.close()
+
+
 def require_restorable(looked: Looked) -> None:
     """Raises RefusedError, with all reasons."""
     if looked.refusals:
@@ -153,7 +204,7 @@ class _Taking:
             self._until_dumped(dump)
             nbytes = self._complete()
             if self._wanted.leave_running:
-                self._session.copied(STALL_LIMIT_S)
+                self._session.copied(STALL_LIMIT_S, self._watchdog.lives)
             else:
                 self._until_durable(nbytes)
         except BaseException:

@@ -409,6 +409,25 @@ class Carried(Message):
     operations: list[bytes] = field(default_factory=list)
 
 
+@message("pause")
+class Pause(Message):
+    """A snapshot of these processes is to be taken, and a connection to the daemon cannot be in it.
+    The daemon tells their clients to disconnect, and lets none of them connect again until the
+    connection of this request has ended. Asked again and again. -> `Paused`."""
+
+    pids: list[int]
+
+
+@message("paused")
+class Paused(Message):
+    left: int  # clients that are still connected
+
+
+@message("make_way")
+class MakeWay(Message):
+    """To a trainer or reader, over its attach socket, unasked: disconnect, and connect again."""
+
+
 @message("goodbye")
 class Goodbye(Message):
     """Orderly end; with `done` the volume is trimmed to its newest checkpoint. -> `Done`."""
@@ -492,12 +511,23 @@ class Report(Message):
 
 
 RequestBody = (
-    Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Carry | Goodbye | Status
+    Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Carry | Pause | Goodbye
+    | Status
     | ListServers | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.
 Answer = (
-    Registered | Described | Opened | Empty | Writing | Waiting | Joined | Carried | Done | Report
+    Registered
+    | Described
+    | Opened
+    | Empty
+    | Writing
+    | Waiting
+    | Joined
+    | Carried
+    | Paused
+    | Done
+    | Report
 )
 ReplyBody = Answer | Failure
 

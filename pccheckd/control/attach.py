@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import grp
 import os
 import socket
@@ -190,6 +191,7 @@ class AttachServer(Background):
                 session, welcome, descriptors = await self._sessions.open(hello, peer)
             except OSError as error:  # the daemon's, not the peer's
                 raise translated(error, "the session") from error
+            session.tell = functools.partial(_tell, connection)
             try:
                 socket.send_fds(connection, [codec.encode(welcome)], descriptors)
             finally:
@@ -291,6 +293,12 @@ def _hello(packet: bytes) -> Hello:
 def _peer(connection: socket.socket) -> Peer:
     pid, uid, gid = credentials(connection)
     return Peer(uid=uid, gid=gid, pid=pid, gone=lambda: _hung_up(connection))
+
+
+def _tell(connection: socket.socket, packet: bytes) -> None:
+    """A peer that does not read, or has gone, is not told."""
+    with contextlib.suppress(OSError):
+        connection.send(packet, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 def _hung_up(connection: socket.socket) -> bool:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pccheck_native import _core, layout
 from pccheck_native.places import places
 from pccheck_native.transfer import PUSH, Case, Decision, offered
+from pccheck_wire import codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
-from pccheck_wire.messages import Hello, Role, Welcome, require_job_name
+from pccheck_wire.messages import Hello, MakeWay, Role, Welcome, require_job_name
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
@@ -38,6 +39,7 @@ from .registry import Registry
 
 READER_CHUNKS = 8
 CONNECTIONS_PER_UID_MAX = 192
+PAUSED_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Session:
     port: Port | None = None
     endpoint: str = ""  # for its requests; "" for an observer
     gone: Callable[[], bool] = lambda: False  # as `Peer.gone`
+    tell: Callable[[bytes], None] = lambda _: None  # sends a packet that nobody asked for
+    told: bool = False  # to make way for a snapshot of its process
     ending: bool = False
     took_leave: bool = False  # its Goodbye has arrived; it may arrive again
     #: By load id: whose checkpoint is read, and its sequence.
@@ -148,6 +152,8 @@ class Sessions:
         self._next = 1
         self._work = Tasks("sessions")
         self._places = list(places())  # that the daemon ends with
+        #: Processes of which a snapshot is to be taken, by the session that asked: uid and pids.
+        self._paused: dict[int, tuple[int, frozenset[int]]] = {}
 
     def all(self) -> list[Session]:
         return list(self._sessions.values())
@@ -174,6 +180,25 @@ class Sessions:
         for job in self.registry.jobs.values():
             job.write_parked()
 
+    def pause(self, asking: Session, pids: list[int]) -> int:
+        """How many clients of these processes are connected; each is told once to make way."""
+        if len(pids) > PAUSED_MAX:
+            raise UsageError(f"$.body.pids has {len(pids)} items, the limit is {PAUSED_MAX}")
+        self._paused[asking.number] = asking.uid, frozenset(pids)
+        connected = [
+            session for session in self._sessions.values()
+            if session.kernel_pid in pids and session.role is not Role.OBSERVER
+            and asking.uid in (0, session.uid)
+        ]  # fmt: skip
+        for session in connected:
+            if not session.told:
+                session.told = True
+                session.tell(codec.encode(MakeWay()))
+        return len(connected)
+
+    def _is_paused(self, peer: Peer) -> bool:
+        return any(peer.pid in pids and uid in (0, peer.uid) for uid, pids in self._paused.values())
+
     def by_token(self, uid: int, token: bytes) -> Session:
         """Raises RefusedError for a token that is not of a session of this uid."""
         for session in self._sessions.values():
@@ -188,6 +213,10 @@ class Sessions:
         """
         if self.draining:
             raise RefusedError("the daemon is stopping", hint="try again later", retryable=True)
+        if self._is_paused(peer):
+            raise RefusedError(
+                "a snapshot of this process is about to be taken", hint="try again", retryable=True
+            )
         session = Session(
             number=self._next, token=secrets.token_bytes(16), role=hello.role, uid=peer.uid,
             pid=peer.pid or hello.pid, kernel_pid=peer.pid, connected_ns=time.monotonic_ns(),
@@ -235,6 +264,7 @@ class Sessions:
             for load in list(session.loads):
                 session.end_load(load)
             self._sessions.pop(session.number, None)
+            self._paused.pop(session.number, None)
             if session.endpoint:
                 self.control.leave(session.uid)
         if session.role is not Role.OBSERVER and not self.draining:

@@ -89,7 +89,8 @@ def _started(
     """In a session of its own, without a terminal, as under a service manager."""
     environment = who.environment | {
         "PCCHECK_SOCKET": str(daemon.socket), "HOME": str(folder),
-        "PCCHECK_JOB": f"{case.name}-{job}-own", "OMP_NUM_THREADS": "2" if not case.ranks else "1",
+        "PCCHECK_JOB": f"{folder.parent.name}-{folder.name}-{job}",
+        "OMP_NUM_THREADS": "2" if not case.ranks else "1",
         "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     for name in ("out", "err"):

@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import zmq
 
@@ -37,6 +38,7 @@ BACKOFF_FIRST_S = 0.1
 BACKOFF_LAST_S = 5.0
 #: After a daemon that runs and refuses, or accepts no connection.
 BACKOFF_SLOW_S = 30.0
+SNAPSHOT_LOOK_S = 0.02
 GOODBYE_LIMIT_S = 30.0
 GOODBYE_LEAST_S = 1.0
 RESTORED_LIMIT_S = 120.0
@@ -81,6 +83,9 @@ class Session:
         if not self.saves_alone(identity.world_size):
             self._process = _PROCESSES.setdefault(os.getpid(), self._process)
         self._protected_step: int | None = None  # of an earlier run, not restored
+        self._born = born()
+        self._made_way = False  # for a snapshot: it connects again when that is over
+        self._saved: int | None = None  # the newest sequence that was durable then
         self._in_part: dict[int, set[str]] = {}  # by step, the names of restore(only=...)
 
     def current(self) -> Connection | None:
@@ -96,6 +101,8 @@ class Session:
         """For a training loop without a connection: tries again, at most as often as the back-off
         allows; None on failure, and `error` has the reason."""
         self._end()
+        if self._made_way:
+            return self._connect_after_snapshot()
         attempt = self._attempt
         if attempt.answered if attempt is not None else time.monotonic() >= self._next_try_s:
             try:
@@ -103,6 +110,25 @@ class Session:
             except PccheckError:
                 pass
         return None
+
+    def make_way(self, saved: int | None) -> None:
+        """A snapshot of this process is about to be taken, and a connection cannot be in it.
+        `saved`: the newest sequence that is known to be durable."""
+        self._saved = saved
+        self._end()
+        self._made_way = True
+
+    def _connect_after_snapshot(self) -> Connection | None:
+        """The daemon refuses until the snapshot is taken, or was given up."""
+        deadline_s = time.monotonic() + self._stall_limit_s
+        self._made_way = False
+        while True:
+            try:
+                return self.require(timeout_s=RETRY_CONNECT_S)
+            except PccheckError as error:
+                if not error.retryable or time.monotonic() > deadline_s:
+                    return None
+                time.sleep(SNAPSHOT_LOOK_S)
 
     def _connect(self, timeout_s: float) -> Connection:
         self._end()
@@ -314,7 +340,18 @@ class Session:
                 "PCcheck: connected to pccheckd (pid %d); checkpoints continue", welcome.pid
             )
 
+    def _of_an_image(self) -> None:
+        """A process that was restored from a snapshot is a new start of its job, which continues
+        from what it knew to be saved: the process that the image was taken of may have gone on."""
+        if (now := born()) != self._born:
+            self._born, self._process = now, secrets.token_bytes(16)
+            if not self.saves_alone(self.identity.world_size):
+                self._process = _PROCESSES[os.getpid()] = self._process
+            self.incarnation, self._start = 0, b""
+            self._restored = self._restored if self._saved is None else self._saved
+
     def _hello(self) -> Hello:
+        self._of_an_image()
         identity = self.identity
         return Hello(
             protocol=PROTOCOL_VERSION, role=Role.TRAINER, version=VERSION, pid=os.getpid(),
@@ -324,6 +361,12 @@ class Session:
             incarnation=self.incarnation, start=self._start, storage=self._storage,
             restored=self._restored,
         )  # fmt: skip
+
+
+def born() -> int:
+    """When this process was made, in clock ticks: CRIU's restore makes another one."""
+    text = Path("/proc/self/stat").read_text(errors="replace")
+    return int(text.rpartition(")")[2].split()[19])
 
 
 def _as_ours(error: Exception) -> PccheckError:

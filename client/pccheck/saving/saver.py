@@ -65,8 +65,21 @@ class Saver:
         """Whether this thread records a CUDA graph."""
         return devices.capturing() or (self._exposure is not None and self._exposure.capturing())
 
+    def make_way(self) -> None:
+        """Disconnects if a snapshot of this process is about to be taken, unless something is
+        being copied; then the next call does."""
+        connection = self._session.current()
+        if connection is None or not connection.has_to_make_way():
+            return
+        if any(save.state < CheckpointState.COPIED for save in self.followed.going()):
+            return
+        known = self.followed.known()
+        self.leave()
+        self._session.make_way(known.sequence if known is not None else None)
+
     def ready(self) -> Connection:
         """The connection to use for a checkpoint. Raises CheckpointFailedError or the cause."""
+        self.make_way()
         connection = self._session.current()
         if connection is None:
             self.leave()

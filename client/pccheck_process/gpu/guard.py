@@ -7,12 +7,12 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from .journal import HoldJournal, opened
 
 _DONE = b"done"
-_END_LIMIT_S = 5.0
 
 
 class Guard:
@@ -28,6 +28,9 @@ class Guard:
                 words, stdin=reading, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 pass_fds=[noted.descriptor], start_new_session=True,
             )  # fmt: skip
+        except OSError:
+            os.close(self._writing)
+            raise
         finally:
             os.close(reading)
 
@@ -36,12 +39,8 @@ class Guard:
         with contextlib.suppress(OSError):
             os.write(self._writing, _DONE if done else b"")
         os.close(self._writing)
-        if done:
-            try:
-                self._process.wait(_END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if done:  # it may just be starting: nobody waits for that
+            threading.Thread(target=self._process.wait, daemon=True).start()
 
 
 def main() -> None:

@@ -60,7 +60,8 @@ class HeldProcesses:
     def note(self, processes: Sequence[HeldProcess]) -> None:
         """On disk, before anything is locked; from then on a guard watches this process."""
         self._noted = journal.write(processes)
-        self._guard = guard.Guard(self._noted)
+        with contextlib.suppress(OSError):  # without one the note is left to the next command
+            self._guard = guard.Guard(self._noted)
 
     def release(self) -> PccheckError | None:
         """Lets all go on that are still there; returns what went wrong. Later calls do nothing."""
@@ -198,7 +199,7 @@ def undone(processes: Sequence[HeldProcess], asking: Asking) -> list[PccheckErro
 def _restored(one: HeldProcess, asking: Asking) -> None:
     state = asking.state(one.pid, one.nbytes)
     if state == CHECKPOINTED:
-        _await_room([one], asking)
+        _await_room([one], asking, f"process {one.pid} stays checkpointed, in host memory")
         asking.restore(one.pid, one.nbytes, one.pairs)
     elif state not in (RUNNING, LOCKED):
         raise DeviceError(
@@ -212,15 +213,15 @@ def _unlocked(one: HeldProcess, asking: Asking) -> None:
         asking.unlock(one.pid)
 
 
-def _await_room(processes: Sequence[HeldProcess], asking: Asking) -> None:
-    """Others may have taken the memory meanwhile."""
+def _await_room(processes: Sequence[HeldProcess], asking: Asking, otherwise: str) -> None:
+    """Others may have taken the memory meanwhile. `otherwise`: what follows from that."""
     used = [one.used for one in processes]
     chosen = {old: new for one in processes for old, new in one.pairs}
     until_s = time.monotonic() + asking.limits.room_s
     while why := devices.lacking(used, chosen, asking.devices()):
         if not asking.wait(until_s):
             raise DeviceError(
-                f"{why}, so process {processes[0].pid} stays checkpointed, in host memory",
+                f"{why}, so {otherwise}",
                 hint=f"end what uses that GPU; {driver.DOCTOR_HINT}",
                 retryable=True,
             )
@@ -302,7 +303,7 @@ def _woken(
     processes = [_held(one, used[one.pid], chosen, asking) for one in found]
     try:
         held.note(processes)
-        _await_room(processes, asking)
+        _await_room(processes, asking, "the process cannot go on there")
         for one in processes:
             asking.restore(one.pid, one.nbytes, one.pairs)
         _require_there(processes, chosen, asking)

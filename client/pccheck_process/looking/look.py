@@ -4,7 +4,7 @@ need, and why the snapshot would be refused."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,17 @@ def look(
     else:
         found.note(f"{first} starts and ends processes all the time")
     return _looked(found, first, members, private_bytes)
+
+
+def files_of(tree: Iterable[int], proc: Path = Path("/proc")) -> list[OpenFile]:
+    """The files that processes have open or mapped, as they are now."""
+    files, found = Proc(proc), Findings()
+    members = [one for one in (member_of(files, pid) for pid in tree) if one is not None]
+    opened = _opened(found, files, members)
+    look_at_files(found, files, opened, [one.pid for one in members], root=True)
+    for one in members:
+        look_at_memory(found, files, one)
+    return found.files
 
 
 def _same(files: Proc, before: TreeProcess) -> TreeProcess:
