@@ -7,6 +7,7 @@ done = client.restore()
 client.checkpoint(step=step)
 """
 
+from pccheck_process.taking import ProcessSnapshot
 from pccheck_store.jobs import Stored, StoredRank
 from pccheck_store.reading.errors import RecycledError
 from pccheck_wire.errors import (
@@ -32,6 +33,7 @@ from pccheck_wire.messages import CheckpointState
 
 from .client import PCcheckClient
 from .flight.phases import Durable
+from .process import snapshot
 from .reader import Reader
 from .restoring.begin import Saved
 from .restoring.opened import OpenCheckpoint, TensorInfo, Wanted
@@ -46,9 +48,10 @@ from .warn import PccheckWarning
 __all__ = [
     "Checkpoint", "CheckpointFailedError", "CheckpointState", "DaemonUnreachableError",
     "DamagedError", "DeviceError", "Durable", "Found", "NoCheckpointError", "NoStoreError",
-    "OpenCheckpoint", "PCcheckClient", "PccheckError", "PccheckWarning", "ProtocolError", "Reader",
+    "OpenCheckpoint", "PCcheckClient", "PccheckError", "PccheckWarning", "ProcessSnapshot",
+    "ProtocolError", "Reader",
     "RecycledError", "RefusedError", "RestoreResult", "Saved", "Shard", "StateMismatchError",
     "Stateful", "StorageFullError", "StoreLockedError", "Stored", "StoredRank", "TensorInfo",
     "TornStateError", "UnreadableError", "UnsupportedStateError", "UsageError", "WaitTimeoutError",
-    "Wanted", "__version__", "capture_rng", "restore_rng",
+    "Wanted", "__version__", "capture_rng", "restore_rng", "snapshot",
 ]  # fmt: skip

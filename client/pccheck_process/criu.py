@@ -30,7 +30,7 @@ _PLACES = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin"
 CUT_LIMIT_S = 10.0
 #: A target whose pipes bring nothing for so long is let go, and a receiver that gives no sign of
 #: life for so long is ended. The variable is for tests.
-STALL_LIMIT_S = float(os.environ.get("PCCHECK_SNAPSHOT_STALL_S", "30"))
+STALL_LIMIT_S = float(os.environ.get("PCC_SNAPSHOT_STALL_S", "30"))
 _LOOK_S = 0.02
 _LOG = "criu.log"
 _LOG_TAIL_BYTES = 1 << 16

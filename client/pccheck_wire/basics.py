@@ -23,6 +23,7 @@ TEMPORARY = "/tmp"
 #: Variables that clients and the command line read, besides the daemon's options.
 VARIABLES = (
     "PCCHECK_SOCKET", "PCCHECK_DAEMON_UID", "PCCHECK_STORAGE", "PCCHECK_JOB", "PCCHECK_CONFIG",
+    "PCCHECK_CRIU",
 )  # fmt: skip
 
 START_HINT = "start it with: pccheckd --storage DIR"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pccheck import RefusedError, UsageError, snapshot
 from pccheck_native import layout
 from pccheck_store.directory import Storage
 from tests.support import criu
@@ -221,7 +222,7 @@ def test_a_receiver_that_stands_still_is_ended(
     commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a watchdog beside it."""
-    commands.environment["PCCHECK_SNAPSHOT_STALL_S"] = "2"
+    commands.environment["PCC_SNAPSHOT_STALL_S"] = "2"
     counter = Counter(tmp_path, mib=300)
     command = commands.start("snapshot", counter.pid, "--name", "job")
     until(lambda: state_of(counter.pid) == "t" or command.poll() is not None)
@@ -347,16 +348,16 @@ def test_a_failed_restore_puts_the_logs_back(commands: Commands, counter: Counte
 # -- other users -----------------------------------------------------------------------------------
 
 
-def test_root_takes_a_users_process_as_that_user(daemon: Daemon, tmp_path: Path) -> None:
+def test_root_takes_a_users_process_as_that_user(daemon: Daemon) -> None:
     """The snapshots are the user's, and so is the restored process."""
     daemon.open_to_everybody()
-    for place in [*tmp_path.parents][:3]:
-        place.chmod(0o755)
-    os.chown(tmp_path, 4242, 4242)
-    (tmp_path / "output").touch()
-    os.chown(tmp_path / "output", 4242, 4242)
+    place = daemon.root / "theirs"
+    place.mkdir()
+    (place / "output").touch()
+    for one in (place, place / "output"):
+        os.chown(one, 4242, 4242)
     setpriv = ("setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups")
-    counter = Counter(tmp_path, prefix=setpriv, python="/usr/bin/python3")
+    counter = Counter(place, prefix=setpriv, python="/usr/bin/python3")
     commands = Commands(daemon)
     commands.snapshot(counter.pid)
     counter.ended()
@@ -380,3 +381,17 @@ def test_a_criu_that_is_too_old_is_named(
     assert f"{old} is criu 3.17.1, which is too old" in refused.stderr
     assert "criu 4.2" in refused.stderr
     counts_on(counter)
+
+
+def test_from_python(commands: Commands, counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCHECK_CRIU", commands.environment["PCCHECK_CRIU"])
+    socket = str(commands.daemon.socket)
+    taken = snapshot(counter.pid, name="job", leave_running=True, socket=socket)
+    assert (taken.job, taken.step, taken.running, taken.pid) == ("job", 1, True, counter.pid)
+    counts_on(counter)
+    with pytest.raises(RefusedError, match="process 1 is the init of this system"):
+        snapshot(1, socket=socket)
+    with pytest.raises(UsageError, match="cannot save itself"):
+        snapshot(os.getpid(), socket=socket)
+    with pytest.raises(UsageError, match="there is no process 999999"):
+        snapshot(999999, socket=socket)

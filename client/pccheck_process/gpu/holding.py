@@ -269,6 +269,15 @@ def finish(noted: HoldJournal) -> None:
 # -- restoring ---------------------------------------------------------------------------------
 
 
+def refusals(
+    facts: Mapping[str, Any], chosen: Mapping[str, str], *, force: bool = False
+) -> list[str]:
+    """As those of `devices`, once nothing is left of killed commands, which takes room on GPUs."""
+    if facts.get("processes"):
+        recover()
+    return devices.refusals(facts, chosen, force=force)
+
+
 def wake(
     facts: Mapping[str, Any], maker: int | None, chosen: Mapping[str, str],
     limits: CallLimits = LIMITS,

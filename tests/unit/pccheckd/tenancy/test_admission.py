@@ -34,7 +34,7 @@ _ASKED = _core.SaveRequest(*[0] * len(_core.SaveRequest._fields))._replace(paylo
 def event(kind: str, snapshot: int = 1, *, sequence: int = 0, why: str = "") -> _core.Event:
     error = -1 if why else 0
     return _core.Event(
-        kind, 1, SESSION, snapshot, sequence, 0, error, why, "", 0, 0, 0, _TIMES, None
+        kind, 1, SESSION, snapshot, sequence, 0, error, why, "", 0, 10, 0, 0, _TIMES, None
     )
 
 
