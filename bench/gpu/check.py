@@ -101,6 +101,9 @@ PARTS = (
     Part("behaviours", 30, "tests/standin/behaviours.py --json {out} --limit-s {budget}"),
     probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
     tests("first tests", 45, _FIRST),
+    # Whole processes: held in the driver, dumped by CRIU if .criu was carried along, made again.
+    Part("process snapshots", 120, "-m tests.transparent.gpu --json {out} --limit-s {budget}",
+         "--dry"),
     probe("handles", 30), probe("mps", 40), probe("locks", 12), probe("power", 10),
     bench("kinds", 110, "kinds", "--device cpu --lanes 1"),
     bench("bandwidth", 70, "bandwidth --rounds 3", "--device cpu --tiny --layers 1 --rounds 1"),

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pccheck_process.procs import fingerprint
 from pccheck_wire.errors import DamagedError
 
-from . import fingerprint
 from .looking.look import Looked, OpenFile, files_of
 from .looking.sockets import unix_sockets
 from .procs.members import descendants

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import IO
 
 from pccheck_native import _core, catalog
+from pccheck_process.driving import criu, inside
+from pccheck_process.driving.serving import Serving
+from pccheck_process.procs import fingerprint
 from pccheck_store.reading.source import Payloads, Source
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -25,11 +28,10 @@ from pccheck_wire.errors import (
     UnreadableError,
 )
 
-from . import criu, fingerprint, gpu, grown, inside
+from . import gpu, grown
 from .facts import Facts
 from .index import unpack
 from .procs.procfs import Proc, parse_stat, shown
-from .serving import Serving
 
 #: CRIU's own limit is on single steps only; the disk may need a minute for a large image.
 RESTORE_LIMIT_S = 3600.0

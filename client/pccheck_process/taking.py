@@ -15,15 +15,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pccheck_process.driving import criu
+from pccheck_process.driving.capture import Capture
 from pccheck_store import VERSION
 from pccheck_wire import attach
 from pccheck_wire.basics import Closing, size_text, socket_name
 from pccheck_wire.errors import CheckpointFailedError, RefusedError, UsageError, WaitTimeoutError
 from pccheck_wire.messages import Pause, Paused
 
-from . import criu, facts, gpu
+from . import facts, gpu
 from .becoming import become
-from .capture import Capture
 from .looking import Looked, look
 from .saving import ImageSession
 

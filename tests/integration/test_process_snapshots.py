@@ -395,3 +395,15 @@ def test_from_python(commands: Commands, counter: Counter, monkeypatch: pytest.M
         snapshot(os.getpid(), socket=socket)
     with pytest.raises(UsageError, match="there is no process 999999"):
         snapshot(999999, socket=socket)
+
+
+def test_a_restored_process_is_taken_again(commands: Commands, counter: Counter) -> None:
+    """And again: it is a process like any other."""
+    commands.snapshot(counter.pid)
+    counter.ended()
+    for step in (2, 3):
+        command = commands.restored(counter)
+        assert commands.snapshot(counter.pid)["step"] == step
+        assert command.wait(60) == 128 + signal.SIGKILL
+    end(commands.restored(counter))
+    assert in_order(counter.numbers)

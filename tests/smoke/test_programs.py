@@ -27,6 +27,7 @@ CAMPAIGNS = {
     "memory_campaign": ("--rounds", "1"),
     "nodes_campaign": ("--rounds", "1"),
     "nodes_search_campaign": ("--walks", "2", "--limit", "100", "--only", "all faults"),
+    "process_campaign": ("--rounds", "1"),
     "restart_campaign": ("--rounds", "1"),
     "resume_campaign": ("--kills", "1", "--only", "own-stream", "own-quantized"),
     "sharded_campaign": ("--rounds", "3"),  # with each number of ranks

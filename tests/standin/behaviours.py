@@ -40,6 +40,8 @@ INVALID_CONTEXT, ILLEGAL_STATE = 201, 401
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 BUFFER_ID, IPC_CAPABLE = 7, 10
 RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
+NOT_INITIALIZED, OPERATING_SYSTEM = 3, 304
+MAP_VERSION = 13000
 READ, READ_WRITE = 1, 3
 
 
@@ -451,6 +453,25 @@ def state(cuda: Driver, pid: int) -> int:
     found = ctypes.c_int()
     cuda("cuCheckpointProcessGetState", pid, ctypes.byref(found))
     return found.value
+
+
+def state_code(cuda: Driver, pid: int) -> int:
+    return cuda.code("cuCheckpointProcessGetState", pid, ctypes.byref(ctypes.c_int()))
+
+
+def restore_code(cuda: Driver, pid: int, old: bytes, new: bytes) -> int:
+    """With a map of one device."""
+    if cuda.out("cuDriverGetVersion") & 0xFFFFFFFF < MAP_VERSION:
+        raise NotHereError("this driver takes no map of devices")
+    pairs = ctypes.create_string_buffer(old + new, 2 * len(old))
+    arguments = (ctypes.c_uint64 * 8)(ctypes.addressof(pairs), 1)
+    return cuda.code("cuCheckpointProcessRestore", pid, arguments)
+
+
+def uuid(cuda: Driver) -> bytes:
+    found = ctypes.create_string_buffer(16)
+    cuda("cuDeviceGetUuid_v2", found, 0)
+    return found.raw
 
 
 # -- beliefs: copies, streams, events, words -----------------------------------------------------
@@ -1043,6 +1064,47 @@ def locking_gives_up_after_its_time(world: World) -> None:
     assert world.mortal(code, "cuStreamSynchronize", on) == SUCCESS
     world.end("mortal")
     assert found == (NOT_READY, RUNNING), found
+
+
+def only_a_process_with_cuda_has_a_state(world: World) -> None:
+    """A process without CUDA has no state (3), and neither has one that there is not (304)."""
+    assert world.reader(state, world.owner.pid) == RUNNING
+    pid = world.mortal.pid
+    world.end("mortal")
+    found = world.reader(state_code, os.getpid()), world.reader(state_code, pid)
+    assert found == (NOT_INITIALIZED, OPERATING_SYSTEM), found
+
+
+def a_map_of_devices_has_all_of_them(world: World) -> None:
+    """A restore takes a map of all devices of the process; a map of others is refused, and the
+    process can still be restored then."""
+    pid, memory = world.mortal.pid, world.mortal(allocate, 86)
+    own = world.mortal(uuid)
+    assert world.reader(lock_code, pid, 0) == SUCCESS
+    assert world.reader(code, "cuCheckpointProcessCheckpoint", pid, None) == SUCCESS
+    refused = world.reader(restore_code, pid, bytes(16), own), world.reader(state, pid)
+    assert world.reader(restore_code, pid, own, own) == SUCCESS
+    assert world.reader(code, "cuCheckpointProcessUnlock", pid, None) == SUCCESS
+    wrong = world.mortal(check, memory, 86)
+    world.end("mortal")
+    assert refused[0] != SUCCESS and refused[1] == CHECKPOINTED, refused
+    assert not wrong, wrong
+
+
+def a_checkpoint_goes_on_without_who_asked(world: World) -> None:
+    """A process is checkpointed to the end although who asked for it is killed meanwhile."""
+    memory, pid = world.owner(allocate, 87, 16 * SIZE), world.owner.pid
+    assert world.mortal(lock_code, pid, 0) == SUCCESS
+    world.mortal.start(code, "cuCheckpointProcessCheckpoint", pid, None)
+    world.end("mortal")
+    found = world.reader(state, pid)
+    if found == CHECKPOINTED:
+        assert world.reader(code, "cuCheckpointProcessRestore", pid, None) == SUCCESS
+    assert world.reader(code, "cuCheckpointProcessUnlock", pid, None) == SUCCESS
+    wrong = world.owner(check, memory, 87, 16 * SIZE)
+    world.owner(free, memory)
+    assert found in (LOCKED, CHECKPOINTED), found
+    assert not wrong, wrong
 
 
 def a_process_that_shares_memory_is_not_checkpointed(world: World) -> None:

@@ -13,7 +13,6 @@
 #include "process.h"
 
 enum { POLL_NS = 200000, MAP_VERSION_MIN = 13000 };
-enum { CODE_OPERATING_SYSTEM = 304, CODE_ILLEGAL_STATE = 401 };
 
 /* CUcheckpointRestoreArgs of CUDA 13 and later: all zero before. */
 struct restore_map {
@@ -126,8 +125,11 @@ void checkpoint_await(void)
     }
 }
 
+/* Of this process itself, too: one that was made again sees another start time than others do. */
 bool checkpoint_has_released(int pid)
 {
+    if (pid == getpid())
+        return atomic_load(&process_own->state) == CU_PROCESS_STATE_CHECKPOINTED;
     struct process_page *page = page_of(pid);
     const bool released = page && atomic_load(&page->state) == CU_PROCESS_STATE_CHECKPOINTED;
     if (page)

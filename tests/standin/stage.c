@@ -54,7 +54,7 @@ static CUresult take_in(struct memory *memory)
     if (file->length > whole_free(file->device))
         return CUDA_ERROR_OUT_OF_MEMORY;
     path_of(path, file);
-    const int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    const int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     const bool whole = fd >= 0 && !fchmod(fd, 0666) && write_whole(fd, (uint8_t *)file, length);
     const void *at = whole
                          ? mmap(file, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0)

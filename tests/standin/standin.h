@@ -18,6 +18,8 @@ enum {
     DEVICES_MAX = 16,
     CODE_PEER_ACCESS_UNSUPPORTED = 217,
     CODE_CONTEXT_IS_DESTROYED = 709,
+    CODE_OPERATING_SYSTEM = 304,
+    CODE_ILLEGAL_STATE = 401,
     CODE_CAPTURE_INVALIDATED = 901,
     SCRAMBLED = 0xDB, /* what undefined bytes look like */
     FRESH = 0xCD,     /* device memory nobody has written to */

@@ -179,6 +179,9 @@ class FakeConnection:
     def alive(self) -> bool:
         return self.lives
 
+    def has_to_make_way(self) -> bool:
+        return False
+
     def pump(self) -> None:
         pass
 

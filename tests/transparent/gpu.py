@@ -1,5 +1,5 @@
-"""What PCcheck believes of snapshots of processes with a GPU: every belief is a sentence and a check,
-as in tests/standin/behaviours.py; a part of `make gpu-check`.
+"""What PCcheck believes of snapshots of processes with a GPU: every belief is a sentence and a
+check, as in tests/standin/behaviours.py; a part of `make gpu-check`.
 
     python -m tests.transparent.gpu [--json FILE] [--only NAME]...     on a machine with a GPU
     python -m tests.transparent.gpu --dry                              on the stand-in
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pccheck_process import gpu
 from pccheck_process.gpu import holding, inspecting, nvml
 from pccheck_process.looking import Looked, look
 from tests.support import criu, standin
@@ -61,6 +62,7 @@ class Trial:
     program: Path | None  #: CRIU
     numbers: dict[str, Any] = field(default_factory=dict)
     who: Who = field(default_factory=GpuWho)
+    lines: list[str] = field(default_factory=list)
 
     def criu(self) -> Path:
         if os.geteuid() != 0:
@@ -76,7 +78,11 @@ class Trial:
             yield daemon
 
     def wanted(self, daemon: Daemon) -> list[str]:
-        return runs.whole(self.case, self.who.own(self.new("whole")), daemon, self.who)
+        """The lines of a loop that is let alone; it runs once."""
+        if not self.lines:
+            place = self.who.own(self.new("whole"))
+            self.lines = runs.whole(self.case, place, daemon, self.who)
+        return self.lines
 
     def new(self, name: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
@@ -159,6 +165,26 @@ def a_held_process_goes_on(trial: Trial) -> None:
     trial.numbers["held_s"] = [[round(one, 3) for one in pair] for pair in times]
 
 
+def a_killed_snapshot_lets_it_go_on(trial: Trial) -> None:
+    """When `pccheckctl snapshot` is killed while it holds a loop, the loop goes on as before."""
+    program = trial.criu()
+    with trial.daemon() as daemon:
+        wanted = trial.wanted(daemon)
+        command = [sys.executable, "-m", "pccheckctl", "--socket", str(daemon.socket), "snapshot"]
+        with trial.target() as (process, log):
+            asks = subprocess.Popen(
+                [*command, str(process.pid)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=trial.who.environment | {"PCCHECK_CRIU": str(program)},
+            )  # fmt: skip
+            until(lambda: process.pid in gpu.held_now() or asks.poll() is not None)
+            asks.kill()
+            asks.wait()
+            assert process.wait(runs.LIMIT_S) == 0, "the loop has not gone on"
+            assert log.read_text().splitlines() == wanted
+    until(lambda: not gpu.held_now())
+
+
 def a_snapshot_ends_it_and_a_restore_brings_it_back(trial: Trial) -> None:
     """Snapshotted, ended and restored, a loop gives the same losses as one that never was."""
     _snapshotted(trial, goes_on=False)
@@ -193,6 +219,7 @@ BELIEFS: dict[str, Callable[[Trial], None]] = {
         nothing_is_in_the_way,
         a_held_process_has_no_gpu_open,
         a_held_process_goes_on,
+        a_killed_snapshot_lets_it_go_on,
         a_snapshot_ends_it_and_a_restore_brings_it_back,
         a_process_goes_on_after_its_snapshot,
     )
@@ -221,7 +248,7 @@ def main() -> int:
     if options.dry and _DRY not in os.environ:
         return _on_the_stand_in()
     found = options.criu or criu.FOLDER / "bin" / "criu"
-    case = Case("gpu", "gpu", steps=60, pace=0.02)
+    case = Case("gpu", "gpu", steps=150, pace=0.03)
     folder = Path(tempfile.mkdtemp(prefix="pcc-gpu-snapshots-"))
     folder.chmod(0o755)
     trial = Trial(folder, case, found.resolve() if found.exists() else None)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_process import fingerprint
-from pccheck_process.elf import build_id
+from pccheck_process.procs import fingerprint
+from pccheck_process.procs.elf import build_id
 
 from .looking.children import child
 

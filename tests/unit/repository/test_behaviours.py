@@ -52,7 +52,7 @@ def beliefs(directory: Path, *options: str, lie: str = "") -> dict[str, dict[str
     """What the program finds out; the bytes of a dead process are kept, as the card keeps them."""
     result = directory / "result.json"
     command = [sys.executable, "-I", "-S", str(SOURCE), "--json", str(result), *options]
-    gpus = standin.environment(directory, dead="keep", lie=lie)
+    gpus = standin.environment(directory, dead="keep", lie=lie, version=behaviours.MAP_VERSION)
     done = subprocess.run(command, env=os.environ | gpus, stdout=subprocess.PIPE, text=True)
     found: dict[str, dict[str, Any]] = json.loads(result.read_text())["beliefs"]
     assert done.returncode == any(one["found"] == "FALSE" for one in found.values())

@@ -11,14 +11,13 @@ import threading
 import time
 from collections import deque
 
+from pccheck_process.driving import streaming
+from pccheck_process.driving.ahead import ReadAhead, ReadPiece
+from pccheck_process.driving.criu import PrivatePlace
+from pccheck_process.index import ImageFile, ImageIndex
 from pccheck_store.reading.files import FilePayloads
 from pccheck_store.reading.source import Payloads
 from pccheck_wire.basics import Closing
-
-from . import streaming
-from .ahead import Piece, ReadAhead
-from .criu import PrivatePlace
-from .index import ImageFile, ImageIndex
 
 #: Of one read, and of one buffer. Pieces end where the payload has a multiple of it: a chunk that
 #: lies in two pieces is read twice.
@@ -119,20 +118,20 @@ class Serving(Closing):
         while in_pipe and not self._stop.is_set() and _unread(descriptor):
             time.sleep(_LOOK_S)
 
-    def _fill(self, piece: Piece, address: int) -> None:
+    def _fill(self, piece: ReadPiece, address: int) -> None:
         packed = struct.pack("<QQQ", address, piece.offset, piece.length)
         with self._reading:
             self._payloads.read_into(self._rank, piece.offset, piece.length, packed)
 
 
-def _pieces(stream: ImageFile) -> list[Piece]:
+def _pieces(stream: ImageFile) -> list[ReadPiece]:
     """Its extents, cut where the payload has a multiple of PIECE_BYTES."""
-    pieces: list[Piece] = []
+    pieces: list[ReadPiece] = []
     for offset, length in stream.extents:
         at, end = offset, offset + length
         while at < end:
             cut = min(end, at - at % PIECE_BYTES + PIECE_BYTES)
-            pieces.append(Piece(at, cut - at))
+            pieces.append(ReadPiece(at, cut - at))
             at = cut
     return pieces
 

@@ -22,7 +22,7 @@ def command(pid: int, said: int, criu: list[str]) -> list[str]:
     if os.geteuid() != 0:
         line += ["--user", "--map-current-user", "--keep-caps"]
         line += ["setpriv", "--inh-caps", _AMBIENT, "--ambient-caps", _AMBIENT]
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parent.parent.parent)
     begin = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import main; main()"
     return [*line, sys.executable, "-c", begin, str(pid), str(said), *criu]
 

@@ -15,7 +15,7 @@ _HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReadPiece:
     """Of a file: where it lies in the payload, in bytes. `at`: its place in a page."""
 
     offset: int
@@ -60,8 +60,8 @@ class ReadAhead(Closing):
     """`next` gives the pieces in their order, each in a buffer, which `give_back` takes again."""
 
     def __init__(
-        self, pieces: Sequence[Piece], buffers: int, threads: int,
-        fill: Callable[[Piece, int], None],
+        self, pieces: Sequence[ReadPiece], buffers: int, threads: int,
+        fill: Callable[[ReadPiece, int], None],
     ) -> None:  # fmt: skip
         """`fill` reads a piece to an address; it is called by several threads at a time."""
         self._pieces, self._fill = pieces, fill

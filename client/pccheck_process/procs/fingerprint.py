@@ -15,9 +15,9 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .elf import build_id
-from .looking.memory import maps
-from .procs.procfs import Proc, file_stat, shown
+from pccheck_process.looking.memory import maps
+from pccheck_process.procs.elf import build_id
+from pccheck_process.procs.procfs import Proc, file_stat, shown
 
 Document = dict[str, object]
 

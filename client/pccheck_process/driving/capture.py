@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 
+from pccheck_process.driving import streaming
+from pccheck_process.driving.criu import PrivatePlace
+from pccheck_process.index import ImageIndex
+from pccheck_process.saving import ImageSession
 from pccheck_wire.basics import Closing
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, ProtocolError
-
-from . import streaming
-from .criu import PrivatePlace
-from .index import ImageIndex
-from .saving import ImageSession
 
 #: The last file of every dump; without it the others are no image.
 INVENTORY = "inventory.img"

@@ -1,0 +1,1 @@
+"""CRIU: the program, its streams, and what passes through them."""
