@@ -26,6 +26,7 @@ from pccheck_wire.errors import (
     NoCheckpointError,
     RefusedError,
     UnreadableError,
+    one_owner,
 )
 
 from . import gpu, grown
@@ -47,7 +48,6 @@ class RestoreWanted:
 
     job: str
     step: int | None = None
-    uid: int | None = None
     stdout: Path | None = None
     cgroup: Path | None = None
     gpus: Mapping[str, str] = field(default_factory=dict)  #: old -> new UUID
@@ -106,14 +106,28 @@ def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
     raise DamagedError(f"no snapshot of job {wanted.job!r} is intact: {errors[0]}")
 
 
-def _snapshots(source: Source, wanted: RestoreWanted) -> list[catalog.StoredCheckpoint]:
-    """Those that are asked for, the newest first."""
-    held = source.held(job=wanted.job, uid=wanted.uid)
+def owner(source: Source, job: str, uid: int | None) -> int:
+    """Whose snapshots these are. Raises NoCheckpointError, UsageError when several users have
+    a job of that name."""
+    images = _images(source, job, uid)
+    one_owner(job, [one.id.uid for one in images])
+    return images[0].id.uid
+
+
+def _images(source: Source, job: str, uid: int | None) -> list[catalog.StoredCheckpoint]:
+    held = source.held(job=job, uid=uid)
     images = [one for one in held.checkpoints if one.flags & _core.SLOT_IMAGE]
     if not images:
         raise NoCheckpointError(
-            f"there is no process snapshot of job {wanted.job!r}", hint="see: pccheckctl list"
+            f"there is no process snapshot of job {job!r}", hint="see: pccheckctl list"
         )
+    return images
+
+
+def _snapshots(source: Source, wanted: RestoreWanted) -> list[catalog.StoredCheckpoint]:
+    """Those of this user that are asked for, the newest first: nobody runs what another user has
+    stored."""
+    images = _images(source, wanted.job, os.geteuid())
     images.sort(key=lambda one: one.id.sequence, reverse=True)
     if wanted.step is None:
         return images
@@ -162,6 +176,11 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
         reasons += _still_taken(facts)
     if os.geteuid() != facts.uid:
         reasons.append(f"the process was one of uid {facts.uid}, and uid {os.geteuid()} asks")
+    lacking = sorted({*facts.groups} - {*os.getgroups(), os.getegid()})
+    if lacking and os.geteuid() != 0:
+        reasons.append(
+            f"it had the groups {', '.join(map(str, lacking))}, which uid {facts.uid} has not"
+        )
     if not Path(facts.cwd).is_dir():
         reasons.append(f"its working directory {facts.cwd} is missing")
     reasons += gpu.refusals(facts.gpu, wanted.gpus, force=wanted.force)

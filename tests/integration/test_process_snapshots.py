@@ -363,7 +363,7 @@ def test_root_takes_a_users_process_as_that_user(daemon: Daemon) -> None:
     counter.ended()
     (held,) = Storage(daemon.storage).held().checkpoints
     assert held.id.uid == 4242
-    command = commands.restored(counter, "--uid", "4242")
+    command = commands.restored(counter)
     status = Path(f"/proc/{counter.pid}/status").read_text()
     assert "Uid:\t4242\t4242\t4242\t4242" in status
     assert end(command) == 128 + signal.SIGTERM

@@ -13,14 +13,14 @@ from pccheckctl.output.documents import answer, note
 
 def run(arguments: argparse.Namespace) -> int:
     """The exit code of the process, 128 and the number of a signal; 0 with --detach."""
+    owner = restoring.owner(source.files(arguments), arguments.job, arguments.uid)
+    become_user(owner)  # what the image says of itself is its owner's word
     wanted = restoring.RestoreWanted(
-        job=arguments.job, step=arguments.step, uid=arguments.uid,
+        job=arguments.job, step=arguments.step,
         stdout=arguments.stdout and Path(arguments.stdout),
         cgroup=arguments.cgroup and Path(arguments.cgroup), own_pids=arguments.own_pids,
         gpus=arguments.gpus, force=arguments.force, note=note,
     )  # fmt: skip
-    if arguments.uid is not None:
-        become_user(arguments.uid)
     signals = restoring.Signals()
     restored = restoring.restore_process(source.files(arguments), wanted)
     found = {"schema": 1, "pid": restored.pid, "step": restored.step, "job": arguments.job}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pccheck_process.procs import fingerprint
 from pccheck_process.looking import Looked
+from pccheck_process.procs import fingerprint
 from pccheck_process.procs.procfs import Proc, parse_stat
 from pccheck_wire.errors import UsageError
 
