@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_process -p pccheck_store -p pccheck_wire -p pc
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign process-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -112,6 +112,10 @@ resume-campaign: $(READY) ## 30 trainings of HF, Lightning, Accelerate, DeepSpee
 sharded-campaign: ROUNDS = 20
 sharded-campaign: $(READY) ## kills FSDP2 jobs that restart with 4, 2 and 1 ranks, ROUNDS times (default 20)
 	$(BIN)/python -m tests.integration.sharded_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+process-campaign: ROUNDS = 200
+process-campaign: $(READY) ## as root: kills around snapshots of processes, ROUNDS times (default 200), with SEED
+	$(BIN)/python -m tests.integration.process_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)

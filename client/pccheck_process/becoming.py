@@ -25,7 +25,7 @@ def become(uid: int, gid: int, groups: Sequence[int]) -> None:
         return
     if os.geteuid() != 0:
         raise RefusedError(
-            f"the process is one of uid {uid}, and uid {os.geteuid()} asks",
+            f"the process belongs to uid {uid}, and this command runs as uid {os.geteuid()}",
             hint="ask as that user or as root",
         )
     os.setgroups(groups)

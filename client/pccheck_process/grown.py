@@ -18,7 +18,10 @@ _COPY_BYTES = 1 << 20
 def refusals(written: Iterable[OpenFile], read: Iterable[OpenFile]) -> list[str]:
     """What cannot be made good: a file that is gone, is shorter than it was, or has grown although
     the process only read it."""
-    return [*_refusals(written, may_grow=True), *_refusals(read, may_grow=False)]
+    written = _distinct(written)
+    is_cut = {(one.device, one.inode) for one in written}
+    only_read = [one for one in read if (one.device, one.inode) not in is_cut]
+    return [*_refusals(written, may_grow=True), *_refusals(only_read, may_grow=False)]
 
 
 def _refusals(files: Iterable[OpenFile], *, may_grow: bool) -> list[str]:
@@ -43,16 +46,16 @@ class CutFiles:
 
     def cut(self, files: Iterable[OpenFile]) -> list[Path]:
         """Returns where the ends of the files are now. Raises RefusedError; then nothing is cut."""
-        try:
-            for one in _distinct(files):
+        for one in _distinct(files):
+            try:
                 if Path(one.path).stat().st_size > one.size_bytes:
                     self._cut.append((one.path, one.size_bytes, self._keep(one)))
                     os.truncate(one.path, one.size_bytes)
-        except OSError as error:
-            self.undo()
-            raise RefusedError(
-                f"{error.filename} cannot be cut back to its size at the snapshot: {error.strerror}"
-            ) from error
+            except OSError as error:
+                self.undo()
+                raise RefusedError(
+                    f"{one.path} cannot be cut back to its size at the snapshot: {error.strerror}"
+                ) from error
         return [kept for _, _, kept in self._cut]
 
     def undo(self) -> None:
@@ -92,7 +95,7 @@ class CutFiles:
 
 
 def _distinct(files: Iterable[OpenFile]) -> list[OpenFile]:
-    """One for each file that may have grown. Files of devices and pipes are not among them."""
+    """One for each file that may have grown. Files that are only mapped are left out."""
     return [*{(one.device, one.inode): one for one in files if one.fd >= 0}.values()]
 
 

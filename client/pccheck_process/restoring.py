@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -95,6 +95,8 @@ def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
     """Raises NoCheckpointError, DamagedError when no snapshot is intact, and RefusedError with all
     reasons why the process cannot be made here, before anything is made or changed."""
     program = criu.find()
+    if not wanted.own_pids:  # there an ordinary user has the capabilities
+        criu.require_capabilities(program)
     errors: list[str] = []
     for one in _snapshots(source, wanted):
         try:
@@ -160,7 +162,8 @@ def _attempt(
             child = _run_criu(program, place, facts, inherited, wanted, serving)
             gpu.wake(facts.gpu, child if wanted.own_pids else None, wanted.gpus)
         except BaseException:
-            _clear(facts)
+            if not wanted.own_pids:  # else the namespace ends with the program that made it
+                _clear(facts)
             files.undo()
             raise
     if wanted.own_pids:
@@ -175,11 +178,13 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     if not wanted.own_pids:
         reasons += _still_taken(facts)
     if os.geteuid() != facts.uid:
-        reasons.append(f"the process was one of uid {facts.uid}, and uid {os.geteuid()} asks")
+        reasons.append(
+            f"the process belonged to uid {facts.uid}, this command runs as uid {os.geteuid()}"
+        )
     lacking = sorted({*facts.groups} - {*os.getgroups(), os.getegid()})
     if lacking and os.geteuid() != 0:
         reasons.append(
-            f"it had the groups {', '.join(map(str, lacking))}, which uid {facts.uid} has not"
+            f"uid {facts.uid} lacks groups that the process had: {', '.join(map(str, lacking))}"
         )
     if not Path(facts.cwd).is_dir():
         reasons.append(f"its working directory {facts.cwd} is missing")
@@ -190,16 +195,24 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     if reasons:
         raise RefusedError(
             f"the process cannot be restored here: {'; '.join(reasons)}",
-            hint="--own-pids makes it in a PID namespace, where its pids are free; --step N "
-            "chooses another snapshot",
+            hint=_way_out(reasons),
         )
     for text in fingerprint.notes(facts.fingerprint, now):
         wanted.note(text)
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < facts.open_files[1]:
         wanted.note(
-            f"its limit of open files was {facts.open_files[1]}, and is lower now: raise it before "
-            "with ulimit -n"
+            f"the process had a limit of {facts.open_files[1]} open files, higher than that of "
+            "this shell: raise it with ulimit -n, and restore again"
         )
+
+
+def _way_out(reasons: list[str]) -> str:
+    hints = ["--step N chooses another snapshot"]
+    if any("its pid" in reason for reason in reasons):
+        hints.insert(0, "--own-pids makes the process in a PID namespace, where its pids are free")
+    if any("since the snapshot" in reason or "mount" in reason for reason in reasons):
+        hints.append("--force restores although files or the machine are different")
+    return "; ".join(hints)
 
 
 def _still_taken(facts: Facts) -> list[str]:
@@ -239,10 +252,12 @@ def _run_criu(
     if wanted.own_pids:
         line = inside.command(facts.pid, says, line)
     try:
-        process = subprocess.Popen(
-            line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            pass_fds=(*inherited.descriptors, says), preexec_fn=_into(wanted.cgroup),
-        )  # fmt: skip
+        with _cgroup(wanted.cgroup) as enter:
+            process = subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, pass_fds=(*inherited.descriptors, says),
+                preexec_fn=enter,
+            )  # fmt: skip
         os.close(says)
         made = _until_made(process, heard, wanted)
     finally:
@@ -284,15 +299,29 @@ def _put_back(facts: Facts) -> None:
             os.sched_setaffinity(thread, cpus)
 
 
-def _into(cgroup: Path | None) -> Callable[[], None] | None:
-    if cgroup is None:
-        return None
-    place = cgroup / "cgroup.procs"
-    return lambda: _enter(place)
+@contextlib.contextmanager
+def _cgroup(wanted: Path | None) -> Iterator[Callable[[], None] | None]:
+    """What the child does before it becomes CRIU. Raises RefusedError."""
+    if wanted is None:
+        yield None
+        return
+    try:
+        procs = os.open(wanted / "cgroup.procs", os.O_WRONLY)
+    except OSError as error:
+        raise RefusedError(
+            f"{wanted} cannot be entered: {error.strerror}",
+            hint="--cgroup DIR is a directory of cgroup v2 that this user may write to",
+        ) from error
+    try:
+        yield lambda: _enter(procs)
+    except subprocess.SubprocessError as error:
+        raise RefusedError(f"the kernel refuses to move a process to {wanted}") from error
+    finally:
+        os.close(procs)
 
 
-def _enter(place: Path) -> None:
-    place.write_text(str(os.getpid()))
+def _enter(procs: int) -> None:
+    os.write(procs, b"0")
 
 
 class _Inherited:
@@ -343,22 +372,22 @@ def _clear(facts: Facts) -> None:
     """Half-made processes stay, asleep and with their pids, until somebody ends them. Only
     children of this process are: a pid alone may be anybody's."""
     ours = {os.getpid(), *facts.tree}
-    made = [pid for pid in facts.tree if _parent(pid) in ours]
-    for pid in made:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    for pid in made:  # children of children come to this process when their parent has ended
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+    stats = {pid: parse_stat(Proc(Path("/proc")).text(pid, "stat")) for pid in facts.tree}
+    half_made = [pid for pid, stat in stats.items() if stat is not None and stat.parent in ours]
+    for pid in half_made:
+        _send(pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + ENDED_LIMIT_S
+    while half_made and time.monotonic() < deadline_s:  # a driver may hold a process for good
+        half_made = [pid for pid in half_made if not _collected(pid)]
+        time.sleep(_LOOK_S)
 
 
-def _parent(pid: int) -> int:
-    """0 when there is no such process."""
+def _collected(pid: int) -> bool:
+    """Children of children come to this process when their parent has ended."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return int(text.rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return not Path(f"/proc/{pid}").exists()
 
 
 def _send(pid: int, number: int) -> None:

@@ -175,6 +175,10 @@ class ImageSession(Closing):
             raise self._failure()
         return state.sequence
 
+    def failure(self) -> PccheckError | None:
+        """Why the save ended, and with it the pipes; None while it goes on."""
+        return self._failure() if self._word() != _core.WORD_COPYING else None
+
     def _failure(self) -> PccheckError:
         """Why it ended."""
         state = self._native.state(_ONE)

@@ -82,6 +82,7 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
         for tries_left in reversed(range(TRIES)):
             require_restorable(looked)
             become(looked.uid, looked.gid, looked.groups)
+            criu.require_capabilities(program)
             try:
                 return _once(program, watched, looked, wanted)
             except criu.CriuError:  # a child that was just ending, for example
@@ -242,7 +243,8 @@ class _Taking:
                     hint="see: pccheckctl status",
                 )
         if not dump.dumped:
-            raise dump.error("criu could not dump the process")
+            error = dump.error("criu could not dump the process")
+            raise self._capture.error or self._session.failure() or error
 
     def _complete(self) -> int:
         """The image gets its index, while CRIU waits; its bytes."""

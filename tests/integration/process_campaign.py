@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from pccheck_native import _core
+from pccheck_process.facts import Facts
+from pccheck_process.index import unpack
 from pccheck_store.directory import Storage
 from pccheck_wire.errors import PccheckError
 from tests.support import criu, procmarks, selfchecking
@@ -379,7 +381,7 @@ class SnapshotRound:
         self.seen["targets that went on"] += not ended
         if steps and self.plan.fault in RESTORES:
             self._end_target()
-            self._restore_struck()
+            self._restore_struck(steps[0])
         for at, step in enumerate(steps):
             own_pids = self.plan.own_pids and not at
             if own_pids and self._target.process.poll() is None:
@@ -387,7 +389,7 @@ class SnapshotRound:
             else:
                 self._end_target()
             words = ["--step", step] if at or self.plan.by_step else []
-            held = self._restored(*words, *(["--own-pids"] if own_pids else []))
+            held = self._restored(step, *words, *(["--own-pids"] if own_pids else []))
             assert at or held >= wrote, f"{held} of {wrote} bytes are in the snapshot"
         self._end_target()
 
@@ -398,12 +400,13 @@ class SnapshotRound:
             self._target.process.wait()
         self._nobody_left()
 
-    def _restored(self, *words: object) -> int:
+    def _restored(self, step: int, *words: object) -> int:
         """A restore that counts on, and ends by a signal. Returns what the file had at its
         snapshot, in bytes."""
         before, kept = self._log(), self._kept()
         command = self._ask("restore-process", "job", *words)
-        soon(lambda: "goes on from step" in command.errors or not command.runs(), command.__str__)
+        told = f"goes on from step {step}"
+        soon(lambda: told in command.errors or not command.runs(), command.__str__)
         assert command.runs(), f"not restored: {command}"
         self._moves(_MOVES)
         assert not self._tracers()
@@ -414,7 +417,7 @@ class SnapshotRound:
             self._nobody_left()
         self._in_order()
         self.seen["restores"] += 1
-        return len(before) - self._nothing_lost(before, kept)
+        return self._nothing_lost(before, kept, step)
 
     def _tracers(self) -> dict[int, int]:
         found = {pid: procmarks.tracer_of(pid) for pid in procmarks.marked(self.mark)}
@@ -426,18 +429,31 @@ class SnapshotRound:
     def _kept(self) -> set[Path]:
         return {*self._target.log.parent.glob("log.pccheck-*")}
 
-    def _nothing_lost(self, before: bytes, kept: set[Path]) -> int:
-        """Every byte that was in the file is there, or in the file beside it; how many are."""
-        after, fresh = self._log(), self._kept() - kept
-        if after.startswith(before):  # a restore that was killed may have begun to cut
-            return 0
-        assert len(fresh) == 1, f"{len(fresh)} files have what was cut off"
-        (ends,) = (path.read_bytes() for path in fresh)
-        assert before.endswith(ends), f"{fresh} is not the end of the file"
-        assert after.startswith(before[: len(before) - len(ends)]), "the file has other bytes"
-        return len(ends)
+    def _nothing_lost(
+        self, before: bytes, kept: set[Path], step: int, *, killed: bool = False
+    ) -> int:
+        """Every byte that was in the file is there, or in the file beside it; how many are. One
+        that was killed may have copied a part, and have cut nothing."""
+        after, fresh, size = self._log(), self._kept() - kept, self._size_at(step)
+        ends = [path.read_bytes() for path in fresh]
+        if killed and ends != [before[size:]]:
+            assert after.startswith(before), f"{fresh} has not all that was cut off"
+            return len(before)
+        assert ends == ([before[size:]] if before[size:] else []), f"{fresh} has other bytes"
+        assert after.startswith(before[:size]), "the file has other bytes"
+        return size
 
-    def _restore_struck(self) -> None:
+    def _size_at(self, step: int) -> int:
+        """Of the program's file, in a snapshot."""
+        storage = Storage(self.daemon.storage)
+        (one,) = (one for one in storage.held(job="job").checkpoints if one.id.step == step)
+        with contextlib.closing(storage.open([one])) as payloads:
+            index = unpack(payloads.packed_tree(one.id.rank), one.payload_bytes)
+        written = Facts.of_plain(index.facts).written
+        (size,) = {file.size_bytes for file in written if file.path == str(self._target.log)}
+        return size
+
+    def _restore_struck(self, step: int) -> None:
         """It, or its CRIU, is killed: the process is whole, or none is there."""
         before, kept, plan = self._log(), self._kept(), self.plan
         command = self._ask("restore-process", "job", *(["--own-pids"] if plan.own_pids else []))
@@ -454,7 +470,7 @@ class SnapshotRound:
             self._after_criu(command, before, kept)
         self._whole_or_none()
         self._in_order()
-        self._nothing_lost(before, kept)
+        self._nothing_lost(before, kept, step, killed=True)
         self._private_gone()
 
     def _kill_restore(self, command: AskedCommand) -> bool:

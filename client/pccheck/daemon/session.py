@@ -44,8 +44,8 @@ GOODBYE_LEAST_S = 1.0
 RESTORED_LIMIT_S = 120.0
 #: A kind for the warner.
 DISCONNECTED = "daemon"
-#: Of this process, by its id: a forked child is another one.
-_PROCESSES: dict[int, bytes] = {}
+#: Of this process, by its id and birth: a forked child is another one, and so is a restored one.
+_PROCESSES: dict[tuple[int, int], bytes] = {}
 
 
 class Session:
@@ -79,11 +79,9 @@ class Session:
         self._has_connected = False
         # Tells a reconnect from a new start. A rank of a group is its process: further clients are
         # of the same start. A lone rank starts with every client: a notebook runs its cell again.
-        self._process = secrets.token_bytes(16)
-        if not self.saves_alone(identity.world_size):
-            self._process = _PROCESSES.setdefault(os.getpid(), self._process)
-        self._protected_step: int | None = None  # of an earlier run, not restored
         self._born = born()
+        self._process = self._new_process()
+        self._protected_step: int | None = None  # of an earlier run, not restored
         self._made_way = False  # for a snapshot: it connects again when that is over
         self._saved: int | None = None  # the newest sequence that was durable then
         self._in_part: dict[int, set[str]] = {}  # by step, the names of restore(only=...)
@@ -120,15 +118,18 @@ class Session:
 
     def _connect_after_snapshot(self) -> Connection | None:
         """The daemon refuses until the snapshot is taken, or was given up."""
-        deadline_s = time.monotonic() + self._stall_limit_s
         self._made_way = False
-        while True:
+        # Tries are counted: an image that is restored after a boot has another clock.
+        for _ in range(int(self._stall_limit_s / SNAPSHOT_LOOK_S)):
             try:
                 return self.require(timeout_s=RETRY_CONNECT_S)
-            except PccheckError as error:
-                if not error.retryable or time.monotonic() > deadline_s:
+            except RefusedError as error:
+                if not error.retryable:
                     return None
-                time.sleep(SNAPSHOT_LOOK_S)
+            except PccheckError:
+                return None
+            time.sleep(SNAPSHOT_LOOK_S)
+        return None
 
     def _connect(self, timeout_s: float) -> Connection:
         self._end()
@@ -340,13 +341,18 @@ class Session:
                 "PCcheck: connected to pccheckd (pid %d); checkpoints continue", welcome.pid
             )
 
+    def _new_process(self) -> bytes:
+        new = secrets.token_bytes(16)
+        if self.saves_alone(self.identity.world_size):
+            return new
+        return _PROCESSES.setdefault((os.getpid(), self._born), new)
+
     def _of_an_image(self) -> None:
         """A process that was restored from a snapshot is a new start of its job, which continues
         from what it knew to be saved: the process that the image was taken of may have gone on."""
         if (now := born()) != self._born:
-            self._born, self._process = now, secrets.token_bytes(16)
-            if not self.saves_alone(self.identity.world_size):
-                self._process = _PROCESSES[os.getpid()] = self._process
+            self._born = now
+            self._process = self._new_process()
             self.incarnation, self._start = 0, b""
             self._restored = self._restored if self._saved is None else self._saved
 

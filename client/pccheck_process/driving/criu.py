@@ -1,5 +1,5 @@
-"""CRIU, the program that freezes a process and makes it again: found, started, listened to, and
-never killed while it has a target in its hands."""
+"""CRIU, the program that freezes a process and makes it again: found, started and read. Its pipes
+are cut first, and it is killed only if it still runs 10 s later."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from pccheck_wire.errors import CheckpointFailedError, PccheckError, RefusedErro
 
 VARIABLE = "PCCHECK_CRIU"
 LEAST = (4, 2)
+#: CAP_SETPCAP and CAP_CHECKPOINT_RESTORE, as bits.
+CAPABILITIES = 1 << 8 | 1 << 40
 #: Older ones refuse every process with an inet socket on kernels from 6.16.
 INSTALL_HINT = (
     "install criu 4.2 or newer (Debian: apt install -t sid criu), or name it in " + VARIABLE
@@ -67,6 +69,23 @@ def find() -> Path:
         text = f"{version[1]}.{version[2]}{version[3]}"
         raise RefusedError(f"{found} is criu {text}, which is too old", hint=INSTALL_HINT)
     return Path(found)
+
+
+def require_capabilities(program: Path) -> None:
+    """An ordinary user needs them on the program, or hands them down. Raises RefusedError."""
+    if os.geteuid() == 0:
+        return
+    with contextlib.suppress(OSError):
+        if os.getxattr(program, "security.capability"):
+            return
+    status = Path("/proc/self/status").read_text()
+    ambient = int(re.findall(r"^CapAmb:\s*(\S+)", status, re.MULTILINE)[0], 16)
+    if ambient & CAPABILITIES == CAPABILITIES:
+        return
+    raise RefusedError(
+        f"{program} may not save processes of ordinary users",
+        hint=f"as root: setcap cap_checkpoint_restore,cap_setpcap+ep {program}",
+    )
 
 
 class CriuError(CheckpointFailedError):
@@ -178,13 +197,17 @@ class Dump:
         ready, _, _ = select.select([self._socket], [], [], limit_s)
         if not ready:
             return False
-        data = self._socket.recv(_LOG_TAIL_BYTES)
+        try:
+            data = self._socket.recv(_LOG_TAIL_BYTES)
+        except ConnectionResetError:
+            data = b""
         self._log = (self._log + data)[-_LOG_TAIL_BYTES:]
         return not data or self.dumped
 
     def go_on(self) -> None:
         """The image is durable: CRIU ends its target, or lets it go on with --leave-running."""
-        self._socket.sendall(_DURABLE)
+        with contextlib.suppress(OSError):  # CRIU has ended: its exit status says so
+            self._socket.sendall(_DURABLE)
 
     def finish(self, limit_s: float) -> int:
         """CRIU's exit status. Without `go_on` the target goes on. After the limit CRIU is killed,
@@ -219,8 +242,13 @@ class Watchdog(Closing):
         os.close(reading)
 
     def lives(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        """Raises CheckpointFailedError when nobody would notice the end of this process."""
+        try:
             os.write(self._life, b".")
+        except BlockingIOError:
+            pass  # it has not read the last signs yet
+        except BrokenPipeError as error:
+            raise CheckpointFailedError("the watchdog of the snapshot has ended") from error
 
     def close(self) -> None:
         os.close(self._life)

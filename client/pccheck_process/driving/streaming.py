@@ -103,6 +103,4 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _unknown() -> PccheckError:
-    return ProtocolError(
-        "criu asked for a file in an unknown way", hint="see pccheckctl doctor for its version"
-    )
+    return ProtocolError("criu asked for a file in an unknown way", hint="see: criu --version")

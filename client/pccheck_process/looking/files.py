@@ -15,7 +15,9 @@ from .terminals import is_terminal
 
 GHOST_LIMIT_BYTES = 1 << 30
 DAEMON_MEMORY = "/memfd:pccheck-"  # of a PCcheckClient, which lets go of it before a snapshot
-IO_URING_FIX = "switch io_uring off: UV_USE_IO_URING=0, or GLOO_DEVICE_TRANSPORT=TCP for gloo"
+IO_URING_FIX = (
+    "sysctl kernel.io_uring_disabled=2 before the start, or for torchrun use PCcheckClient"
+)
 
 _NAMESPACE = re.compile(r"[a-z_]+:\[\d+\]")
 _KEPT_ANONYMOUS = {

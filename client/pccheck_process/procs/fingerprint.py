@@ -192,7 +192,7 @@ def _mounts(table: str, paths: Iterable[str]) -> list[Document]:
 
 
 def _mount(line: str) -> tuple[str, str, str] | None:
-    """PrivatePlace, kind and source of a line of mountinfo."""
+    """Mount point, file system and source in a line of mountinfo."""
     fields = line.split(" ")
     tail = fields[fields.index("-") + 1 :] if "-" in fields else []
     if len(fields) < 7 or len(tail) < 2:

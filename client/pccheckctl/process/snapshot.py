@@ -69,8 +69,10 @@ def _repeat(arguments: argparse.Namespace, wanted: SnapshotWanted) -> int:
             except RefusedError:
                 raise
             except PccheckError as error:
+                if not watched.lives():
+                    break
                 failed += 1
-                note(f"{error}; the next try is in {arguments.every:g} s")
+                note(f"{error}; the next try comes {arguments.every:g} s after this one began")
             watched.wait(began_s + arguments.every - time.monotonic())
     note(f"process {pid} has ended")
     return 1 if failed else 0
@@ -105,13 +107,13 @@ def _expected_text(looked: Looked, found: Document) -> str:
     lines = [
         f"process {looked.pid} ({looked.comm}), {plural(len(looked.tree), 'process')}: about "
         f"{size_text(looked.image_bytes)}",
-        f"it would stand still for about {found['pause_s']:.1f} s, longer if the daemon's --dram "
-        "is smaller than the image",
-        f"its volume takes {size_text(whole(found, 'volume_bytes'))}, and "
-        f"{size_text(whole(found, 'free_bytes'))} are free",
+        f"expected pause: about {found['pause_s']:.1f} s, longer if the daemon's --dram is smaller "
+        "than the image",
+        f"volume: {size_text(whole(found, 'volume_bytes'))}, of "
+        f"{size_text(whole(found, 'free_bytes'))} free",
         *(f"note: {text}" for text in looked.notes),
         *(f"refused: {one.what}\n  way out: {one.fix}" for one in looked.refusals),
     ]
     if not looked.refusals:
-        lines.append("nothing is in the way of a snapshot")
+        lines.append("no reason to refuse")
     return "\n".join(lines)
