@@ -60,7 +60,7 @@ ROTATION = (
     "none",
 )  # fmt: skip
 #: Phase of a snapshot -> how much later, at most, the fault comes.
-PHASES = {"asked": 0.3, "admitted": 0.1, "frozen": 0.2, "hook": 0.06, "durable": 0.015}
+PHASES = {"asked": 0.3, "admitted": 0.1, "frozen": 0.2, "hook": 0.3, "durable": 0.015}
 #: The same of a restore: the private directory is there, CRIU is, a process with its pid is.
 RESTORE_PHASES = {"asked": 0.3, "criu": 0.2, "made": 0.15}
 STALL_S = 2
@@ -98,6 +98,8 @@ class ProcessPlan:
             phase, kind, dram, shim = "frozen", "large", "16MiB", "slow:data:30000"
         elif fault not in RESTORES and phase != "asked":
             leaves[struck] = rng.random() < 0.3 and phase != "durable"
+            if phase == "hook" and rng.random() < 0.7:  # the image is copied long before its record
+                dram, shim = "256MiB", "slow:data:60000"
         return cls(
             kind=kind, mode=rng.choice(selfchecking.MODES), fault=fault, phase=phase,
             later_s=rng.random() ** 2 * phases[phase], leaves=(*leaves,), struck=struck, dram=dram,

@@ -244,22 +244,28 @@ static void stream_end(struct pcc_client *client, struct pcc_image *image, struc
         pcc_bell_ring(&client->view.page->client_bell);
 }
 
-/* Reads a bulk stream into the chunk. 1 = something, 0 = nothing there, or a negative code. */
+/* Reads a bulk stream into the chunk, as long as something comes. 1 = something did, 0 = nothing
+ * was there, or a negative code. */
 static int read_bulk(struct pcc_client *client, struct pcc_image *image, struct stream stream)
 {
     const uint64_t room = client->view.geometry.chunk_bytes - image->filled;
-    const ssize_t count =
-        read(stream.fd, client->chunk_at[image->chunk] + image->filled, (size_t)room);
+    uint8_t *bytes = client->chunk_at[image->chunk] + image->filled;
+    uint64_t count = 0;
+    ssize_t last = 1;
 
-    if (count < 0)
-        return errno == EAGAIN || errno == EINTR ? 0 : -errno;
-    PCC_LOCKED(&client->lock);
-    if (count == 0) {
-        stream_end(client, image, &image->streams[stream.index]);
-        return 1;
+    while (count < room && last > 0) {
+        last = read(stream.fd, bytes + count, (size_t)(room - count));
+        count += last > 0 ? (uint64_t)last : 0;
     }
-    image->filled += (uint64_t)count;
-    return extent_add(image, stream.number, (uint64_t)count) == 0 ? 1 : -ENOMEM;
+    if (last < 0 && errno != EAGAIN && errno != EINTR)
+        return -errno;
+    PCC_LOCKED(&client->lock);
+    image->filled += count;
+    if (count > 0 && extent_add(image, stream.number, count) != 0)
+        return -ENOMEM;
+    if (last == 0)
+        stream_end(client, image, &image->streams[stream.index]);
+    return count > 0 || last == 0;
 }
 
 /* The same for a stream that is collected. At its end the bytes are pending. */
