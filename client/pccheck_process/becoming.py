@@ -4,6 +4,7 @@ that nothing of the image is ever another user's. It keeps the two capabilities 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pwd
 import struct
@@ -28,6 +29,9 @@ def become(uid: int, gid: int, groups: Sequence[int]) -> None:
             f"the process belongs to uid {uid}, and this command runs as uid {os.geteuid()}",
             hint="ask as that user or as root",
         )
+    # What is imported late may lie where that user cannot read.
+    for name in ("json", "shlex", "encodings.unicode_escape", "pccheck_store.remote"):
+        importlib.import_module(name)
     os.setgroups(groups)
     os.setresgid(gid, gid, gid)
     _prctl(_PR_SET_KEEPCAPS, 1)

@@ -4,6 +4,7 @@ it wrote. Plain JSON, in the index."""
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from collections.abc import Iterable
@@ -54,14 +55,40 @@ class Facts:
         """Raises DamagedError."""
         try:
             made = cls(**plain)  # type: ignore[arg-type]
+            if not _is_honest(made):
+                raise ValueError("no snapshot has such options, paths or pids")
             tree = {int(pid): [*map(int, threads)] for pid, threads in made.tree.items()}
             written = [OpenFile(**one) for one in made.written]  # type: ignore[arg-type]
             read = [OpenFile(**one) for one in made.read]  # type: ignore[arg-type]
             affinity = {int(thread): cpus for thread, cpus in made.affinity.items()}
             found = {"tree": tree, "written": written, "read": read, "affinity": affinity}
             return cls(**{**vars(made), **found})
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DamagedError(f"the facts of the process image cannot be read: {error}") from error
+
+
+#: What `dump_options` makes, and how CRIU names pipes and terminals.
+_OPTION = re.compile(
+    r"--manage-cgroups=ignore|--shell-job|--file-locks|--tcp-established|--network-lock|skip"
+    r"|--ghost-limit|\d{1,15}"
+)
+_OUTER = re.compile(r"pipe:\[\d+\]|tty\[[0-9a-f]+:[0-9a-f]+\]")
+
+
+def _is_honest(made: Facts) -> bool:
+    """CRIU gets nothing but what a snapshot can have noted: an image is its owner's word."""
+    texts = [made.comm, made.cwd, *made.argv, *made.standard, *made.sockets]
+    texts += [one["path"] for one in [*made.written, *made.read]]  # type: ignore[index]
+    numbers = [made.pid, made.uid, made.gid, *made.groups, *map(int, made.tree), *made.open_files]
+    return (
+        all(_OPTION.fullmatch(one) for one in made.options)
+        and all(_OUTER.fullmatch(one) for one in [*made.pipes, *made.terminals])
+        and all("\0" not in one for one in texts)
+        and all(type(one) is int for one in numbers[:3])
+        and all(int(one) > 1 for one in made.tree)
+        and len(made.standard) == len(_STANDARD) and len(made.open_files) == 2
+        and isinstance(made.fingerprint, dict) and isinstance(made.gpu, dict)
+    )  # fmt: skip
 
 
 def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:

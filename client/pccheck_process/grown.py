@@ -11,6 +11,7 @@ from pathlib import Path
 from pccheck_wire.errors import RefusedError
 
 from .looking.found import OpenFile
+from .procs.procfs import Proc, parse_fields, whole
 
 _COPY_BYTES = 1 << 20
 
@@ -28,17 +29,39 @@ def _refusals(files: Iterable[OpenFile], *, may_grow: bool) -> list[str]:
     found = []
     for one in _distinct(files):
         try:
-            size = Path(one.path).stat().st_size
+            now = Path(one.path).stat()
         except OSError as error:
             found.append(f"{one.path} cannot be opened ({error.strerror})")
             continue
-        if size != one.size_bytes and one.size_checked and not (may_grow and size > one.size_bytes):
+        size = now.st_size
+        if now.st_dev == one.device and now.st_ino != one.inode:
+            found.append(f"{one.path} is another file than at the snapshot, as after a rotation")
+        elif (
+            size != one.size_bytes and one.size_checked and not (may_grow and size > one.size_bytes)
+        ):
             found.append(f"{one.path} has {size} bytes and had {one.size_bytes} at the snapshot")
     return found
 
 
+def writers(files: Iterable[OpenFile]) -> list[str]:
+    """Processes that write to these files now: cut back under them, a file loses bytes."""
+    wanted = {(one.device, one.inode): one.path for one in _distinct(files)}
+    proc = Proc(Path("/proc"))
+    found: dict[str, None] = {}
+    for pid in proc.pids() if wanted else []:
+        for fd in proc.numbers(pid, "fd") or []:
+            file = proc.stat(pid, "fd", fd)
+            if file is None or (path := wanted.get((file.st_dev, file.st_ino))) is None:
+                continue
+            flags = whole(parse_fields(proc.text(pid, "fdinfo", fd)).get("flags"), 8)
+            if flags & os.O_ACCMODE != os.O_RDONLY:
+                found[f"process {pid} writes to {path}"] = None
+    return [*found]
+
+
 class CutFiles:
-    """Cuts files back; `undo` puts everything where it was."""
+    """Cuts files back; `undo` puts everything where it was. A file that somebody has written to
+    meanwhile stays as it is, and its end stays in the other file."""
 
     def __init__(self, step: int) -> None:
         self._step = step
@@ -61,9 +84,9 @@ class CutFiles:
     def undo(self) -> None:
         for path, size, kept in reversed(self._cut):
             with kept.open("rb") as source, Path(path).open("r+b") as target:
-                if target.seek(0, os.SEEK_END) >= size:
-                    target.seek(size)
-                    _copy(source.fileno(), target.fileno())
+                if target.seek(0, os.SEEK_END) != size:
+                    continue
+                _copy(source.fileno(), target.fileno())
             kept.unlink()
         self._cut.clear()
 

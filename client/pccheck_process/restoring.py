@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import select
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -113,7 +115,24 @@ def owner(source: Source, job: str, uid: int | None) -> int:
     a job of that name."""
     images = _images(source, job, uid)
     one_owner(job, [one.id.uid for one in images])
+    if os.geteuid() == 0 and images[0].id.uid == 0:
+        for one in images:
+            _require_roots(one.volume_path)
     return images[0].id.uid
+
+
+def _require_roots(volume: Path) -> None:
+    """Root runs as root only what root has stored. A volume says of itself whose it is, so the
+    file and the directories above it count. Raises RefusedError."""
+    for place in (volume, *volume.parents):
+        with contextlib.suppress(FileNotFoundError):
+            found = place.stat()
+            if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+                raise RefusedError(
+                    f"{place} belongs to uid {found.st_uid} or others may write there, so this "
+                    "snapshot may not be one of root",
+                    hint="--uid N restores snapshots of user N as that user",
+                )
 
 
 def _images(source: Source, job: str, uid: int | None) -> list[catalog.StoredCheckpoint]:
@@ -147,9 +166,10 @@ def _attempt(
 ) -> RunningAgain:
     index = unpack(payloads.packed_tree(one.id.rank), one.payload_bytes)
     facts = Facts.of_plain(index.facts)
-    _require_possible(facts, wanted)
     _subreap()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_alone(facts))
+        _require_possible(facts, wanted)
         place = stack.enter_context(criu.PrivatePlace())
         inherited = stack.enter_context(_Inherited(facts, wanted))
         files = grown.CutFiles(one.id.step)
@@ -172,6 +192,17 @@ def _attempt(
     return RunningAgain(facts.pid, child, child, one.id.step)
 
 
+@contextlib.contextmanager
+def _alone(facts: Facts) -> Iterator[None]:
+    """Of several restores in one working directory one goes on; the next one looks again."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            place = os.open(facts.cwd, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, place)
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+
+
 def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     """Raises RefusedError with all reasons."""
     reasons = grown.refusals(facts.written, facts.read)
@@ -191,6 +222,7 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     reasons += gpu.refusals(facts.gpu, wanted.gpus, force=wanted.force)
     now = fingerprint.measured_again(facts.fingerprint)
     if not wanted.force:
+        reasons += grown.writers(facts.written)
         reasons += fingerprint.differences(facts.fingerprint, now)
     if reasons:
         raise RefusedError(
@@ -210,8 +242,8 @@ def _way_out(reasons: list[str]) -> str:
     hints = ["--step N chooses another snapshot"]
     if any("its pid" in reason for reason in reasons):
         hints.insert(0, "--own-pids makes the process in a PID namespace, where its pids are free")
-    if any("since the snapshot" in reason or "mount" in reason for reason in reasons):
-        hints.append("--force restores although files or the machine are different")
+    if any("since the snapshot" in one or "mount" in one or "writes to" in one for one in reasons):
+        hints.append("--force restores all the same")
     return "; ".join(hints)
 
 
@@ -256,7 +288,7 @@ def _run_criu(
             process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, pass_fds=(*inherited.descriptors, says),
-                preexec_fn=enter,
+                preexec_fn=enter, env=criu.environment(),
             )  # fmt: skip
         os.close(says)
         made = _until_made(process, heard, wanted)
@@ -372,8 +404,8 @@ def _clear(facts: Facts) -> None:
     """Half-made processes stay, asleep and with their pids, until somebody ends them. Only
     children of this process are: a pid alone may be anybody's."""
     ours = {os.getpid(), *facts.tree}
-    stats = {pid: parse_stat(Proc(Path("/proc")).text(pid, "stat")) for pid in facts.tree}
-    half_made = [pid for pid, stat in stats.items() if stat is not None and stat.parent in ours]
+    found = {pid: parse_stat(Proc(Path("/proc")).text(pid, "stat")) for pid in facts.tree}
+    half_made = [pid for pid, one in found.items() if one is not None and one.parent in ours]
     for pid in half_made:
         _send(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + ENDED_LIMIT_S

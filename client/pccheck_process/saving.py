@@ -12,12 +12,15 @@ from collections.abc import Callable
 
 from pccheck_native import _core
 from pccheck_store import VERSION
+from pccheck_store.documents import rows
+from pccheck_store.observer import Observer
 from pccheck_wire import attach, ends
 from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, Closing
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     PccheckError,
+    UsageError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import (
@@ -43,6 +46,16 @@ _ONE = 1  # the session's only snapshot
 _BULK = ("pages-", "ghost-file-")
 
 
+def _require_images(job: str, socket: str | None) -> None:
+    """Snapshots would push the checkpoints of a training job out. Raises UsageError."""
+    with Observer(socket) as observer:
+        document = observer.listing(job, uid=os.geteuid())
+    if any(one.get("kind") != "image" for one in rows(document, "checkpoints")):
+        raise UsageError(
+            f"job {job!r} has checkpoints of tensors", hint="choose another name: --name JOB"
+        )
+
+
 class ImageSession(Closing):
     """Saves one image. Every method raises PccheckError."""
 
@@ -52,6 +65,7 @@ class ImageSession(Closing):
             PROTOCOL_VERSION, Role.TRAINER, VERSION, os.getpid(), job=job, fresh=True, solo=True,
             process=secrets.token_bytes(16),
         )  # fmt: skip
+        _require_images(job, socket)
         self.bound_bytes = -(-bound_bytes // MIB) * MIB
         self._names: list[str] = []
         self._attachment = attach.connect(hello, socket)

@@ -38,6 +38,8 @@ DURABLE_LIMIT_S, SLOWEST_BYTES_PER_S = 60.0, 32 << 20
 TRIES = 3
 #: For a PCcheckClient in the process: until its next step.
 PAUSE_LIMIT_S = 60.0
+#: As many pids as a request may have.
+PAUSED_MAX = 32
 _LOOK_S = 0.05
 
 
@@ -158,7 +160,8 @@ class Apart(Closing):
         RefusedError."""
         deadline_s = time.monotonic() + PAUSE_LIMIT_S
         while True:
-            answer = self._attachment.request(Pause([*looked.tree]))
+            connected = dict.fromkeys([looked.pid, *(one.pid for one in looked.attached)])
+            answer = self._attachment.request(Pause([*connected][:PAUSED_MAX]))
             assert isinstance(answer, Paused)
             if not answer.left and not (found := look_at(looked.pid, wanted)).attached:
                 return found
@@ -177,11 +180,10 @@ class Apart(Closing):
 
 def require_restorable(looked: Looked) -> None:
     """Raises RefusedError, with all reasons."""
+    if len(looked.refusals) == 1:
+        raise RefusedError(looked.refusals[0].what, hint=looked.refusals[0].fix)
     if looked.refusals:
-        raise RefusedError(
-            "; ".join(one.what for one in looked.refusals),
-            hint="; ".join(dict.fromkeys(one.fix for one in looked.refusals)),
-        )
+        raise RefusedError("; ".join(map(str, looked.refusals)))
 
 
 class _Taking:

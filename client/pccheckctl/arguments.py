@@ -11,6 +11,7 @@ from pccheck_wire.errors import UsageError
 
 WATCH_DEFAULT_S = 2.0
 WRITERS_MAX = 64
+EVERY_MAX_S = 366 * 86400.0
 DIGITS_MAX = 19  # those of 2**63; Python refuses to convert thousands
 SLOTS_MIN, SLOTS_MAX = 2, 32  # of a volume; a test compares them with the daemon's
 _JOB = "its name, as status and list show it"
@@ -224,6 +225,19 @@ def _drop(to: argparse.ArgumentParser) -> None:
     to.add_argument("--yes", "-y", action="store_true", help="do not ask")
 
 
+def _every(text: str) -> float:
+    period_s = _duration(text)
+    if not 0 < period_s < EVERY_MAX_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 10min, of a year at most")
+    return period_s
+
+
+def _place(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
+    return text
+
+
 def _pid(text: str) -> int:
     if not text.isdecimal() or len(text) > DIGITS_MAX or not 0 < int(text) < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r} is not the number of a process")
@@ -238,7 +252,7 @@ def _snapshot(to: argparse.ArgumentParser) -> None:
     to.add_argument(
         "--name", type=_job, metavar="JOB", help="of its snapshots (default COMMAND-PID)"
     )
-    to.add_argument("--every", type=_period, metavar="TIME",
+    to.add_argument("--every", type=_every, metavar="TIME",
                     help="again and again, such as 10min, until it ends")  # fmt: skip
     to.add_argument("--dry-run", action="store_true",
                     help="size, pause, room, and every reason against it")  # fmt: skip
@@ -257,9 +271,9 @@ def _gpus(text: str) -> dict[str, str]:
 def _restore_process(to: argparse.ArgumentParser) -> None:
     to.add_argument("job", type=_job, help=_JOB)
     to.add_argument("--step", type=_number, help="of this step; default: the newest that is intact")
-    to.add_argument("--stdout", metavar="FILE",
+    to.add_argument("--stdout", type=_place, metavar="FILE",
                     help="output and errors are added to FILE")  # fmt: skip
-    to.add_argument("--cgroup", metavar="DIR",
+    to.add_argument("--cgroup", type=_place, metavar="DIR",
                     help="the process goes there (default: where this command runs)")  # fmt: skip
     to.add_argument("--gpus", type=_gpus, default={}, metavar="OLD=NEW[,...]",
                     help="UUIDs of GPUs: where the process had OLD it gets NEW")  # fmt: skip

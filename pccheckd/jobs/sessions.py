@@ -39,7 +39,7 @@ from .registry import Registry
 
 READER_CHUNKS = 8
 CONNECTIONS_PER_UID_MAX = 192
-PAUSED_MAX = 4096
+PAUSED_MAX = 32  # of a request's items
 
 
 @dataclass(frozen=True, slots=True)

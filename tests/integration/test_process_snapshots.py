@@ -15,6 +15,7 @@ from pccheck_store.directory import Storage
 from tests.support import criu
 from tests.support.counting import Commands, Counter, end, state_of
 from tests.support.daemon import Daemon, Start
+from tests.support.trainer import Connect
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(
@@ -156,7 +157,9 @@ def test_its_pids_are_taken(commands: Commands, counter: Counter) -> None:
     assert "--own-pids" in refused.stderr
     counts_on(counter)
     os.kill(counter.pid, signal.SIGSTOP)  # both would count in one file
-    command = commands.restored(counter, "--own-pids")
+    written = commands.run("restore-process", "job", "--own-pids").stderr
+    assert f"process {counter.pid} writes to {counter.log}" in written
+    command = commands.restored(counter, "--own-pids", "--force")
     assert end(command) == 128 + signal.SIGTERM
     assert state_of(counter.pid) == "T"
 
@@ -407,3 +410,44 @@ def test_a_restored_process_is_taken_again(commands: Commands, counter: Counter)
         assert command.wait(60) == 128 + signal.SIGKILL
     end(commands.restored(counter))
     assert in_order(counter.numbers)
+
+
+def test_a_name_of_a_training_job_is_refused(
+    commands: Commands, counter: Counter, start_trainer: Connect
+) -> None:
+    """Its checkpoints would be pushed out."""
+    trainer = start_trainer(commands.daemon)
+    assert trainer.save() == "durable"
+    refused = commands.run("snapshot", counter.pid, "--name", "job")
+    assert refused.returncode == 2
+    assert "job 'job' has checkpoints of tensors" in refused.stderr
+    counts_on(counter)
+    assert trainer.save() == "durable"
+
+
+def test_own_pids_and_another_output(commands: Commands, counter: Counter, tmp_path: Path) -> None:
+    commands.snapshot(counter.pid)
+    counter.ended()
+    command = commands.restored(counter, "--own-pids", "--stdout", tmp_path / "again")
+    assert end(command) == 128 + signal.SIGTERM
+    assert in_order(counter.numbers)
+
+
+def test_a_directory_that_was_removed_is_refused(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    counter = Counter(tmp_path, setup="os.chdir('gone')\n    os.rmdir('../gone')")
+    refused = commands.run("snapshot", counter.pid, "--name", "job")
+    assert f"works in {tmp_path / 'gone'}, which was removed" in refused.stderr
+    counts_on(counter)
+    counter.kill()
+
+
+def test_a_rotated_log_is_refused(commands: Commands, counter: Counter) -> None:
+    commands.snapshot(counter.pid)
+    counter.ended()
+    counter.log.rename(counter.log.with_name("log.1"))
+    counter.log.write_text("x" * 10_000)
+    refused = commands.run("restore-process", "job")
+    assert f"{counter.log} is another file than at the snapshot" in refused.stderr
+    assert counter.log.read_text() == "x" * 10_000
+    counter.log.write_text("")

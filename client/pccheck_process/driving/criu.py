@@ -157,6 +157,11 @@ def command(program: Path, verb: str, place: PrivatePlace, options: Sequence[str
     return line if os.geteuid() == 0 else [*line, "--unprivileged"]
 
 
+def environment() -> dict[str, str]:
+    """Of CRIU and its hook: nothing of the caller's secrets."""
+    return {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
+
+
 def reason_in(log: str) -> str:
     """The first error in a log of CRIU; "" if it has none."""
     errors = [line.partition("Error ")[2] for line in log.splitlines() if "Error (" in line]
@@ -179,7 +184,7 @@ class Dump:
         try:
             self._process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=theirs.fileno(),
-                start_new_session=True,
+                start_new_session=True, env=environment(),
             )  # fmt: skip
         except OSError as error:
             self._socket.close()

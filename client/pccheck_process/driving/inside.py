@@ -31,7 +31,7 @@ def main() -> None:
     """Exits as the process does."""
     pid, said, criu = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     os.set_inheritable(said, False)
-    status = subprocess.run(criu, stdin=subprocess.DEVNULL, check=False).returncode
+    status = subprocess.run(criu, stdin=subprocess.DEVNULL, close_fds=False, check=False).returncode
     if status != 0:
         sys.exit(1)
     for number in SIGNALS:

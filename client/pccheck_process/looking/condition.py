@@ -44,6 +44,12 @@ def look_at_condition(found: Findings, proc: Proc, asked: Asked, one: TreeProces
             f"{one} has the root directory {shown(place or '')} (chroot)",
             "start the process without chroot",
         )
+    directory = proc.link(one.pid, "cwd") or ""
+    if directory.endswith(" (deleted)"):
+        found.refuse(
+            f"{one} works in {shown(directory.removesuffix(' (deleted)'))}, which was removed",
+            "start the process in a directory that stays",
+        )
     if one.stat.state == "T":
         found.note(f"{one} is stopped by a signal, and a restored process is stopped, too")
 

@@ -31,7 +31,7 @@ def _look_at_end(found: Findings, name: str, ends: list[OpenDescriptor], other: 
         end = ends[0]
         found.refuse(
             f"{end.member} has a pipe to {other} open as descriptor {end.fd}",
-            "close that pipe, or start a process that holds both ends",
+            f"start the process with that descriptor closed: {end.fd}>&-",
         )
         return
     found.outer_pipes.setdefault(name)

@@ -11,7 +11,7 @@ from pccheck_process import taking
 from pccheck_process.looking import Looked
 from pccheck_process.taking import ProcessSnapshot, SnapshotWanted
 from pccheck_store.observer import Observer
-from pccheck_wire.basics import plural, size_text
+from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError, UsageError
 from pccheckctl.output.documents import Document, answer, note, part, whole
 
@@ -103,9 +103,13 @@ def _expected(looked: Looked, free_bytes: int, slots: int) -> Document:
     }
 
 
+def _count(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
 def _expected_text(looked: Looked, found: Document) -> str:
     lines = [
-        f"process {looked.pid} ({looked.comm}), {plural(len(looked.tree), 'process')}: about "
+        f"process {looked.pid} ({looked.comm}), {_count(len(looked.tree))}: about "
         f"{size_text(looked.image_bytes)}",
         f"expected pause: about {found['pause_s']:.1f} s, longer if the daemon's --dram is smaller "
         "than the image",
