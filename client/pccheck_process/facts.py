@@ -27,7 +27,7 @@ class Facts:
     """Of one snapshot."""
 
     pid: int
-    tree: dict[int, list[int]]  #: the threads of each process
+    tree: dict[int, list[int]]  #: the threads of each process, also of those that have ended
     comm: str
     argv: list[str]
     uid: int
@@ -98,7 +98,7 @@ def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:
     files = files_of(tree)
     return Facts(
         pid=pid,
-        tree={one: _threads(one) for one in tree},
+        tree={one: _threads(one) for one in descendants(Proc(Path("/proc")), pid)},
         comm=looked.comm,
         argv=[*looked.argv],
         uid=looked.uid,

@@ -98,7 +98,7 @@ def ended(
     number: int = 1,
 ) -> None:  # fmt: skip
     times = SaveTimes(*[0] * len(SaveTimes._fields))
-    event = Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, times, None)
+    event = Event(kind, 1, session, 1, 1, 0, -1, error, stage, 0, 0, 0, 0, times, None)
     pulling.note(saving(session=session, map=number), event)
 
 
