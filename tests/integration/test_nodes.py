@@ -65,7 +65,8 @@ def test_steps_in_memory_are_replaced_without_a_warning(
         for trainer, handle in zip(group, handles, strict=True):
             trainer.wait_copied(handle)
     assert [trainer.wait_global(89) for trainer in group] == ["global"] * 4
-    ends = {"global", "superseded", "durable"}
+    # "skipped" where the other node had replaced the step in its memory before this one knew.
+    ends = {"global", "superseded", "durable", "skipped"}
     until(lambda: {state for trainer in group for state in trainer.states()} <= ends)
     assert [trainer.warnings for trainer in group] == [[], [], [], []]
 

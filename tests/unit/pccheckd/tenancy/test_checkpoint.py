@@ -62,7 +62,9 @@ def test_what_is_copied_ends_skipped_only_when_the_group_gives_it_up(
 
 
 def event(kind: str, ended: int = 0) -> Event:
-    return Event(kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0, ended), None)
+    return Event(
+        kind, 1, 1, 1, 7, 0, 0, "", "", 0, 0, 0, 0, SaveTimes(0, 0, 0, 0, 0, 0, ended), None
+    )
 
 
 @pytest.mark.parametrize("kind", ["durable", "superseded", "failed"])
