@@ -220,7 +220,8 @@ class _Taking:
         trouble = self._held.release()
         ended_s = time.monotonic()
         if status != 0:
-            raise dump.error(f"the image is complete, but criu ended with status {status}")
+            why = dump.error(f"the image is complete, but criu ended with status {status}")
+            raise CheckpointFailedError(why.message)  # not tried again: it may become durable
         sequence = self._until_durable(nbytes)
         if trouble is not None:  # the snapshot is durable all the same
             raise trouble
