@@ -7,7 +7,7 @@ done = client.restore()
 client.checkpoint(step=step)
 """
 
-from pccheck_process.taking import ProcessSnapshot
+from pccheck_process.taken import ProcessSnapshot
 from pccheck_store.jobs import Stored, StoredRank
 from pccheck_store.reading.errors import RecycledError
 from pccheck_wire.errors import (

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from pccheck_process.taking import ProcessSnapshot
+from pccheck_process.taken import ProcessSnapshot
 from pccheck_wire.errors import InternalError, UsageError, error_from_wire
 
 

@@ -31,7 +31,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class ImageIndex:
-    """`facts` is plain JSON; `restoring.py` says what is in it."""
+    """`facts` is plain JSON; `facts.py` says what is in it."""
 
     streams: dict[str, ImageFile]
     facts: dict[str, object] = field(default_factory=dict)

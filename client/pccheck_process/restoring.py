@@ -40,6 +40,8 @@ from .procs.procfs import Proc, parse_stat, shown
 RESTORE_LIMIT_S = 3600.0
 #: For ids that are taken: by processes that live, and by those that have ended.
 TAKEN_LIMIT_S, ENDED_LIMIT_S = 1.0, 10.0
+#: For another restore in the same working directory.
+ALONE_LIMIT_S = 60.0
 _LOOK_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -84,11 +86,11 @@ class Signals:
     def pass_on(self, to: RunningAgain) -> None:
         self._receiver = to.receiver
         while self._waiting:
-            _send(self._receiver, self._waiting.pop(0))
+            inside.send(self._receiver, self._waiting.pop(0))
 
     def _take(self, number: int) -> None:
         if self._receiver:
-            _send(self._receiver, number)
+            inside.send(self._receiver, number)
         else:
             self._waiting.append(number)
 
@@ -116,18 +118,22 @@ def owner(source: Source, job: str, uid: int | None) -> int:
     images = _images(source, job, uid)
     one_owner(job, [one.id.uid for one in images])
     if os.geteuid() == 0 and images[0].id.uid == 0:
+        # The connection has judged a daemon that serves: its directory may be its user's.
+        owners = {0, source.path.stat().st_uid} if source.served else {0}
         for one in images:
-            _require_roots(one.volume_path)
+            _require_roots(one.volume_path, owners)
     return images[0].id.uid
 
 
-def _require_roots(volume: Path) -> None:
+def _require_roots(volume: Path, owners: set[int]) -> None:
     """Root runs as root only what root has stored. A volume says of itself whose it is, so the
-    file and the directories above it count. Raises RefusedError."""
+    owners of the file and of the directories above it count. Raises RefusedError."""
     for place in (volume, *volume.parents):
         with contextlib.suppress(FileNotFoundError):
             found = place.stat()
-            if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+            if found.st_uid not in owners or (
+                found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+            ):
                 raise RefusedError(
                     f"{place} belongs to uid {found.st_uid} or others may write there, so this "
                     "snapshot may not be one of root",
@@ -199,8 +205,18 @@ def _alone(facts: Facts) -> Iterator[None]:
         with contextlib.suppress(OSError):
             place = os.open(facts.cwd, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, place)
-            fcntl.flock(place, fcntl.LOCK_EX)
+            _lock(place)
         yield
+
+
+def _lock(place: int) -> None:
+    """Goes on without the lock after a while: anybody who can read the directory may hold it."""
+    deadline_s = time.monotonic() + ALONE_LIMIT_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOOK_S)
 
 
 def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
@@ -284,13 +300,15 @@ def _run_criu(
     if wanted.own_pids:
         line = inside.command(facts.pid, says, line)
     try:
-        with _cgroup(wanted.cgroup) as enter:
-            process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, pass_fds=(*inherited.descriptors, says),
-                preexec_fn=enter, env=criu.environment(),
-            )  # fmt: skip
-        os.close(says)
+        try:
+            with _cgroup(wanted.cgroup) as enter:
+                process = subprocess.Popen(
+                    line, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL, pass_fds=(*inherited.descriptors, says),
+                    preexec_fn=enter, env=criu.environment(),
+                )  # fmt: skip
+        finally:
+            os.close(says)
         made = _until_made(process, heard, wanted)
     finally:
         os.close(heard)
@@ -407,7 +425,7 @@ def _clear(facts: Facts) -> None:
     found = {pid: parse_stat(Proc(Path("/proc")).text(pid, "stat")) for pid in facts.tree}
     half_made = [pid for pid, one in found.items() if one is not None and one.parent in ours]
     for pid in half_made:
-        _send(pid, signal.SIGKILL)
+        inside.send(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + ENDED_LIMIT_S
     while half_made and time.monotonic() < deadline_s:  # a driver may hold a process for good
         half_made = [pid for pid in half_made if not _collected(pid)]
@@ -420,8 +438,3 @@ def _collected(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return not Path(f"/proc/{pid}").exists()
-
-
-def _send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

@@ -73,13 +73,13 @@ class ImageSession(Closing):
         self.step = 1 if newest is None else newest + 1
         try:
             self._native = _core.Client(self._attachment.memory_fd, self._attachment.page_fd)
-            self.room_bytes = self._register()
+            self._register()
         except BaseException:
             self._attachment.close()
             raise
 
-    def _register(self) -> int:
-        """The daemon's memory for this session, once no more is to be expected soon."""
+    def _register(self) -> None:
+        """Returns when the daemon has no more memory for this session soon."""
         deadline_s = time.monotonic() + GROW_LIMIT_S
         while True:
             wanted = Register(self.bound_bytes)
@@ -87,7 +87,7 @@ class ImageSession(Closing):
             assert isinstance(answer, Registered)
             enough = min(self.bound_bytes, answer.expected_bytes)
             if answer.granted_bytes >= enough or time.monotonic() > deadline_s:
-                return answer.granted_bytes
+                return
             time.sleep(_LOOK_S)
 
     def begin(self, waits: Callable[[], None] = lambda: None) -> None:

@@ -2,7 +2,8 @@
 
 1. Everything that can be refused is refused while the target runs.
 2. The daemon gives room, then CRIU freezes the target and streams it into the pool.
-3. CRIU waits at its hook until the record is durable; then it ends the target, or lets it go on.
+3. CRIU waits at its hook until the record is durable, and then ends the target. A target that
+   goes on waits only until the image is copied.
 
 Whatever fails before that, the pipes are cut: CRIU gets EPIPE and lets the target go on."""
 
@@ -27,11 +28,10 @@ from . import facts, gpu
 from .becoming import become
 from .looking import Looked, look
 from .saving import ImageSession
+from .taken import ProcessSnapshot
 
 #: What the image may grow by between the look and the freeze, and CRIU's own files.
 MARGIN_BYTES = 64 << 20
-#: A target whose pipes bring nothing for so long is let go.
-STALL_LIMIT_S = criu.STALL_LIMIT_S
 #: For the record, while the target stands still: what the slowest disk needs.
 DURABLE_LIMIT_S, SLOWEST_BYTES_PER_S = 60.0, 32 << 20
 #: What CRIU refuses once may be over a moment later.
@@ -51,22 +51,6 @@ class SnapshotWanted:
     tree: bool = False
     leave_running: bool = False
     socket: str | None = None
-
-
-@dataclass(frozen=True)
-class ProcessSnapshot:
-    """A durable one. Times are in seconds: how long the target stood still, and from the request
-    to the durable record."""
-
-    job: str
-    step: int
-    sequence: int
-    nbytes: int
-    pause_s: float
-    durable_s: float
-    running: bool  #: the target goes on
-    pid: int
-    notes: tuple[str, ...]  #: what is different when it is restored
 
 
 def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
@@ -208,7 +192,7 @@ class _Taking:
             self._until_dumped(dump)
             nbytes = self._complete()
             if self._wanted.leave_running:
-                self._session.copied(STALL_LIMIT_S, self._watchdog.lives)
+                self._session.copied(criu.STALL_LIMIT_S, self._watchdog.lives)
             else:
                 self._until_durable(nbytes)
         except BaseException:
@@ -239,9 +223,9 @@ class _Taking:
                 raise self._capture.error
             if (now := self._session.read_bytes) != read_bytes:
                 read_bytes, since_s = now, time.monotonic()
-            if time.monotonic() - since_s > STALL_LIMIT_S:
+            if time.monotonic() - since_s > criu.STALL_LIMIT_S:
                 raise WaitTimeoutError(
-                    f"the target sent nothing for {STALL_LIMIT_S:.0f} s, after "
+                    f"the target sent nothing for {criu.STALL_LIMIT_S:.0f} s, after "
                     f"{size_text(read_bytes)}",
                     hint="see: pccheckctl status",
                 )
@@ -251,7 +235,7 @@ class _Taking:
 
     def _complete(self) -> int:
         """The image gets its index, while CRIU waits; its bytes."""
-        index = self._capture.index(facts.tree_now(self._looked.pid), STALL_LIMIT_S)
+        index = self._capture.index(facts.tree_now(self._looked.pid), criu.STALL_LIMIT_S)
         if not self._watched.lives():
             raise CheckpointFailedError(f"process {self._looked.pid} has ended meanwhile")
         index.facts.update(facts.of(self._looked, self._options, self._held.facts).plain())

@@ -20,10 +20,10 @@ from pccheck_wire.basics import Closing
 from pccheck_wire.errors import CheckpointFailedError, PccheckError, RefusedError
 
 VARIABLE = "PCCHECK_CRIU"
+#: Older ones refuse every process with an inet socket on kernels from 6.16.
 LEAST = (4, 2)
 #: CAP_SETPCAP and CAP_CHECKPOINT_RESTORE, as bits.
 CAPABILITIES = 1 << 8 | 1 << 40
-#: Older ones refuse every process with an inet socket on kernels from 6.16.
 INSTALL_HINT = (
     "install criu 4.2 or newer (Debian: apt install -t sid criu), or name it in " + VARIABLE
 )

@@ -35,7 +35,7 @@ def main() -> None:
     if status != 0:
         sys.exit(1)
     for number in SIGNALS:
-        signal.signal(number, lambda sent, _: _send(pid, sent))
+        signal.signal(number, lambda sent, _: send(pid, sent))
     os.write(said, RESTORED)
     os.close(said)
     sys.exit(exit_code(wait_for(pid)))
@@ -55,6 +55,6 @@ def exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _send(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

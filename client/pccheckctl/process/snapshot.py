@@ -9,7 +9,8 @@ import time
 
 from pccheck_process import taking
 from pccheck_process.looking import Looked
-from pccheck_process.taking import ProcessSnapshot, SnapshotWanted
+from pccheck_process.taken import ProcessSnapshot
+from pccheck_process.taking import SnapshotWanted
 from pccheck_store.observer import Observer
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import PccheckError, RefusedError, UsageError

@@ -29,7 +29,6 @@ struct stream {
 };
 
 struct pcc_image {
-    uint64_t snapshot;
     /* guarded by the client's lock */
     struct stream *streams; /* the thread alone removes and changes those that it was given */
     uint32_t stream_count, stream_room;
@@ -71,7 +70,6 @@ int pcc_client_image_begin(struct pcc_client *client, uint64_t snapshot,
 
     if (image == NULL)
         return -ENOMEM;
-    image->snapshot = snapshot;
     image->chunk = PCC_NO_CHUNK;
     (void)pthread_mutex_lock(&client->lock);
     int error = 0;

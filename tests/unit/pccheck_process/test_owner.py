@@ -11,7 +11,7 @@ import pytest
 from pccheck_native import _core, catalog
 from pccheck_native.identity import CheckpointId
 from pccheck_process import restoring
-from pccheck_wire.errors import NoCheckpointError, UsageError
+from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
 
 
 def stored(uid: int, sequence: int, flags: int = _core.SLOT_IMAGE) -> catalog.StoredCheckpoint:
@@ -24,6 +24,8 @@ def stored(uid: int, sequence: int, flags: int = _core.SLOT_IMAGE) -> catalog.St
 
 class Holds:
     """A source with these checkpoints."""
+
+    path, served = Path("/"), False
 
     def __init__(self, *checkpoints: catalog.StoredCheckpoint) -> None:
         self._checkpoints = checkpoints
@@ -44,6 +46,20 @@ def test_root_gets_no_image_of_another_user(monkeypatch: pytest.MonkeyPatch) -> 
     source: Any = Holds(mine, stored(4242, 9))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert restoring._snapshots(source, restoring.RestoreWanted("job")) == [mine]
+
+
+def test_root_trusts_the_user_of_a_daemon_that_serves_the_directory(tmp_path: Path) -> None:
+    """As that of the shipped unit. A directory that is only named may be anybody's."""
+    volume = tmp_path / "volume"
+    volume.touch()
+    os.chown(tmp_path, 4242, 4242)
+    os.chown(volume, 4242, 4242)
+    source: Any = Holds(stored(0, 1)._replace(volume_path=volume))
+    source.path = tmp_path
+    with pytest.raises(RefusedError, match="belongs to uid 4242"):
+        restoring.owner(source, "job", None)
+    source.served = True
+    assert restoring.owner(source, "job", None) == 0
 
 
 def test_several_users_with_one_job_name() -> None:
