@@ -485,6 +485,48 @@ static void test_damage_is_found_by_the_load(void)
     owner_free(owner);
 }
 
+/* Whole chunks that are to lie on whole pages are read there, the others are copied; nothing beside
+ * the ranges changes. */
+static void test_ranges_are_filled_in_place_and_beside(void)
+{
+    enum { PAYLOAD = CAPACITY - 100, GAP = 5000, ROOM = CAPACITY + 4 * PCC_IO_ALIGN };
+    struct owner *owner = owner_new(4, 2, 1, 0);
+    const struct pcc_geometry geometry = pcc_volume_geometry(owner->volume);
+    uint8_t *slot = owner->media->bytes + pcc_geometry_slot_offset(&geometry, 0);
+    uint8_t *memory = aligned_alloc(PCC_IO_ALIGN, ROOM);
+    struct payload payload;
+    struct pcc_load *load;
+
+    CHECK(memory);
+    CHECK_EQUAL(payload_begin(owner, 1, PAYLOAD, &payload), 0);
+    payload_fill(&payload);
+    step_all(owner, 1);
+    free(payload.memory);
+    CHECK_EQUAL(pcc_load_open(owner->volume, 1, &load), 0);
+    for (uint64_t shift = 0; shift <= 1; shift++) {
+        uint8_t *first = memory + PCC_IO_ALIGN + shift;
+        const struct pcc_range ranges[] = {
+            {.address = (uintptr_t)first, .length_bytes = 2 * CHUNK + 7},
+            {.address = (uintptr_t)first + 2 * CHUNK + 7 + GAP,
+             .offset_bytes = 2 * CHUNK + 7 + GAP,
+             .length_bytes = PAYLOAD - (2 * CHUNK + 7 + GAP)}};
+        memset(memory, 0xa5, ROOM);
+        CHECK_EQUAL(pcc_load_ranges(load, ranges, 2, CHUNK, 2), 0);
+        for (uint64_t at = 0; at < ROOM; at++) {
+            const uint64_t offset = at - PCC_IO_ALIGN - shift; /* of the payload */
+            const bool wanted = at >= PCC_IO_ALIGN + shift && offset < PAYLOAD &&
+                                (offset < 2 * CHUNK + 7 || offset >= 2 * CHUNK + 7 + GAP);
+            CHECK_EQUAL(memory[at], wanted ? payload_byte(1, offset) : 0xa5);
+        }
+        slot[CHUNK + 1] ^= 4;
+        CHECK_EQUAL(pcc_load_ranges(load, ranges, 2, CHUNK, 0), -PCC_E_DAMAGED);
+        slot[CHUNK + 1] ^= 4;
+    }
+    pcc_load_close(load);
+    free(memory);
+    owner_free(owner);
+}
+
 static void test_n_are_in_flight_at_once(void)
 {
     for (uint32_t lanes = 1; lanes <= 3; lanes += 2) {
@@ -522,6 +564,7 @@ int main(void)
     RUN(test_a_failed_flush_is_nobodys_success);
     RUN(test_a_failed_record_fails_the_save_and_stops);
     RUN(test_damage_is_found_by_the_load);
+    RUN(test_ranges_are_filled_in_place_and_beside);
     RUN(test_n_are_in_flight_at_once);
     return 0;
 }

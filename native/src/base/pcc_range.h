@@ -46,6 +46,18 @@ static inline struct pcc_range pcc_range_cut(const struct pcc_range *range, uint
                               .length_bytes = to - from};
 }
 
+/* Where payload [offset, +length) is to lie, if one range wants all of it; NULL. */
+static inline void *pcc_ranges_place(const struct pcc_range *ranges, uint64_t count,
+                                     uint64_t offset_bytes, uint64_t length_bytes)
+{
+    const uint64_t i = pcc_range_find(ranges, sizeof *ranges, count, offset_bytes);
+
+    if (i == count || ranges[i].offset_bytes > offset_bytes ||
+        pcc_range_end(&ranges[i]) - offset_bytes < length_bytes)
+        return NULL;
+    return (void *)(uintptr_t)(ranges[i].address + (offset_bytes - ranges[i].offset_bytes));
+}
+
 /* Copies payload [offset, +length), which is at `bytes`, to those of the ranges that want it. */
 static inline void pcc_ranges_fill(const struct pcc_range *ranges, uint64_t count,
                                    const void *bytes, uint64_t offset_bytes, uint64_t length_bytes)

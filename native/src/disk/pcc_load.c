@@ -224,6 +224,8 @@ struct stream {
     uint32_t chunk_bytes; /* ... and the grid it is read in */
     pcc_load_sink sink;
     void *context;
+    const struct pcc_range *ranges; /* what is read in place, where the disk can */
+    uint64_t range_count;
     _Atomic uint64_t next_chunk;
     _Atomic int result; /* the first failure stops all threads */
 };
@@ -236,33 +238,44 @@ static void stream_fail(struct stream *stream, int result)
                                                   memory_order_relaxed, memory_order_relaxed);
 }
 
-static int stream_chunk(struct stream *stream, uint8_t *buffer, uint64_t chunk)
+/* The memory that the chunk is to lie in, if the disk can read into it; NULL. */
+static uint8_t *straight(const struct stream *stream, uint64_t offset, uint64_t length)
+{
+    uint8_t *place = pcc_ranges_place(stream->ranges, stream->range_count, offset, length);
+
+    return ((uintptr_t)place | length) % PCC_IO_ALIGN == 0 ? place : NULL;
+}
+
+static int stream_chunk(struct stream *stream, uint8_t **buffer, uint64_t chunk)
 {
     const uint64_t offset = chunk * stream->chunk_bytes;
     const uint64_t length =
         pcc_piece_bytes(stream->load->held.entry.payload_bytes, offset, stream->chunk_bytes);
-    const int result = pcc_load_chunk(stream->load, buffer, offset, length);
+    uint8_t *place = straight(stream, offset, length);
 
+    if (place != NULL)
+        return pcc_load_chunk(stream->load, place, offset, length);
+    if (*buffer == NULL && !(*buffer = aligned_alloc(PCC_IO_ALIGN, stream->chunk_bytes)))
+        return -ENOMEM;
+    const int result = pcc_load_chunk(stream->load, *buffer, offset, length);
     if (result != 0 || stream->sink == NULL)
         return result;
     const uint64_t first = offset > stream->first_bytes ? offset : stream->first_bytes;
     const uint64_t end = offset + length < stream->end_bytes ? offset + length : stream->end_bytes;
-    return stream->sink(stream->context, buffer + (first - offset), first, end - first);
+    return stream->sink(stream->context, *buffer + (first - offset), first, end - first);
 }
 
 static void *stream_run(void *argument)
 {
     struct stream *stream = argument;
-    uint8_t *buffer = aligned_alloc(PCC_IO_ALIGN, stream->chunk_bytes);
+    uint8_t *buffer = NULL;
 
-    if (!buffer)
-        stream_fail(stream, -ENOMEM);
     while (PCC_READ(&stream->result) == 0) {
         const uint64_t chunk =
             atomic_fetch_add_explicit(&stream->next_chunk, 1, memory_order_relaxed);
         if (chunk >= pcc_ceil_div(stream->end_bytes, stream->chunk_bytes))
             break;
-        const int result = stream_chunk(stream, buffer, chunk);
+        const int result = stream_chunk(stream, &buffer, chunk);
         if (result != 0)
             stream_fail(stream, result);
     }
@@ -270,25 +283,37 @@ static void *stream_run(void *argument)
     return NULL;
 }
 
-int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t length_bytes,
-                    uint32_t chunk_bytes, uint32_t threads, pcc_load_sink sink, void *context)
+static int stream_all(struct stream *stream, uint32_t threads)
 {
-    const uint64_t payload = load->held.entry.payload_bytes;
-    struct stream stream = {.load = load, .sink = sink, .context = context};
+    const struct pcc_load *load = stream->load;
+    const uint32_t chunk_bytes = stream->chunk_bytes;
+    const uint64_t length_bytes = stream->end_bytes - stream->first_bytes;
 
     if (chunk_bytes == 0 || chunk_bytes % PCC_IO_ALIGN != 0 ||
         chunk_bytes % load->geometry.block_bytes != 0 ||
-        !pcc_is_within(offset_bytes, length_bytes, payload))
+        !pcc_is_within(stream->first_bytes, length_bytes, load->held.entry.payload_bytes))
         return -EINVAL;
     if (length_bytes == 0)
         return 0;
-    stream.first_bytes = offset_bytes;
-    stream.end_bytes = offset_bytes + length_bytes;
-    stream.chunk_bytes = chunk_bytes;
-    atomic_init(&stream.next_chunk, offset_bytes / chunk_bytes);
-    atomic_init(&stream.result, 0);
-    pcc_threads_run(threads, stream_run, &stream, "pcc-load");
-    return PCC_READ(&stream.result);
+    const uint64_t first = stream->first_bytes / chunk_bytes;
+    const uint64_t chunks = pcc_ceil_div(stream->end_bytes, chunk_bytes) - first;
+    atomic_init(&stream->next_chunk, first);
+    atomic_init(&stream->result, 0);
+    pcc_threads_run(chunks < threads ? (uint32_t)chunks : threads, stream_run, stream, "pcc-load");
+    return PCC_READ(&stream->result);
+}
+
+int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes, uint64_t length_bytes,
+                    uint32_t chunk_bytes, uint32_t threads, pcc_load_sink sink, void *context)
+{
+    struct stream stream = {.load = load,
+                            .first_bytes = offset_bytes,
+                            .end_bytes = offset_bytes + length_bytes,
+                            .chunk_bytes = chunk_bytes,
+                            .sink = sink,
+                            .context = context};
+
+    return stream_all(&stream, threads);
 }
 
 uint32_t pcc_load_chunk_bytes(const struct pcc_load *load, uint64_t wanted_bytes)
@@ -329,8 +354,15 @@ int pcc_load_ranges(struct pcc_load *load, const struct pcc_range *ranges, uint6
              next < count && ranges[next].offset_bytes - end_bytes <= GAP_BYTES_MAX; next++)
             end_bytes = pcc_range_end(&ranges[next]);
         struct scatter run = {.ranges = &ranges[first], .count = next - first};
-        result = pcc_load_stream(load, start_bytes, end_bytes - start_bytes, chunk_bytes, threads,
-                                 scatter, &run);
+        struct stream stream = {.load = load,
+                                .first_bytes = start_bytes,
+                                .end_bytes = end_bytes,
+                                .chunk_bytes = chunk_bytes,
+                                .sink = scatter,
+                                .context = &run,
+                                .ranges = run.ranges,
+                                .range_count = run.count};
+        result = stream_all(&stream, threads);
     }
     return result;
 }

@@ -50,6 +50,8 @@ typedef int (*pcc_load_sink)(void *context, const void *bytes, uint64_t offset_b
 PCC_MUST_CHECK int pcc_load_stream(struct pcc_load *load, uint64_t offset_bytes,
                                    uint64_t length_bytes, uint32_t chunk_bytes, uint32_t threads,
                                    pcc_load_sink sink, void *context);
-/* Fills the ranges, which lie in the payload, in the same way. */
+/* Fills the ranges, which lie in the payload, in the same way; a whole chunk whose place in memory
+ * is aligned to PCC_IO_ALIGN is read there and checked there. After an error the memory has any
+ * bytes. */
 PCC_MUST_CHECK int pcc_load_ranges(struct pcc_load *load, const struct pcc_range *ranges,
                                    uint64_t count, uint32_t chunk_bytes, uint32_t threads);
