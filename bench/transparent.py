@@ -273,7 +273,8 @@ def by_criu(place: Place, way: str, target: Target) -> dict[str, float]:
 def restored_by_pccheck(place: Place, target: Target) -> dict[str, float]:
     target.end()
     rounds, start_s = target.rounds, time.monotonic()
-    command = place.command(POOL, "restore-process", _job(target), "--detach", "--json")
+    command = place.command(POOL, "restore-process", _job(target), "--detach", "--force")
+    # This bench itself has written to the board since the snapshot.
     with _running(command, PCCHECK_CRIU=str(place.criu)):
         target.seconds_until_it_runs(rounds)
         seconds = time.monotonic() - start_s
