@@ -41,6 +41,9 @@ REGISTER_LIMIT_S = 120.0
 #: For a free slot, and for memory that the daemon makes or takes back from others.
 BEGIN_LIMIT_S = 60.0
 GROW_LIMIT_S = 10.0
+#: An earlier image is kept as a base, in a slot of its own, while more than half of this part of the
+#: image is equal in both: nobody knows of such a process what it changes.
+WORTH_A_BASE = 8
 _LOOK_S = 0.005
 _ONE = 1  # the session's only snapshot
 _BULK = ("pages-", "ghost-file-")
@@ -91,10 +94,11 @@ class ImageSession(Closing):
             time.sleep(_LOOK_S)
 
     def begin(self, waits: Callable[[], None] = lambda: None) -> None:
-        """Returns when the image has a slot, and chunks come. Nothing was frozen before. Calls
+        """Returns when the image has a slot, and chunks come. The target runs until then. Calls
         `waits` meanwhile."""
         self._native.request(_ONE)
-        self._native.image_begin(_ONE, self.bound_bytes, self.step)
+        frozen_bytes = self.bound_bytes // WORTH_A_BASE
+        self._native.image_begin(_ONE, self.bound_bytes, self.step, frozen_bytes)
         deadline_s = time.monotonic() + BEGIN_LIMIT_S
         while (word := self._word()) == _core.WORD_REQUESTED:
             if time.monotonic() > deadline_s:

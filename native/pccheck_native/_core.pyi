@@ -476,17 +476,19 @@ class Client:
     ) -> None:
         """Requests the snapshot and starts the copy. `provisional`: the daemon cannot vouch for it
         before confirm()."""
-    def image_begin(self, snapshot: int, bound_bytes: int, step: int) -> None:
+    def image_begin(
+        self, snapshot: int, bound_bytes: int, step: int, frozen_bytes: int
+    ) -> None:
         """Requests the snapshot, a process image of less than `bound_bytes`. It ends abandoned with
-        EFBIG if it becomes longer."""
+        EFBIG if it becomes longer. With `frozen_bytes` > 0 it may refer to an earlier image."""
 
     def image_stream(self, snapshot: int, fd: int, number: int, bulk: bool) -> None:
         """A pipe that is read to its end; `fd` is duplicated. What is not `bulk` is collected in
-        memory, so that it lies in one piece. OSError ENOENT when the image has ended."""
+        memory, and comes behind what is. OSError ENOENT when the image has ended."""
 
     def image_extents(self, snapshot: int, /) -> list[tuple[int, int, int]]:
         """Stream number, offset in the payload and length of each piece, in the order of the
-        payload, once all streams have ended; else OSError EBUSY."""
+        payload, once all streams have ended; else OSError EBUSY. No further stream is taken."""
 
     def image_bytes(self, snapshot: int, /) -> int: ...  # of the payload so far
     def image_end(self, snapshot: int, tail: _Packed) -> None:

@@ -125,12 +125,13 @@ PCC_PY_CALLS_NUMBER(client_abandon, PCC_PY_RETURN_BOOL, pcc_client_abandon)
 
 static PyObject *client_image_begin(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"snapshot", "bound_bytes", "step", NULL};
+    static char *names[] = {"snapshot", "bound_bytes", "step", "frozen_bytes", NULL};
     uint64_t snapshot;
     long long step = 0;
     struct pcc_request request = {.kind = PCC_KIND_IMAGE};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&L:image_begin", names, pcc_py_u64,
-                                     &snapshot, pcc_py_u64, &request.payload_bytes, &step))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&LO&:image_begin", names, pcc_py_u64,
+                                     &snapshot, pcc_py_u64, &request.payload_bytes, &step,
+                                     pcc_py_u64, &request.frozen_bytes))
         return NULL;
     request.step = step;
     PCC_PY_RETURN_DONE(pcc_client_image_begin(handle, snapshot, &request));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -51,6 +52,19 @@ def in_order(numbers: list[int]) -> bool:
 
 
 # -- what a user does ------------------------------------------------------------------------------
+
+
+def test_what_has_not_changed_is_written_once(commands: Commands, tmp_path: Path) -> None:
+    """Found by checksum: nobody knows what such a process changes."""
+    counter = Counter(tmp_path, mib=96)
+    for _ in range(2):
+        counter.moves()
+        told = commands.snapshot(counter.pid, "--leave-running")
+    shown = json.loads(commands.run("show", "job", "--step", 2, "--json").stdout)
+    assert shown["own_bytes"] < told["bytes"] - (90 << 20)
+    counter.kill()
+    end(commands.restored(counter))
+    assert in_order(counter.numbers)
 
 
 def test_ended_and_restored(commands: Commands, counter: Counter) -> None:
@@ -132,15 +146,15 @@ def test_its_children_come_with_it(commands: Commands, tmp_path: Path) -> None:
 
 
 def test_the_daemon_knows_snapshots(commands: Commands, counter: Counter) -> None:
-    """As checkpoints of a job of its own: two are kept, and older ones go."""
-    for step in (1, 2, 3):
+    """As checkpoints of a job of its own: two and their base are kept, and older ones go."""
+    for step in (1, 2, 3, 4):
         assert commands.snapshot(counter.pid, "--leave-running")["step"] == step
     listed = commands.run("list").stdout
-    assert listed.count("process") == 2
-    shown = commands.run("show", "job", "--step", "2").stdout
-    assert "process image of step 2" in shown
+    assert listed.count("process") == 3
+    shown = commands.run("show", "job", "--step", "3").stdout
+    assert "process image of step 3" in shown
     assert f"pids       {counter.pid}" in shown
-    assert "2 ok, 0 damaged" in commands.run("verify", "job").stdout
+    assert "3 ok, 0 damaged" in commands.run("verify", "job").stdout
     assert "job" in commands.run("status").stdout
     assert "is the image of a process" in commands.run("export", "job", "-o", "x.pt").stderr
     counter.kill()

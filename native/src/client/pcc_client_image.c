@@ -3,8 +3,11 @@
  * the process that is dumped stands still for one copy only.
  *
  * The caller gives pipes (pcc_client_image_stream), waits until all have ended (PCC_WAIT_DRAINED),
- * learns where the bytes of each lie, and ends the image with its tree. The client's thread reads.
- * A stream that is not `bulk` is collected first, so that it lies in one piece. */
+ * learns where the bytes of each lie, and ends the image with its tree. The client's thread reads,
+ * and its crew copies.
+ * A stream that is not `bulk` is collected, and comes behind all that are: what a process has in
+ * memory then lies where it lay in its image before, so that the writers find what has not changed.
+ */
 #include <fcntl.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -18,6 +21,17 @@
 #define SMALL_BYTES_FIRST 16384u
 #define POLL_MS 2
 #define POLLED_MAX 64u
+#define SIDES (PCC_CREW_HELPERS + 1)
+#define SIDE_BYTES (256u << 10)
+
+/* A pipe of ours. Only one thread at a time reads a pipe, so the pages that several threads copy at
+ * once are moved into a pipe for each thread. */
+struct side {
+    int reads, writes; /* -1: there is none */
+    uint8_t *to;
+    uint64_t bytes;
+    int error;
+};
 
 struct stream {
     uint32_t index; /* in the table */
@@ -32,10 +46,13 @@ struct pcc_image {
     /* guarded by the client's lock */
     struct stream *streams; /* the thread alone removes and changes those that it was given */
     uint32_t stream_count, stream_room;
-    uint32_t open; /* streams that have not ended, or whose bytes are not in the payload yet */
+    uint32_t open; /* streams that have not ended */
     struct pcc_image_extent *extents;
     uint64_t extent_count, extent_room;
-    uint64_t bytes; /* of the payload so far */
+    uint64_t bytes;     /* of the payload so far */
+    uint64_t collected; /* bytes that have no place in it yet */
+    bool placed;        /* they have: no stream comes any more */
+    uint32_t next;      /* the first stream whose collected bytes may not be in a chunk yet */
     uint8_t *tail;
     uint64_t tail_bytes;
     bool ending; /* the tail is there */
@@ -45,6 +62,7 @@ struct pcc_image {
     uint8_t *pending; /* goes into the payload next */
     uint64_t pending_bytes, pending_at;
     bool length_sent;
+    struct side sides[SIDES];
 };
 
 /* -- the caller's side -- */
@@ -62,6 +80,27 @@ static int grow(void **items, uint32_t item_bytes, uint64_t count, uint64_t *roo
     return 0;
 }
 
+/* Without them one thread reads. */
+static void sides_open(struct pcc_image *image)
+{
+    for (uint32_t i = 0; i < SIDES; i++) {
+        int ends[2] = {-1, -1};
+        if (pipe2(ends, O_CLOEXEC) == 0)
+            (void)fcntl(ends[0], F_SETPIPE_SZ, SIDE_BYTES);
+        image->sides[i] = (struct side){.reads = ends[0], .writes = ends[1]};
+    }
+}
+
+static void sides_close(struct pcc_image *image)
+{
+    for (uint32_t i = 0; i < SIDES; i++) {
+        if (image->sides[i].reads < 0)
+            continue;
+        (void)close(image->sides[i].reads);
+        (void)close(image->sides[i].writes);
+    }
+}
+
 int pcc_client_image_begin(struct pcc_client *client, uint64_t snapshot,
                            const struct pcc_request *request)
 {
@@ -71,6 +110,7 @@ int pcc_client_image_begin(struct pcc_client *client, uint64_t snapshot,
     if (image == NULL)
         return -ENOMEM;
     image->chunk = PCC_NO_CHUNK;
+    sides_open(image);
     (void)pthread_mutex_lock(&client->lock);
     int error = 0;
     if (PCC_READ(&client->dead))
@@ -91,8 +131,10 @@ int pcc_client_image_begin(struct pcc_client *client, uint64_t snapshot,
         PCC_WRITE(&job->state, PCC_JOB_SUBMITTED);
     }
     (void)pthread_mutex_unlock(&client->lock);
-    if (error != 0)
+    if (error != 0) {
+        sides_close(image);
         free(image);
+    }
     pcc_bell_ring(&client->view.page->client_bell);
     return error;
 }
@@ -110,7 +152,7 @@ static int stream_add(struct pcc_client *client, struct pcc_image *image, struct
 {
     uint64_t room = image->stream_room;
 
-    if (image->ending || image->stream_count == STREAMS_MAX)
+    if (image->placed || image->stream_count == STREAMS_MAX)
         return -EINVAL;
     const int error = grow((void **)&image->streams, sizeof(stream), image->stream_count, &room);
     if (error != 0)
@@ -145,15 +187,52 @@ int pcc_client_image_stream(struct pcc_client *client, uint64_t snapshot, int fd
     return error;
 }
 
+/* With the lock held: bytes of a stream go to the end of the payload. */
+static int extent_add(struct pcc_image *image, uint32_t number, uint64_t count)
+{
+    struct pcc_image_extent *last =
+        image->extent_count > 0 ? &image->extents[image->extent_count - 1] : NULL;
+
+    if (last != NULL && last->stream == number &&
+        last->offset_bytes + last->length_bytes == image->bytes) {
+        last->length_bytes += count;
+    } else {
+        const int error = grow((void **)&image->extents, sizeof(*image->extents),
+                               image->extent_count, &image->extent_room);
+        if (error != 0)
+            return error;
+        image->extents[image->extent_count++] = (struct pcc_image_extent){
+            .stream = number, .offset_bytes = image->bytes, .length_bytes = count};
+    }
+    image->bytes += count;
+    return 0;
+}
+
+/* With the lock held: whatever was collected gets its place. */
+static int place_collected(struct pcc_image *image)
+{
+    int error = 0;
+
+    for (uint32_t i = 0; error == 0 && !image->placed && i < image->stream_count; i++)
+        if (image->streams[i].count > 0)
+            error = extent_add(image, image->streams[i].number, image->streams[i].count);
+    image->placed = error == 0;
+    image->collected = 0;
+    return error;
+}
+
 int pcc_client_image_extents(struct pcc_client *client, uint64_t snapshot,
                              struct pcc_image_extent **out, uint64_t *out_count)
 {
     PCC_LOCKED(&client->lock);
-    const struct pcc_image *image = image_of(client, snapshot);
+    struct pcc_image *image = image_of(client, snapshot);
     if (image == NULL)
         return -ENOENT;
     if (image->open > 0)
         return -EBUSY;
+    const int error = place_collected(image);
+    if (error != 0)
+        return error;
     *out = malloc((image->extent_count + 1) * sizeof(**out));
     if (*out == NULL)
         return -ENOMEM;
@@ -167,7 +246,7 @@ uint64_t pcc_client_image_bytes(struct pcc_client *client, uint64_t snapshot)
 {
     PCC_LOCKED(&client->lock);
     const struct pcc_image *image = image_of(client, snapshot);
-    return image != NULL ? image->bytes : 0;
+    return image != NULL ? image->bytes + image->collected : 0;
 }
 
 int pcc_client_image_end(struct pcc_client *client, uint64_t snapshot, const void *tail,
@@ -183,7 +262,7 @@ int pcc_client_image_end(struct pcc_client *client, uint64_t snapshot, const voi
     int error = 0;
     if (image == NULL)
         error = -ENOENT;
-    else if (image->open > 0 || image->ending)
+    else if (!image->placed || image->ending)
         error = -EBUSY;
     if (error == 0) {
         image->tail = copy;
@@ -211,27 +290,6 @@ enum step {
     STEP_DONE,  /* the payload is complete */
 };
 
-/* With the lock held: bytes of a stream go to the end of the payload. */
-static int extent_add(struct pcc_image *image, uint32_t number, uint64_t count)
-{
-    struct pcc_image_extent *last =
-        image->extent_count > 0 ? &image->extents[image->extent_count - 1] : NULL;
-
-    if (last != NULL && last->stream == number &&
-        last->offset_bytes + last->length_bytes == image->bytes) {
-        last->length_bytes += count;
-    } else {
-        const int error = grow((void **)&image->extents, sizeof(*image->extents),
-                               image->extent_count, &image->extent_room);
-        if (error != 0)
-            return error;
-        image->extents[image->extent_count++] = (struct pcc_image_extent){
-            .stream = number, .offset_bytes = image->bytes, .length_bytes = count};
-    }
-    image->bytes += count;
-    return 0;
-}
-
 /* With the lock held. */
 static void stream_end(struct pcc_client *client, struct pcc_image *image, struct stream *stream)
 {
@@ -240,6 +298,53 @@ static void stream_end(struct pcc_client *client, struct pcc_image *image, struc
     image->open--;
     if (image->open == 0)
         pcc_bell_ring(&client->view.page->client_bell);
+}
+
+static void copy_side(void *context, uint64_t index)
+{
+    struct side *side = &((struct pcc_image *)context)->sides[index];
+
+    while (side->bytes > 0 && side->error == 0) {
+        const ssize_t count = read(side->reads, side->to, side->bytes);
+        if (count > 0) {
+            side->to += count;
+            side->bytes -= (uint64_t)count;
+        } else if (count == 0 || errno != EINTR) {
+            side->error = count == 0 ? -EIO : -errno;
+        }
+    }
+}
+
+/* Some of what the pipe has now, up to `room` bytes. As read(). */
+static ssize_t read_some(struct pcc_client *client, struct pcc_image *image, int fd, uint8_t *bytes,
+                         uint64_t room)
+{
+    uint64_t count = 0;
+    uint32_t used = 0;
+
+    if (image->sides[0].reads < 0)
+        return read(fd, bytes, room);
+    for (; used < SIDES && image->sides[used].reads >= 0 && count < room; used++) {
+        struct side *side = &image->sides[used];
+        const uint64_t left = room - count;
+        const ssize_t moved = splice(fd, NULL, side->writes, NULL,
+                                     left < SIDE_BYTES ? left : SIDE_BYTES, SPLICE_F_NONBLOCK);
+        if (moved <= 0 && used == 0)
+            return moved;
+        if (moved <= 0)
+            break;
+        side->to = bytes + count;
+        side->bytes = (uint64_t)moved;
+        count += (uint64_t)moved;
+    }
+    pcc_crew_run(&client->crew, PCC_CREW_HELPERS, used, copy_side, image);
+    for (uint32_t i = 0; i < used; i++) {
+        if (image->sides[i].error != 0) {
+            errno = -image->sides[i].error;
+            return -1;
+        }
+    }
+    return (ssize_t)count;
 }
 
 /* Reads a bulk stream into the chunk, as long as something comes. 1 = something did, 0 = nothing
@@ -252,7 +357,7 @@ static int read_bulk(struct pcc_client *client, struct pcc_image *image, struct 
     ssize_t last = 1;
 
     while (count < room && last > 0) {
-        last = read(stream.fd, bytes + count, (size_t)(room - count));
+        last = read_some(client, image, stream.fd, bytes + count, room - count);
         count += last > 0 ? (uint64_t)last : 0;
     }
     if (last < 0 && errno != EAGAIN && errno != EINTR)
@@ -266,7 +371,7 @@ static int read_bulk(struct pcc_client *client, struct pcc_image *image, struct 
     return count > 0 || last == 0;
 }
 
-/* The same for a stream that is collected. At its end the bytes are pending. */
+/* The same for a stream that is collected. */
 static int read_small(struct pcc_client *client, struct pcc_image *image, struct stream stream)
 {
     struct stream *place;
@@ -283,20 +388,29 @@ static int read_small(struct pcc_client *client, struct pcc_image *image, struct
         read(stream.fd, stream.bytes + stream.count, (size_t)(stream.room - stream.count));
     PCC_LOCKED(&client->lock);
     stream.count += count > 0 ? (uint64_t)count : 0;
+    image->collected += count > 0 ? (uint64_t)count : 0;
     place = &image->streams[stream.index];
     *place = stream;
     if (count < 0)
         return errno == EAGAIN || errno == EINTR ? 0 : -errno;
-    if (count > 0)
-        return 1;
-    if (stream.count > 0 && extent_add(image, stream.number, stream.count) != 0)
-        return -ENOMEM;
-    image->pending = stream.bytes;
-    image->pending_bytes = stream.count;
-    image->pending_at = 0;
-    place->bytes = NULL;
-    stream_end(client, image, place);
+    if (count == 0)
+        stream_end(client, image, place);
     return 1;
+}
+
+/* With the lock held: the next collected bytes are pending. False: there are none. */
+static bool take_collected(struct pcc_image *image)
+{
+    while (image->next < image->stream_count && image->streams[image->next].count == 0)
+        image->next++;
+    if (image->next == image->stream_count)
+        return false;
+    struct stream *stream = &image->streams[image->next++];
+    image->pending = stream->bytes;
+    image->pending_bytes = stream->count;
+    image->pending_at = 0;
+    stream->bytes = NULL;
+    return true;
 }
 
 /* Puts what is pending into the chunk, as far as there is room. */
@@ -365,6 +479,18 @@ static int length_send(struct pcc_client *client, struct pcc_job *job)
     return pcc_client_tell(client, &message) ? 1 : -ECONNRESET;
 }
 
+/* What comes after the pipes: STEP_WAITS before that, or a negative code. */
+static int finish(struct pcc_client *client, struct pcc_job *job)
+{
+    PCC_LOCKED(&client->lock);
+    if (job->image->placed && take_collected(job->image))
+        return STEP_ON;
+    if (!job->image->ending)
+        return STEP_WAITS;
+    const int result = length_send(client, job);
+    return result < 0 ? result : STEP_ON;
+}
+
 /* One step towards a full chunk; STEP_*, or a negative code. */
 static int step(struct pcc_client *client, struct pcc_job *job)
 {
@@ -376,16 +502,11 @@ static int step(struct pcc_client *client, struct pcc_job *job)
     }
     if (image->length_sent)
         return STEP_DONE;
+    int result = finish(client, job);
     struct stream stream;
-    if (ready_next(client, image, &stream)) {
-        const int result =
-            stream.bulk ? read_bulk(client, image, stream) : read_small(client, image, stream);
-        return result < 0 ? result : STEP_ON;
-    }
-    PCC_LOCKED(&client->lock);
-    if (!image->ending)
-        return STEP_WAITS;
-    const int result = length_send(client, job);
+    if (result != STEP_WAITS || !ready_next(client, image, &stream))
+        return result;
+    result = stream.bulk ? read_bulk(client, image, stream) : read_small(client, image, stream);
     return result < 0 ? result : STEP_ON;
 }
 
@@ -467,6 +588,7 @@ static void image_free(struct pcc_image *image)
             (void)close(image->streams[i].fd);
         free(image->streams[i].bytes);
     }
+    sides_close(image);
     free(image->streams);
     free(image->extents);
     free(image->tail);
@@ -476,7 +598,7 @@ static void image_free(struct pcc_image *image)
 
 void pcc_client_images_release(struct pcc_client *client, bool all)
 {
-    for (uint32_t i = 0; client->images > 0 && i < PCC_SNAPSHOTS; i++) {
+    for (uint32_t i = 0; PCC_READ(&client->images) > 0 && i < PCC_SNAPSHOTS; i++) {
         struct pcc_job *job = &client->jobs[i];
         PCC_LOCKED(&client->lock);
         if (job->image == NULL)

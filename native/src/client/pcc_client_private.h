@@ -222,7 +222,7 @@ struct pcc_client {
     uint32_t free_count;
     struct pcc_chunk_list landed;        /* filled by copies, not handed over yet */
     uint32_t kept;                       /* jobs whose last chunk is */
-    uint32_t images;                     /* jobs with an image; written under the lock */
+    _Atomic uint32_t images;             /* jobs with an image; written under the lock */
     struct pcc_offer offers[PCC_OFFERS]; /* each with its row of the page's checksum table */
     bool polling;                        /* something of a GPU is to be asked for soon */
     struct pcc_crew crew;                /* shares the blocks of a chunk with the thread */

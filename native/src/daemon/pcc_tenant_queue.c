@@ -50,13 +50,12 @@ void pcc_tenant_noted(struct pcc_tenant *tenant)
 
 /* -- taking requests -- */
 
-/* What no image has: an exposure, a tree before its length is known, a base, other ranks. */
+/* What no image has: an exposure, a tree before its length is known, other ranks. */
 static bool is_plain(const struct pcc_request *request)
 {
     return request->level == PCC_LEVEL_DISK && request->map == 0 &&
            request->tree_offset_bytes == 0 && request->tree_bytes == 0 &&
-           request->types_bytes == 0 && request->frozen_bytes == 0 && request->offered_bytes == 0 &&
-           request->division == 0;
+           request->types_bytes == 0 && request->offered_bytes == 0 && request->division == 0;
 }
 
 /* Why no honest client requests this; cause CODE: it may. */
