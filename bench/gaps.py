@@ -2,7 +2,8 @@
 
     python -m bench.gaps BOARD loop|torch HEAP_BYTES
 
-`loop` has a heap of random bytes and looks at the clock all the time; `torch` trains a small model.
+`loop` has a heap of random bytes, changes all parts of it and looks at the clock all the time;
+`torch` trains a small model.
 BOARD is a file of whole numbers: how many gaps there were, how many rounds the loop has made, and a
 ring with the begin and the end of each gap (CLOCK_MONOTONIC, nanoseconds). The file is mapped, so
 its bytes do not go back with the memory of the program.
@@ -10,6 +11,7 @@ its bytes do not go back with the memory of the program.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import subprocess
@@ -24,6 +26,8 @@ BOARD_BYTES = 4096
 #: A longer time between two rounds is a gap; a step of the torch loop takes less.
 _GAP_NS = 10_000_000
 _PAUSE_S = 0.0005
+#: All of 2 GiB change within half a second.
+_STRIDE_BYTES, _PLACES = 512 << 10, 16
 _READY_LIMIT_S = 120.0
 
 
@@ -102,8 +106,16 @@ def _heap(count_bytes: int) -> mmap.mmap:
     return heap
 
 
-def _pause() -> None:
-    time.sleep(_PAUSE_S)
+def _changing(heap: mmap.mmap) -> Callable[[], None]:
+    """A short sleep that leaves no block of a checkpoint as it was for long."""
+    places = itertools.cycle(range(0, len(heap), _STRIDE_BYTES))
+
+    def step() -> None:
+        for at in itertools.islice(places, _PLACES):
+            heap[at] ^= 1
+        time.sleep(_PAUSE_S)
+
+    return step
 
 
 def main() -> None:
@@ -115,7 +127,7 @@ def main() -> None:
     for _ in range(20):
         step()
     if kind == "loop":
-        step = _pause
+        step = _changing(kept)
     before_ns = time.monotonic_ns()
     while kept:
         step()
