@@ -8,7 +8,7 @@ import re
 import resource
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pccheck_process.procs import fingerprint
@@ -46,6 +46,7 @@ class Facts:
     sockets: list[str]  #: directories of its unix sockets: CRIU binds them again
     gpu: dict[str, object]  #: what gpu.devices notes; empty without
     wall_s: float
+    library: dict[str, int] = field(default_factory=dict)  #: see library.newest_steps
 
     def plain(self) -> dict[str, object]:
         return asdict(self)
@@ -88,10 +89,13 @@ def _is_honest(made: Facts) -> bool:
         and all(int(one) > 1 for one in made.tree)
         and len(made.standard) == len(_STANDARD) and len(made.open_files) == 2
         and isinstance(made.fingerprint, dict) and isinstance(made.gpu, dict)
+        and all(type(step) is int for step in made.library.values())
     )  # fmt: skip
 
 
-def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:
+def of(
+    looked: Looked, options: list[str], gpu: dict[str, object], library: dict[str, int]
+) -> Facts:
     """While the process stands still: it may have other children and larger files by now than when
     it was looked at."""
     pid, tree = looked.pid, tree_now(looked.pid)
@@ -117,6 +121,7 @@ def of(looked: Looked, options: list[str], gpu: dict[str, object]) -> Facts:
         sockets=_socket_directories(tree),
         gpu=gpu,
         wall_s=time.time(),
+        library=library,
     )
 
 

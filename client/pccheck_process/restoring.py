@@ -31,7 +31,7 @@ from pccheck_wire.errors import (
     one_owner,
 )
 
-from . import gpu, grown
+from . import gpu, grown, library
 from .facts import Facts
 from .index import unpack
 from .procs.procfs import Proc, parse_stat, shown
@@ -105,11 +105,15 @@ def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
     for one in _snapshots(source, wanted):
         try:
             with contextlib.closing(source.open([one])) as payloads:
-                return _attempt(program, payloads, one, wanted)
+                return _attempt(program, source, payloads, one, wanted)
         except (DamagedError, UnreadableError) as error:
             errors.append(error.message)
             wanted.note(f"step {one.id.step} is not intact: {error.message}")
-    raise DamagedError(f"no snapshot of job {wanted.job!r} is intact: {errors[0]}")
+    raise DamagedError(
+        f"no snapshot of job {wanted.job!r} is intact: {errors[0]}",
+        hint="a program with a PCcheckClient goes on from its own checkpoints when it is started "
+        "again (pccheckctl list)",
+    )
 
 
 def owner(source: Source, job: str, uid: int | None) -> int:
@@ -168,10 +172,13 @@ def _snapshots(source: Source, wanted: RestoreWanted) -> list[catalog.StoredChec
 
 
 def _attempt(
-    program: Path, payloads: Payloads, one: catalog.StoredCheckpoint, wanted: RestoreWanted
-) -> RunningAgain:
+    program: Path, source: Source, payloads: Payloads, one: catalog.StoredCheckpoint,
+    wanted: RestoreWanted,
+) -> RunningAgain:  # fmt: skip
     index = unpack(payloads.packed_tree(one.id.rank), one.payload_bytes)
     facts = Facts.of_plain(index.facts)
+    for sentence in library.later(source, facts.library):
+        wanted.note(sentence)
     _subreap()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_alone(facts))
@@ -243,7 +250,7 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
     if reasons:
         raise RefusedError(
             f"the process cannot be restored here: {'; '.join(reasons)}",
-            hint=_way_out(reasons),
+            hint=_way_out(reasons, facts),
         )
     for text in fingerprint.notes(facts.fingerprint, now):
         wanted.note(text)
@@ -254,12 +261,17 @@ def _require_possible(facts: Facts, wanted: RestoreWanted) -> None:
         )
 
 
-def _way_out(reasons: list[str]) -> str:
+def _way_out(reasons: list[str], facts: Facts) -> str:
     hints = ["--step N chooses another snapshot"]
     if any("its pid" in reason for reason in reasons):
         hints.insert(0, "--own-pids makes the process in a PID namespace, where its pids are free")
     if any("since the snapshot" in one or "mount" in one or "writes to" in one for one in reasons):
         hints.append("--force restores all the same")
+    if facts.library:
+        jobs = ", ".join(sorted(facts.library))
+        hints.append(
+            f"the program goes on from its own checkpoints ({jobs}) when it is started again"
+        )
     return "; ".join(hints)
 
 

@@ -12,15 +12,12 @@ from collections.abc import Callable
 
 from pccheck_native import _core
 from pccheck_store import VERSION
-from pccheck_store.documents import rows
-from pccheck_store.observer import Observer
 from pccheck_wire import attach, ends
 from pccheck_wire.basics import PROTOCOL_VERSION, START_HINT, Closing
 from pccheck_wire.errors import (
     CheckpointFailedError,
     DaemonUnreachableError,
     PccheckError,
-    UsageError,
     WaitTimeoutError,
 )
 from pccheck_wire.messages import (
@@ -41,22 +38,12 @@ REGISTER_LIMIT_S = 120.0
 #: For a free slot, and for memory that the daemon makes or takes back from others.
 BEGIN_LIMIT_S = 60.0
 GROW_LIMIT_S = 10.0
-#: An earlier image is kept as a base, in a slot of its own, while more than half of this part of the
-#: image is equal in both: nobody knows of such a process what it changes.
-WORTH_A_BASE = 8
+#: Nobody knows what such a process changes. One byte of so many is said to stay as it is: while
+#: half of that is true, an earlier image is kept as a base.
+FROZEN_PART = 8
 _LOOK_S = 0.005
 _ONE = 1  # the session's only snapshot
 _BULK = ("pages-", "ghost-file-")
-
-
-def _require_images(job: str, socket: str | None) -> None:
-    """Snapshots would push the checkpoints of a training job out. Raises UsageError."""
-    with Observer(socket) as observer:
-        document = observer.listing(job, uid=os.geteuid())
-    if any(one.get("kind") != "image" for one in rows(document, "checkpoints")):
-        raise UsageError(
-            f"job {job!r} has checkpoints of tensors", hint="choose another name: --name JOB"
-        )
 
 
 class ImageSession(Closing):
@@ -66,9 +53,8 @@ class ImageSession(Closing):
         """The slots of the job get room for an image of `bound_bytes`."""
         hello = Hello(
             PROTOCOL_VERSION, Role.TRAINER, VERSION, os.getpid(), job=job, fresh=True, solo=True,
-            process=secrets.token_bytes(16),
+            process=secrets.token_bytes(16), images=True,
         )  # fmt: skip
-        _require_images(job, socket)
         self.bound_bytes = -(-bound_bytes // MIB) * MIB
         self._names: list[str] = []
         self._attachment = attach.connect(hello, socket)
@@ -97,7 +83,7 @@ class ImageSession(Closing):
         """Returns when the image has a slot, and chunks come. The target runs until then. Calls
         `waits` meanwhile."""
         self._native.request(_ONE)
-        frozen_bytes = self.bound_bytes // WORTH_A_BASE
+        frozen_bytes = self.bound_bytes // FROZEN_PART
         self._native.image_begin(_ONE, self.bound_bytes, self.step, frozen_bytes)
         deadline_s = time.monotonic() + BEGIN_LIMIT_S
         while (word := self._word()) == _core.WORD_REQUESTED:

@@ -26,6 +26,7 @@ from pccheck_wire.messages import Pause, Paused
 
 from . import facts, gpu
 from .becoming import become
+from .library import newest_steps
 from .looking import Looked, look
 from .saving import ImageSession
 from .taken import ProcessSnapshot
@@ -62,15 +63,17 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
     program = criu.find()
     with contextlib.ExitStack() as stack:
         watched = stack.enter_context(Watched(pid))
-        looked = look_at(pid, wanted)
+        looked, library = look_at(pid, wanted), dict[str, int]()
         if looked.attached:
-            looked = stack.enter_context(Apart(wanted.socket)).until_apart(looked, wanted)
+            apart = stack.enter_context(Apart(wanted.socket))
+            looked = apart.until_apart(looked, wanted)
+            library = newest_steps(apart.jobs, wanted.socket)
         for tries_left in reversed(range(TRIES)):
             require_restorable(looked)
             become(looked.uid, looked.gid, looked.groups)
             criu.require_capabilities(program)
             try:
-                return _once(program, watched, looked, wanted)
+                return _once(program, watched, looked, wanted, library)
             except criu.CriuError:  # a child that was just ending, for example
                 if not tries_left or not watched.lives():
                     raise
@@ -79,7 +82,7 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
 
 
 def _once(
-    program: Path, watched: Watched, looked: Looked, wanted: SnapshotWanted
+    program: Path, watched: Watched, looked: Looked, wanted: SnapshotWanted, library: dict[str, int]
 ) -> ProcessSnapshot:
     with contextlib.ExitStack() as stack:
         job = wanted.job or f"{looked.comm}-{looked.pid}"
@@ -90,7 +93,7 @@ def _once(
         stack.callback(session.abandon)  # first of all, whatever happens
         session.begin(watchdog.lives)
         held = stack.enter_context(gpu.hold(looked, watchdog.lives))
-        taking = _Taking(looked, watched, wanted, session, capture, watchdog, place, held)
+        taking = _Taking(looked, watched, wanted, session, capture, watchdog, place, held, library)
         return taking.run(program, job)
 
 
@@ -138,6 +141,7 @@ class Apart(Closing):
 
     def __init__(self, socket: str | None) -> None:
         self._attachment = attach.observe(socket, version=VERSION)
+        self.jobs: set[str] = set()  #: of its clients
 
     def until_apart(self, looked: Looked, wanted: SnapshotWanted) -> Looked:
         """Asks until every client has disconnected; what the process is then. Raises
@@ -147,6 +151,7 @@ class Apart(Closing):
             connected = dict.fromkeys([looked.pid, *(one.pid for one in looked.attached)])
             answer = self._attachment.request(Pause([*connected][:PAUSED_MAX]))
             assert isinstance(answer, Paused)
+            self.jobs.update(answer.jobs)
             if not answer.left and not (found := look_at(looked.pid, wanted)).attached:
                 return found
             if time.monotonic() > deadline_s:
@@ -176,11 +181,11 @@ class _Taking:
     def __init__(
         self, looked: Looked, watched: Watched, wanted: SnapshotWanted, session: ImageSession,
         capture: Capture, watchdog: criu.Watchdog, place: criu.PrivatePlace,
-        held: gpu.HeldProcesses,
+        held: gpu.HeldProcesses, library: dict[str, int],
     ) -> None:  # fmt: skip
         self._looked, self._watched, self._wanted, self._session = looked, watched, wanted, session
         self._capture, self._watchdog, self._place, self._held = capture, watchdog, place, held
-        self._options = facts.dump_options(looked)
+        self._options, self._library = facts.dump_options(looked), library
 
     def run(self, program: Path, job: str) -> ProcessSnapshot:
         """A target that is to end waits for the record. One that goes on waits for the copy: it
@@ -238,7 +243,8 @@ class _Taking:
         index = self._capture.index(facts.tree_now(self._looked.pid), criu.STALL_LIMIT_S)
         if not self._watched.lives():
             raise CheckpointFailedError(f"process {self._looked.pid} has ended meanwhile")
-        index.facts.update(facts.of(self._looked, self._options, self._held.facts).plain())
+        found = facts.of(self._looked, self._options, self._held.facts, self._library)
+        index.facts.update(found.plain())
         return self._session.end(index)
 
     def _until_durable(self, nbytes: int) -> int:

@@ -110,6 +110,7 @@ class Hello(Message):
     fresh: bool = False
     solo: bool = False
     replicated: bool = False  # all ranks have the same state
+    images: bool = False  # saves images of processes, which have jobs of their own
     #: A random number of the training process. Its reconnects repeat the number.
     process: bytes = b""
     #: `Welcome.incarnation` and `start` of the previous session, if this is a reconnect.
@@ -421,6 +422,7 @@ class Pause(Message):
 @message("paused")
 class Paused(Message):
     left: int  # clients that are still connected
+    jobs: list[str] = field(default_factory=list)  # theirs
 
 
 @message("make_way")

@@ -476,9 +476,7 @@ class Client:
     ) -> None:
         """Requests the snapshot and starts the copy. `provisional`: the daemon cannot vouch for it
         before confirm()."""
-    def image_begin(
-        self, snapshot: int, bound_bytes: int, step: int, frozen_bytes: int
-    ) -> None:
+    def image_begin(self, snapshot: int, bound_bytes: int, step: int, frozen_bytes: int) -> None:
         """Requests the snapshot, a process image of less than `bound_bytes`. It ends abandoned with
         EFBIG if it becomes longer. With `frozen_bytes` > 0 it may refer to an earlier image."""
 

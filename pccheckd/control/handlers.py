@@ -143,7 +143,7 @@ class Handlers:
                     raise RefusedError("this rank's job does not run on several nodes")
                 return await session.wide.voice.carry(session.number, body)
             case messages.Pause():
-                return messages.Paused(self._sessions.pause(session, body.pids))
+                return self._sessions.pause(session, body.pids)
             case messages.Goodbye():
                 await self._goodbye(session, body)
             case messages.Status():

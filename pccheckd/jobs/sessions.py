@@ -19,7 +19,7 @@ from pccheck_native.transfer import PUSH, Case, Decision, offered
 from pccheck_wire import codec
 from pccheck_wire.basics import PROTOCOL_VERSION
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
-from pccheck_wire.messages import Hello, MakeWay, Role, Welcome, require_job_name
+from pccheck_wire.messages import Hello, MakeWay, Paused, Role, Welcome, require_job_name
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
@@ -180,8 +180,8 @@ class Sessions:
         for job in self.registry.jobs.values():
             job.write_parked()
 
-    def pause(self, asking: Session, pids: list[int]) -> int:
-        """How many clients of these processes are connected; each is told once to make way."""
+    def pause(self, asking: Session, pids: list[int]) -> Paused:
+        """The clients of these processes that are connected; each is told once to make way."""
         if len(pids) > PAUSED_MAX:
             raise UsageError(f"$.body.pids has {len(pids)} items, the limit is {PAUSED_MAX}")
         self._paused[asking.number] = asking.uid, frozenset(pids)
@@ -194,7 +194,7 @@ class Sessions:
             if not session.told:
                 session.told = True
                 session.tell(codec.encode(MakeWay()))
-        return len(connected)
+        return Paused(len(connected), sorted({session.job_name for session in connected}))
 
     def _is_paused(self, peer: Peer) -> bool:
         return any(peer.pid in pids and uid in (0, peer.uid) for uid, pids in self._paused.values())
@@ -310,6 +310,7 @@ class Sessions:
             session.storage = await self.engine.call(session.uid, layout.identity, place)
             deadline = time.monotonic() + DETACH_LIMIT_S
             while session.tenant is None:
+                tenant.volumes.require_only(images=hello.images)
                 await self._wait_for_predecessor(tenant, peer)
                 await tenant.prepare()
                 async with job.joining:  # other ranks wait meanwhile
@@ -317,6 +318,7 @@ class Sessions:
                     late = time.monotonic() > deadline
                     # One that ends may have been noticed only while this one waited here.
                     if late or not self._predecessor_ends(tenant):
+                        tenant.volumes.require_only(images=hello.images)  # it may have saved
                         descriptors = await self._join(session, hello, job, tenant)
             session.port = port = tenant.binding.port
             session.chose(PUSH, "CPU tensors")

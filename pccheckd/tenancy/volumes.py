@@ -20,7 +20,13 @@ from typing import NamedTuple
 from pccheck_native import _core, catalog, layout
 from pccheck_native.group import Agreement
 from pccheck_wire.basics import plural, size_text
-from pccheck_wire.errors import DamagedError, PccheckError, RefusedError, StorageFullError
+from pccheck_wire.errors import (
+    DamagedError,
+    PccheckError,
+    RefusedError,
+    StorageFullError,
+    UsageError,
+)
 from pccheckd.base.errors import translated
 from pccheckd.base.logs import LOG
 from pccheckd.core.engine import Engine
@@ -315,6 +321,15 @@ class VolumeSet:
             error = next(iter(self.unreadable.values()))
             raise type(error)(
                 error.message, hint=f"{error.hint}; or start without it: fresh=True".lstrip("; ")
+            )
+
+    def require_only(self, *, images: bool) -> None:
+        """Images of processes and tensors would push each other out. Raises UsageError."""
+        if any(bool(one.flags & _core.SLOT_IMAGE) != images for one in self.checkpoints()):
+            raise UsageError(
+                f"job {self.key.job!r} has {'checkpoints' if images else 'images'} of "
+                f"{'tensors' if images else 'processes'}",
+                hint="choose another name" + (": --name JOB" if images else ""),
             )
 
     async def refresh(self) -> None:

@@ -16,7 +16,7 @@ from pccheck_store.directory import Storage
 from tests.support import criu
 from tests.support.counting import Commands, Counter, end, state_of
 from tests.support.daemon import Daemon, Start
-from tests.support.trainer import Connect
+from tests.support.trainer import Connect, RemoteError
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.skipif(
@@ -437,6 +437,42 @@ def test_a_name_of_a_training_job_is_refused(
     assert "job 'job' has checkpoints of tensors" in refused.stderr
     counts_on(counter)
     assert trainer.save() == "durable"
+
+
+def test_a_name_of_snapshots_is_refused_to_a_training_job(
+    commands: Commands, counter: Counter, start_trainer: Connect
+) -> None:
+    commands.snapshot(counter.pid, "--leave-running")
+    with pytest.raises(RemoteError, match="job 'job' has images of processes"):
+        start_trainer(commands.daemon).save()
+    assert commands.snapshot(counter.pid, "--leave-running")["step"] == 2
+
+
+def test_checkpoints_of_its_own_are_named_at_the_restore(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that went on after the snapshot has newer checkpoints than a restored one."""
+    monkeypatch.setenv("PCCHECK_SOCKET", str(commands.daemon.socket))
+    setup = """
+    import torch
+    from pccheck import PCcheckClient
+    client = PCcheckClient("trained")
+    class Saves:
+        def write(self, text, log=log):
+            log.write(text)
+            client.checkpoint({"x": torch.full((8,), int(text))}, step=int(text))
+    log = Saves()"""
+    counter = Counter(tmp_path, setup=setup)
+    commands.snapshot(counter.pid, "--leave-running")
+    counter.moves()
+    trained = "list", "trained", "--json"
+    at = len(counter.numbers)
+    until(lambda: json.loads(commands.run(*trained).stdout)["checkpoints"][0]["step"] > at)
+    counter.kill()
+    command = commands.restored(counter)
+    assert "job 'trained' has a checkpoint of step" in commands.errors.read_text()
+    end(command)
+    assert in_order(counter.numbers)
 
 
 def test_own_pids_and_another_output(commands: Commands, counter: Counter, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from pccheck_store.reading.files import FilePayloads
 from pccheck_store.reading.source import Payloads
 from pccheck_wire.basics import Closing
 
-#: Of one read, and of one buffer. Pieces end where the payload has a multiple of it, so that most of
-#: them are whole chunks, which the disk reads into the buffer itself.
+#: Of one read, and of one buffer. Pieces end where the payload has a multiple of it, so that most
+#: are whole chunks, which the disk reads into the buffer itself.
 PIECE_BYTES = 4 << 20
 #: Of the node's memory, for all files together. With more large files than this is enough for, each
 #: has two buffers all the same: none of them waits for another, as their processes do.

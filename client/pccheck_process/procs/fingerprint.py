@@ -89,15 +89,12 @@ def _mapped(files: Proc, pid: int) -> Iterator[str]:
 
 
 def _measured(files: Proc, needed: Iterable[str], placed: Iterable[str]) -> Document:
-    flags = cpu_flags(files.text("cpuinfo"))
     return {
         "schema": SCHEMA,
         "machine": platform.machine(),
         "kernel": platform.release(),
         "hostname": platform.node(),
-        "boot_id": files.text("sys", "kernel", "random", "boot_id").strip(),
-        "cpu_flags": flags,
-        "cpu_digest": hashlib.sha256(" ".join(flags).encode(errors="replace")).hexdigest(),
+        "cpu_flags": cpu_flags(files.text("cpuinfo")),
         "files": [described for path in needed if (described := _file(path))],
         "mounts": _mounts(files.text("self", "mountinfo"), placed),
     }

@@ -14,7 +14,7 @@ from pccheck_wire.errors import DamagedError
 
 def plain() -> dict[str, Any]:
     mine = look(os.getpid(), tree=True, root=True)
-    return facts.of(mine, facts.dump_options(mine), {}).plain()
+    return facts.of(mine, facts.dump_options(mine), {}, {"job": 3}).plain()
 
 
 def test_what_a_snapshot_notes_is_read_again() -> None:
