@@ -114,6 +114,11 @@ def _doctor(to: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let every node of jobs on several nodes try to read from every other one",
     )
+    to.add_argument(
+        "--gpu",
+        action="store_true",
+        help="share a little memory of each GPU with the daemon, as a trainer does",
+    )
 
 
 def _list(to: argparse.ArgumentParser) -> None:

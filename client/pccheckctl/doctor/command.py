@@ -10,7 +10,7 @@ from pathlib import Path
 from pccheckctl.output import render
 from pccheckctl.output.documents import Document, answer, part, whole
 
-from . import daemon, gpu, machine, nodes, storage
+from . import daemon, exposed, gpu, machine, nodes, storage
 from .finding import OK, PROBLEM, WARNING, Finding, guarded, ok
 
 ERROR, DEGRADED = 1, 3
@@ -18,16 +18,19 @@ ERROR, DEGRADED = 1, 3
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when all is well, 3 when a warning weakens a promise, 1 when something does not work."""
-    place, found = examine(arguments.socket, arguments.storage, pairs=arguments.peers)
+    place, found = examine(
+        arguments.socket, arguments.storage, pairs=arguments.peers, shares=arguments.gpu
+    )
     answer(arguments, document(place, found), lambda: as_text(place, found))
     return exit_code(found)
 
 
 def examine(
-    socket: str | None, given: str | None, *, pairs: bool = False
+    socket: str | None, given: str | None, *, pairs: bool = False, shares: bool = False
 ) -> tuple[Path | None, list[Finding]]:
     """The directory that was checked (the one given, the daemon's, or PCCHECK_STORAGE's), and all
-    findings. `pairs`: every node of a job tries every other one."""
+    findings. `pairs`: every node of a job tries every other one. `shares`: GPU memory is shared
+    with the daemon."""
     asked = daemon.Answer(socket, given)
     named = given or asked.storage or os.environ.get("PCCHECK_STORAGE", "")
     place = Path(named).absolute() if named else None
@@ -58,6 +61,8 @@ def examine(
     found += guarded("nodes", lambda: nodes.spare_slot(asked.status))
     found += guarded("nodes", lambda: (nodes.pairs if pairs else nodes.servers)(asked.servers))
     found += guarded("cuda", lambda: gpu.cuda(asked.status, asked.uid))
+    if shares and asked.status:
+        found += guarded("gpu pull", lambda: exposed.gpus(socket))
     found += guarded("gpu snapshots", gpu.held)
     return place, found
 
