@@ -207,11 +207,12 @@ struct daemon {
     struct pcc_client *client;
     uint8_t *payload; /* what was handed over */
     uint64_t handed_bytes;
-    uint32_t taken;     /* chunks that came back */
-    uint64_t requested; /* the snapshot of the last PCC_MSG_REQUEST */
-    uint32_t damaged;   /* of them, those that the client reports as damaged */
-    uint32_t returned;  /* segments that did */
-    bool retiring;      /* full chunks are not the client's again */
+    uint64_t bare_bytes; /* of all that was: without checksums */
+    uint32_t taken;      /* chunks that came back */
+    uint64_t requested;  /* the snapshot of the last PCC_MSG_REQUEST */
+    uint32_t damaged;    /* of them, those that the client reports as damaged */
+    uint32_t returned;   /* segments that did */
+    bool retiring;       /* full chunks are not the client's again */
 };
 
 static inline void *sealed(uint64_t length, int *fd_out)
@@ -325,10 +326,12 @@ static inline void take_full(struct daemon *d, const struct pcc_message *message
     const uint8_t *bytes = d->chunks + (size_t)message->chunk * CHUNK;
     const uint64_t *checksums = pcc_page_checksums(&d->view, message->chunk);
 
+    d->bare_bytes += message->result == PCC_FULL_BARE ? message->length_bytes : 0;
     for (uint32_t block = 0; block < message->length_bytes; block += BLOCK) {
         const uint32_t left = message->length_bytes - block;
-        CHECK(checksums[block / BLOCK] ==
-              pcc_hash_bytes(bytes + block, left < BLOCK ? left : BLOCK));
+        CHECK(message->result == PCC_FULL_BARE ||
+              checksums[block / BLOCK] ==
+                  pcc_hash_bytes(bytes + block, left < BLOCK ? left : BLOCK));
     }
     memcpy(d->payload + message->offset_bytes, bytes, message->length_bytes);
     d->handed_bytes += message->length_bytes;

@@ -61,6 +61,7 @@ static void test_mixed(void)
     memcpy(expected + tail_at, "tree", 5);
     CHECK(memcmp(d.payload, expected, payload) == 0);
     CHECK_EQUAL(seen(&control->copies_to_host) - copies, 3 + 1 + 1);
+    CHECK_EQUAL(d.bare_bytes, 4u * CHUNK); /* what a GPU has filled */
     CHECK_EQUAL(seen(&control->pageable_copies), 0);
     CHECK_EQUAL(seen(&control->registered_bytes),
                 (uint64_t)CHUNKS * CHUNK + pcc_align_up(sizeof(struct pcc_page), 65536));

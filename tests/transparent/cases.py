@@ -45,6 +45,6 @@ CASES = (
     Case("files", "files"),
     Case("pipes", "pipes"),
     Case("listener", "listener"),
-    Case("heap", "heap"),
+    Case("heap", "heap", steps=300),
     Case("client", "client"),
 )

@@ -276,26 +276,20 @@ void pcc_client_job_note(struct pcc_client *client, struct pcc_job *job)
 
 /* With lock held; the last chunk of a provisional snapshot is kept. False when the daemon broke the
  * protocol. */
-static bool hand_over(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
-                      uint64_t offset_bytes, uint64_t length_bytes)
+static bool hand_over(struct pcc_client *client, struct pcc_job *job,
+                      const struct pcc_message *full)
 {
-    const struct pcc_message message = {.kind = PCC_MSG_FULL,
-                                        .chunk = chunk,
-                                        .id = job->snapshot,
-                                        .offset_bytes = offset_bytes,
-                                        .length_bytes = (uint32_t)length_bytes};
-
-    if (job->provisional && job->left_bytes == length_bytes) {
-        job->last = message;
+    if (job->provisional && job->left_bytes == full->length_bytes) {
+        job->last = *full;
         job->kept = true;
         job->flights++;
         client->kept++;
         return true;
     }
-    client->held[chunk] = false;
-    if (!pcc_client_tell(client, &message))
+    client->held[full->chunk] = false;
+    if (!pcc_client_tell(client, full))
         return false;
-    job->left_bytes -= length_bytes;
+    job->left_bytes -= full->length_bytes;
     return true;
 }
 
@@ -322,8 +316,7 @@ static int release_kept(struct pcc_client *client)
             client->free_chunks[client->free_count++] = job->last.chunk;
             continue;
         }
-        if (!hand_over(client, job, job->last.chunk, job->last.offset_bytes,
-                       job->last.length_bytes))
+        if (!hand_over(client, job, &job->last))
             return -1;
         pcc_client_job_note(client, job);
     }
@@ -342,7 +335,6 @@ static void take_off(struct pcc_client *client, struct pcc_job *job, uint32_t ch
     flight->offset_bytes = job->filled_bytes;
     flight->length_bytes = (uint32_t)part->length_bytes;
     flight->pieces = part->pieces;
-    flight->checked = 0;
     client->free_count--;
     client->devices[part->device].pieces += part->pieces;
     client->devices[part->device].flying_bytes += part->length_bytes;
@@ -363,49 +355,14 @@ static void part_done(struct pcc_client *client, struct pcc_job *job, const stru
     }
 }
 
-/* One block of the oldest landed chunk, by the client's thread or a helper. */
-static void check_block(void *context, uint64_t piece)
-{
-    const struct pcc_client *client = context;
-    const uint32_t chunk = client->landed.first;
-    const struct pcc_flight *flight = &client->flights[chunk];
-    const uint64_t block_bytes = client->view.geometry.block_bytes;
-    const uint64_t block = flight->checked + piece;
-    const uint64_t at = block * block_bytes;
-
-    if (!PCC_READ(&flight->job->stop))
-        pcc_page_checksums(&client->view, chunk)[block] = pcc_hash_bytes(
-            client->chunk_at[chunk] + at, pcc_piece_bytes(flight->length_bytes, at, block_bytes));
-}
-
-/* Makes checksums of the oldest landed chunk. False while blocks are left. While the trainer waits,
- * the crew helps with all blocks (see fill). Without help each call makes those of one block, so
- * that the GPU gets its next copies in between. */
-static bool check_landed(struct pcc_client *client)
-{
-    struct pcc_flight *flight = &client->flights[client->landed.first];
-    const uint64_t blocks = pcc_ceil_div(flight->length_bytes, client->view.geometry.block_bytes);
-    const uint32_t left = (uint32_t)blocks - flight->checked;
-
-    (void)pthread_mutex_lock(&client->lock);
-    const uint32_t helpers = client->waiters > 0 ? pcc_crew_half(&client->crew) : 0;
-    (void)pthread_mutex_unlock(&client->lock);
-    const uint32_t count = helpers > 0 ? left : 1;
-    pcc_crew_run(&client->crew, helpers, count, check_block, client);
-    flight->checked += count;
-    return count == left || PCC_READ(&flight->job->stop);
-}
-
-/* The oldest landed chunk: the daemon gets it when all its checksums are made. As pcc_client_work.
- */
+/* The oldest landed chunk goes to the daemon, whose writers make its checksums: they would keep
+ * this thread from the next copies, and the trainer's CPU from training. As pcc_client_work. */
 static int finish_one(struct pcc_client *client)
 {
     const uint32_t chunk = client->landed.first;
 
     if (chunk == PCC_NO_CHUNK)
         return 0;
-    if (!check_landed(client))
-        return 1;
     const struct pcc_flight *flight = &client->flights[chunk];
     struct pcc_job *job = flight->job;
     (void)pcc_client_list_take(client, &client->landed);
@@ -417,7 +374,13 @@ static int finish_one(struct pcc_client *client)
         client->free_chunks[client->free_count++] = chunk; /* given up: the chunk stays ours */
         return 1;
     }
-    if (!hand_over(client, job, chunk, flight->offset_bytes, flight->length_bytes))
+    const struct pcc_message full = {.kind = PCC_MSG_FULL,
+                                     .chunk = chunk,
+                                     .id = job->snapshot,
+                                     .offset_bytes = flight->offset_bytes,
+                                     .length_bytes = flight->length_bytes,
+                                     .result = PCC_FULL_BARE};
+    if (!hand_over(client, job, &full))
         return -1;
     pcc_client_job_note(client, job);
     return 1;
@@ -431,11 +394,17 @@ static bool piece_done(struct pcc_client *client, struct pcc_job *job, enum pcc_
 {
     if (turn == PCC_TURN_OFFER)
         return pcc_client_offer_make(client, job, offer, part->length_bytes);
-    const uint32_t chunk = client->free_chunks[--client->free_count];
-    if (turn == PCC_TURN_FILL)
-        return hand_over(client, job, chunk, job->filled_bytes, part->length_bytes);
-    pcc_client_offer_done(offer);
-    return hand_over(client, job, chunk, offer->offset_bytes, part->length_bytes);
+    const bool wanted = turn == PCC_TURN_WANTED;
+    const struct pcc_message full = {.kind = PCC_MSG_FULL,
+                                     .chunk = client->free_chunks[--client->free_count],
+                                     .id = job->snapshot,
+                                     .offset_bytes =
+                                         wanted ? offer->offset_bytes : job->filled_bytes,
+                                     .length_bytes = (uint32_t)part->length_bytes,
+                                     .result = PCC_FULL_HASHED};
+    if (wanted)
+        pcc_client_offer_done(offer);
+    return hand_over(client, job, &full);
 }
 
 /* As fill. */

@@ -520,7 +520,8 @@ static int chunk_full(struct pcc_client *client, struct pcc_job *job)
                                         .chunk = chunk,
                                         .id = job->snapshot,
                                         .offset_bytes = job->filled_bytes,
-                                        .length_bytes = (uint32_t)image->filled};
+                                        .length_bytes = (uint32_t)image->filled,
+                                        .result = PCC_FULL_BARE};
 
     memset(bytes + image->filled, 0, pcc_align_up(image->filled, PCC_IO_ALIGN) - image->filled);
     job->filled_bytes += image->filled;

@@ -116,11 +116,10 @@ struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; th
     uint64_t offset_bytes;
     uint32_t length_bytes;
     uint32_t pieces;
-    uint32_t checked; /* blocks whose checksum is made */
-    uint32_t next;    /* in its list; a chunk */
-    uint32_t device;  /* of the event */
-    CUevent event;    /* behind the copies; kept for the chunk's next flight */
-    bool loading;     /* it is in the list of that name of a GPU */
+    uint32_t next;   /* in its list; a chunk */
+    uint32_t device; /* of the event */
+    CUevent event;   /* behind the copies; kept for the chunk's next flight */
+    bool loading;    /* it is in the list of that name of a GPU */
 };
 
 enum pcc_offer_state {

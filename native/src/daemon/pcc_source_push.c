@@ -68,7 +68,8 @@ static struct pcc_tenant_save *piece_of(struct pcc_tenant *tenant,
 int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *message)
 {
     if (message->chunk >= tenant->chunk_count ||
-        tenant->chunks[message->chunk].state != PCC_CHUNK_GRANTED)
+        tenant->chunks[message->chunk].state != PCC_CHUNK_GRANTED ||
+        (message->result != PCC_FULL_HASHED && message->result != PCC_FULL_BARE))
         return -PCC_E_BAD_PEER;
     struct pcc_tenant_save *save = piece_of(tenant, message);
     if (save == NULL)
@@ -86,10 +87,11 @@ int pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *mess
     }
     source->wanted--;
     tenant->missing--;
-    if (!save->is_image)
+    const bool hashed = message->result == PCC_FULL_HASHED;
+    if (hashed)
         checksums_take(tenant, message, pcc_page_checksums(&tenant->view, message->chunk));
     pcc_tenant_chunk_to_save(tenant, save, message->chunk, message->offset_bytes,
-                             message->length_bytes, save->is_image ? NULL : tenant->checksums);
+                             message->length_bytes, hashed ? tenant->checksums : NULL);
     return pcc_tenant_copy_check(tenant, save);
 }
 

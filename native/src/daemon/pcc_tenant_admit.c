@@ -68,7 +68,6 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
         .binding = tenant->bound,
         .chunk_count = (uint32_t)pcc_ceil_div(request->payload_bytes, chunk_bytes),
         .is_open = request->is_open,
-        .is_image = (request->flags & PCC_SLOT_IMAGE) != 0,
         .save = saved,
         .seen = save->seen,
         .seen_words = save->seen_words};

@@ -76,7 +76,6 @@ struct pcc_tenant_save {
     uint32_t received;
     uint32_t referred;     /* of them, those that were not copied */
     bool is_open;          /* an image, and payload_bytes is its bound */
-    bool is_image;         /* the writers make its checksums */
     struct pcc_save *save; /* NULL once ended: it is gone when `ended` returns */
     bool copied;           /* the word says VOUCHING or COPIED */
     bool aborted;          /* messages that are under way are dropped */

@@ -19,7 +19,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 10u
+#define PCC_PAGE_VERSION 11u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -184,6 +184,10 @@ enum pcc_message_kind {
      */
     PCC_MSG_LENGTH = 12,
 };
+
+/* `result` of FULL: the checksums are in the chunk's row of the table, or the daemon's writers make
+ * them before they write. */
+enum pcc_full { PCC_FULL_HASHED = 0, PCC_FULL_BARE = 1 };
 
 /* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table
  * while it copies them, so that they pass through memory once; if they do not match it copies none
