@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pccheck_process.procs import fingerprint
-from pccheck_wire.errors import DamagedError
+from pccheck_wire.errors import CheckpointFailedError, DamagedError
 
 from .looking.look import Looked, OpenFile, files_of
 from .looking.sockets import unix_sockets
@@ -97,10 +97,10 @@ def of(
     looked: Looked, options: list[str], gpu: dict[str, object], library: dict[str, int]
 ) -> Facts:
     """While the process stands still: it may have other children and larger files by now than when
-    it was looked at."""
+    it was looked at. Raises CheckpointFailedError when it has been killed meanwhile."""
     pid, tree = looked.pid, tree_now(looked.pid)
     files = files_of(tree)
-    return Facts(
+    made = Facts(
         pid=pid,
         tree={one: _threads(one) for one in descendants(Proc(Path("/proc")), pid)},
         comm=looked.comm,
@@ -123,6 +123,16 @@ def of(
         wall_s=time.time(),
         library=library,
     )
+    _require_alive([pid, *tree])
+    return made
+
+
+def _require_alive(pids: Iterable[int]) -> None:
+    """A process that is killed meanwhile loses its memory before its files: one that has memory has
+    had all of its files until now."""
+    for pid in pids:
+        if not Proc(Path("/proc")).text(pid, "maps"):
+            raise CheckpointFailedError(f"process {pid} has ended meanwhile")
 
 
 def tree_now(pid: int) -> list[int]:

@@ -73,7 +73,7 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
             become(looked.uid, looked.gid, looked.groups)
             criu.require_capabilities(program)
             try:
-                return _once(program, watched, looked, wanted, library)
+                return _once(program, looked, wanted, library)
             except criu.CriuError:  # a child that was just ending, for example
                 if not tries_left or not watched.lives():
                     raise
@@ -82,7 +82,7 @@ def snapshot(pid: int, wanted: SnapshotWanted | None = None) -> ProcessSnapshot:
 
 
 def _once(
-    program: Path, watched: Watched, looked: Looked, wanted: SnapshotWanted, library: dict[str, int]
+    program: Path, looked: Looked, wanted: SnapshotWanted, library: dict[str, int]
 ) -> ProcessSnapshot:
     with contextlib.ExitStack() as stack:
         job = wanted.job or f"{looked.comm}-{looked.pid}"
@@ -93,7 +93,7 @@ def _once(
         stack.callback(session.abandon)  # first of all, whatever happens
         session.begin(watchdog.lives)
         held = stack.enter_context(gpu.hold(looked, watchdog.lives))
-        taking = _Taking(looked, watched, wanted, session, capture, watchdog, place, held, library)
+        taking = _Taking(looked, wanted, session, capture, watchdog, place, held, library)
         return taking.run(program, job)
 
 
@@ -179,11 +179,11 @@ class _Taking:
     """One run of CRIU."""
 
     def __init__(
-        self, looked: Looked, watched: Watched, wanted: SnapshotWanted, session: ImageSession,
-        capture: Capture, watchdog: criu.Watchdog, place: criu.PrivatePlace,
-        held: gpu.HeldProcesses, library: dict[str, int],
+        self, looked: Looked, wanted: SnapshotWanted, session: ImageSession, capture: Capture,
+        watchdog: criu.Watchdog, place: criu.PrivatePlace, held: gpu.HeldProcesses,
+        library: dict[str, int],
     ) -> None:  # fmt: skip
-        self._looked, self._watched, self._wanted, self._session = looked, watched, wanted, session
+        self._looked, self._wanted, self._session = looked, wanted, session
         self._capture, self._watchdog, self._place, self._held = capture, watchdog, place, held
         self._options, self._library = facts.dump_options(looked), library
 
@@ -241,8 +241,6 @@ class _Taking:
     def _complete(self) -> int:
         """The image gets its index, while CRIU waits; its bytes."""
         index = self._capture.index(facts.tree_now(self._looked.pid), criu.STALL_LIMIT_S)
-        if not self._watched.lives():
-            raise CheckpointFailedError(f"process {self._looked.pid} has ended meanwhile")
         found = facts.of(self._looked, self._options, self._held.facts, self._library)
         index.facts.update(found.plain())
         return self._session.end(index)

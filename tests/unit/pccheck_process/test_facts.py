@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from pccheck_process import facts
 from pccheck_process.looking import look
-from pccheck_wire.errors import DamagedError
+from pccheck_wire.errors import CheckpointFailedError, DamagedError
 
 
 def plain() -> dict[str, Any]:
     mine = look(os.getpid(), tree=True, root=True)
     return facts.of(mine, facts.dump_options(mine), {}, {"job": 3}).plain()
+
+
+def test_a_process_that_was_killed_has_no_facts() -> None:
+    """Its files are closed by then: a restore would not know what to cut off."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        looked = look(child.pid, tree=True, root=True)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(CheckpointFailedError, match=f"process {child.pid} has ended"):
+            facts.of(looked, facts.dump_options(looked), {}, {})
 
 
 def test_what_a_snapshot_notes_is_read_again() -> None:
