@@ -496,6 +496,9 @@ class Client:
         """Readies a GPU for this client; "" or why the daemon cannot pull from it. NativeError
         NO_DRIVER, DEVICE."""
 
+    def pin_for(self, device: int, /) -> None:
+        """The GPU is going to copy from or to granted memory, which is pinned from now on ahead."""
+
     def staging(self, device: int, nbytes: int) -> int: ...  # address; MemoryError
     def staging_trim(self) -> None: ...
     def stage(self, device: int, stream: int, copies: _Packed, *, aside: bool = False) -> None:

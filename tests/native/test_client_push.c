@@ -238,6 +238,36 @@ static void test_pageable(void)
     gpu_free(0, memory);
 }
 
+/* Segments are pinned before the first copy, but not while a stream waits for the daemon. */
+static void test_pinned_ahead(void)
+{
+    struct daemon d;
+    struct stream stream;
+    const struct pcc_submission part = {.tail = "tail",
+                                        .tail_bytes = 4,
+                                        .tail_offset_bytes = CHUNK,
+                                        .pulled_bytes = CHUNK,
+                                        .pulled_devices = 1};
+
+    daemon_open_gpu(&d, 4, &stream, 0);
+    CHECK(pcc_client_request(d.client, 1) == 0);
+    CHECK(pcc_client_mark(d.client, 1, 0, handle(&stream), true, false) == 0);
+    CHECK(pcc_client_submit(d.client, 1, &part) == 0);
+    admit(&d, 1);
+    CHECK(pcc_client_hold(d.client, 1, 0, handle(&stream), soon()) == 0);
+    const uint64_t before = seen(&control->registered_bytes);
+    pcc_client_pin_for(d.client, 0);
+    for (uint64_t id = 1; id <= 2; id++) { /* turns of the thread */
+        CHECK(pcc_client_load_start(d.client, id, NULL, 0, NULL, 0) == 0);
+        say(&d, &(struct pcc_message){.kind = PCC_MSG_END, .id = id});
+        CHECK(pcc_client_load_wait(d.client, id, soon()) == 0);
+    }
+    CHECK_EQUAL(seen(&control->registered_bytes), before);
+    pulled(&d, 1, 0);
+    UNTIL((listen_to(&d), seen(&control->registered_bytes) == before + (uint64_t)CHUNKS * CHUNK));
+    daemon_close_gpu(&d, &stream);
+}
+
 /* A copy that the driver refuses fails its snapshot alone. */
 static void test_refused_copy(void)
 {
@@ -422,6 +452,7 @@ int main(void)
     RUN(test_small_copies_pass);
     RUN(test_abandon);
     RUN(test_pageable);
+    RUN(test_pinned_ahead);
     RUN(test_refused_copy);
     RUN(test_dead_gpu);
     RUN(test_beside_pull);

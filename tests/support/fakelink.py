@@ -74,6 +74,9 @@ class FakeLink:
         self._note("device_open", device)
         return self.cannot_pull
 
+    def pin_for(self, device: int) -> None:
+        self._note("pin_for", device)
+
     def staging(self, device: int, nbytes: int) -> int:
         self._note("staging", device, nbytes)
         if self.no_staging:

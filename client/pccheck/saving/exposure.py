@@ -223,6 +223,8 @@ class Exposure:
         if choice == self._announced:
             return
         self._announced = choice
+        if choice.transfer == PUSH and self._opened:  # not within the first copy
+            self.connection.native.pin_for(min(self._opened))
         line = "".join(c if c.isprintable() else " " for c in choice.reason)
         self.connection.post(Chose(choice.transfer, line[:REASON_LENGTH_MAX]))
         LOG.info(

@@ -149,6 +149,7 @@ int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
     PCC_WRITE(&client->patience_ns, GPU_PATIENCE_NS);
     client->close_patience_ns = CLOSE_PATIENCE_NS;
     PCC_WRITE(&client->ahead_bytes, PCC_CUDA_AHEAD_BYTES);
+    PCC_WRITE(&client->pins_for, PCC_HOST);
     int error = 0;
     client->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
     if (client->socket_fd < 0)

@@ -530,5 +530,7 @@ int pcc_client_work(struct pcc_client *client)
     const int finished = finish_one(client);
     if (finished < 0)
         return -1;
-    return released > 0 || landed > 0 || filled > 0 || finished > 0;
+    if (released > 0 || landed > 0 || filled > 0 || finished > 0)
+        return 1;
+    return pcc_client_pin_ahead(client);
 }

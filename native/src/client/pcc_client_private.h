@@ -202,6 +202,7 @@ struct pcc_client {
     _Atomic uint64_t patience_ns;
     uint64_t close_patience_ns;   /* how long close waits for one; or a test's */
     _Atomic uint64_t ahead_bytes; /* PCC_CUDA_AHEAD_BYTES, or a test's */
+    _Atomic uint32_t pins_for;    /* the GPU that segments are pinned for ahead; PCC_HOST: none */
     _Atomic uint64_t at_gate;     /* the newest snapshot whose copies a stream is to wait for */
     pthread_mutex_t gpu_lock;
     uint32_t page_by; /* the GPU in whose context the page was registered; PCC_HOST = none */
@@ -344,6 +345,8 @@ PCC_MUST_CHECK CUresult pcc_client_event_ready(struct pcc_client *client, uint32
                                                uint32_t device);
 /* Pins the segment of a chunk, once. True when it is pinned. Within PCC_CLIENT_GPU. */
 bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk);
+/* By the thread, when it has nothing else to do: 1 after a segment. */
+int pcc_client_pin_ahead(struct pcc_client *client);
 /* True when it is not pinned any more. */
 bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment);
 void pcc_client_unpin(struct pcc_client *client);

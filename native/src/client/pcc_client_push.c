@@ -29,6 +29,15 @@ uint32_t pcc_client_list_take(struct pcc_client *client, struct pcc_chunk_list *
 
 /* -- pinning -- */
 
+static void segment_pin(struct pcc_client *client, uint32_t device,
+                        struct pcc_client_segment *segment)
+{
+    if (!segment->pin_tried &&
+        pcc_gpu_pin(&client->devices[device].gpu, segment->bytes, segment->length_bytes) == 0)
+        segment->pinned_by = device;
+    segment->pin_tried = true; /* refused: copies are slower, and right */
+}
+
 bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
 {
     const uint8_t *at = client->chunk_at[chunk];
@@ -38,13 +47,36 @@ bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
         if (at < (uint8_t *)segment->bytes ||
             at >= (uint8_t *)segment->bytes + segment->length_bytes)
             continue;
-        if (!segment->pin_tried &&
-            pcc_gpu_pin(&client->devices[device].gpu, segment->bytes, segment->length_bytes) == 0)
-            segment->pinned_by = device;
-        segment->pin_tried = true; /* refused: copies are slower, and right */
+        segment_pin(client, device, segment);
         return segment->pinned_by != PCC_HOST;
     }
     return false;
+}
+
+void pcc_client_pin_for(struct pcc_client *client, uint32_t device)
+{
+    PCC_WRITE(&client->pins_for, device);
+    pcc_bell_ring(&client->view.page->client_bell);
+}
+
+int pcc_client_pin_ahead(struct pcc_client *client)
+{
+    const uint32_t device = PCC_READ(&client->pins_for);
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+
+    if (mine == NULL || PCC_READ(&mine->broken) || PCC_READ(&client->armed))
+        return 0;
+    for (uint32_t i = 0; i < client->segment_count; i++) {
+        struct pcc_client_segment *segment = &client->segments[i];
+        if (segment->pin_tried || segment->retiring)
+            continue;
+        PCC_CLIENT_GPU(gpu, mine);
+        if (gpu.error != 0)
+            return 0;
+        segment_pin(client, device, segment);
+        return 1;
+    }
+    return 0;
 }
 
 bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment)
