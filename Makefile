@@ -19,7 +19,7 @@ PACKAGES := -p pccheck -p pccheck_process -p pccheck_store -p pccheck_wire -p pc
 
 .DEFAULT_GOAL := help
 .PHONY: help venv build test pytest lint format native sanitize wheels demo examples bench resume-check crash campaign \
-	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign sharded-campaign process-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
+	handler-campaign memory-campaign nodes-campaign nodes-search resume-campaign figures gpu-campaign last-step-campaign sharded-campaign process-campaign guest arm64-check hosts-campaign nodes-check etcd-check mpi-check slurm-check kubernetes-check transparent-check \
 	faults fuzz reference gpu-probe gpu-pack gpu-check gpu-bench clean
 
 help: ## this list
@@ -116,6 +116,10 @@ sharded-campaign: $(READY) ## kills FSDP2 jobs that restart with 4, 2 and 1 rank
 process-campaign: ROUNDS = 200
 process-campaign: $(READY) ## as root: kills around snapshots of processes, ROUNDS times (default 200), with SEED
 	$(BIN)/python -m tests.integration.process_campaign --rounds $(ROUNDS) --seed $(SEED)
+
+last-step-campaign: ROUNDS = 200
+last-step-campaign: $(READY) ## deaths of trainers whose last step is on the GPU only, ROUNDS times (default 200)
+	$(BIN)/python -m tests.integration.last_step_campaign --rounds $(ROUNDS) --seed $(SEED)
 
 gpu-campaign: ROUNDS = 500
 gpu-campaign: $(READY) ## kills and faults of the GPU driver's stand-in, ROUNDS times (default 500)

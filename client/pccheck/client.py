@@ -18,7 +18,7 @@ from typing import Any, Literal, Never, NoReturn, SupportsIndex
 
 import torch
 
-from pccheck_native import LEVEL_MEMORY
+from pccheck_native import LEVEL_DISK
 from pccheck_wire import tree
 from pccheck_wire.basics import Closing, socket_name
 from pccheck_wire.errors import (
@@ -390,7 +390,7 @@ class PCcheckClient(Closing):
 
     def checkpoint(
         self, state: object = None, *, step: int | None = None, metadata: object = None,
-        to: Literal["disk", "memory", None] = None,
+        to: Literal["disk", "memory", "device", None] = None,
     ) -> Checkpoint:  # fmt: skip
         """Takes a snapshot of the attached state, or of `state`: a dict, list or nested state.
 
@@ -409,7 +409,9 @@ class PCcheckClient(Closing):
                 the metadata, and `restore().metadata` returns them.
             to: "memory" leaves this one in the daemon's memory, "disk" writes it; the default is
                 as `durable_every` says. A memory-only checkpoint is written when this process
-                ends, and for `wait_durable()`, `pin()`, `flush()` and `close()`.
+                ends, and for `wait_durable()`, `pin()`, `flush()` and `close()`. "device"
+                copies nothing from the GPU: if this process dies before the next update, the
+                daemon reads the memory that it leaves behind. The update ends the checkpoint.
 
         Raises UsageError for a call that cannot be right: without a step, while a CUDA graph is
         recorded, after close(); UnsupportedStateError by path for what cannot be stored, unless an
@@ -489,7 +491,7 @@ class PCcheckClient(Closing):
                 hint="call it before or after the recording",
             )
         connection = self._saver.ready()
-        if level == LEVEL_MEMORY:  # also without attach(), or for this call only
+        if level != LEVEL_DISK:  # also without attach(), or for this call only
             self._warn_if_together(connection)
         self._planner.retry_staging()
         self._session.warn_if_unrestored()

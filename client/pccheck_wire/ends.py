@@ -73,7 +73,7 @@ class Cause(enum.IntEnum):
     BAD_TREE = 23, "the tree does not lie in the payload", SAME_VERSION_HINT
     BAD_TYPES = 24, "the table of types does not lie in the payload", SAME_VERSION_HINT
     BAD_LEVEL = (
-        25, "this pccheckd saves to disk or memory, and not to level {n}", SAME_VERSION_HINT
+        25, "this pccheckd saves it to disk or memory, and not to level {n}", SAME_VERSION_HINT
     )  # fmt: skip
     BAD_KIND = 26, "this pccheckd saves tensors only, and not kind {n}", SAME_VERSION_HINT
     BAD_FLAGS = 27, "it sets flags that this pccheckd does not know ({n})", SAME_VERSION_HINT
@@ -81,6 +81,10 @@ class Cause(enum.IntEnum):
     MEMORY_BUSY = (
         29, "the DRAM of rank {n} has no room for one more checkpoint beside those in memory",
         "raise --dram of pccheckd: checkpoints in memory take three times the state of each rank",
+    )  # fmt: skip
+    WITHDRAWN = (
+        30, 'training went on, or its place was needed: to="device" is for the death of this '
+        "process before the next update only",
     )  # fmt: skip
 
     INTERRUPTED = (_CLIENT + 1, "abandoned: this process was interrupted before it was copied")

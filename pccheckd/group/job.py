@@ -255,7 +255,7 @@ class Job:
         sequence, why = given.sequence, None
         if given.is_passed:
             return End(State.SKIPPED, self.decisions.why_passed(sequence))
-        if asked.level != _core.LEVEL_MEMORY:  # it may never be on the disk
+        if asked.level == _core.LEVEL_DISK:  # another may never be on the disk
             self.lateness.requested(sequence, asked.taken_ns)
         if given.apart:
             self.lateness.note_apart(given.apart)

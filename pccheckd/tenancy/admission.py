@@ -214,6 +214,8 @@ class Admission:
         """How one ends that the core has refused for this code."""
         if code == "NO_LANE":
             return _SKIPPED
+        if code == "ECANCELED":
+            return End(State.SKIPPED, Why(Cause.WITHDRAWN))
         if code == "ENOTCONN":
             return failed(Cause.ENDED_BEFORE)
         if code in _REFUSED:

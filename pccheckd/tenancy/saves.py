@@ -63,7 +63,7 @@ class Saves:
             return
         port.native.noted()
         asked = event.request
-        in_memory = asked.level == _core.LEVEL_MEMORY
+        in_memory = asked.level != _core.LEVEL_DISK  # one on the device gets there
         self.interval_steps = asked.interval
         checkpoint = RankCheckpoint(
             CheckpointId(*self._key, 0, asked.step, self._readiness.incarnation, owner.world_size),

@@ -146,7 +146,7 @@ def test_an_impossible_request_ends_one_checkpoint(daemon: Daemon) -> None:
         page.request(1, block_of(1, 4096, tree_offset=4089))
         daemon.logs("failed: the tree does not lie in the payload")
         page.request(2, block_of(2, 4096, level=2))
-        daemon.logs("failed: this pccheckd saves to disk or memory, and not to level 2")
+        daemon.logs("failed: this pccheckd saves it to disk or memory, and not to level 2")
         assert rank.describe(2).state is CheckpointState.FAILED
         page.request(3, block_of(2, 4096))  # another one's block
         daemon.logs("ended: it violated the protocol")

@@ -34,7 +34,8 @@ class Node:
     `blind`: the daemon has no driver. `driver`: faults of the daemon's driver from the start on.
     `visible`: the GPUs that the daemon sees. `memory_bytes`: all memory of a GPU; each context
     takes `context_bytes` of it. `kept`: a manager keeps the descriptors of a killed daemon for the
-    next daemon. `lie`: a name of tests/standin/lie.c, for the drivers of all processes.
+    next daemon. `lie`: a name of tests/standin/lie.c, for the drivers of all processes. `dead`:
+    what becomes of the memory of a dead process, as in `standin.environment`.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Node:
         memory_bytes: int = 0,
         context_bytes: int = 0,
         lie: str = "",
+        dead: str = "scramble",
         **daemon_options: Any,
     ) -> None:
         self.directory = fakegpu.new_directory()
         self._gpus: dict[str, Any] = {
             "devices": devices, "memory_bytes": memory_bytes, "context_bytes": context_bytes,
-            "lie": lie,
+            "lie": lie, "dead": dead,
         }  # fmt: skip
         self.faults = Faults(self.directory / "daemon.faults")
         self.faults.set(**driver or {})

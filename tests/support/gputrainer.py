@@ -8,6 +8,7 @@ too early or happened twice.
 from __future__ import annotations
 
 import collections
+import mmap
 import os
 import random
 import time
@@ -109,6 +110,7 @@ class Advance(torch.optim.Optimizer):
         self._gpu = gpu
         self._numbers = [model.numbers[name] for name in trained]
         self.now = 0
+        self.slow_s = 0.0  #: that the stream needs for one update more
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -122,6 +124,8 @@ class Advance(torch.optim.Optimizer):
                 entry["moment"] = self._moment(parameter, number)
                 entry["steps"] = torch.tensor(float(self.now))
             advance(self._gpu, parameter)
+            if self.slow_s and number == self._numbers[0]:
+                self._gpu.launch(lambda: time.sleep(self.slow_s))
 
     def _moment(self, parameter: torch.Tensor, number: int) -> torch.Tensor:
         device = ordinal(parameter)
@@ -165,6 +169,27 @@ def wrong_in(state: dict[str, Any], step: int, model: Model) -> str:
         if told := off_by(raw(entry["moment"]), step, MOMENT + trained[index]):
             return told
     return ""
+
+
+#: Words of a Log: the newest step whose update is next on the stream, that is complete there, of
+#: which the daemon has all that is not on the device, that is copied.
+NEAR, READY, WHOLE, COPIED = range(4)
+
+
+class Log:
+    """Words in a file that outlives its process."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(4096)
+            self._bytes = mmap.mmap(file.fileno(), 4096)
+
+    def put(self, word: int, value: int) -> None:
+        self._bytes[8 * word : 8 * word + 8] = value.to_bytes(8, "little")
+
+    def all(self) -> list[int]:
+        return [int.from_bytes(self._bytes[at : at + 8], "little") for at in range(0, 32, 8)]
 
 
 class GpuCommands(Commands):
@@ -238,6 +263,33 @@ class GpuCommands(Commands):
                 self.native.send(("durable", told))
         states = [h.state.name.lower() for h in self.handles if h._in_flight.snapshot]
         return self.optimizer.now, collections.Counter(states)
+
+    def run_on_device(self, log: str, every: int, *, seed: int = 0) -> None:
+        """Trains for ever. Each step is left on the device, each `every`th copied to memory. Notes
+        in a `Log` how far it is, in the order of the stream where that is what counts."""
+        rng, marks = random.Random(seed), Log(Path(log))
+        self.optimizer.slow_s = 0.002
+        copied: Any = None
+        while True:
+            now = self.optimizer.now + 1
+            self.gpu.launch(lambda now=now: marks.put(NEAR, now))
+            self.step()
+            level = "memory" if now % every == 0 else "device"
+            handle = self.client.checkpoint(step=now, to=level)
+            copied = handle if level == "memory" else copied
+            self.gpu.launch(lambda now=now: marks.put(READY, now))
+            if level == "device" and rng.random() < 0.7:  # else the CPU runs ahead of the stream
+                save = handle._in_flight
+                self.gpu.synchronize()
+                if save.snapshot and save.native.wait(
+                    save.snapshot, "host_read", time.monotonic_ns() + 10**10
+                ):
+                    time.sleep(0.005)  # a forward pass; the chunk is handed over meanwhile
+                    if handle.state.name == "COPYING":
+                        marks.put(WHOLE, now)
+                    time.sleep(rng.random() * 0.004)
+            if copied is not None and copied.state.name in ("COPIED", "WRITING", "DURABLE"):
+                marks.put(COPIED, copied.step)
 
     def move_part0(self) -> None:
         """Moves part 0 to another allocation and frees the one before, so that its address may be

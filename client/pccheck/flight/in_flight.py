@@ -136,6 +136,7 @@ class InFlight:
         self.requested_ns = time.monotonic_ns()
         self.verdict: Verdict | None = None  #: whether its tensors were left alone
         self.pulled = False  #: its device part is the daemon's to read
+        self.on_device = False  #: its device part stays there until it is wanted or withdrawn
         self.in_memory = False  #: it is written only when it is wanted on the disk ...
         self.is_wanted = False  #: ... which somebody has said
         self.noted = Phase.REQUESTED  #: what the training thread has taken note of

@@ -25,6 +25,8 @@ def wait_read(save: InFlight, timeout: float | None = None) -> None:
 
 def wait_copied(save: InFlight, timeout: float | None = None) -> None:
     """Raises CheckpointFailedError, WaitTimeoutError."""
+    if save.on_device:
+        save.want()
     state = SHOWN[_wait(save, "copied", timeout)]
     if state in NOT_SAVED:
         raise _failed(save, state)

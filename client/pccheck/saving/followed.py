@@ -68,7 +68,8 @@ class Followed:
         before, save.noted = save.noted, phase
         if phase in SAFE and before not in SAFE:
             self._failures.durable(save.step, save.requested_ns)
-        if phase is Phase.SUPERSEDED or (phase is Phase.SKIPPED and self._skips):
+        skipped = phase is Phase.SKIPPED and (self._skips or save.on_device)
+        if phase is Phase.SUPERSEDED or skipped:
             if phase is Phase.SUPERSEDED:
                 save.ask()  # by which one: nobody can ask a daemon that has ended
             self.drop(save)

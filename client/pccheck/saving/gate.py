@@ -40,6 +40,8 @@ class _Pending:
     def wait(self, deadline_ns: int, *, host_only: bool = False) -> bool:
         """On the CPU; False when the deadline passed."""
         what, snapshot = "host_read" if host_only else "read", self.save.snapshot
+        if self.save.on_device and not host_only:
+            self.save.want()  # no stream withdraws it before a change: it is copied after all
         try:
             return self.save.native.wait(snapshot, what, deadline_ns)
         except (ValueError, OSError):  # the daemon has ended: nothing is read any more

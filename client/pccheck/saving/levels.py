@@ -1,5 +1,6 @@
-"""Where each checkpoint is to be safe: on the disk, or copied into the daemon's memory only. Every
-rank decides by its own calls; the daemon writes on all ranks what one of them wants on the disk."""
+"""Where each checkpoint is to be safe: on the disk, copied into the daemon's memory only, or left
+on the GPU, where the daemon finds it if this process dies before the next update. Every rank
+decides by its own calls; the daemon writes on all ranks what one of them wants on the disk."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ import math
 
 from pccheck.options import Options
 from pccheck.warn import Warner
-from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
-from pccheck_wire.errors import UsageError
+from pccheck_native import LEVEL_DEVICE, LEVEL_DISK, LEVEL_MEMORY
+from pccheck_wire.errors import CheckpointFailedError, UsageError
 from pccheck_wire.messages import STATES_IN_MEMORY as STATES
 from pccheck_wire.units import MIB
 
-_NAMES = {"disk": LEVEL_DISK, "memory": LEVEL_MEMORY}
+_NAMES = {"disk": LEVEL_DISK, "memory": LEVEL_MEMORY, "device": LEVEL_DEVICE}
+#: Where a checkpoint on the GPU is not possible, none is made: a copy would cost what the caller
+#: did not ask for.
+_INSTEAD = 'use to="memory", or let durable_every choose'
 
 
 class Levels:
@@ -31,11 +35,13 @@ class Levels:
     def choose(self, to: str | None) -> int:
         """The level of this call of `checkpoint(to=...)`. Raises UsageError."""
         if to not in (None, *_NAMES):
-            what = "is not built yet" if to == "device" else "is no level"
             raise UsageError(
-                f"to={to!r} {what}",
+                f"to={to!r} is no level",
                 hint='use to="memory", which survives the end of this process, or to="disk"',
             )
+        if to == "device":  # in between those that are copied; one that is pulled is in memory
+            self.used |= 1 << LEVEL_MEMORY
+            return LEVEL_DEVICE
         self._since += 1
         level = LEVEL_DISK if self._since >= self._every else LEVEL_MEMORY
         level = _NAMES[to] if to is not None else level
@@ -45,12 +51,34 @@ class Levels:
             self.used |= 1 << LEVEL_MEMORY
         return level
 
+    def require_device(self, *, alone: bool, pulls: bool, wait: str) -> None:
+        """Raises CheckpointFailedError, and warns once, if a checkpoint cannot stay on the GPU.
+        `alone`: no other rank has a part of it. `pulls`: the daemon can read it there. `wait`: why
+        nothing withdraws it before a change."""
+        if not alone:
+            why = "several ranks save this job"
+        elif not pulls:
+            why = "the daemon does not pull these tensors (see: pccheckctl status)"
+        elif wait:
+            why = "nothing that is attached holds the next update back"
+        else:
+            return
+        error = CheckpointFailedError(f'to="device" is not possible: {why}', hint=_INSTEAD)
+        self._warner.once(
+            "to device", f"{error.message}. These checkpoints are skipped: {_INSTEAD}"
+        )
+        raise error
+
     def fitting(self, level: int, state_bytes: int, room_bytes: int) -> int:
         """The level of a checkpoint that takes `state_bytes` of the daemon's memory, which has room
         for `room_bytes` of this rank. With room for two states the daemon skips those whose copy
-        would have to wait."""
+        would have to wait. Raises CheckpointFailedError for one that may not be copied instead."""
         states = room_bytes // max(1, state_bytes)
-        if level == LEVEL_DISK or states >= STATES:
+        if level == LEVEL_DEVICE and states < 2:
+            raise CheckpointFailedError(
+                'to="device" needs room for two states in pccheckd\'s memory', hint=_INSTEAD
+            )
+        if level != LEVEL_MEMORY or states >= STATES:
             return level
         self._warner.once(
             "memory only",

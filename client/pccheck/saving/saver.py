@@ -19,7 +19,7 @@ from pccheck.state import devices
 from pccheck.state.changes import Moved, Reading
 from pccheck.state.plan import Snapshot
 from pccheck.warn import Warner
-from pccheck_native import LEVEL_MEMORY, SNAPSHOTS, NativeError
+from pccheck_native import LEVEL_DEVICE, LEVEL_DISK, SNAPSHOTS, NativeError
 from pccheck_wire.ends import Cause, Why, in_words
 from pccheck_wire.errors import (
     CheckpointFailedError,
@@ -71,7 +71,8 @@ class Saver:
         connection = self._session.current()
         if connection is None or not connection.has_to_make_way():
             return
-        if any(save.state < CheckpointState.COPIED for save in self.followed.going()):
+        going = (save for save in self.followed.going() if not save.on_device)
+        if any(save.state < CheckpointState.COPIED for save in going):
             return
         known = self.followed.known()
         self.leave()
@@ -109,12 +110,16 @@ class Saver:
         handover = self._prepare(connection, snapshot)
         state_bytes = self._session.state_bytes(connection.native.chunk_bytes)
         level = self.levels.fitting(level, state_bytes, self._session.room_bytes)
-        in_memory = level == LEVEL_MEMORY
+        on_device, in_memory = level == LEVEL_DEVICE, level != LEVEL_DISK
+        if on_device:
+            self.levels.require_device(
+                alone=connection.saves_alone, pulls=bool(handover and handover.map), wait=wait
+            )
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
         self._free_entry(number)
         checkpoint = InFlight(step, connection, number)
-        checkpoint.in_memory = in_memory
+        checkpoint.in_memory, checkpoint.on_device = in_memory, on_device
         connection.steps.pop(number - SNAPSHOTS, None)
         connection.steps[number] = step
         held_at_ns, held_ns = self._gate.held.take()
@@ -125,13 +130,14 @@ class Saver:
             connection.native.submit(
                 number, snapshot.ranges, snapshot.volatile, snapshot.tree, snapshot.tree_offset,
                 *(handover.sources() if handover else ()),
-                step=step, skip=self._options.on_busy == "skip",
+                step=step, skip=on_device or self._options.on_busy == "skip",
                 map=handover.map if handover else 0,
                 frozen_bytes=0 if in_memory else snapshot.worth_a_base, level=level,
                 held_at_ns=held_at_ns, held_ns=held_ns,
                 base=steps.base, turn=steps.base_turn, descents=steps.descents, row=steps.row,
                 interval=interval, division=snapshot.division,
-                provisional=snapshot.reading is not None,
+                # One on the device has to be whole at any moment: nobody confirms it after a death.
+                provisional=snapshot.reading is not None and not on_device,
                 offered_bytes=0 if in_memory else snapshot.offered,
             )  # fmt: skip
             if snapshot.copying is not None and (moved := snapshot.copying.moved()):

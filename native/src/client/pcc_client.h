@@ -180,9 +180,11 @@ PCC_MUST_CHECK int pcc_client_wait(struct pcc_client *client, uint64_t id, enum 
 /* A provisional snapshot becomes like any other: the source was not changed before it was read, and
  * from now on something holds changes back. */
 void pcc_client_confirm(struct pcc_client *client, uint64_t snapshot);
-/* A snapshot of level MEMORY, from its request on, is to be written: the thread tells the daemon,
- * once it knows of the snapshot. Nothing happens when the call is repeated, when the entry belongs
- * to another snapshot by now, or when the snapshot has ended or is on its way to the disk. */
+/* A snapshot of level MEMORY or DEVICE, from its request on, is to be written: the thread tells the
+ * daemon, once it knows of the snapshot. One of level DEVICE is pulled now, unless a hold has
+ * withdrawn it; it is abandoned when its GPU has failed. Nothing happens when the call is repeated,
+ * when the entry belongs to another snapshot by now, or when the snapshot has ended or is on its
+ * way to the disk. */
 void pcc_client_write(struct pcc_client *client, uint64_t snapshot);
 /* REQUESTED|COPYING -> ABANDONED. True when this call won; streams that wait for it are released,
  * and the thread stops reading the source before it returns (bounded for a GPU that does not

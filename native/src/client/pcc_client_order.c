@@ -202,6 +202,26 @@ bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot)
     return true;
 }
 
+bool pcc_client_sound(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_client_device *device = pcc_client_device(client, i);
+        (void)pthread_mutex_lock(&client->lock);
+        const bool asked = job->snapshot == snapshot && job->deferred && job->devices[i].is_marked;
+        CUevent const event = job->devices[i].marked; /* made once, and kept */
+        (void)pthread_mutex_unlock(&client->lock);
+        if (!asked || device == NULL)
+            continue;
+        PCC_CLIENT_GPU(gpu, device);
+        const CUresult result = gpu.error == 0 ? device->gpu.cuda->event_query(event) : 0;
+        if (gpu.error != 0 || (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY))
+            return false;
+    }
+    return true;
+}
+
 /* -- hold -- */
 
 enum hold_way {
@@ -209,6 +229,7 @@ enum hold_way {
     HOLD_LATER, /* push: copies are still to be enqueued, the host waits first */
     HOLD_EVENT,
     HOLD_WORD,
+    HOLD_WITHDRAW, /* it does not wait: from here on the snapshot is gone */
 };
 
 /* With lock held. */
@@ -226,6 +247,11 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
         return HOLD_NOT;
     }
     *event_out = part->aside ? part->marked : part->copied;
+    if (job->deferred && (job->pulled >> device & 1) != 0) {
+        job->withdrawn = true;
+        *event_out = part->aside ? part->marked : NULL;
+        return HOLD_WITHDRAW;
+    }
     if (part->aside)
         return HOLD_EVENT;
     if ((job->pulled >> device & 1) != 0)
@@ -315,15 +341,36 @@ static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
         pcc_client_release_streams(client, job);
 }
 
-/* The stream waits, for an event or for a word of the page. */
+/* In stream order: what comes next changes the memory. A copy on the device that reads it (`event`)
+ * comes first. Within PCC_CLIENT_GPU. */
+static int withdraw(struct pcc_client *client, uint64_t snapshot, uint32_t device, CUstream stream,
+                    CUevent event)
+{
+    struct pcc_client_device *mine = &client->devices[device];
+    CUresult result = CUDA_SUCCESS;
+
+    if (event != NULL)
+        result = mine->gpu.cuda->stream_wait_event(stream, event, 0);
+    if (result == CUDA_SUCCESS)
+        result = mine->gpu.cuda->stream_write_value(
+            stream, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, withdrawn),
+            snapshot, CU_STREAM_WRITE_VALUE_DEFAULT);
+    if (result == CUDA_SUCCESS)
+        waited(client, snapshot, device, stream);
+    return pcc_client_gpu_code(mine, result);
+}
+
+/* The stream waits, for an event or for a word of the page; or withdraws the snapshot. */
 static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t device,
-                        CUstream stream, CUevent event)
+                        CUstream stream, enum hold_way way, CUevent event)
 {
     struct pcc_client_device *mine = &client->devices[device];
 
     PCC_CLIENT_GPU(gpu, mine);
     if (gpu.error != 0)
         return gpu.error;
+    if (way == HOLD_WITHDRAW)
+        return withdraw(client, snapshot, device, stream, event);
     if (event != NULL)
         return pcc_client_gpu_code(mine, mine->gpu.cuda->stream_wait_event(stream, event, 0));
     const CUresult result = mine->gpu.cuda->stream_wait_value(
@@ -347,8 +394,8 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
         return way == HOLD_LATER ? -ETIMEDOUT : 0;
     if (way == HOLD_WORD)
         hold_arm(client, snapshot, device, deadline_ns);
-    const int error = hold_enqueue(client, snapshot, device, (CUstream)(uintptr_t)stream,
-                                   way == HOLD_EVENT ? event : NULL);
+    const int error = hold_enqueue(client, snapshot, device, (CUstream)(uintptr_t)stream, way,
+                                   way == HOLD_WORD ? NULL : event);
     if (way == HOLD_WORD)
         hold_recheck(client, snapshot);
     /* The driver's want of memory for the wait: it is not enqueued. */

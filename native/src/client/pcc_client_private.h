@@ -81,6 +81,8 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     uint32_t flights;       /* these, the ones that were filled so and not handed over yet, and a
                                last one that is kept */
     uint32_t pulled;        /* bits: GPUs that the daemon reads */
+    bool deferred;          /* of level DEVICE: no stream waits, but withdraws it, ... */
+    bool withdrawn;         /* ... which a stream will */
     uint32_t held;          /* bits: of them, those that a stream waits for */
     uint64_t deadline_ns;   /* of `held` */
     uint64_t limit_ns;      /* the same, from when the stream has come to the snapshot */
@@ -389,6 +391,8 @@ void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *fi
 /* -- pcc_client_order.c -- */
 /* With lock held: true when the daemon has read its part, or never will. */
 bool pcc_client_pulled_read(const struct pcc_client *client, const struct pcc_job *job);
+/* False when the driver has reported an error on a GPU that a deferred snapshot lies on. */
+bool pcc_client_sound(struct pcc_client *client, uint64_t snapshot);
 /* With lock held: streams that wait for a snapshot whose word is final go on. */
 void pcc_client_release_streams(struct pcc_client *client, struct pcc_job *job);
 /* Abandons what is past its deadline; the nearest one that is left, UINT64_MAX = none. */

@@ -247,6 +247,7 @@ static int job_start(struct pcc_client *client, uint64_t snapshot, void *memory,
             ? pcc_offered_end(from->offered_bytes, plan->end_bytes, plan->chunk_bytes)
             : 0;
     job->provisional = from->provisional;
+    job->deferred = from->request.level == PCC_LEVEL_DEVICE;
     for (uint32_t i = 0; i < PCC_DEVICES; i++)
         job->devices[i].end_bytes = plan->device_end_bytes[i];
     request_write(client, job, from);
@@ -289,8 +290,14 @@ void pcc_client_write(struct pcc_client *client, uint64_t snapshot)
 {
     struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
 
+    if (!pcc_client_sound(client, snapshot)) { /* what its GPU holds may be anything */
+        (void)pcc_client_abandon(client, snapshot);
+        return;
+    }
     PCC_LOCKED(&client->lock);
-    if (job->snapshot == snapshot && snapshot != 0 && !job->wanted) {
+    if (job->snapshot == snapshot && !job->withdrawn)
+        job->deferred = false; /* from now on streams wait for it */
+    if (job->snapshot == snapshot && snapshot != 0 && !job->wanted && !job->withdrawn) {
         job->wanted = job->wanting = true;
         client->wanting++;
     }

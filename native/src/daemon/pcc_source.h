@@ -46,6 +46,7 @@ struct pcc_source {                   /* guarded by the tenant's lock */
     const struct pcc_source_ops *ops; /* NULL: there is none */
     uint64_t from_bytes, to_bytes;    /* its stretch of the payload: whole chunks, or the end */
     uint32_t parts, read, judged;     /* a bit for each part that counts if its owner lived after */
+    bool deferred;   /* pull: nothing is read before its owner wants it, or has ended */
     uint32_t users;  /* threads at work: meanwhile the save's entry is not reused */
     uint32_t wanted; /* pieces that have not come; of push and kept */
     union {          /* what is read */

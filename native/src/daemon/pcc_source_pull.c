@@ -200,15 +200,20 @@ static void part_unlink(struct pcc_tenant *tenant, const struct pcc_tenant_part 
     *at = next;
 }
 
+/* With the lock held: the map has a holder less. */
+static void map_let_go(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
+{
+    pcc_tenant_map_put(tenant, map);
+    if (tenant->pull.unused != NULL && tenant->attached) /* the drain thread closes it */
+        pcc_bell_ring(&tenant->view.page->daemon_bell);
+}
+
 /* With the lock held: a copier has one part less of the save. */
 static void part_left(struct pcc_tenant *tenant, struct pcc_source *source,
                       struct pcc_tenant_map *map)
 {
-    if (--source->users > 0)
-        return;
-    pcc_tenant_map_put(tenant, map);
-    if (tenant->pull.unused != NULL && tenant->attached) /* the drain thread closes it */
-        pcc_bell_ring(&tenant->view.page->daemon_bell);
+    if (--source->users == 0)
+        map_let_go(tenant, map);
 }
 
 static void on_ended(struct pcc_gpu_job *job)
@@ -331,6 +336,18 @@ static int begin(struct pcc_tenant *tenant, struct pcc_source *source, uint64_t 
     return parts_make(tenant, source, map);
 }
 
+static void parts_start(struct pcc_tenant *tenant, struct pcc_source *source)
+{
+    while (source->pulled != NULL) {
+        struct pcc_tenant_part *part = source->pulled;
+        source->pulled = part->next;
+        part->next = tenant->pull.parts;
+        tenant->pull.parts = part;
+        source->users++;
+        pcc_gpu_job_start(part->map->gpus[part->device], &part->job);
+    }
+}
+
 /* The whole stretch: nothing of it is offered. */
 static void want(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct pcc_source *source,
                  uint64_t from_bytes, uint64_t to_bytes)
@@ -339,27 +356,97 @@ static void want(struct pcc_tenant *tenant, struct pcc_tenant_save *save, struct
 
     PCC_ASSERT(from_bytes == source->from_bytes && to_bytes == source->to_bytes);
     map->holders++;
-    while (source->pulled != NULL) {
-        struct pcc_tenant_part *part = source->pulled;
-        source->pulled = part->next;
+    for (struct pcc_tenant_part *part = source->pulled; part != NULL; part = part->next) {
         part->save = save;
         part->source = source;
-        part->next = tenant->pull.parts;
-        tenant->pull.parts = part;
-        source->users++;
-        pcc_gpu_job_start(map->gpus[part->device], &part->job);
     }
+    if (!source->deferred)
+        parts_start(tenant, source);
 }
 
 static void abandon(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                     struct pcc_source *source)
 {
+    if (source->deferred && source->pulled != NULL && source->pulled->save != NULL) {
+        source->deferred = false;
+        map_let_go(tenant, source->pulled->map);
+        parts_free(source);
+    }
     if (source->pulled != NULL) { /* nothing was wanted: no stream waits for this save */
         parts_free(source);
         source->parts = 0;
     } else if (source->parts != 0 && pcc_tenant_of_session(tenant, save)) {
         refuse_copy(tenant, save);
     }
+}
+
+/* -- deferred: the device part stays where it is until its owner wants it, or has ended -- */
+
+enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
+                                   const struct pcc_tenant_save *save)
+{
+    enum pcc_pull_words words = PCC_PULL_WHOLE;
+
+    for (uint32_t device = 0; device < PCC_DEVICES; device++) {
+        struct pcc_device_words *at = pcc_page_words(&tenant->view, save->snapshot, device);
+        if ((save->sources[0].parts >> device & 1u) == 0)
+            continue;
+        /* Acquire: pairs with the streams' writes, as in may_go_on. */
+        if (PCC_READ_ACQUIRE(&at->withdrawn) >= save->snapshot)
+            return PCC_PULL_WITHDRAWN;
+        /* The entry is this snapshot's, so no stream of an honest client writes a larger id. */
+        if (PCC_READ_ACQUIRE(&at->ready) != save->snapshot)
+            words = PCC_PULL_NOT_READY;
+    }
+    return words;
+}
+
+void pcc_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    PCC_ASSERT(save->sources[0].deferred);
+    save->sources[0].deferred = false;
+    parts_start(tenant, &save->sources[0]);
+}
+
+/* Chunks that can be filled now, or when writers and copiers have ended what they are at. */
+static uint32_t chunks_in_reach(struct pcc_tenant *tenant)
+{
+    uint32_t count = 0;
+
+    for (uint32_t i = 0; i < tenant->chunk_count; i++) {
+        const struct pcc_tenant_chunk *chunk = &tenant->chunks[i];
+        const struct pcc_tenant_save *of =
+            chunk->state == PCC_CHUNK_FULL ? pcc_tenant_save_of(tenant, chunk->tag) : NULL;
+        const bool parked = of != NULL && of->save != NULL && pcc_save_is_parked(of->save);
+        count += !pcc_tenant_retires(tenant, chunk) && !parked &&
+                 (chunk->state == PCC_CHUNK_FREE || chunk->state == PCC_CHUNK_FULL ||
+                  chunk->state == PCC_CHUNK_CACHED || chunk->state == PCC_CHUNK_PULLED);
+    }
+    return count;
+}
+
+bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    struct pcc_source *source = &save->sources[0];
+    const uint64_t deadline_ns = pcc_now_ns() + tenant->pull.limit_ns;
+    uint32_t left = 0;
+
+    for (const struct pcc_tenant_part *part = source->pulled; part != NULL; part = part->next)
+        left += part->left;
+    /* The client's own part did not come; or memory is short, and nothing would free it. */
+    if (save->received + left != save->chunk_count || chunks_in_reach(tenant) < left)
+        return false;
+    pcc_pull_start(tenant, save);
+    while (source->users > 0 && !save->aborted &&
+           pcc_condition_wait(&tenant->pull.part_ended, &tenant->lock, deadline_ns))
+        ;
+    if (save->save == NULL || save->aborted || source->read != source->parts)
+        return false;
+    /* A child of the process that has its files open may have kept its streams going. */
+    if (pcc_pull_words(tenant, save) != PCC_PULL_WHOLE)
+        return false;
+    source->judged = source->read; /* its process had ended: nothing has changed the memory since */
+    return pcc_tenant_copy_check(tenant, save) == 0 && save->copied;
 }
 
 static bool owner_alive(struct pcc_tenant *tenant)

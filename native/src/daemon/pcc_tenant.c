@@ -295,6 +295,7 @@ void pcc_tenant_detach(struct pcc_tenant *tenant)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
         (void)pthread_join(tenant->drain, NULL);
         pcc_tenant_load_stop(tenant);
+        pcc_tenant_last_step(tenant);
         pcc_tenant_lock(tenant);
         session_end(tenant);
         pcc_tenant_unlock(tenant);

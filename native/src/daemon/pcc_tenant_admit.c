@@ -1,5 +1,5 @@
 /* Admission: how the first snapshot of the queue becomes a save, what fills it, and what becomes of
- * one that is parked. */
+ * one that is deferred or parked. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -77,12 +77,13 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
 
 /* -- what fills a save -- */
 
-/* Exposed memory is the beginning of the payload; the client fills the rest. `name`: the map. */
-static int sources_begin(struct pcc_tenant *tenant, uint64_t map, struct pcc_save_request *request,
-                         struct pcc_source sources[PCC_SOURCES])
+/* Exposed memory is the beginning of the payload; the client fills the rest. */
+static int sources_begin(struct pcc_tenant *tenant, const struct pcc_request *from,
+                         struct pcc_save_request *request, struct pcc_source sources[PCC_SOURCES])
 {
     sources[0].ops = &pcc_source_pull;
-    const int error = sources[0].ops->begin(tenant, &sources[0], map, request);
+    sources[0].deferred = from->level == PCC_LEVEL_DEVICE;
+    const int error = sources[0].ops->begin(tenant, &sources[0], from->map, request);
     if (error != 0)
         return error;
     sources[1].ops = &pcc_source_push;
@@ -111,7 +112,7 @@ static struct pcc_save_request request_of(struct pcc_tenant *tenant,
     const struct pcc_number *number = &wait->number;
     const bool is_image = from->kind == PCC_KIND_IMAGE;
     struct pcc_save_request made = {.sequence = number->sequence,
-                                    .parked = from->level == PCC_LEVEL_MEMORY,
+                                    .parked = from->level != PCC_LEVEL_DISK,
                                     .step = from->step,
                                     .incarnation = number->incarnation,
                                     .world_size = number->world_size,
@@ -173,7 +174,7 @@ int pcc_tenant_begin(struct pcc_tenant *tenant, const struct pcc_tenant_wait *wa
     if (tenant->bound == PCC_TENANT_VOLUMES || tenant->bindings[tenant->bound].lost)
         return -ENODEV;
     struct pcc_save_request request = request_of(tenant, wait);
-    int error = sources_begin(tenant, wait->request.map, &request, sources);
+    int error = sources_begin(tenant, &wait->request, &request, sources);
     if (error != 0)
         return error;
     error = save_begin(tenant, &request, sources, &save);
@@ -251,6 +252,96 @@ void pcc_tenant_set_outcome(struct pcc_tenant *tenant, uint64_t snapshot,
     PCC_LOCKED(&tenant->lock);
     pcc_tenant_outcome(tenant, snapshot, end);
     pcc_tenant_wake_client(tenant);
+}
+
+/* -- deferred saves: their device part is on the GPUs until they are wanted or withdrawn -- */
+
+/* How long the rest of a process may take to end once its session has. */
+#define PROCESS_END_MS 5000
+
+static bool is_deferred(const struct pcc_tenant *tenant, const struct pcc_tenant_save *save)
+{
+    return save->save != NULL && !save->aborted && save->sources[0].deferred &&
+           pcc_tenant_of_session(tenant, save);
+}
+
+/* The oldest, or the newest one; NULL. */
+static struct pcc_tenant_save *deferred_find(struct pcc_tenant *tenant, bool newest)
+{
+    struct pcc_tenant_save *found = NULL;
+
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (is_deferred(tenant, save) &&
+            (found == NULL || (save->snapshot > found->snapshot) == newest))
+            found = save;
+    }
+    return found;
+}
+
+static void withdraw(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    const struct pcc_tenant_end end = {.outcome = PCC_OUTCOME_SKIPPED,
+                                       .sequence = save->sequence,
+                                       .reason = {.cause = PCC_CAUSE_WITHDRAWN}};
+
+    if (pcc_tenant_refuse_begun(tenant, save->snapshot, &end))
+        pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_REFUSED,
+                                                  .session = tenant->session,
+                                                  .id = save->snapshot,
+                                                  .error = -ECANCELED});
+}
+
+bool pcc_tenant_deferred_look(struct pcc_tenant *tenant)
+{
+    bool left = false;
+
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i];
+        if (!is_deferred(tenant, save))
+            continue;
+        if (pcc_pull_words(tenant, save) == PCC_PULL_WITHDRAWN)
+            withdraw(tenant, save);
+        else
+            left = true;
+    }
+    return left;
+}
+
+void pcc_tenant_deferred_yield(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *oldest = deferred_find(tenant, false);
+
+    if (oldest != NULL)
+        withdraw(tenant, oldest);
+}
+
+void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
+{
+    if (is_deferred(tenant, save) && pcc_pull_words(tenant, save) != PCC_PULL_WITHDRAWN)
+        pcc_pull_start(tenant, save);
+}
+
+void pcc_tenant_last_step(struct pcc_tenant *tenant)
+{
+    struct pcc_tenant_save *newest;
+
+    pcc_tenant_lock(tenant);
+    const bool any = !tenant->broken && pcc_tenant_deferred_look(tenant);
+    pcc_tenant_unlock(tenant);
+    /* The kernel closes a socket before the GPU's files of the same process. While those are open,
+     * its streams may go on, and write words. */
+    if (!any || !pcc_process_ended(tenant->trainer_fd, PROCESS_END_MS))
+        return;
+    PCC_LOCKED(&tenant->lock);
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) /* what cannot become whole any more */
+        if (tenant->saves[i].session == tenant->session && !is_deferred(tenant, &tenant->saves[i]))
+            pcc_tenant_abort(tenant, &tenant->saves[i], -PCC_E_ABORTED);
+    while ((newest = deferred_find(tenant, true)) != NULL) {
+        if (pcc_pull_words(tenant, newest) == PCC_PULL_WHOLE && pcc_pull_last(tenant, newest))
+            return; /* older ones were withdrawn before it was ready */
+        pcc_tenant_abort(tenant, newest, -PCC_E_ABORTED);
+    }
 }
 
 /* -- parked saves: their chunks stay full until the loop has them written, or drops them -- */

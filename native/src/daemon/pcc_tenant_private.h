@@ -322,8 +322,9 @@ int pcc_tenant_copy_check(struct pcc_tenant *tenant, struct pcc_tenant_save *sav
 /* -- pcc_tenant_queue.c; with the lock held, but for run -- */
 /* The drain thread tries the first one again. */
 void pcc_tenant_queue_look(struct pcc_tenant *tenant);
-/* The drain thread: begins what can begin. */
-void pcc_tenant_queue_run(struct pcc_tenant *tenant);
+/* The drain thread: begins what can begin. True: a deferred save may stand in the way, and nobody
+ * rings when a stream withdraws it. */
+bool pcc_tenant_queue_run(struct pcc_tenant *tenant);
 /* The session ends: everything that waits is refused. */
 void pcc_tenant_queue_end(struct pcc_tenant *tenant);
 /* A PCC_MSG_REQUEST. Codes of take_full. */
@@ -351,6 +352,16 @@ void pcc_tenant_save_enter(struct pcc_tenant *tenant, struct pcc_tenant_save *sa
                            uint64_t sequence, const struct pcc_source sources[PCC_SOURCES]);
 /* Whether a source is at work on a save of that binding; PCC_TENANT_VOLUMES: on any. */
 bool pcc_tenant_is_filled(const struct pcc_tenant *tenant, uint32_t binding);
+
+/* -- deferred saves, of level DEVICE; pcc_tenant_admit.c -- */
+/* With the lock held: those that were withdrawn end. True while some are left. */
+bool pcc_tenant_deferred_look(struct pcc_tenant *tenant);
+/* With the lock held: the oldest one ends, because its place is needed. */
+void pcc_tenant_deferred_yield(struct pcc_tenant *tenant);
+/* With the lock held: its owner wants it on the disk, so it is pulled now. */
+void pcc_tenant_deferred_want(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
+/* Without locks, the drain thread has ended: the last step of a trainer whose process has ended. */
+void pcc_tenant_last_step(struct pcc_tenant *tenant);
 
 /* Parked saves of the earlier daemon are written as far as there is room. */
 void pcc_tenant_adopted_write(struct pcc_tenant *tenant);
@@ -394,6 +405,15 @@ void pcc_tenant_maps_close(struct pcc_tenant *tenant);
 /* -- pcc_source_pull.c; with the lock held, a session attached -- */
 /* The word of the snapshot is final: the streams of all GPUs may continue. */
 void pcc_pull_release_streams(struct pcc_tenant *tenant, uint64_t snapshot);
+/* What the words of a deferred save say: whether its GPUs hold all of it now. */
+enum pcc_pull_words { PCC_PULL_NOT_READY, PCC_PULL_WHOLE, PCC_PULL_WITHDRAWN };
+enum pcc_pull_words pcc_pull_words(const struct pcc_tenant *tenant,
+                                   const struct pcc_tenant_save *save);
+/* A deferred save is pulled like any other from now on. */
+void pcc_pull_start(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
+/* The process of the trainer has ended, the drain thread, too: pulls a deferred save that is WHOLE,
+ * with the lock released meanwhile, for `limit_ns` at most. False: it is not copied. */
+PCC_MUST_CHECK bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save);
 
 /* -- pcc_source_push.c; with the lock held -- */
 /* FREE messages for what clients still have to fill. Never more. */

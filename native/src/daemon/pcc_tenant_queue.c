@@ -66,7 +66,8 @@ static struct pcc_reason fault_of(const struct pcc_request *request)
                                    request->reserved[0] | request->reserved[1] |
                                    request->reserved[2];
 
-    if (request->level != PCC_LEVEL_DISK && request->level != PCC_LEVEL_MEMORY)
+    if (request->level > PCC_LEVEL_DEVICE ||
+        (request->level == PCC_LEVEL_DEVICE && request->map == 0))
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_LEVEL, .argument = request->level};
     if (request->kind != PCC_KIND_TENSORS && request->kind != PCC_KIND_IMAGE)
         return (struct pcc_reason){.cause = PCC_CAUSE_BAD_KIND, .argument = request->kind};
@@ -144,13 +145,17 @@ void pcc_tenant_take_write(struct pcc_tenant *tenant, const struct pcc_message *
     struct pcc_tenant_wait *wait = &tenant->queue.waits[index % PCC_SNAPSHOTS];
     bool *wanted = NULL;
 
-    if (index < tenant->queue.count && wait->request.level == PCC_LEVEL_MEMORY)
+    if (index < tenant->queue.count && wait->request.level != PCC_LEVEL_DISK) {
         wanted = &wait->wanted;
-    else if (save != NULL && save->save != NULL && !save->aborted && pcc_save_is_parked(save->save))
+        wait->request.level = PCC_LEVEL_MEMORY; /* it is not deferred any more */
+    } else if (save != NULL && save->save != NULL && !save->aborted &&
+               pcc_save_is_parked(save->save))
         wanted = &save->wanted;
     if (wanted == NULL || *wanted)
         return;
     *wanted = true;
+    if (save != NULL)
+        pcc_tenant_deferred_want(tenant, save);
     pcc_tenant_put(tenant, (struct pcc_event){.kind = PCC_EVENT_WANTED,
                                               .session = tenant->session,
                                               .id = message->id,
@@ -295,6 +300,8 @@ static int try_first(struct pcc_tenant *tenant)
     const bool numbered = wait->number.sequence != 0 || tenant->policy.numbers;
     const int error = tenant->policy.held ? -EBUSY : pcc_tenant_begin(tenant, wait);
 
+    if (error == -PCC_E_NO_LANE && wait->request.level == PCC_LEVEL_MEMORY)
+        pcc_tenant_deferred_yield(tenant); /* a copy is worth more */
     if (error == 0)
         leave(&tenant->queue, 0);
     else if (!is_waited_for(error) || /* and a group decides before a rank skips */
@@ -305,13 +312,15 @@ static int try_first(struct pcc_tenant *tenant)
     return 0;
 }
 
-void pcc_tenant_queue_run(struct pcc_tenant *tenant)
+bool pcc_tenant_queue_run(struct pcc_tenant *tenant)
 {
     struct pcc_tenant_queue *queue = &tenant->queue;
+    bool deferred = false;
     int error = 0;
 
     PCC_LOCKED(&tenant->lock);
     if (!tenant->broken) {
+        deferred = pcc_tenant_deferred_look(tenant);
         drop_abandoned(tenant);
         while (queue->look && queue->count > 0 && error == 0) {
             queue->look = false;
@@ -324,4 +333,5 @@ void pcc_tenant_queue_run(struct pcc_tenant *tenant)
             put(tenant, PCC_EVENT_WAITS, queue->waits[0].request.snapshot, error);
         }
     }
+    return deferred && (queue->count > 0 || tenant->missing > 0);
 }

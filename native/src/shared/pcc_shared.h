@@ -70,6 +70,7 @@ enum pcc_cause {
     PCC_CAUSE_BAD_LEVEL = 25, /* these three with the number as argument */
     PCC_CAUSE_BAD_KIND = 26,
     PCC_CAUSE_BAD_FLAGS = 27,
+    PCC_CAUSE_WITHDRAWN = 30, /* of level DEVICE: training went on, or its place was needed */
 };
 
 struct pcc_reason {
@@ -101,7 +102,9 @@ _Static_assert(sizeof(struct pcc_snapshot) == 64, "one cache line per snapshot")
  * words of an entry only grow, since each holds a snapshot id.
  *   ready: the trainer's stream -> daemon: all that the snapshot depends on has been computed
  *   done:  daemon -> the trainer's stream: this GPU's part was read, or never will be
- *   withdrawn: no code writes this word yet. It is for a part that the trainer takes back
+ *   withdrawn: the trainer's stream -> daemon, of level DEVICE: what follows on the stream changes
+ *     the memory. So a part may be read while withdrawn < snapshot <= ready, and what was read
+ *     counts only if it still is so afterwards
  * The daemon's CPU reads ready and writes done; a client that lets its trainer go writes done, too.
  * Words per snapshot, not one counter: snapshots may come from different streams, and letting go of
  * one must not release another. */
@@ -115,6 +118,8 @@ _Static_assert(sizeof(struct pcc_device_words) == 24, "words of one GPU");
 /* The request of a snapshot. The client fills the block before it sends PCC_MSG_REQUEST, and
  * changes nothing in it until the word has left REQUESTED. The daemon copies the block once and
  * checks the copy: a number that cannot be is the end of this checkpoint (REFUSED, FAILED). */
+/* A checkpoint of level DEVICE is one of level MEMORY whose device part stays on the GPUs until its
+ * owner wants it (PCC_MSG_WRITE), withdraws it, or has ended. */
 enum pcc_level { PCC_LEVEL_DISK = 0, PCC_LEVEL_MEMORY = 1, PCC_LEVEL_DEVICE = 2 };
 /* A process image has open length: payload_bytes is its bound, PCC_MSG_LENGTH comes later, and of
  * the rest of the request only step and name are not 0. */
@@ -178,7 +183,7 @@ enum pcc_message_kind {
                            in row `chunk`. It is not copied if all of it lies in the base */
     PCC_MSG_ANSWER = 9, /* to client, of each offer: result 1 = it does, 0 = copy it */
     PCC_MSG_REQUEST = 10, /* to daemon: snapshot id is requested by its block; ids only grow */
-    PCC_MSG_WRITE = 11,   /* to daemon, once: snapshot id, of level MEMORY, is wanted on the disk */
+    PCC_MSG_WRITE = 11, /* to daemon, once: snapshot id, not of level DISK, is wanted on the disk */
     /* To daemon, once, of an image: its payload is [0, offset + length), and these last bytes are
      * the tree. Before this message every FULL is a whole chunk, and the last chunk comes after it.
      */

@@ -9,8 +9,8 @@ import pytest
 from pccheck.options import Options
 from pccheck.saving.levels import Levels
 from pccheck.warn import PccheckWarning, Warner
-from pccheck_native import LEVEL_DISK, LEVEL_MEMORY
-from pccheck_wire.errors import UsageError
+from pccheck_native import LEVEL_DEVICE, LEVEL_DISK, LEVEL_MEMORY
+from pccheck_wire.errors import CheckpointFailedError, UsageError
 from pccheck_wire.units import MIB
 
 DISK, MEMORY = LEVEL_DISK, LEVEL_MEMORY
@@ -44,11 +44,10 @@ def test_a_level_of_one_call_comes_first() -> None:
     assert (plain.used, plain.choose("memory"), plain.used) == (1, MEMORY, 3)
 
 
-@pytest.mark.parametrize(("to", "what"), [("device", "not built yet"), ("tape", "no level")])
-def test_a_level_that_is_not_built_is_refused(to: str, what: str) -> None:
+def test_what_is_no_level_is_refused() -> None:
     made = make()
-    with pytest.raises(UsageError, match=f"to='{to}' is {what}.*to=\"memory\""):
-        made.choose(to)
+    with pytest.raises(UsageError, match=r"to='tape' is no level.*to=\"memory\""):
+        made.choose("tape")
     with pytest.raises(UsageError, match="is no level"):
         made.choose(["memory"])  # type: ignore[arg-type]
     assert made.used == 1
@@ -71,3 +70,39 @@ def test_with_room_for_three_nothing_is_said() -> None:
         warnings.simplefilter("error")
         assert made.fitting(MEMORY, 10 * MIB, 30 * MIB) == MEMORY
         assert made.fitting(DISK, 10 * MIB, 0) == DISK
+
+
+def test_one_on_the_device_does_not_count_for_durable_every() -> None:
+    made = make(3)
+    given: list[str | None] = [None, "device", "device", None, "device", None]
+    chosen = [made.choose(to) for to in given]
+    device = LEVEL_DEVICE
+    assert chosen == [MEMORY, device, device, MEMORY, device, DISK]
+    plain = make()
+    assert (plain.choose("device"), plain.used) == (
+        LEVEL_DEVICE,
+        3,
+    )  # room to copy it after a death
+
+
+@pytest.mark.parametrize(
+    ("alone", "pulls", "wait", "what"),
+    [
+        (False, True, "", "several ranks"),
+        (True, False, "", "does not pull"),
+        (True, True, "copied", "nothing that is attached"),
+    ],
+)
+def test_one_on_the_device_is_never_copied_instead(
+    alone: bool, pulls: bool, wait: str, what: str
+) -> None:
+    made = make()
+    made.require_device(alone=True, pulls=True, wait="")
+    assert made.fitting(LEVEL_DEVICE, 100, 200) == LEVEL_DEVICE
+    with pytest.raises(CheckpointFailedError, match="room for two states"):
+        made.fitting(LEVEL_DEVICE, 100, 199)
+    with pytest.warns(PccheckWarning, match=what), pytest.raises(CheckpointFailedError):
+        made.require_device(alone=alone, pulls=pulls, wait=wait)
+    with warnings.catch_warnings(), pytest.raises(CheckpointFailedError, match=what):
+        warnings.simplefilter("error")  # it warns once
+        made.require_device(alone=alone, pulls=pulls, wait=wait)

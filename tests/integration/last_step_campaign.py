@@ -1,0 +1,112 @@
+"""Deaths of a trainer whose last step is on its GPU only: what is recovered.
+
+    python -m tests.integration.last_step_campaign --rounds 200 --seed 1
+
+A round: a trainer trains on the stand-in, calls checkpoint(to="device") after every step and lets
+every few of them be copied to memory, and is killed at some moment. The stand-in keeps the memory
+of a dead process, as the measured driver does, and only what its streams had done by then counts.
+
+Checked after every round:
+
+- The recovered step is the last one that the stream had completed, or the newest copied one if
+  death fell into an update. It is never older than what was copied.
+- The recovered bytes are those of one step.
+- No memory of the dead trainer stays mapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from typing import Any
+
+from pccheck.state.devices import HOST
+from tests.support.gpunode import Node
+from tests.support.gputrainer import READY, Log, Part
+from tests.support.trainer import RemoteError
+from tests.support.waiting import until
+
+from .gpu_campaign import GEOMETRY, SOON_S, Tally
+
+PARTS = (
+    Part(150_000), Part(40_001, "bfloat16"), Part(9_000, kind="buffer"), Part(3_000, device=HOST),
+)  # fmt: skip
+ROUNDS_PER_NODE = 10
+
+
+class Campaign:
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.tally = Tally()
+        self.numbers = itertools.count()
+
+    def play(self, rounds: int) -> Tally:
+        while rounds > 0:
+            count = min(rounds, ROUNDS_PER_NODE)
+            rounds -= count
+            try:
+                with Node(*GEOMETRY, "--dram", "32MiB", dead="keep") as node:
+                    node.start()
+                    for _ in range(count):
+                        self._round(node)
+            except AssertionError as error:
+                self.tally.violations.append(f"the end of a node: {error}")
+        return self.tally
+
+    def _round(self, node: Node) -> None:
+        number = next(self.numbers)
+        try:
+            self._play(node, number)
+        except (AssertionError, RemoteError) as error:
+            self.tally.violations.append(f"round {number}: {error}")
+        finally:
+            for trainer in node.trainers:
+                trainer.kill()
+            node.trainers.clear()
+
+    def _play(self, node: Node, number: int) -> None:
+        every = self.rng.choice([3, 5, 1000])
+        trainer = node.connect(PARTS, job=f"job-{number}", own_stream=number % 2 == 0)
+        path = node.directory / f"log-{number}"
+        log = Log(path)
+        trainer.post("run_on_device", str(path), every, seed=number)
+        first = self.rng.randint(2, 12)
+        until(lambda: log.all()[READY] >= first, lambda: trainer.warnings)
+        time.sleep(self.rng.random() * 0.03)  # not synchronisation: the moment is the test
+        trainer.kill()
+        node.faults.wait_for(lambda f: f.open_mappings == 0, SOON_S)
+        near, ready, whole, copied = log.all()
+        found = self._recovered(node, number)
+        step = found["step"] if found["found"] else 0
+        where = f"step {step} recovered at {near}, {ready}, {whole}, {copied}"
+        assert not found.get("wrong"), f"{where}: {found['wrong']}"
+        assert copied <= step <= near, where
+        still = near == ready == whole  # no update was near, and the daemon had the rest
+        assert step == ready or not still, where
+        last = "last completed step" if step >= ready else "newest copied one"
+        self.tally.outcomes[f"recovered: the {last}{', at rest' if still else ''}"] += 1
+        self.tally.kinds[f"copied every {every}"] += 1
+
+    def _recovered(self, node: Node, number: int) -> dict[str, Any]:
+        trainer = node.connect(PARTS, job=f"job-{number}")
+        return trainer.recover()
+
+
+def run(rounds: int, seed: int) -> Tally:
+    """Plays `rounds` rounds."""
+    return Campaign(seed).play(rounds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    return run(options.rounds, options.seed).told(options.rounds, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
