@@ -358,9 +358,10 @@ class Tenant:
 
     def release_memory(self) -> None: ...  # EBUSY unless detached and idle
     def rest(self, unmapped_s: float, /) -> None: ...  # unpins segments unused by GPUs for so long
-    def expose(self, map: int, exposure: bytes) -> str:
+    def expose(self, map: int, exposure: bytes, descriptors: bytes = b"") -> str:
         """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure
-        before is gone either way."""
+        before is gone either way. `descriptors`: of its pieces, packed C ints, which the caller
+        closes afterwards."""
 
     def policy(
         self,

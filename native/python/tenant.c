@@ -308,20 +308,23 @@ static PyObject *reason_new(int result, const char *reason)
 
 static PyObject *tenant_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"map", "exposure", NULL};
+    static char *names[] = {"map", "exposure", "descriptors", NULL};
     uint64_t map;
     Py_buffer exposure PCC_PY_OWNED(PyBuffer_Release) = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*:expose", names, pcc_py_u64, &map,
-                                     &exposure))
+    Py_buffer packed PCC_PY_OWNED(PyBuffer_Release) = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*|y*:expose", names, pcc_py_u64, &map,
+                                     &exposure, &packed))
         return NULL;
+    const struct pcc_descriptors descriptors = {
+        .items = packed.buf, .count = (uint32_t)((size_t)packed.len / sizeof(int))};
     if (map == 0) {
         PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
         return NULL;
     }
     char reason[PCC_REASON_BYTES] = "";
     int result;
-    PCC_PY_CALL(result =
-                    pcc_tenant_expose(handle, map, exposure.buf, (uint64_t)exposure.len, reason));
+    PCC_PY_CALL(result = pcc_tenant_expose(handle, map, exposure.buf, (uint64_t)exposure.len,
+                                           descriptors, reason));
     if (result == -ENOMEM) {
         PyErr_SetString(PyExc_MemoryError, reason);
         return NULL;

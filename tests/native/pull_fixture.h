@@ -27,6 +27,7 @@ struct pull {
     uint32_t range_count;
     uint64_t device_bytes;
     uint64_t map;
+    struct pcc_descriptors descriptors; /* of the exposure */
 };
 
 /* Memory on a GPU, filled; its number. */
@@ -92,7 +93,7 @@ static inline int expose_as_is(struct pull *p, char reason[PCC_REASON_BYTES])
     uint8_t bytes[EXPOSURE_ROOM];
     const uint64_t length = exposure_make(p, bytes);
 
-    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, reason);
+    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, p->descriptors, reason);
 }
 
 static inline void expose(struct pull *p)

@@ -100,33 +100,12 @@ struct standin_control {
  * compares both with NVIDIA's. */
 enum {
     CU_MEM_ALLOCATION_TYPE_PINNED = 1,
-    CU_MEM_LOCATION_TYPE_DEVICE = 1,
-    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
-    CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
     CU_PROCESS_STATE_RUNNING = 0,
     CU_PROCESS_STATE_LOCKED = 1,
     CU_PROCESS_STATE_CHECKPOINTED = 2,
     CU_PROCESS_STATE_FAILED = 3,
 };
-
-typedef unsigned long long CUmemGenericAllocationHandle;
-
-typedef struct {
-    int type, id;
-} CUmemLocation;
-
-typedef struct {
-    int type, requestedHandleTypes;
-    CUmemLocation location;
-    void *win32HandleMetaData;
-    unsigned char allocFlags[8];
-} CUmemAllocationProp;
-
-typedef struct {
-    CUmemLocation location;
-    int flags;
-} CUmemAccessDesc;
 
 typedef struct {
     unsigned timeoutMs; /* 0: no limit */

@@ -168,8 +168,13 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
  * handle that does not open, or means something else here), -PCC_E_DEVICE, -PCC_E_DEVICE_LOST,
  * -ENOMEM, -ENOTCONN; after an error the previous map is gone, too. `reason` gets words. */
 #define PCC_REASON_BYTES 192u
+struct pcc_descriptors { /* that came with an exposure; they stay the caller's, who closes them */
+    const int *items;
+    uint32_t count;
+};
 PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
-                                     uint64_t length_bytes, char reason[PCC_REASON_BYTES]);
+                                     uint64_t length_bytes, struct pcc_descriptors descriptors,
+                                     char reason[PCC_REASON_BYTES]);
 
 /* -- requests: the drain thread takes them, and begins them in order (pcc_tenant_queue.c) -- */
 
@@ -236,7 +241,7 @@ struct pcc_tenant_usage {
     uint64_t left_chunks;   /* never used again; pcc_tenant_shrink gives them back */
     uint64_t pinned_bytes;  /* of the segments */
     uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
-    uint32_t mappings;      /* open IPC handles */
+    uint32_t mappings;      /* allocations that are mapped */
     uint32_t in_flight;     /* saves that have not ended ... */
     uint32_t parked;        /* ... and of them, those that are parked */
 };

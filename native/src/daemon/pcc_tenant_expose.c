@@ -41,6 +41,14 @@ static bool import_put(struct pcc_tenant *tenant, struct pcc_tenant_import *impo
     return true;
 }
 
+static void import_close(const struct pcc_tenant_import *import)
+{
+    if (import->piece_count > 0)
+        pcc_gpu_pieces_close(import->gpu, import->address, import->length_bytes);
+    else
+        pcc_gpu_import_close(import->gpu, import->address);
+}
+
 static void imports_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
 {
     /* A map that was never opened as a whole has NULLs among them. */
@@ -52,7 +60,7 @@ static void imports_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
         const bool close = import_put(tenant, import);
         pcc_tenant_unlock(tenant);
         if (close) {
-            pcc_gpu_import_close(import->gpu, import->address);
+            import_close(import);
             free(import);
         }
     }
@@ -148,7 +156,8 @@ static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
     while (before != NULL && *at < before->view.head.allocation_count) {
         struct pcc_tenant_import *import = before->imports[before->view.by_handle[*at]];
         const int order = memcmp(import->handle, wanted->handle, sizeof(import->handle));
-        if (order == 0 && import->buffer_id == wanted->buffer_id && import->gpu == gpu)
+        if (order == 0 && import->buffer_id == wanted->buffer_id && import->gpu == gpu &&
+            import->piece_count == wanted->piece_count)
             found = import;
         if (order >= 0)
             break;
@@ -161,16 +170,32 @@ static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
     return found;
 }
 
+/* `descriptors`: of the allocation's pieces. */
+static int memory_open(const struct pcc_exposed_allocation *wanted, const int *descriptors,
+                       struct pcc_tenant_import *import, struct pcc_gpu_answers *answers)
+{
+    if (wanted->piece_count == 0)
+        return pcc_gpu_import(import->gpu, wanted->handle, &import->address, &import->length_bytes,
+                              answers);
+    const struct pcc_gpu_pieces pieces = {.descriptors = descriptors,
+                                          .count = wanted->piece_count,
+                                          .piece_bytes =
+                                              wanted->length_bytes / wanted->piece_count};
+    import->length_bytes = wanted->length_bytes;
+    return pcc_gpu_pieces_open(import->gpu, &pieces, &import->address, answers);
+}
+
 static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_allocation *wanted,
-                       struct pcc_gpu *gpu, struct pcc_tenant_import **out, char *reason)
+                       const int *descriptors, struct pcc_gpu *gpu, struct pcc_tenant_import **out,
+                       char *reason)
 {
     struct pcc_gpu_answers answers;
     struct pcc_tenant_import *import = calloc(1, sizeof(*import));
 
     if (import == NULL)
         return -ENOMEM;
-    const int error =
-        pcc_gpu_import(gpu, wanted->handle, &import->address, &import->length_bytes, &answers);
+    import->gpu = gpu;
+    const int error = memory_open(wanted, descriptors, import, &answers);
     if (error != 0) {
         import_failed(reason, error, &answers);
         free(import);
@@ -178,7 +203,7 @@ static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_alloc
     }
     memcpy(import->handle, wanted->handle, sizeof(import->handle));
     import->buffer_id = wanted->buffer_id;
-    import->gpu = gpu;
+    import->piece_count = wanted->piece_count;
     import->holders = 1;
     pcc_tenant_lock(tenant);
     tenant->pull.mappings++;
@@ -189,10 +214,17 @@ static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_alloc
 }
 
 static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
-                        const struct pcc_tenant_map *before, char *reason)
+                        const struct pcc_tenant_map *before, struct pcc_descriptors descriptors,
+                        char *reason)
 {
     const uint32_t count = map->view.head.allocation_count;
     uint32_t at = 0;
+
+    if (map->view.piece_count != descriptors.count) {
+        say(reason, "%u descriptors of GPU memory came, and the exposure has %u pieces",
+            descriptors.count, map->view.piece_count);
+        return -PCC_E_BAD_PEER;
+    }
 
     map->imports = calloc(count, sizeof(struct pcc_tenant_import *));
     if (map->imports == NULL)
@@ -204,7 +236,9 @@ static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
         map->imports[number] = import_share(tenant, before, wanted, gpu, &at);
         if (map->imports[number] != NULL)
             continue;
-        const int error = import_open(tenant, wanted, gpu, &map->imports[number], reason);
+        const int error =
+            import_open(tenant, wanted, descriptors.items + map->view.first_piece[number], gpu,
+                        &map->imports[number], reason);
         if (error != 0)
             return error;
     }
@@ -260,12 +294,13 @@ static int probe(const struct pcc_tenant_map *map, char *reason)
 }
 
 static int map_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
-                    const struct pcc_tenant_map *before, char *reason)
+                    const struct pcc_tenant_map *before, struct pcc_descriptors descriptors,
+                    char *reason)
 {
     int error = gpus_take(tenant, map, reason);
 
     if (error == 0)
-        error = imports_open(tenant, map, before, reason);
+        error = imports_open(tenant, map, before, descriptors, reason);
     if (error == 0)
         error = lengths_check(map, reason);
     if (error == 0)
@@ -288,7 +323,7 @@ static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before
 
 /* With control held, so that neither the session nor the previous map goes away meanwhile. */
 static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
-                  uint64_t length_bytes, char *reason)
+                  uint64_t length_bytes, struct pcc_descriptors descriptors, char *reason)
 {
     const char *why;
     struct pcc_tenant_map *map = calloc(1, sizeof(*map));
@@ -307,12 +342,12 @@ static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
     tenant->pull.maps++;
     pcc_tenant_unlock(tenant);
     if (error == 0)
-        error = map_open(tenant, map, before, reason);
+        error = map_open(tenant, map, before, descriptors, reason);
     if (error == -EEXIST) { /* drivers refuse an address while what was there is still mapped */
         imports_close(tenant, map);
         map_replace(tenant, before, NULL);
         before = NULL;
-        error = map_open(tenant, map, NULL, reason);
+        error = map_open(tenant, map, NULL, descriptors, reason);
     }
     if (error == 0) {
         reason[0] = '\0';
@@ -325,7 +360,8 @@ static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
 }
 
 int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
-                      uint64_t length_bytes, char reason[PCC_REASON_BYTES])
+                      uint64_t length_bytes, struct pcc_descriptors descriptors,
+                      char reason[PCC_REASON_BYTES])
 {
     int error = 0;
 
@@ -347,7 +383,7 @@ int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes
         error = -PCC_E_BAD_HANDLE;
     }
     if (error == 0)
-        error = expose(tenant, map, bytes, length_bytes, reason);
+        error = expose(tenant, map, bytes, length_bytes, descriptors, reason);
     if (error != 0 && reason[0] == '\0')
         say(reason, "%s", pcc_error_name(error));
     return error;

@@ -95,6 +95,7 @@ struct pcc_tenant_import { /* an allocation of the trainer's, mapped here; share
     uint64_t buffer_id;
     CUdeviceptr address;
     uint64_t length_bytes; /* as the driver says */
+    uint32_t piece_count;  /* 0: opened by its handle */
     uint32_t holders;      /* maps */
 };
 

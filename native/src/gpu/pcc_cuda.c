@@ -22,15 +22,22 @@ static struct {
 /* -- loading -- */
 
 /* A function's address as dlsym gives it, moved into a pointer to a function: ISO C has no cast. */
-static bool symbol_find(void *library, const char *symbol, void *pointer_out)
+static bool symbol_look(void *library, const char *symbol, void *pointer_out)
 {
     void *const found = dlsym(library, symbol);
 
     memcpy(pointer_out, &found, sizeof(found));
-    if (found == NULL)
+    return found != NULL;
+}
+
+static bool symbol_find(void *library, const char *symbol, void *pointer_out)
+{
+    const bool found = symbol_look(library, symbol, pointer_out);
+
+    if (!found)
         (void)snprintf(driver.missing, sizeof(driver.missing), "symbol %s is missing in " LIBRARY,
                        symbol);
-    return found != NULL;
+    return found;
 }
 
 static void *library_open(void)
@@ -82,6 +89,12 @@ static bool symbols_find(void *library)
         return false;
     PCC_CUDA_CALLS(PCC_CUDA_FIND)
 #undef PCC_CUDA_FIND
+    driver.calls.shares_pieces = true;
+#define PCC_CUDA_LOOK(name, symbol, parameters)                                                    \
+    if (!symbol_look(library, #symbol, &driver.calls.name))                                        \
+        driver.calls.shares_pieces = false;
+    PCC_CUDA_PIECE_CALLS(PCC_CUDA_LOOK)
+#undef PCC_CUDA_LOOK
     return true;
 }
 

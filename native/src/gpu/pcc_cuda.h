@@ -23,6 +23,24 @@ typedef struct {
     char reserved[64];
 } CUipcMemHandle;
 
+typedef unsigned long long CUmemGenericAllocationHandle; /* of physical memory */
+
+typedef struct {
+    int type, id;
+} CUmemLocation;
+
+typedef struct {
+    int type, requestedHandleTypes;
+    CUmemLocation location;
+    void *win32HandleMetaData;
+    unsigned char allocFlags[8];
+} CUmemAllocationProp;
+
+typedef struct {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
+
 enum {
     CUDA_SUCCESS = 0,
     CUDA_ERROR_INVALID_VALUE = 1,
@@ -72,6 +90,9 @@ enum {
     CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20,
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
+    CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
 };
 
 /* X(name in this table, symbol in the library, parameters) */
@@ -124,9 +145,34 @@ enum {
     X(copy_on_device, cuMemcpyDtoDAsync_v2,                                                        \
       (CUdeviceptr to, CUdeviceptr from, size_t length, CUstream stream))
 
+/* Memory that was made by cuMemCreate, and goes to other processes as descriptors. All of these are
+ * NULL on a driver that lacks one of them: such memory is pushed then. */
+#define PCC_CUDA_PIECE_CALLS(X)                                                                    \
+    X(piece_retain, cuMemRetainAllocationHandle,                                                   \
+      (CUmemGenericAllocationHandle * handle, void *address))                                      \
+    X(piece_properties, cuMemGetAllocationPropertiesFromHandle,                                    \
+      (CUmemAllocationProp * properties, CUmemGenericAllocationHandle handle))                     \
+    X(piece_export, cuMemExportToShareableHandle,                                                  \
+      (void *descriptor, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)) \
+    X(piece_import, cuMemImportFromShareableHandle,                                                \
+      (CUmemGenericAllocationHandle * handle, void *descriptor, int type))                         \
+    X(piece_release, cuMemRelease, (CUmemGenericAllocationHandle handle))                          \
+    X(piece_map, cuMemMap,                                                                         \
+      (CUdeviceptr address, size_t length, size_t offset, CUmemGenericAllocationHandle handle,     \
+       unsigned long long flags))                                                                  \
+    X(range_reserve, cuMemAddressReserve,                                                          \
+      (CUdeviceptr * address, size_t length, size_t alignment, CUdeviceptr wanted,                 \
+       unsigned long long flags))                                                                  \
+    X(range_free, cuMemAddressFree, (CUdeviceptr address, size_t length))                          \
+    X(range_access, cuMemSetAccess,                                                                \
+      (CUdeviceptr address, size_t length, const CUmemAccessDesc *access, size_t count))           \
+    X(range_unmap, cuMemUnmap, (CUdeviceptr address, size_t length))
+
 struct pcc_cuda {
+    bool shares_pieces; /* the calls of PCC_CUDA_PIECE_CALLS are there */
 #define PCC_CUDA_MEMBER(name, symbol, parameters) CUresult(*name) parameters;
     PCC_CUDA_CALLS(PCC_CUDA_MEMBER)
+    PCC_CUDA_PIECE_CALLS(PCC_CUDA_MEMBER)
 #undef PCC_CUDA_MEMBER
 };
 

@@ -124,7 +124,20 @@ struct pcc_gpu_answers { /* of the driver, when a handle does not open */
 PCC_MUST_CHECK int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64],
                                   CUdeviceptr *address_out, uint64_t *length_out,
                                   struct pcc_gpu_answers *answers_out);
-/* These two do nothing to a lost GPU: its driver may wait forever. */
+struct pcc_gpu_pieces { /* of physical memory, neighbours in the exporter */
+    const int *descriptors;
+    uint32_t count;
+    uint64_t piece_bytes; /* of each */
+};
+/* Maps the pieces side by side, for reading; the descriptors stay the caller's. Fails unless each
+ * is memory of this GPU of that very length. Errors as pcc_gpu_import. (pcc_gpus_pieces.c) */
+PCC_MUST_CHECK int pcc_gpu_pieces_open(struct pcc_gpu *gpu, const struct pcc_gpu_pieces *pieces,
+                                       CUdeviceptr *address_out,
+                                       struct pcc_gpu_answers *answers_out);
+/* The driver's result as a code. A reported loss of the context is checked by another call. */
+PCC_MUST_CHECK int pcc_gpu_code(struct pcc_gpu *gpu, CUresult result);
+/* These three do nothing to a lost GPU: its driver may wait forever. */
+void pcc_gpu_pieces_close(struct pcc_gpu *gpu, CUdeviceptr address, uint64_t length);
 void pcc_gpu_import_close(struct pcc_gpu *gpu, CUdeviceptr address);
 PCC_MUST_CHECK int pcc_gpu_unpin_host(struct pcc_gpu *gpu, void *bytes, uint64_t length);
 /* Reads up to PCC_GPU_LANDING_BYTES of device memory beside the copier; bounded. */

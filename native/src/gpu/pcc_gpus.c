@@ -274,7 +274,7 @@ void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns)
 
 /* The result as a code. A reported loss of the context is checked by another call, which would also
  * fail: a handle of one trainer must not take the GPU from the others. */
-static int code_of(struct pcc_gpu *gpu, CUresult result)
+int pcc_gpu_code(struct pcc_gpu *gpu, CUresult result)
 {
     const int error = pcc_cuda_code(result);
 
@@ -323,7 +323,7 @@ int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64], CUdeviceptr *a
     answers_out->first = cuda->ipc_open(&address, name, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
     if (answers_out->first == CUDA_SUCCESS && !range_of(cuda, address, &base, &length, answers_out))
         (void)cuda->ipc_close(address);
-    error = code_of(gpu, answers_out->first);
+    error = pcc_gpu_code(gpu, answers_out->first);
     pcc_gpu_leave(&gpu->device);
     if (error != 0)
         return error == -ENOMEM || error == -PCC_E_DEVICE_LOST ? error : -PCC_E_BAD_HANDLE;
@@ -355,7 +355,7 @@ static int read_side(struct pcc_gpu *gpu, CUdeviceptr from, size_t length)
         (void)nanosleep(&(struct timespec){.tv_nsec = READ_PAUSE_NS}, NULL);
         result = cuda->stream_query(gpu->side);
     }
-    return code_of(gpu, result);
+    return pcc_gpu_code(gpu, result);
 }
 
 int pcc_gpu_read(struct pcc_gpu *gpu, CUdeviceptr from, void *out, size_t length)

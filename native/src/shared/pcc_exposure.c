@@ -48,7 +48,21 @@ static const char *check_device(const struct pcc_exposed_allocation *allocation,
     return NULL;
 }
 
-static const char *check_allocations(const struct pcc_exposure_view *view)
+/* The pieces of all allocations are counted. */
+static const char *check_pieces(struct pcc_exposure_view *view,
+                                const struct pcc_exposed_allocation *allocation)
+{
+    const uint32_t count = allocation->piece_count;
+
+    if (count > PCC_EXPOSED_PIECES_MAX - view->piece_count)
+        return "too many pieces of memory";
+    if (count > 0 && allocation->length_bytes % count != 0)
+        return "the pieces of an allocation are not of equal length";
+    view->piece_count += count;
+    return NULL;
+}
+
+static const char *check_allocations(struct pcc_exposure_view *view)
 {
     const uint8_t *uuids[PCC_DEVICES] = {NULL};
     const struct pcc_exposure *head = &view->head;
@@ -57,6 +71,9 @@ static const char *check_allocations(const struct pcc_exposure_view *view)
         if (view->allocations[i].length_bytes == 0)
             return "an allocation is empty";
         const char *why = check_device(&view->allocations[i], uuids);
+        view->first_piece[i] = view->piece_count;
+        if (why == NULL)
+            why = check_pieces(view, &view->allocations[i]);
         if (why != NULL)
             return why;
     }
@@ -138,7 +155,9 @@ static int view_take(struct pcc_exposure_view *view, const uint8_t *bytes)
     view->allocations = malloc(allocations_bytes);
     view->ranges = malloc(ranges_bytes);
     view->by_handle = calloc(view->head.allocation_count, sizeof(*view->by_handle));
-    if (view->allocations == NULL || view->ranges == NULL || view->by_handle == NULL)
+    view->first_piece = calloc(view->head.allocation_count, sizeof(*view->first_piece));
+    if (view->allocations == NULL || view->ranges == NULL || view->by_handle == NULL ||
+        view->first_piece == NULL)
         return -ENOMEM;
     memcpy(view->allocations, bytes + sizeof(view->head), allocations_bytes);
     memcpy(view->ranges, bytes + sizeof(view->head) + allocations_bytes, ranges_bytes);
@@ -180,6 +199,7 @@ void pcc_exposure_free(struct pcc_exposure_view *view)
     free(view->allocations);
     free(view->ranges);
     free(view->by_handle);
+    free(view->first_piece);
     *view = (struct pcc_exposure_view){0};
 }
 

@@ -294,13 +294,18 @@ struct pcc_exposure {
 };
 _Static_assert(sizeof(struct pcc_exposure) == 56, "exposure");
 
-struct pcc_exposed_allocation { /* one cudaMalloc: its base, never a tensor inside */
-    uint8_t handle[64];         /* cuIpcGetMemHandle */
-    uint8_t uuid[16];           /* of the GPU */
+/* The descriptors of one exposure. */
+#define PCC_EXPOSED_PIECES_MAX 8192u
+
+/* One cudaMalloc: its base, never a tensor inside. Or neighbouring pieces of physical memory, of
+ * equal length, each of which comes as a descriptor: in the order of the allocations here. */
+struct pcc_exposed_allocation {
+    uint8_t handle[64]; /* cuIpcGetMemHandle; of pieces: a name that the exporter gives them */
+    uint8_t uuid[16];   /* of the GPU */
     uint64_t length_bytes;
-    uint64_t buffer_id; /* the exporter's name for it; with the handle it is never used again */
-    uint32_t device;    /* index of the words: the exporter's CUDA ordinal */
-    uint32_t reserved;
+    uint64_t buffer_id;   /* the exporter's name for it; with the handle it is never used again */
+    uint32_t device;      /* index of the words: the exporter's CUDA ordinal */
+    uint32_t piece_count; /* 0: there is a handle */
 };
 _Static_assert(sizeof(struct pcc_exposed_allocation) == 104, "exposed allocation");
 
