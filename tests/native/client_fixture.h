@@ -210,6 +210,7 @@ struct daemon {
     uint64_t bare_bytes; /* of all that was: without checksums */
     uint32_t taken;      /* chunks that came back */
     uint64_t requested;  /* the snapshot of the last PCC_MSG_REQUEST */
+    uint64_t wanted;     /* the snapshot of the last PCC_MSG_WRITE */
     uint32_t damaged;    /* of them, those that the client reports as damaged */
     uint32_t returned;   /* segments that did */
     bool retiring;       /* full chunks are not the client's again */
@@ -352,6 +353,8 @@ static inline void listen_to(struct daemon *d)
             CHECK_EQUAL(pcc_page_request(&d->view, message.id)->snapshot, message.id);
             CHECK(message.id > d->requested);
             d->requested = message.id;
+        } else if (message.kind == PCC_MSG_WRITE) {
+            d->wanted = message.id;
         } else if (message.kind == PCC_MSG_RETURNED) {
             d->returned++;
         } else {

@@ -8,9 +8,11 @@
 #include <sys/wait.h>
 
 /* Requests, marks for the daemon and submits: chunk 0 is the GPU's, behind it a tail. */
-static void pull(struct daemon *d, uint64_t snapshot, const struct stream *stream, bool aside)
+static void pull_to(struct daemon *d, uint64_t snapshot, const struct stream *stream, bool aside,
+                    enum pcc_level level)
 {
-    const struct pcc_submission submission = {.tail = "tail",
+    const struct pcc_submission submission = {.request = {.level = level},
+                                              .tail = "tail",
                                               .tail_bytes = 4,
                                               .tail_offset_bytes = CHUNK,
                                               .pulled_bytes = CHUNK,
@@ -19,6 +21,11 @@ static void pull(struct daemon *d, uint64_t snapshot, const struct stream *strea
     CHECK(pcc_client_request(d->client, snapshot) == 0);
     CHECK(pcc_client_mark(d->client, snapshot, stream->gpu, handle(stream), true, aside) == 0);
     CHECK(pcc_client_submit(d->client, snapshot, &submission) == 0);
+}
+
+static void pull(struct daemon *d, uint64_t snapshot, const struct stream *stream, bool aside)
+{
+    pull_to(d, snapshot, stream, aside, PCC_LEVEL_DISK);
 }
 
 static void open_one(struct daemon *d, struct stream *stream)
@@ -135,6 +142,36 @@ static void test_a_driver_that_is_locked(void)
     }
     daemon_close_gpu(&d, &stream);
     gpu_free(0, stream.scratch);
+}
+
+/* Of a deferred snapshot no stream waits: it withdraws it. If that cannot be enqueued, the snapshot
+ * may be wanted instead, and then the stream waits as for any other. */
+static void test_withdrawing(void)
+{
+    struct daemon d;
+    struct stream stream;
+
+    open_one(&d, &stream);
+    pull_to(&d, 1, &stream, false, PCC_LEVEL_DEVICE);
+    admit(&d, 1);
+    CHECK(pcc_client_hold_ready(d.client, 1, 0, soon())); /* a look alone withdraws nothing */
+    set(&control->write_fail_count, 1);
+    CHECK(hold(&d, 1, &stream, soon()) == -PCC_E_DEVICE);
+    CHECK_EQUAL(atomic_load(&words(&d, 1, 0)->withdrawn), 0);
+    pcc_client_write(d.client, 1);
+    UNTIL((listen_to(&d), d.wanted == 1));
+    CHECK(hold(&d, 1, &stream, soon()) == 0 && !stream_idle(&stream));
+    pulled(&d, 1, 0);
+    UNTIL(stream_idle(&stream));
+    pull_to(&d, 2, &stream, false, PCC_LEVEL_DEVICE);
+    admit(&d, 2);
+    CHECK(hold(&d, 2, &stream, soon()) == 0);
+    UNTIL(stream_idle(&stream));
+    CHECK_EQUAL(atomic_load(&words(&d, 2, 0)->withdrawn), 2);
+    pcc_client_write(d.client, 2); /* too late */
+    listen_to(&d);
+    CHECK_EQUAL(d.wanted, 1);
+    daemon_close_gpu(&d, &stream);
 }
 
 /* The deadline lets go of its own snapshot, and of no other. */
@@ -373,6 +410,7 @@ int main(void)
     RUN(test_words);
     RUN(test_no_stream_of_ours_waits);
     RUN(test_a_driver_that_is_locked);
+    RUN(test_withdrawing);
     RUN(test_deadline);
     RUN(test_letting_go);
     RUN(test_staging);

@@ -168,5 +168,7 @@ CUresult cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr address, uint64_t v
 CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr address, uint64_t value,
                                  unsigned flags)
 {
+    if (control_take(&standin.control->write_fail_count))
+        return CUDA_ERROR_OUT_OF_MEMORY;
     return enqueue_word(DO_WRITE, stream, address, value, flags);
 }

@@ -41,18 +41,19 @@ struct standin_control {
     uint64_t alloc_fail_count;    /* cuMemAlloc: out of memory */
     uint64_t register_fail_count; /* cuMemHostRegister */
     uint64_t register_fail_code;
-    uint64_t compute_mode;    /* attribute 20; 3: one process at a time */
-    uint64_t no_memory_ops;   /* 1: streams cannot wait for words (attribute 122 is 0) */
-    uint64_t init_fail_code;  /* cuInit, for instance 100: no device; */
-    uint64_t init_fail_count; /* 0: always, else in so many processes, and in each for good */
-    uint64_t init_us;         /* cuInit takes so long, */
-    uint64_t init_hold;       /* and until this is 0 again */
-    uint64_t one_queue;       /* 1: all streams share one hardware queue: work runs in the order in
-                                 which it was enqueued, whatever its stream, as the scheduler may
-                                 have it (CUDA_DEVICE_MAX_CONNECTIONS=1) */
-    uint64_t launch_queue;    /* so many operations a stream takes (0: 1024); who enqueues one more
-                                 waits in the driver, and with him who needs the context */
-    uint64_t lose_context;    /* a code: from the next call on, every context is lost with it */
+    uint64_t compute_mode;     /* attribute 20; 3: one process at a time */
+    uint64_t no_memory_ops;    /* 1: streams cannot wait for words (attribute 122 is 0) */
+    uint64_t init_fail_code;   /* cuInit, for instance 100: no device; */
+    uint64_t init_fail_count;  /* 0: always, else in so many processes, and in each for good */
+    uint64_t init_us;          /* cuInit takes so long, */
+    uint64_t init_hold;        /* and until this is 0 again */
+    uint64_t one_queue;        /* 1: all streams share one hardware queue: work runs in the order in
+                                  which it was enqueued, whatever its stream, as the scheduler may
+                                  have it (CUDA_DEVICE_MAX_CONNECTIONS=1) */
+    uint64_t launch_queue;     /* so many operations a stream takes (0: 1024); who enqueues one more
+                                  waits in the driver, and with him who needs the context */
+    uint64_t write_fail_count; /* cuStreamWriteValue64: out of memory */
+    uint64_t lose_context;     /* a code: from the next call on, every context is lost with it */
 
     /* Of the process that asks for checkpoints of others: which calls, as a sum of STANDIN_STATE,
      */

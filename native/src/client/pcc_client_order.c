@@ -248,7 +248,6 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
     }
     *event_out = part->aside ? part->marked : part->copied;
     if (job->deferred && (job->pulled >> device & 1) != 0) {
-        job->withdrawn = true;
         *event_out = part->aside ? part->marked : NULL;
         return HOLD_WITHDRAW;
     }
@@ -341,6 +340,28 @@ static void hold_recheck(struct pcc_client *client, uint64_t snapshot)
         pcc_client_release_streams(client, job);
 }
 
+/* Either its owner wants it on the disk (pcc_client_write) or a stream withdraws it, never both.
+ * False: it is wanted by now, or has ended. */
+static bool withdraw_begin(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    PCC_LOCKED(&client->lock);
+    const bool mine = job->snapshot == snapshot && job->deferred;
+    job->withdrawn = job->withdrawn || mine;
+    return mine;
+}
+
+/* No stream will: its owner may have it copied before the memory changes. */
+static void withdraw_fail(struct pcc_client *client, uint64_t snapshot)
+{
+    struct pcc_job *job = &client->jobs[snapshot % PCC_SNAPSHOTS];
+
+    PCC_LOCKED(&client->lock);
+    if (job->snapshot == snapshot)
+        job->withdrawn = false;
+}
+
 /* In stream order: what comes next changes the memory. A copy on the device that reads it (`event`)
  * comes first. Within PCC_CLIENT_GPU. */
 static int withdraw(struct pcc_client *client, uint64_t snapshot, uint32_t device, CUstream stream,
@@ -389,7 +410,10 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     if (pcc_client_device(client, device) == NULL)
         return -EINVAL;
     PCC_CLIENT_WAITS(client);
-    const enum hold_way way = hold_await(client, snapshot, device, &event, deadline_ns);
+    enum hold_way way;
+    do
+        way = hold_await(client, snapshot, device, &event, deadline_ns);
+    while (way == HOLD_WITHDRAW && !withdraw_begin(client, snapshot));
     if (way == HOLD_LATER || way == HOLD_NOT)
         return way == HOLD_LATER ? -ETIMEDOUT : 0;
     if (way == HOLD_WORD)
@@ -398,6 +422,8 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
                                    way == HOLD_WORD ? NULL : event);
     if (way == HOLD_WORD)
         hold_recheck(client, snapshot);
+    if (way == HOLD_WITHDRAW && error != 0)
+        withdraw_fail(client, snapshot);
     /* The driver's want of memory for the wait: it is not enqueued. */
     return error == -ENOMEM ? -PCC_E_DEVICE : error;
 }
