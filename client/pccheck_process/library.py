@@ -30,7 +30,7 @@ def later(source: Source, seen: Mapping[str, int]) -> list[str]:
         steps = [one.id.step for one in held if not one.flags & _core.SLOT_IMAGE]
         if steps and max(steps) > step:
             found.append(
-                f"job {job!r} has a checkpoint of step {max(steps)}, and this snapshot is of step "
-                f"{step}: start the program again to go on from there"
+                f"job {job!r} has a checkpoint of step {max(steps)}, and the client in this "
+                f"snapshot knows step {step}: start the program again to go on from the newer one"
             )
     return found

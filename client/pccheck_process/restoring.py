@@ -111,8 +111,8 @@ def restore_process(source: Source, wanted: RestoreWanted) -> RunningAgain:
             wanted.note(f"step {one.id.step} is not intact: {error.message}")
     raise DamagedError(
         f"no snapshot of job {wanted.job!r} is intact: {errors[0]}",
-        hint="a program with a PCcheckClient goes on from its own checkpoints when it is started "
-        "again (pccheckctl list)",
+        hint="start the program again: with a PCcheckClient it goes on from its own checkpoints "
+        "(pccheckctl list)",
     )
 
 
@@ -270,7 +270,7 @@ def _way_out(reasons: list[str], facts: Facts) -> str:
     if facts.library:
         jobs = ", ".join(sorted(facts.library))
         hints.append(
-            f"the program goes on from its own checkpoints ({jobs}) when it is started again"
+            f"or start the program again, which goes on from its own checkpoints (job {jobs})"
         )
     return "; ".join(hints)
 

@@ -181,7 +181,7 @@ class Sessions:
             job.write_parked()
 
     def pause(self, asking: Session, pids: list[int]) -> Paused:
-        """The clients of these processes that are connected; each is told once to make way."""
+        """Tells each connected client of these processes once to make way; how many there are."""
         if len(pids) > PAUSED_MAX:
             raise UsageError(f"$.body.pids has {len(pids)} items, the limit is {PAUSED_MAX}")
         self._paused[asking.number] = asking.uid, frozenset(pids)

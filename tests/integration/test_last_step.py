@@ -38,7 +38,7 @@ def test_nothing_is_copied_and_the_update_ends_it() -> None:
         assert not trainer.warnings
 
 
-def test_it_is_written_when_somebody_waits_for_it_or_the_process_ends() -> None:
+def test_a_wait_and_the_end_of_the_process_have_it_written() -> None:
     with Node(*GEOMETRY, "--dram", "32MiB") as node:
         trainer = node.start().ready(PARTS)
         trainer.step()

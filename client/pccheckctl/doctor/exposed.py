@@ -13,14 +13,15 @@ from pccheck_native import _core
 from pccheck_store import VERSION
 from pccheck_wire import attach
 from pccheck_wire.basics import PROTOCOL_VERSION
+from pccheck_wire.codec import PIECE_BYTES
 from pccheck_wire.errors import PccheckError
 from pccheck_wire.messages import Expose, Hello, Role
 
 from .finding import Finding, ok, problem, warning
 
 NBYTES = 1 << 20
-_PIECE_BYTES = 4096  # of an exposure, in a message
 _PUSHED = "jobs of this user push: the training process copies its GPU tensors itself"
+_FIX = "pccheckctl status names the reason for each job; docs/gpu.md lists what can be done"
 
 
 def gpus(socket: str | None) -> Iterator[Finding]:
@@ -39,9 +40,6 @@ def gpus(socket: str | None) -> Iterator[Finding]:
         with contextlib.closing(native):
             for device in range(_count()):
                 yield _one(attachment, native, device)
-
-
-_FIX = "pccheckctl status names the reason for each job; docs/gpu.md lists what can be done"
 
 
 def _hello() -> Hello:
@@ -74,5 +72,5 @@ def _one(attachment: attach.Attachment, native: _core.Client, device: int) -> Fi
 
 
 def _send(attachment: attach.Attachment, number: int, data: bytes) -> None:
-    pieces = [data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)]
+    pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
     attachment.request(Expose(number, pieces))

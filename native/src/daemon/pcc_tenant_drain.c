@@ -278,7 +278,7 @@ static void source_judge(struct pcc_tenant *tenant, struct pcc_tenant_save *save
     const bool lives = ops->owner_alive(tenant);
     pcc_tenant_lock(tenant);
     const uint32_t parts = save->tag == tag ? unjudged(tenant, save, source) & before : 0;
-    /* One that was deferred may have been withdrawn while it was read. */
+    /* One that was deferred may have been withdrawn while it was read: then it is a mix (P4). */
     if (parts != 0 && lives && pcc_pull_words(tenant, save) != PCC_PULL_WITHDRAWN) {
         source->judged |= parts;
         ops->drained(tenant, save, parts);
