@@ -11,7 +11,7 @@ import torch
 
 from pccheck import CheckpointState, PCcheckClient, UsageError
 from pccheck_native import LEVEL_MEMORY
-from pccheck_wire.errors import NoCheckpointError
+from pccheck_wire.errors import CheckpointFailedError, NoCheckpointError
 from pccheck_wire.messages import Pin
 from tests.integration.test_group import end, ranks, restored
 from tests.support.daemon import Daemon, Start
@@ -183,10 +183,12 @@ def test_a_callback_wants_nothing_written(start_daemon: Start) -> None:
         assert handle.state is CheckpointState.SUPERSEDED
 
 
-def test_a_level_that_is_not_built_is_named(daemon: Daemon) -> None:
+def test_tensors_of_the_cpu_are_left_on_no_gpu(daemon: Daemon) -> None:
     with client_of(daemon) as client:
-        with pytest.raises(UsageError, match="not built yet"):
-            client.checkpoint([torch.zeros(3)], step=1, to="device")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="is no level"):
+            client.checkpoint([torch.zeros(3)], step=1, to="tape")  # type: ignore[arg-type]
+        with pytest.raises(CheckpointFailedError, match="does not pull these tensors"):
+            client.checkpoint([torch.zeros(3)], step=1, to="device")
         assert client.checkpoint([torch.zeros(3)], step=1).wait_durable(60).step == 1
 
 

@@ -14,6 +14,7 @@ from pccheck import RefusedError, UsageError, snapshot
 from pccheck_native import layout
 from pccheck_store.directory import Storage
 from tests.support import criu
+from tests.support.as_user import everybody_enters
 from tests.support.counting import Commands, Counter, end, state_of
 from tests.support.daemon import Daemon, Start
 from tests.support.trainer import Connect, RemoteError
@@ -365,6 +366,9 @@ def test_a_failed_restore_puts_the_logs_back(commands: Commands, counter: Counte
 # -- other users -----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not everybody_enters(criu.FOLDER.parent), reason="the user cannot run criu here"
+)
 def test_root_takes_a_users_process_as_that_user(daemon: Daemon) -> None:
     """The snapshots are the user's, and so is the restored process."""
     daemon.open_to_everybody()
