@@ -306,6 +306,7 @@ class TenantUsage(NamedTuple):
     pinned_bytes: int
     exposed_bytes: int
     mappings: int
+    pieces: int
     parked: int  # saves of level memory, copied or being copied, that nothing writes
 
 class KeptState(NamedTuple):
@@ -360,8 +361,8 @@ class Tenant:
     def rest(self, unmapped_s: float, /) -> None: ...  # unpins segments unused by GPUs for so long
     def expose(self, map: int, exposure: bytes, descriptors: bytes = b"") -> str:
         """Nothing when the daemon can pull by this exposure, else why not, in words. The exposure
-        before is gone either way. `descriptors`: of its pieces, packed C ints, which the caller
-        closes afterwards."""
+        before is gone either way. `descriptors`: C ints, of the runs that are new; the caller
+        closes them."""
 
     def policy(
         self,

@@ -21,9 +21,10 @@ static const struct {
          "base turn descents row interval division taken_ns cause argument"},
     [PCC_PY_GPU_INFO] = {"GpuInfo", "uuid name lost copied_bytes copies failures"},
     [PCC_PY_TENANT_USAGE] =
-        {"TenantUsage", "bytes free_chunks granted_chunks full_chunks cached_chunks "
-                        "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings "
-                        "parked"},
+        {"TenantUsage",
+         "bytes free_chunks granted_chunks full_chunks cached_chunks "
+         "lent_chunks left_chunks in_flight pinned_bytes exposed_bytes mappings pieces "
+         "parked"},
     [PCC_PY_CLIENT_STATE] = {"ClientState",
                              "word outcome sequence newer source_read error error_name fault "
                              "cause stage code argument"},

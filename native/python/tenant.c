@@ -292,11 +292,11 @@ static PyObject *tenant_usage(PyObject *self, PyObject *Py_UNUSED(unused))
     struct pcc_tenant_usage usage;
     PCC_PY_CALL(pcc_tenant_usage(handle, &usage));
     return pcc_py_result(pcc_py_state_of(Py_TYPE(self)), PCC_PY_TENANT_USAGE,
-                         Py_BuildValue("(KKKKKKKIKKII)", usage.bytes, usage.free_chunks,
+                         Py_BuildValue("(KKKKKKKIKKIII)", usage.bytes, usage.free_chunks,
                                        usage.granted_chunks, usage.full_chunks, usage.cached_chunks,
                                        usage.lent_chunks, usage.left_chunks, usage.in_flight,
                                        usage.pinned_bytes, usage.exposed_bytes, usage.mappings,
-                                       usage.parked));
+                                       usage.pieces, usage.parked));
 }
 
 /* "" or why not. */
@@ -311,12 +311,12 @@ static PyObject *tenant_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     static char *names[] = {"map", "exposure", "descriptors", NULL};
     uint64_t map;
     Py_buffer exposure PCC_PY_OWNED(PyBuffer_Release) = {0};
-    Py_buffer packed PCC_PY_OWNED(PyBuffer_Release) = {0};
+    Py_buffer fds PCC_PY_OWNED(PyBuffer_Release) = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&y*|y*:expose", names, pcc_py_u64, &map,
-                                     &exposure, &packed))
+                                     &exposure, &fds))
         return NULL;
-    const struct pcc_descriptors descriptors = {
-        .items = packed.buf, .count = (uint32_t)((size_t)packed.len / sizeof(int))};
+    const struct pcc_descriptors descriptors = {.fds = fds.buf,
+                                                .count = (uint64_t)fds.len / sizeof(int)};
     if (map == 0) {
         PyErr_SetString(PyExc_ValueError, "map 0 stands for no exposure");
         return NULL;
@@ -324,7 +324,7 @@ static PyObject *tenant_expose(PyObject *self, PyObject *args, PyObject *kwargs)
     char reason[PCC_REASON_BYTES] = "";
     int result;
     PCC_PY_CALL(result = pcc_tenant_expose(handle, map, exposure.buf, (uint64_t)exposure.len,
-                                           descriptors, reason));
+                                           &descriptors, reason));
     if (result == -ENOMEM) {
         PyErr_SetString(PyExc_MemoryError, reason);
         return NULL;

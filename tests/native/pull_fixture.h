@@ -2,7 +2,6 @@
  * test writes the page, as in test_tenant_hostile.c. */
 #pragma once
 
-#include "../standin/standin_control.h"
 #include "pull_trainer.h"
 
 #define ALLOCATIONS_MAX 8u
@@ -27,7 +26,8 @@ struct pull {
     uint32_t range_count;
     uint64_t device_bytes;
     uint64_t map;
-    struct pcc_descriptors descriptors; /* of the exposure */
+    int *fds; /* what comes with the next exposure */
+    uint64_t fd_count;
 };
 
 /* Memory on a GPU, filled; its number. */
@@ -43,6 +43,36 @@ static inline uint32_t allocate(struct pull *p, uint32_t device, uint64_t length
     memory->expected = malloc(length);
     CHECK(memory->expected != NULL);
     return p->memory_count++;
+}
+
+/* The same, in pieces with a descriptor each, which come with the next exposure. */
+static inline uint32_t allocate_run(struct pull *p, uint32_t device, uint64_t length,
+                                    uint32_t pieces)
+{
+    struct device_memory *memory = &p->memory[p->memory_count];
+    const struct answer answer = trainer_ask(
+        &p->trainer,
+        (struct order){.what = ORDER_RUN, .device = device, .length = length, .pieces = pieces});
+
+    CHECK(p->memory_count < ALLOCATIONS_MAX);
+    memory->address = answer.address;
+    memory->exposed = answer.exposed;
+    memory->expected = calloc(1, length);
+    p->fds = realloc(p->fds, (p->fd_count + pieces) * sizeof(*p->fds));
+    CHECK(memory->expected != NULL && p->fds != NULL);
+    for (uint32_t i = 0; i < pieces; i++)
+        p->fds[p->fd_count++] =
+            trainer_descriptor(&p->trainer, memory->address + i * (length / pieces));
+    return p->memory_count++;
+}
+
+static inline void descriptors_close(struct pull *p)
+{
+    for (uint64_t i = 0; i < p->fd_count; i++)
+        CHECK(close(p->fds[i]) == 0);
+    free(p->fds);
+    p->fds = NULL;
+    p->fd_count = 0;
 }
 
 /* The trainer's step: other bytes in all of its memory. */
@@ -93,7 +123,9 @@ static inline int expose_as_is(struct pull *p, char reason[PCC_REASON_BYTES])
     uint8_t bytes[EXPOSURE_ROOM];
     const uint64_t length = exposure_make(p, bytes);
 
-    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, p->descriptors, reason);
+    const struct pcc_descriptors descriptors = {p->fds, p->fd_count};
+
+    return pcc_tenant_expose(p->f.tenant, ++p->map, bytes, length, &descriptors, reason);
 }
 
 static inline void expose(struct pull *p)
@@ -348,6 +380,7 @@ static inline void mappings_gone(struct pull *p)
 
     pcc_tenant_usage(p->f.tenant, &usage);
     CHECK(usage.mappings == 0 && usage.exposed_bytes == 0 && usage.granted_chunks == 0);
+    CHECK(usage.pieces == 0 && peek(&p->control->reserved_bytes) == 0);
     CHECK_EQUAL(peek(&p->control->open_mappings), 0);
 }
 

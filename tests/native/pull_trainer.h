@@ -11,13 +11,12 @@
 #include "../standin/standin_control.h"
 #include "tenant_fixture.h"
 
-#define DESCRIPTORS_A_MESSAGE 250u
-
 /* -- the trainer; `order` names what it does, one answer for each -- */
 
 struct order {
-    enum { ORDER_ALLOCATE, ORDER_FILL, ORDER_FREE, ORDER_PIECES, ORDER_GIVE } what;
+    enum { ORDER_ALLOCATE, ORDER_FILL, ORDER_FREE, ORDER_RUN, ORDER_EXPORT } what;
     uint32_t device;
+    uint32_t pieces; /* of `length` in all, side by side */
     uint64_t address;
     uint64_t length;
     uint64_t seed;
@@ -27,6 +26,37 @@ struct answer {
     uint64_t address;
     struct pcc_exposed_allocation exposed;
 };
+
+static inline void descriptor_send(int socket, int fd)
+{
+    char control[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec byte = {"d", 1};
+    struct msghdr message = {.msg_iov = &byte,
+                             .msg_iovlen = 1,
+                             .msg_control = control,
+                             .msg_controllen = sizeof(control)};
+    struct cmsghdr *part = CMSG_FIRSTHDR(&message);
+
+    *part = (struct cmsghdr){CMSG_LEN(sizeof(int)), SOL_SOCKET, SCM_RIGHTS};
+    memcpy(CMSG_DATA(part), &fd, sizeof(fd));
+    CHECK(sendmsg(socket, &message, 0) == 1);
+}
+
+static inline int descriptor_receive(int socket)
+{
+    char control[CMSG_SPACE(sizeof(int))], byte;
+    struct iovec into = {&byte, 1};
+    struct msghdr message = {.msg_iov = &into,
+                             .msg_iovlen = 1,
+                             .msg_control = control,
+                             .msg_controllen = sizeof(control)};
+    int fd;
+
+    CHECK(recvmsg(socket, &message, MSG_CMSG_CLOEXEC) == 1);
+    CHECK(message.msg_controllen >= CMSG_LEN(sizeof(int)));
+    memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof(fd));
+    return fd;
+}
 
 static inline void trainer_allocate(const struct order *order, struct answer *answer)
 {
@@ -48,73 +78,53 @@ static inline void trainer_allocate(const struct order *order, struct answer *an
     memcpy(answer->exposed.uuid, &device.uuid, sizeof(device.uuid));
 }
 
-/* `seed` pieces of `length` bytes each, side by side, as an expandable segment of torch. */
-static inline void trainer_make_pieces(const struct order *order, struct answer *answer)
+/* As torch's expandable segments. */
+static inline void trainer_run(const struct order *order, struct answer *answer)
 {
-    const CUmemLocation where = {CU_MEM_LOCATION_TYPE_DEVICE, (int)order->device};
-    const CUmemAllocationProp wanted = {
-        CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, where, NULL, {0}};
-    const CUmemAccessDesc access = {where, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    const uint64_t length = order->length * order->seed;
-    CUresult (*create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
-                       unsigned long long);
-    void *const found = dlsym(dlopen(STANDIN, RTLD_NOW), "cuMemCreate");
-    CUmemGenericAllocationHandle handle;
+    const CUmemAllocationProp properties = {
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED,
+        .requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        .location = {CU_MEM_LOCATION_TYPE_DEVICE, (int)order->device}};
+    const CUmemAccessDesc access = {{CU_MEM_LOCATION_TYPE_DEVICE, (int)order->device},
+                                    CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    const uint64_t piece = order->length / order->pieces;
     struct pcc_gpu_device device;
     CUdeviceptr address;
+    CUresult (*create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
+                       unsigned long long);
 
-    CHECK(found != NULL);
-    memcpy(&create, &found, sizeof(create));
-    CHECK(pcc_gpu_device_open(order->device, &device) == 0);
+    *(void **)&create = dlsym(dlopen(STANDIN, RTLD_NOW), "cuMemCreate");
+    CHECK(create != NULL && pcc_gpu_device_open(order->device, &device) == 0);
     CHECK(pcc_gpu_enter(&device) == 0);
-    CHECK(device.cuda->range_reserve(&address, length, 0, 0, 0) == 0);
-    answer->address = address;
-    for (uint64_t at = 0; at < length; at += order->length) {
-        CHECK(create(&handle, order->length, &wanted, 0) == 0);
-        CHECK(device.cuda->piece_map(answer->address + at, order->length, 0, handle, 0) == 0);
+    CHECK(device.cuda->address_reserve(&address, order->length, 0, 0, 0) == 0);
+    for (uint32_t i = 0; i < order->pieces; i++) {
+        CUmemGenericAllocationHandle handle;
+        CHECK(create(&handle, piece, &properties, 0) == 0);
+        CHECK(device.cuda->piece_map(address + i * piece, piece, 0, handle, 0) == 0);
         CHECK(device.cuda->piece_release(handle) == 0);
     }
-    CHECK(device.cuda->range_access(answer->address, length, &access, 1) == 0);
+    CHECK(device.cuda->access_set(address, order->length, &access, 1) == 0);
     pcc_gpu_leave(&device);
-    answer->exposed = (struct pcc_exposed_allocation){.length_bytes = length,
-                                                      .buffer_id = answer->address,
-                                                      .device = order->device,
-                                                      .piece_count = (uint32_t)order->seed};
-    memcpy(answer->exposed.handle, &answer->address, sizeof(answer->address));
+    answer->address = address;
+    answer->exposed = (struct pcc_exposed_allocation){
+        .length_bytes = order->length, .device = order->device, .pieces = order->pieces};
+    memcpy(answer->exposed.handle, &address, sizeof(address));
     memcpy(answer->exposed.uuid, &device.uuid, sizeof(device.uuid));
 }
 
-/* Sends the descriptors of `seed` pieces of `length` bytes from `address` on, and keeps none. */
-static inline void trainer_give(int fd, const struct order *order, const struct answer *answer)
+/* The descriptor of the piece at an address, sent behind a byte. */
+static inline void trainer_export(const struct order *order, int socket)
 {
-    union {
-        struct cmsghdr head;
-        uint8_t room[CMSG_SPACE(DESCRIPTORS_A_MESSAGE * sizeof(int))];
-    } control = {.room = {0}};
-    const size_t bytes = order->seed * sizeof(int);
-    struct iovec data = {(void *)(uintptr_t)answer, sizeof(*answer)};
-    const struct msghdr message = {.msg_iov = &data,
-                                   .msg_iovlen = 1,
-                                   .msg_control = &control,
-                                   .msg_controllen = CMSG_SPACE(bytes)};
-    int descriptors[DESCRIPTORS_A_MESSAGE];
     const struct pcc_cuda *cuda;
+    CUmemGenericAllocationHandle handle;
+    int fd;
 
     CHECK(pcc_cuda_load(&cuda) == 0);
-    CHECK(order->seed <= DESCRIPTORS_A_MESSAGE);
-    for (uint64_t i = 0; i < order->seed; i++) {
-        CUmemGenericAllocationHandle handle;
-        CHECK(cuda->piece_retain(&handle,
-                                 (void *)(uintptr_t)(order->address + i * order->length)) == 0);
-        CHECK(cuda->piece_export(&descriptors[i], handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-                                 0) == 0);
-        CHECK(cuda->piece_release(handle) == 0);
-    }
-    control.head = (struct cmsghdr){CMSG_LEN(bytes), SOL_SOCKET, SCM_RIGHTS};
-    memcpy(CMSG_DATA(&control.head), descriptors, bytes);
-    CHECK(sendmsg(fd, &message, 0) == (ssize_t)sizeof(*answer));
-    for (uint64_t i = 0; i < order->seed; i++)
-        (void)close(descriptors[i]);
+    CHECK(cuda->piece_retain(&handle, (void *)(uintptr_t)order->address) == 0);
+    CHECK(cuda->piece_export(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0) == 0);
+    CHECK(cuda->piece_release(handle) == 0);
+    descriptor_send(socket, fd);
+    CHECK(close(fd) == 0);
 }
 
 static inline void trainer_main(int fd)
@@ -126,10 +136,10 @@ static inline void trainer_main(int fd)
         struct pcc_gpu_device device;
         if (order.what == ORDER_ALLOCATE) {
             trainer_allocate(&order, &answer);
-        } else if (order.what == ORDER_PIECES) {
-            trainer_make_pieces(&order, &answer);
-        } else if (order.what == ORDER_GIVE) {
-            trainer_give(fd, &order, &answer);
+        } else if (order.what == ORDER_RUN) {
+            trainer_run(&order, &answer);
+        } else if (order.what == ORDER_EXPORT) {
+            trainer_export(&order, fd);
             continue;
         } else if (order.what == ORDER_FILL) {
             pattern((uint8_t *)(uintptr_t)order.address, order.length, order.seed);
@@ -159,27 +169,12 @@ static inline struct answer trainer_ask(const struct trainer *trainer, struct or
     return answer;
 }
 
-/* The descriptors of up to DESCRIPTORS_A_MESSAGE pieces, the caller's to close. */
-static inline void trainer_descriptors(const struct trainer *trainer, uint64_t address,
-                                       uint64_t piece_bytes, uint32_t count, int *out)
+static inline int trainer_descriptor(const struct trainer *trainer, uint64_t address)
 {
-    const struct order order = {
-        .what = ORDER_GIVE, .address = address, .length = piece_bytes, .seed = count};
-    struct answer answer;
-    union {
-        struct cmsghdr head;
-        uint8_t room[CMSG_SPACE(DESCRIPTORS_A_MESSAGE * sizeof(int))];
-    } control;
-    struct iovec data = {&answer, sizeof(answer)};
-    struct msghdr message = {.msg_iov = &data,
-                             .msg_iovlen = 1,
-                             .msg_control = &control,
-                             .msg_controllen = sizeof(control)};
+    const struct order order = {.what = ORDER_EXPORT, .address = address};
 
     CHECK(write(trainer->fd, &order, sizeof(order)) == (ssize_t)sizeof(order));
-    CHECK(recvmsg(trainer->fd, &message, MSG_CMSG_CLOEXEC) == (ssize_t)sizeof(answer));
-    CHECK(control.head.cmsg_len == CMSG_LEN(count * sizeof(int)));
-    memcpy(out, CMSG_DATA(&control.head), count * sizeof(int));
+    return descriptor_receive(trainer->fd);
 }
 
 static inline void trainer_start(struct trainer *trainer)

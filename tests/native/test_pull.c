@@ -188,8 +188,8 @@ static void test_many_ranges(void)
     memcpy(bytes + offsetof(struct pcc_exposure, range_count), &(uint32_t){600}, 4);
     memcpy(bytes + length, ranges, sizeof(ranges));
     char reason[PCC_REASON_BYTES];
-    CHECK(pcc_tenant_expose(p.f.tenant, ++p.map, bytes, length + sizeof(ranges), p.descriptors,
-                            reason) == 0);
+    CHECK(pcc_tenant_expose(p.f.tenant, ++p.map, bytes, length + sizeof(ranges),
+                            &(struct pcc_descriptors){0}, reason) == 0);
     uint64_t sequence;
     CHECK(admit(&p, 1, &sequence) == 0);
     ready_set(&p, 1, 0);
@@ -289,7 +289,8 @@ static void test_no_driver(void)
     const struct settings settings = {.payload_capacity = 4u << 20, .memory_bytes = 4 * CHUNK};
     fixture_open(&p.f, &settings);
     page_open(&p.f);
-    CHECK(pcc_tenant_expose(p.f.tenant, 1, "", 0, p.descriptors, reason) == -PCC_E_NO_DRIVER);
+    CHECK(pcc_tenant_expose(p.f.tenant, 1, "", 0, &(struct pcc_descriptors){0}, reason) ==
+          -PCC_E_NO_DRIVER);
     CHECK(strstr(reason, "CUDA_ERROR_NO_DEVICE (100)") != NULL);
     detach(&p.f);
     fixture_close(&p.f);

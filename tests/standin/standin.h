@@ -13,6 +13,7 @@
 /* Signatures come from the table that the product calls through: no difference can hide. */
 #define STANDIN_PROTOTYPE(name, symbol, parameters) EXPORTED CUresult symbol parameters;
 PCC_CUDA_CALLS(STANDIN_PROTOTYPE)
+PCC_CUDA_OPTIONAL_CALLS(STANDIN_PROTOTYPE)
 
 enum {
     DEVICES_MAX = 16,

@@ -69,7 +69,8 @@ struct standin_control {
 
     /* Written by the process. Gauges start at 0 with cuInit, counters go on. */
     uint64_t pid;
-    uint64_t open_mappings; /* gauge: imported allocations */
+    uint64_t open_mappings;  /* gauge: imported allocations */
+    uint64_t reserved_bytes; /* of addresses, by cuMemAddressReserve */
     uint64_t registered_bytes;
     uint64_t register_pause_us; /* the shortest between two large ones; 0 = there were no two */
     uint64_t allocations;
@@ -100,7 +101,6 @@ struct standin_control {
 /* The driver API has these, pcc_cuda.h has not. tests/unit/pccheck_native/test_cuda_header.py
  * compares both with NVIDIA's. */
 enum {
-    CU_MEM_ALLOCATION_TYPE_PINNED = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
     CU_PROCESS_STATE_RUNNING = 0,
     CU_PROCESS_STATE_LOCKED = 1,
@@ -135,22 +135,6 @@ CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp 
                                        int option);
 CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t length,
                      const CUmemAllocationProp *properties, unsigned long long flags);
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle);
-CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address);
-CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *properties,
-                                                CUmemGenericAllocationHandle handle);
-CUresult cuMemAddressReserve(CUdeviceptr *address, size_t length, size_t alignment,
-                             CUdeviceptr wanted, unsigned long long flags);
-CUresult cuMemAddressFree(CUdeviceptr address, size_t length);
-CUresult cuMemMap(CUdeviceptr address, size_t length, size_t offset,
-                  CUmemGenericAllocationHandle handle, unsigned long long flags);
-CUresult cuMemUnmap(CUdeviceptr address, size_t length);
-CUresult cuMemSetAccess(CUdeviceptr address, size_t length, const CUmemAccessDesc *access,
-                        size_t count_of);
-CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type,
-                                      unsigned long long flags);
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *descriptor,
-                                        int type);
 
 /* Checkpoints of another process by the driver (R570 and later). */
 CUresult cuCheckpointProcessGetState(int pid, int *state);

@@ -226,6 +226,7 @@ EXPORTED CUresult cuMemAddressReserve(CUdeviceptr *address, size_t length, size_
     if (!memory_add(MEMORY_RESERVED, bytes + before, length))
         return standin_leave(CUDA_ERROR_OUT_OF_MEMORY);
     *address = (uintptr_t)(bytes + before);
+    count(&standin.control->reserved_bytes, (int64_t)length);
     return standin_leave(CUDA_SUCCESS);
 }
 
@@ -239,6 +240,7 @@ EXPORTED CUresult cuMemAddressFree(CUdeviceptr address, size_t length)
     if (!memory || memory->address != address || memory->length != length || memory->pieces)
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
     memory_remove(memory);
+    count(&standin.control->reserved_bytes, -(int64_t)length);
     return standin_leave(CUDA_SUCCESS);
 }
 

@@ -21,17 +21,31 @@ void whole_path(char *out, const char *kind, uint32_t device, uint32_t pid, uint
                    kind, device, pid, nonce);
 }
 
-/* Bytes, when the file is of this device and its process lives and has not given its memory to the
- * host for a checkpoint. */
-static uint64_t bytes_of(int directory, const char *name, uint32_t device, uint64_t *nonce)
+struct owner { /* of the last file that was looked at */
+    uint32_t pid;
+    bool holds;
+};
+
+/* Whether the process lives and has not given its memory to the host for a checkpoint. */
+static bool holds_memory(struct owner *last, uint32_t pid)
+{
+    bool alive;
+    if (last->pid != pid)
+        *last = (struct owner){pid, process_start_time((int)pid, &alive) && alive &&
+                                        !checkpoint_has_released((int)pid)};
+    return last->holds;
+}
+
+/* Bytes, when the file is of this device and its process holds them. */
+static uint64_t bytes_of(int directory, const char *name, uint32_t device, uint64_t *nonce,
+                         struct owner *last)
 {
     char kind[16];
     uint32_t of, pid;
     struct stat about;
-    bool alive;
     if (sscanf(name, "%15[a-z]-%" SCNu32 "-%" SCNu32 "-%" SCNx64, kind, &of, &pid, nonce) != 4 ||
         of != device || fstatat(directory, name, &about, 0) || !strcmp(kind, PROCESS_KIND) ||
-        !process_start_time((int)pid, &alive) || !alive || checkpoint_has_released((int)pid))
+        !holds_memory(last, pid))
         return 0;
     return (uint64_t)about.st_size - (strcmp(kind, "memory") ? 0 : HEADER_BYTES);
 }
@@ -41,11 +55,12 @@ static uint64_t used_on(uint32_t device)
     static uint64_t seen[SEEN_MAX];
     DIR *directory = opendir(standin.directory);
     const struct dirent *entry;
+    struct owner last = {0};
     uint64_t sum = 0, small = 0;
     size_t count_of = 0;
     while (directory && (entry = readdir(directory))) {
         uint64_t nonce;
-        const uint64_t bytes = bytes_of(dirfd(directory), entry->d_name, device, &nonce);
+        const uint64_t bytes = bytes_of(dirfd(directory), entry->d_name, device, &nonce, &last);
         size_t at = 0;
         while (at < count_of && seen[at] != nonce)
             at++;

@@ -163,17 +163,20 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns);
 
 /* Pull: takes over the exposure `map` (struct pcc_exposure; a positive number of the client's) in
  * place of the previous one, which copies under way still use. Checks every number, opens handles
- * that are not open yet, closes those that nothing uses any more, pins the tenant's memory, and
- * reads the probe back. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER, -PCC_E_BAD_HANDLE (a
- * handle that does not open, or means something else here), -PCC_E_DEVICE, -PCC_E_DEVICE_LOST,
- * -ENOMEM, -ENOTCONN; after an error the previous map is gone, too. `reason` gets words. */
-#define PCC_REASON_BYTES 192u
-struct pcc_descriptors { /* that came with an exposure; they stay the caller's, who closes them */
-    const int *items;
-    uint32_t count;
+ * and maps pieces that are not mapped yet, closes those that nothing uses any more, pins the
+ * tenant's memory, and reads the probe back. `descriptors` are those of the runs that the previous
+ * map lacks; the caller closes them. Blocks. -PCC_E_BAD_PEER (nonsense), -PCC_E_NO_DRIVER,
+ * -PCC_E_BAD_HANDLE (a handle that does not open, or means something else here; another number of
+ * descriptors), -PCC_E_DEVICE, -PCC_E_DEVICE_LOST, -ENOMEM, -ENOTCONN; after an error the previous
+ * map is gone, too. `reason` gets words. */
+struct pcc_descriptors {
+    const int *fds;
+    uint64_t count;
 };
+#define PCC_REASON_BYTES 192u
 PCC_MUST_CHECK int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
-                                     uint64_t length_bytes, struct pcc_descriptors descriptors,
+                                     uint64_t length_bytes,
+                                     const struct pcc_descriptors *descriptors,
                                      char reason[PCC_REASON_BYTES]);
 
 /* -- requests: the drain thread takes them, and begins them in order (pcc_tenant_queue.c) -- */
@@ -241,7 +244,8 @@ struct pcc_tenant_usage {
     uint64_t left_chunks;   /* never used again; pcc_tenant_shrink gives them back */
     uint64_t pinned_bytes;  /* of the segments */
     uint64_t exposed_bytes; /* of the trainer's GPU memory that is mapped here */
-    uint32_t mappings;      /* allocations that are mapped */
+    uint32_t mappings;      /* of allocations and runs */
+    uint32_t pieces;        /* of the runs */
     uint32_t in_flight;     /* saves that have not ended ... */
     uint32_t parked;        /* ... and of them, those that are parked */
 };

@@ -37,16 +37,19 @@ static bool import_put(struct pcc_tenant *tenant, struct pcc_tenant_import *impo
     if (--import->holders > 0)
         return false;
     tenant->pull.mappings--;
+    tenant->pull.pieces -= import->pieces;
     tenant->pull.exposed_bytes -= import->length_bytes;
     return true;
 }
 
-static void import_close(const struct pcc_tenant_import *import)
+static void import_close(struct pcc_tenant_import *import)
 {
-    if (import->piece_count > 0)
-        pcc_gpu_pieces_close(import->gpu, import->address, import->length_bytes);
+    if (import->pieces > 0)
+        pcc_gpu_unmap(import->gpu, import->address, import->pieces,
+                      import->length_bytes / import->pieces);
     else
         pcc_gpu_import_close(import->gpu, import->address);
+    free(import);
 }
 
 static void imports_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
@@ -59,10 +62,8 @@ static void imports_close(struct pcc_tenant *tenant, struct pcc_tenant_map *map)
         pcc_tenant_lock(tenant);
         const bool close = import_put(tenant, import);
         pcc_tenant_unlock(tenant);
-        if (close) {
+        if (close)
             import_close(import);
-            free(import);
-        }
     }
     free(map->imports);
     map->imports = NULL;
@@ -157,7 +158,7 @@ static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
         struct pcc_tenant_import *import = before->imports[before->view.by_handle[*at]];
         const int order = memcmp(import->handle, wanted->handle, sizeof(import->handle));
         if (order == 0 && import->buffer_id == wanted->buffer_id && import->gpu == gpu &&
-            import->piece_count == wanted->piece_count)
+            import->pieces == wanted->pieces)
             found = import;
         if (order >= 0)
             break;
@@ -170,23 +171,21 @@ static struct pcc_tenant_import *import_share(struct pcc_tenant *tenant,
     return found;
 }
 
-/* `descriptors`: of the allocation's pieces. */
-static int memory_open(const struct pcc_exposed_allocation *wanted, const int *descriptors,
+/* By its handle, or a run by its descriptors. */
+static int memory_open(const struct pcc_exposed_allocation *wanted, const int *fds,
                        struct pcc_tenant_import *import, struct pcc_gpu_answers *answers)
 {
-    if (wanted->piece_count == 0)
+    if (wanted->pieces == 0)
         return pcc_gpu_import(import->gpu, wanted->handle, &import->address, &import->length_bytes,
                               answers);
-    const struct pcc_gpu_pieces pieces = {.descriptors = descriptors,
-                                          .count = wanted->piece_count,
-                                          .piece_bytes =
-                                              wanted->length_bytes / wanted->piece_count};
+    import->pieces = wanted->pieces;
     import->length_bytes = wanted->length_bytes;
-    return pcc_gpu_pieces_open(import->gpu, &pieces, &import->address, answers);
+    return pcc_gpu_map(import->gpu, fds, wanted->pieces, wanted->length_bytes / wanted->pieces,
+                       &import->address, answers);
 }
 
 static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_allocation *wanted,
-                       const int *descriptors, struct pcc_gpu *gpu, struct pcc_tenant_import **out,
+                       const int *fds, struct pcc_gpu *gpu, struct pcc_tenant_import **out,
                        char *reason)
 {
     struct pcc_gpu_answers answers;
@@ -195,7 +194,7 @@ static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_alloc
     if (import == NULL)
         return -ENOMEM;
     import->gpu = gpu;
-    const int error = memory_open(wanted, descriptors, import, &answers);
+    const int error = memory_open(wanted, fds, import, &answers);
     if (error != 0) {
         import_failed(reason, error, &answers);
         free(import);
@@ -203,44 +202,58 @@ static int import_open(struct pcc_tenant *tenant, const struct pcc_exposed_alloc
     }
     memcpy(import->handle, wanted->handle, sizeof(import->handle));
     import->buffer_id = wanted->buffer_id;
-    import->piece_count = wanted->piece_count;
     import->holders = 1;
     pcc_tenant_lock(tenant);
     tenant->pull.mappings++;
+    tenant->pull.pieces += import->pieces;
     tenant->pull.exposed_bytes += import->length_bytes;
     pcc_tenant_unlock(tenant);
     *out = import;
     return 0;
 }
 
-static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
-                        const struct pcc_tenant_map *before, struct pcc_descriptors descriptors,
-                        char *reason)
+/* What the previous map has, too. The number of pieces that are left, with a descriptor each. */
+static uint64_t imports_share(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
+                              const struct pcc_tenant_map *before)
 {
-    const uint32_t count = map->view.head.allocation_count;
+    uint64_t pieces = map->view.pieces;
     uint32_t at = 0;
 
-    if (map->view.piece_count != descriptors.count) {
-        say(reason, "%u descriptors of GPU memory came, and the exposure has %u pieces",
-            descriptors.count, map->view.piece_count);
-        return -PCC_E_BAD_PEER;
+    for (uint32_t i = 0; i < map->view.head.allocation_count; i++) {
+        const uint32_t number = map->view.by_handle[i];
+        const struct pcc_exposed_allocation *wanted = &map->view.allocations[number];
+        map->imports[number] = import_share(tenant, before, wanted, map->gpus[wanted->device], &at);
+        if (map->imports[number] != NULL)
+            pieces -= wanted->pieces;
     }
+    return pieces;
+}
+
+static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
+                        const struct pcc_tenant_map *before,
+                        const struct pcc_descriptors *descriptors, char *reason)
+{
+    const uint32_t count = map->view.head.allocation_count;
+    const int *fds = descriptors->fds;
 
     map->imports = calloc(count, sizeof(struct pcc_tenant_import *));
     if (map->imports == NULL)
         return -ENOMEM;
+    const uint64_t pieces = imports_share(tenant, map, before);
+    if (pieces != descriptors->count) {
+        say(reason, "%llu descriptors of GPU memory came, not %llu",
+            (unsigned long long)descriptors->count, (unsigned long long)pieces);
+        return -PCC_E_BAD_HANDLE;
+    }
     for (uint32_t i = 0; i < count; i++) {
-        const uint32_t number = map->view.by_handle[i];
-        const struct pcc_exposed_allocation *wanted = &map->view.allocations[number];
-        struct pcc_gpu *gpu = map->gpus[wanted->device];
-        map->imports[number] = import_share(tenant, before, wanted, gpu, &at);
-        if (map->imports[number] != NULL)
+        const struct pcc_exposed_allocation *wanted = &map->view.allocations[i];
+        if (map->imports[i] != NULL)
             continue;
         const int error =
-            import_open(tenant, wanted, descriptors.items + map->view.first_piece[number], gpu,
-                        &map->imports[number], reason);
+            import_open(tenant, wanted, fds, map->gpus[wanted->device], &map->imports[i], reason);
         if (error != 0)
             return error;
+        fds += wanted->pieces;
     }
     return 0;
 }
@@ -294,7 +307,7 @@ static int probe(const struct pcc_tenant_map *map, char *reason)
 }
 
 static int map_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
-                    const struct pcc_tenant_map *before, struct pcc_descriptors descriptors,
+                    const struct pcc_tenant_map *before, const struct pcc_descriptors *descriptors,
                     char *reason)
 {
     int error = gpus_take(tenant, map, reason);
@@ -323,7 +336,7 @@ static void map_replace(struct pcc_tenant *tenant, struct pcc_tenant_map *before
 
 /* With control held, so that neither the session nor the previous map goes away meanwhile. */
 static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
-                  uint64_t length_bytes, struct pcc_descriptors descriptors, char *reason)
+                  uint64_t length_bytes, const struct pcc_descriptors *descriptors, char *reason)
 {
     const char *why;
     struct pcc_tenant_map *map = calloc(1, sizeof(*map));
@@ -360,7 +373,7 @@ static int expose(struct pcc_tenant *tenant, uint64_t number, const void *bytes,
 }
 
 int pcc_tenant_expose(struct pcc_tenant *tenant, uint64_t map, const void *bytes,
-                      uint64_t length_bytes, struct pcc_descriptors descriptors,
+                      uint64_t length_bytes, const struct pcc_descriptors *descriptors,
                       char reason[PCC_REASON_BYTES])
 {
     int error = 0;

@@ -212,6 +212,7 @@ void pcc_tenant_usage(struct pcc_tenant *tenant, struct pcc_tenant_usage *out)
         .pinned_bytes = tenant->pull.pinned_bytes,
         .exposed_bytes = tenant->pull.exposed_bytes,
         .mappings = tenant->pull.mappings,
+        .pieces = tenant->pull.pieces,
     };
 }
 

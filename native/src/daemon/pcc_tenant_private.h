@@ -95,7 +95,7 @@ struct pcc_tenant_import { /* an allocation of the trainer's, mapped here; share
     uint64_t buffer_id;
     CUdeviceptr address;
     uint64_t length_bytes; /* as the driver says */
-    uint32_t piece_count;  /* 0: opened by its handle */
+    uint32_t pieces;       /* that are mapped side by side; 0: the handle was opened */
     uint32_t holders;      /* maps */
 };
 
@@ -122,6 +122,7 @@ struct pcc_tenant_pull {
     uint64_t pinned_bytes;
     uint64_t exposed_bytes;
     uint32_t mappings;
+    uint32_t pieces;
     uint32_t maps;      /* that are not closed */
     uint64_t mapped_ns; /* until then there was one */
 };

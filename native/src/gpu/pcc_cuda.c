@@ -22,22 +22,15 @@ static struct {
 /* -- loading -- */
 
 /* A function's address as dlsym gives it, moved into a pointer to a function: ISO C has no cast. */
-static bool symbol_look(void *library, const char *symbol, void *pointer_out)
+static bool symbol_find(void *library, const char *symbol, void *pointer_out)
 {
     void *const found = dlsym(library, symbol);
 
     memcpy(pointer_out, &found, sizeof(found));
-    return found != NULL;
-}
-
-static bool symbol_find(void *library, const char *symbol, void *pointer_out)
-{
-    const bool found = symbol_look(library, symbol, pointer_out);
-
-    if (!found)
+    if (found == NULL)
         (void)snprintf(driver.missing, sizeof(driver.missing), "symbol %s is missing in " LIBRARY,
                        symbol);
-    return found;
+    return found != NULL;
 }
 
 static void *library_open(void)
@@ -89,13 +82,18 @@ static bool symbols_find(void *library)
         return false;
     PCC_CUDA_CALLS(PCC_CUDA_FIND)
 #undef PCC_CUDA_FIND
-    driver.calls.shares_pieces = true;
-#define PCC_CUDA_LOOK(name, symbol, parameters)                                                    \
-    if (!symbol_look(library, #symbol, &driver.calls.name))                                        \
-        driver.calls.shares_pieces = false;
-    PCC_CUDA_PIECE_CALLS(PCC_CUDA_LOOK)
-#undef PCC_CUDA_LOOK
     return true;
+}
+
+static void optional_find(void *library)
+{
+    driver.calls.descriptors = true;
+#define PCC_CUDA_LOOK(name, symbol, parameters)                                                    \
+    if (!symbol_find(library, #symbol, &driver.calls.name))                                        \
+        driver.calls.descriptors = false;
+    PCC_CUDA_OPTIONAL_CALLS(PCC_CUDA_LOOK)
+#undef PCC_CUDA_LOOK
+    driver.missing[0] = '\0';
 }
 
 static bool load(void)
@@ -108,6 +106,7 @@ static bool load(void)
         !succeeded(driver.calls.init(0), "cuInit") ||
         !succeeded(driver.calls.device_count(&count), "cuDeviceGetCount"))
         return false;
+    optional_find(library);
     if (count > 0)
         return true;
     (void)snprintf(driver.missing, sizeof(driver.missing), "the driver shows no GPU");

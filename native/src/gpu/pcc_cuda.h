@@ -23,7 +23,7 @@ typedef struct {
     char reserved[64];
 } CUipcMemHandle;
 
-typedef unsigned long long CUmemGenericAllocationHandle; /* of physical memory */
+typedef unsigned long long CUmemGenericAllocationHandle;
 
 typedef struct {
     int type, id;
@@ -90,6 +90,7 @@ enum {
     CU_DEVICE_ATTRIBUTE_COMPUTE_MODE = 20,
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING = 41,
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1,
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
@@ -145,9 +146,9 @@ enum {
     X(copy_on_device, cuMemcpyDtoDAsync_v2,                                                        \
       (CUdeviceptr to, CUdeviceptr from, size_t length, CUstream stream))
 
-/* Memory that was made by cuMemCreate, and goes to other processes as descriptors. All of these are
- * NULL on a driver that lacks one of them: such memory is pushed then. */
-#define PCC_CUDA_PIECE_CALLS(X)                                                                    \
+/* Virtual memory, in pieces that descriptors share between processes. A driver without one of these
+ * calls works without such memory. */
+#define PCC_CUDA_OPTIONAL_CALLS(X)                                                                 \
     X(piece_retain, cuMemRetainAllocationHandle,                                                   \
       (CUmemGenericAllocationHandle * handle, void *address))                                      \
     X(piece_properties, cuMemGetAllocationPropertiesFromHandle,                                    \
@@ -157,23 +158,23 @@ enum {
     X(piece_import, cuMemImportFromShareableHandle,                                                \
       (CUmemGenericAllocationHandle * handle, void *descriptor, int type))                         \
     X(piece_release, cuMemRelease, (CUmemGenericAllocationHandle handle))                          \
+    X(address_reserve, cuMemAddressReserve,                                                        \
+      (CUdeviceptr * address, size_t length, size_t alignment, CUdeviceptr wanted,                 \
+       unsigned long long flags))                                                                  \
+    X(address_free, cuMemAddressFree, (CUdeviceptr address, size_t length))                        \
     X(piece_map, cuMemMap,                                                                         \
       (CUdeviceptr address, size_t length, size_t offset, CUmemGenericAllocationHandle handle,     \
        unsigned long long flags))                                                                  \
-    X(range_reserve, cuMemAddressReserve,                                                          \
-      (CUdeviceptr * address, size_t length, size_t alignment, CUdeviceptr wanted,                 \
-       unsigned long long flags))                                                                  \
-    X(range_free, cuMemAddressFree, (CUdeviceptr address, size_t length))                          \
-    X(range_access, cuMemSetAccess,                                                                \
-      (CUdeviceptr address, size_t length, const CUmemAccessDesc *access, size_t count))           \
-    X(range_unmap, cuMemUnmap, (CUdeviceptr address, size_t length))
+    X(piece_unmap, cuMemUnmap, (CUdeviceptr address, size_t length))                               \
+    X(access_set, cuMemSetAccess,                                                                  \
+      (CUdeviceptr address, size_t length, const CUmemAccessDesc *access, size_t count))
 
 struct pcc_cuda {
-    bool shares_pieces; /* the calls of PCC_CUDA_PIECE_CALLS are there */
 #define PCC_CUDA_MEMBER(name, symbol, parameters) CUresult(*name) parameters;
     PCC_CUDA_CALLS(PCC_CUDA_MEMBER)
-    PCC_CUDA_PIECE_CALLS(PCC_CUDA_MEMBER)
+    PCC_CUDA_OPTIONAL_CALLS(PCC_CUDA_MEMBER)
 #undef PCC_CUDA_MEMBER
+    bool descriptors; /* all optional calls are there */
 };
 
 /* The driver, loaded and initialised at the first call of the process and kept; any thread.

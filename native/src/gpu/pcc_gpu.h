@@ -1,5 +1,6 @@
 /* The inside of the GPUs, shared by pcc_gpus.c (which GPUs, what is done on the caller's thread),
- * pcc_gpus_copier.c (the thread) and the tenants' pull (pcc_tenant_expose.c, pcc_source_pull.c).
+ * pcc_gpus_map.c (memory in pieces), pcc_gpus_copier.c (the thread) and the tenants' pull
+ * (pcc_tenant_expose.c, pcc_source_pull.c).
  *
  * Locks, outermost first: a tenant's -> the registry's -> a GPU's own. A GPU's lock is held for
  * microseconds and never over a call of the driver; copiers call jobs without it. */
@@ -115,6 +116,9 @@ PCC_MUST_CHECK int pcc_gpus_use(struct pcc_gpus *gpus, const uint8_t uuid[16],
 /* For a user of the GPU: one user more, one less. */
 void pcc_gpu_hold(struct pcc_gpu *gpu);
 void pcc_gpu_put(struct pcc_gpu *gpu);
+/* The result as a code; within the context. A reported loss of the context is checked by another
+ * call, which would also fail: a handle of one trainer must not take the GPU from the others. */
+int pcc_gpu_code(struct pcc_gpu *gpu, CUresult result);
 struct pcc_gpu_answers { /* of the driver, when a handle does not open */
     CUresult first;
     CUresult second; /* of another way to ask how long the memory is; or CUDA_SUCCESS */
@@ -124,21 +128,14 @@ struct pcc_gpu_answers { /* of the driver, when a handle does not open */
 PCC_MUST_CHECK int pcc_gpu_import(struct pcc_gpu *gpu, const uint8_t handle[64],
                                   CUdeviceptr *address_out, uint64_t *length_out,
                                   struct pcc_gpu_answers *answers_out);
-struct pcc_gpu_pieces { /* of physical memory, neighbours in the exporter */
-    const int *descriptors;
-    uint32_t count;
-    uint64_t piece_bytes; /* of each */
-};
-/* Maps the pieces side by side, for reading; the descriptors stay the caller's. Fails unless each
- * is memory of this GPU of that very length. Errors as pcc_gpu_import. (pcc_gpus_pieces.c) */
-PCC_MUST_CHECK int pcc_gpu_pieces_open(struct pcc_gpu *gpu, const struct pcc_gpu_pieces *pieces,
-                                       CUdeviceptr *address_out,
-                                       struct pcc_gpu_answers *answers_out);
-/* The driver's result as a code. A reported loss of the context is checked by another call. */
-PCC_MUST_CHECK int pcc_gpu_code(struct pcc_gpu *gpu, CUresult result);
+/* Maps pieces of one length, a descriptor for each, side by side and to be read only. The caller
+ * closes the descriptors; nothing else stays open. As pcc_gpu_import. */
+PCC_MUST_CHECK int pcc_gpu_map(struct pcc_gpu *gpu, const int *fds, uint32_t count,
+                               uint64_t piece_bytes, CUdeviceptr *address_out,
+                               struct pcc_gpu_answers *answers_out);
 /* These three do nothing to a lost GPU: its driver may wait forever. */
-void pcc_gpu_pieces_close(struct pcc_gpu *gpu, CUdeviceptr address, uint64_t length);
 void pcc_gpu_import_close(struct pcc_gpu *gpu, CUdeviceptr address);
+void pcc_gpu_unmap(struct pcc_gpu *gpu, CUdeviceptr address, uint32_t count, uint64_t piece_bytes);
 PCC_MUST_CHECK int pcc_gpu_unpin_host(struct pcc_gpu *gpu, void *bytes, uint64_t length);
 /* Reads up to PCC_GPU_LANDING_BYTES of device memory beside the copier; bounded. */
 PCC_MUST_CHECK int pcc_gpu_read(struct pcc_gpu *gpu, CUdeviceptr from, void *out, size_t length);

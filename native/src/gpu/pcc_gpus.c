@@ -272,8 +272,6 @@ void pcc_gpus_rest(struct pcc_gpus *gpus, uint64_t unused_ns)
 
 /* -- on the caller's thread -- */
 
-/* The result as a code. A reported loss of the context is checked by another call, which would also
- * fail: a handle of one trainer must not take the GPU from the others. */
 int pcc_gpu_code(struct pcc_gpu *gpu, CUresult result)
 {
     const int error = pcc_cuda_code(result);

@@ -48,17 +48,21 @@ static const char *check_device(const struct pcc_exposed_allocation *allocation,
     return NULL;
 }
 
-/* The pieces of all allocations are counted. */
+/* Counts pieces and bytes of all runs up to this one. */
 static const char *check_pieces(struct pcc_exposure_view *view,
                                 const struct pcc_exposed_allocation *allocation)
 {
-    const uint32_t count = allocation->piece_count;
-
-    if (count > PCC_EXPOSED_PIECES_MAX - view->piece_count)
-        return "too many pieces of memory";
-    if (count > 0 && allocation->length_bytes % count != 0)
-        return "the pieces of an allocation are not of equal length";
-    view->piece_count += count;
+    if (allocation->length_bytes == 0)
+        return "an allocation is empty";
+    if (allocation->pieces == 0)
+        return NULL;
+    if (allocation->length_bytes % allocation->pieces != 0)
+        return "the pieces of an allocation differ in length";
+    view->pieces += allocation->pieces;
+    if (view->pieces > PCC_EXPOSED_PIECES_MAX ||
+        allocation->length_bytes > PCC_EXPOSED_RUNS_BYTES_MAX - view->run_bytes)
+        return "too many pieces of memory, or too large ones";
+    view->run_bytes += allocation->length_bytes;
     return NULL;
 }
 
@@ -68,12 +72,9 @@ static const char *check_allocations(struct pcc_exposure_view *view)
     const struct pcc_exposure *head = &view->head;
 
     for (uint32_t i = 0; i < head->allocation_count; i++) {
-        if (view->allocations[i].length_bytes == 0)
-            return "an allocation is empty";
-        const char *why = check_device(&view->allocations[i], uuids);
-        view->first_piece[i] = view->piece_count;
+        const char *why = check_pieces(view, &view->allocations[i]);
         if (why == NULL)
-            why = check_pieces(view, &view->allocations[i]);
+            why = check_device(&view->allocations[i], uuids);
         if (why != NULL)
             return why;
     }
@@ -155,9 +156,7 @@ static int view_take(struct pcc_exposure_view *view, const uint8_t *bytes)
     view->allocations = malloc(allocations_bytes);
     view->ranges = malloc(ranges_bytes);
     view->by_handle = calloc(view->head.allocation_count, sizeof(*view->by_handle));
-    view->first_piece = calloc(view->head.allocation_count, sizeof(*view->first_piece));
-    if (view->allocations == NULL || view->ranges == NULL || view->by_handle == NULL ||
-        view->first_piece == NULL)
+    if (view->allocations == NULL || view->ranges == NULL || view->by_handle == NULL)
         return -ENOMEM;
     memcpy(view->allocations, bytes + sizeof(view->head), allocations_bytes);
     memcpy(view->ranges, bytes + sizeof(view->head) + allocations_bytes, ranges_bytes);
@@ -199,7 +198,6 @@ void pcc_exposure_free(struct pcc_exposure_view *view)
     free(view->allocations);
     free(view->ranges);
     free(view->by_handle);
-    free(view->first_piece);
     *view = (struct pcc_exposure_view){0};
 }
 

@@ -8,11 +8,10 @@ struct pcc_exposure_view {
     struct pcc_exposure head;
     struct pcc_exposed_allocation *allocations;
     struct pcc_exposed_range *ranges;
-    uint32_t *first_piece;        /* by allocation: how many pieces come before its own */
     uint32_t *by_handle;          /* numbers of allocations, their handles ascending */
     uint32_t chunk_bytes;         /* of the tenant it was checked for */
-    uint32_t piece_count;         /* of all allocations: so many descriptors belong to it */
     uint32_t devices;             /* one bit for each that has chunks */
+    uint64_t pieces, run_bytes;   /* of all runs */
     uint32_t chunks[PCC_DEVICES]; /* of the payload's device part */
 };
 

@@ -274,6 +274,9 @@ struct pcc_grant {
 #define PCC_EXPOSED_ALLOCATIONS_MAX 16384u
 #define PCC_EXPOSED_RANGES_MAX 262144u
 #define PCC_EXPOSURE_BYTES_MAX (16u << 20)
+/* Of all runs of an exposure; torch's pieces have 20 MiB, and those for small tensors 2 MiB. */
+#define PCC_EXPOSED_PIECES_MAX 16384u
+#define PCC_EXPOSED_RUNS_BYTES_MAX (4ull << 40)
 /* Ranges with less than this between them, the same in memory and payload, are exposed as one:
  * torch rounds tensors up to it, and a copy of its own for each of many small ones takes far
  * longer. */
@@ -294,18 +297,17 @@ struct pcc_exposure {
 };
 _Static_assert(sizeof(struct pcc_exposure) == 56, "exposure");
 
-/* The descriptors of one exposure. */
-#define PCC_EXPOSED_PIECES_MAX 8192u
-
-/* One cudaMalloc: its base, never a tensor inside. Or neighbouring pieces of physical memory, of
- * equal length, each of which comes as a descriptor: in the order of the allocations here. */
+/* One cudaMalloc: its base, never a tensor inside. Or, with `pieces`, a run: memory of cuMemCreate,
+ * mapped side by side in pieces of one length, each of which has a descriptor. The descriptors come
+ * over the attach socket before the exposure, in the order of runs and pieces. A run that the
+ * daemon has mapped for the previous exposure keeps its name, and has none. */
 struct pcc_exposed_allocation {
-    uint8_t handle[64]; /* cuIpcGetMemHandle; of pieces: a name that the exporter gives them */
+    uint8_t handle[64]; /* cuIpcGetMemHandle; of a run, its name: random bytes */
     uint8_t uuid[16];   /* of the GPU */
     uint64_t length_bytes;
-    uint64_t buffer_id;   /* the exporter's name for it; with the handle it is never used again */
-    uint32_t device;      /* index of the words: the exporter's CUDA ordinal */
-    uint32_t piece_count; /* 0: there is a handle */
+    uint64_t buffer_id; /* the exporter's name for it; with the handle it is never used again */
+    uint32_t device;    /* index of the words: the exporter's CUDA ordinal */
+    uint32_t pieces;    /* 0: the handle opens it */
 };
 _Static_assert(sizeof(struct pcc_exposed_allocation) == 104, "exposed allocation");
 
