@@ -13,7 +13,7 @@ from . import codec
 from .basics import PROTOCOL_VERSION, SAME_VERSION_HINT, Closing, socket_name
 from .connection import DaemonSocket, pid_of, raise_failure
 from .errors import ProtocolError, WaitTimeoutError, error_from_wire
-from .messages import Answer, Failure, Hello, Reply, Request, RequestBody, Role, Welcome
+from .messages import Answer, Failure, Hello, Lend, Reply, Request, RequestBody, Role, Welcome
 
 CONNECT_LIMIT_S = 10.0
 
@@ -56,6 +56,13 @@ class Attachment(Closing):
         message = codec.encode(Request(number, token or self.welcome.token, body))
         self._connection.send(message, timeout_s)
         return number
+
+    def lend(self, number: int, descriptors: list[int], *, timeout_s: float) -> None:
+        """Sends descriptors of GPU memory for the exposure of this number; the caller closes them.
+        Raises what `send` does."""
+        body = Lend(number, len(descriptors))
+        message = codec.encode(Request(0, self.welcome.token, body))
+        self._connection.send_with(message, descriptors, timeout_s)
 
     def receive(self, number: int, *, timeout_s: float) -> Answer:
         """The answer to a request; late answers to earlier requests are skipped.

@@ -31,6 +31,7 @@ from .packing import PACKET_BYTES, Reassembler
 VARIABLE = "PCCHECK_DAEMON_UID"
 _CREDENTIALS = struct.Struct("iII")
 CONNECT_RETRY_S = 0.01
+DESCRIPTORS_RETRY_S = 0.001
 SOCKET_PATH_BYTES_MAX = 107  # Linux: sun_path without its final NUL
 
 
@@ -64,6 +65,23 @@ class DaemonSocket:
         try:
             self.socket.settimeout(timeout_s)
             self.socket.send(message, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise self._error(error, timeout_s) from error
+
+    def send_with(self, message: bytes, descriptors: list[int], timeout_s: float) -> None:
+        """Sends a message with descriptors. While too many of this user are on their way, it
+        waits. Raises WaitTimeoutError, DaemonUnreachableError."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while True:
+                self.socket.settimeout(_left(deadline))
+                try:
+                    socket.send_fds(self.socket, [message], descriptors, socket.MSG_NOSIGNAL)
+                    return
+                except OSError as error:
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                time.sleep(DESCRIPTORS_RETRY_S)
         except OSError as error:
             raise self._error(error, timeout_s) from error
 

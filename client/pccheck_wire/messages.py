@@ -212,6 +212,16 @@ class Expose(Message):
     map: int
     data: list[bytes]
     more: bool = False
+    descriptors: int = 0  # that were sent for this map, with `Lend`
+
+
+@message("lend")
+class Lend(Message):
+    """Descriptors of GPU memory, with this packet, for the exposure `map` that follows over
+    ZeroMQ. Over the attach socket only. No reply: a refusal is that of the exposure."""
+
+    map: int
+    count: int  # in this packet
 
 
 @message("chose")
@@ -513,8 +523,8 @@ class Report(Message):
 
 
 RequestBody = (
-    Register | Expose | Chose | Describe | Open | Read | Restored | Pin | Carry | Pause | Goodbye
-    | Status
+    Register | Expose | Lend | Chose | Describe | Open | Read | Restored | Pin | Carry | Pause
+    | Goodbye | Status
     | ListServers | ListVolumes | Verify | Trace | Drop | ConfigShow
 )  # fmt: skip
 #: The answers to requests, except Failure, which clients raise.

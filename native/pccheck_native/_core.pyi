@@ -28,6 +28,8 @@ GIVEN_UP_MAX: int
 JOB_BYTES_MAX: int
 DEVICES: int  # GPUs per session; CUDA ordinals are below it
 EXPOSURE_BYTES_MAX: int
+EXPOSED_PIECES_MAX: int
+DESCRIPTORS_MAX: int
 ENGINES: tuple[tuple[str, str, str], ...]  # name, how it writes, why a volume got pwrite instead
 SLOT_IMAGE: int  # a process image; otherwise tensors
 SLOT_PROTECTED: int
@@ -517,8 +519,13 @@ class Client:
         """False while a marked stream is still busy with what came before the snapshot."""
 
     def capturing(self, device: int, stream: int) -> bool: ...
-    def expose(self, device_ranges: _Packed, device_bytes: int) -> bytes:
-        """The exposure of these ranges. NativeError BAD_HANDLE when memory cannot be shared."""
+    def expose(self, device_ranges: _Packed, device_bytes: int, known: bool = False) -> bytes:
+        """The exposure of these ranges. `known`: the daemon has the exposure before. NativeError
+        BAD_HANDLE when memory cannot be shared."""
+
+    def descriptors(self) -> list[int]:
+        """The next that the daemon needs for the last exposure, at most DESCRIPTORS_MAX, the
+        caller's to close; [] after the last. NativeError."""
 
     def exposure_holds(self) -> bool:
         """Whether the memory of the last exposure is still what it was then, and not other memory

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #define HANDLE struct pcc_client
 #define CLOSE_TRIES 200
@@ -463,19 +464,39 @@ static void bytes_free(uint8_t **bytes)
 
 static PyObject *client_expose(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"device_ranges", "device_bytes", NULL};
+    static char *names[] = {"device_ranges", "device_bytes", "known", NULL};
     struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
     uint64_t device_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&:expose", names, pcc_py_device_ranges,
-                                     &ranges, pcc_py_u64, &device_bytes))
+    int known = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&|p:expose", names, pcc_py_device_ranges,
+                                     &ranges, pcc_py_u64, &device_bytes, &known))
         return NULL;
     uint8_t *bytes PCC_PY_OWNED(bytes_free) = NULL;
     uint64_t length_bytes = 0;
     int result;
     PCC_PY_CALL(result = pcc_client_expose(handle, ranges.device_items, ranges.count, device_bytes,
-                                           &bytes, &length_bytes));
+                                           known != 0, &bytes, &length_bytes));
     return result < 0 ? pcc_py_done(self, result)
                       : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
+}
+
+static PyObject *client_descriptors(PyObject *self, PyObject *Py_UNUSED(unused))
+{
+    int fds[PCC_DESCRIPTORS_MAX];
+    uint32_t count = 0;
+    int result;
+    PCC_PY_CALL(result = pcc_client_descriptors(handle, fds, PCC_DESCRIPTORS_MAX, &count));
+    PyObject *made = result < 0 ? NULL : PyList_New((Py_ssize_t)count);
+    for (uint32_t i = 0; made != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromLong(fds[i]);
+        if (number == NULL)
+            Py_CLEAR(made);
+        else
+            (void)PyList_SetItem(made, (Py_ssize_t)i, number);
+    }
+    for (uint32_t i = 0; made == NULL && i < count; i++)
+        (void)close(fds[i]);
+    return result < 0 ? pcc_py_done(self, result) : made;
 }
 
 PCC_PY_CALLS(client_exposure_holds, PCC_PY_RETURN_BOOL, pcc_client_exposure_holds)
@@ -506,6 +527,7 @@ static PyMethodDef methods[] = {
     {"reached", client_reached, METH_O, NULL},
     PCC_PY_METHOD("capturing", client_capturing),
     PCC_PY_METHOD("expose", client_expose),
+    {"descriptors", client_descriptors, METH_NOARGS, NULL},
     {"exposure_holds", client_exposure_holds, METH_NOARGS, NULL},
     PCC_PY_METHOD("load_start", client_load_start),
     PCC_PY_METHOD("load_wait", client_load_wait),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import errno
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from pccheck_native import _core
 from pccheck_wire import codec, packing
 from pccheck_wire.basics import PROTOCOL_VERSION, SAME_VERSION_HINT
 from pccheck_wire.connection import credentials
@@ -29,6 +31,7 @@ from pccheck_wire.messages import Hello
 from pccheckd.base.background import Background, Tasks
 from pccheckd.base.errors import shortage, translated
 from pccheckd.base.logs import LOG
+from pccheckd.core.descriptors import Lot
 from pccheckd.jobs.sessions import CONNECTIONS_PER_UID_MAX, Peer, Session, Sessions
 
 from .handlers import Handlers, failure, readable
@@ -173,6 +176,7 @@ class AttachServer(Background):
 
     async def _serve(self, connection: socket.socket) -> None:
         session: Session | None = None
+        unasked = Lot()
         try:
             peer = _peer(connection)
         except OSError:  # the peer is unknown
@@ -183,7 +187,7 @@ class AttachServer(Background):
         try:
             self._check_limits(uid)
             async with asyncio.timeout(HELLO_LIMIT_S):
-                packet = await self._receive(connection, uid)
+                packet = await self._receive(connection, uid, unasked)
             if not packet:
                 return
             hello = _hello(packet)
@@ -208,6 +212,7 @@ class AttachServer(Background):
             if session is None:  # else its peer waits for replies only
                 await self._refuse(connection, error)
         finally:
+            unasked.close()
             connection.close()
             self._count[uid] -= 1
             if session is not None:
@@ -239,20 +244,21 @@ class AttachServer(Background):
 
     async def _requests(self, connection: socket.socket, session: Session) -> None:
         loop = asyncio.get_running_loop()
-        while packet := await self._receive(connection, session.uid):
+        came = session.descriptors.packet
+        while packet := await self._receive(connection, session.uid, came):
             answer = await self._handlers.answer(session.uid, packet)
+            came.close()  # unless the request has taken them
             if answer is None:
                 continue
             async with asyncio.timeout(SEND_LIMIT_S):  # a peer that does not read is disconnected
                 for part in packing.packets(answer):
                     await loop.sock_sendall(connection, part)
 
-    async def _receive(self, connection: socket.socket, uid: int) -> bytes:
-        """One packet. Each user has one turn in a pass of the loop, first come, first served: so a
-        user with many connections does not delay others. Descriptors that come with a packet are
-        dropped by the kernel."""
-        loop = asyncio.get_running_loop()
-        packet = await loop.sock_recv(connection, packing.REQUEST_BYTES_MAX + 1)
+    async def _receive(self, connection: socket.socket, uid: int, came: Lot) -> bytes:
+        """One packet, and the descriptors that came with it. Each user has one turn in a pass of
+        the loop, first come, first served: so a user with many connections does not delay others.
+        """
+        packet = await _packet(connection, came)
         async with self._turns.setdefault(uid, asyncio.Lock()):
             await asyncio.sleep(0)
         return packet
@@ -293,6 +299,35 @@ def _hello(packet: bytes) -> Hello:
 def _peer(connection: socket.socket) -> Peer:
     pid, uid, gid = credentials(connection)
     return Peer(uid=uid, gid=gid, pid=pid, gone=lambda: _hung_up(connection))
+
+
+async def _packet(connection: socket.socket, came: Lot) -> bytes:
+    """What does not fit into the room for descriptors the kernel drops."""
+    loop = asyncio.get_running_loop()
+    space = socket.CMSG_SPACE(_core.DESCRIPTORS_MAX * array.array("i").itemsize)
+    while True:
+        try:
+            packet, ancillary, _, _ = connection.recvmsg(
+                packing.REQUEST_BYTES_MAX + 1, space, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            await _readable(loop, connection)
+            continue
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+                came.put(list(numbers))
+        return packet
+
+
+async def _readable(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    arrived = asyncio.Event()
+    loop.add_reader(connection, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(connection)
 
 
 def _tell(connection: socket.socket, packet: bytes) -> None:

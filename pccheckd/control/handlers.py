@@ -47,6 +47,7 @@ FAILED_MAX = 1 << 40
 _TRAINER_ONLY = (
     messages.Register,
     messages.Expose,
+    messages.Lend,
     messages.Chose,
     messages.Describe,
     messages.Restored,
@@ -125,6 +126,9 @@ class Handlers:
                 return await self._register(session, body)
             case messages.Expose():
                 await self._expose(session, body)
+            case messages.Lend():
+                room = self._sessions.room_descriptors(session)
+                session.descriptors.take(body, room=room)
             case messages.Chose():
                 session.chose(*exposing.checked(body))
             case messages.Describe():
@@ -223,8 +227,14 @@ class Handlers:
         case = self._sessions.case(session)
         _require_pull(offered(case))
         whole = session.exposing.take(body, room_bytes=self._sessions.room_bytes(session))
-        if whole is not None:
-            _require_pull(await tenant.pulling.expose(session.number, body.map, whole, case))
+        if whole is None:
+            return
+        self._sessions.require_map(session, body.descriptors)
+        lot = await session.descriptors.taken(body.map, body.descriptors)
+        try:
+            _require_pull(await tenant.pulling.expose(session.number, body.map, whole, lot, case))
+        finally:
+            lot.close()
 
     async def _describe(self, session: Session, body: messages.Describe) -> messages.Described:
         """Waits until the records have what the page shows already: the core writes the page."""

@@ -17,6 +17,7 @@ from pccheck_wire.errors import CheckpointFailedError, DeviceError, RefusedError
 from pccheckd.base.background import happened
 from pccheckd.base.errors import translated
 
+from .descriptors import Lot
 from .engine import Engine, PortShape
 from .grant import RETRY_S, Grant
 
@@ -101,15 +102,24 @@ class Port:
             return self.native.usage()
         return None
 
-    async def expose(self, number: int, exposure: bytes) -> str:
+    async def expose(self, number: int, exposure: bytes, lot: Lot) -> str:
         """Maps the GPU memory that the trainer shares; "" or why the daemon cannot pull. Raises
         DeviceError when GPU memory is short: the trainer may have some to release."""
         try:
-            return await self._engine.drive(self._uid, self.native.expose, number, exposure)
+            return await self._engine.drive(self._uid, self._expose, number, exposure, lot)
         except MemoryError as error:
             raise DeviceError(str(error), hint=PUSHED, retryable=True) from error
         except (OSError, _core.NativeError) as error:
             raise translated(error, "the GPU memory") from error
+
+    def _expose(self, number: int, exposure: bytes, lot: Lot) -> str:
+        """The descriptors are this thread's: no other one closes them in the meantime."""
+        mine = Lot()
+        mine.add(lot)
+        try:
+            return self.native.expose(number, exposure, mine.packed())
+        finally:
+            mine.close()
 
     async def rest(self, after_s: float) -> None:
         """Unpins its memory when no GPU memory was mapped for this long."""

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 
 from pccheck_native import _core, layout
 from pccheck_native.places import places
-from pccheck_native.transfer import PUSH, Case, Decision, offered
+from pccheck_native.transfer import PUSH, PUSHED, Case, Decision, offered
 from pccheck_wire import codec
-from pccheck_wire.basics import PROTOCOL_VERSION
+from pccheck_wire.basics import PROTOCOL_VERSION, size_text
 from pccheck_wire.errors import NoCheckpointError, RefusedError, UsageError
 from pccheck_wire.messages import Hello, MakeWay, Paused, Role, Welcome, require_job_name
 from pccheckd import VERSION
 from pccheckd.base.access import require_access
 from pccheckd.base.background import Tasks
 from pccheckd.base.logs import LOG
+from pccheckd.core.descriptors import Descriptors, held_max
 from pccheckd.core.engine import PortShape
 from pccheckd.core.exposing import UNFINISHED_BYTES_MAX, Exposing
 from pccheckd.core.grant import BACK_LIMIT_S
@@ -40,6 +41,10 @@ from .registry import Registry
 READER_CHUNKS = 8
 CONNECTIONS_PER_UID_MAX = 192
 PAUSED_MAX = 32  # of a request's items
+#: GPU memory that the daemon maps for all sessions of a user: that of a node with 16 GPUs. One
+#: session may map a quarter of the bytes.
+PIECES_PER_UID_MAX = 16 * _core.EXPOSED_PIECES_MAX
+EXPOSED_BYTES_PER_UID_MAX = 16 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class Session:
     transfer: str = ""
     transfer_reason: str = ""
     exposing: Exposing = field(default_factory=Exposing)
+    descriptors: Descriptors = field(default_factory=Descriptors)
     job: Job | None = None
     tenant: Tenant | None = None
     wide: WideJob | None = None  # of a trainer whose job has ranks on other nodes
@@ -166,6 +172,23 @@ class Sessions:
         others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
         return UNFINISHED_BYTES_MAX - sum(other.exposing.held_bytes for other in others)
 
+    def room_descriptors(self, session: Session) -> int:
+        """The same for the descriptors that wait for a session's exposure."""
+        others = (s for s in self._sessions.values() if s.uid == session.uid and s is not session)
+        return held_max() - sum(len(other.descriptors) for other in others)
+
+    def require_map(self, session: Session, pieces: int) -> None:
+        """Raises RefusedError when the user's sessions map too much GPU memory to map more."""
+        others = [s for s in self._sessions.values() if s.uid == session.uid and s is not session]
+        used = [use for s in others if s.port is not None and (use := s.port.usage()) is not None]
+        mapped = sum(use.pieces for use in used) + pieces
+        nbytes = sum(use.exposed_bytes for use in used)
+        if mapped > PIECES_PER_UID_MAX or nbytes > EXPOSED_BYTES_PER_UID_MAX:
+            raise RefusedError(
+                f"too much GPU memory of this user is mapped: {mapped} pieces, "
+                f"{size_text(nbytes)}", hint=PUSHED, retryable=True,
+            )  # fmt: skip
+
     def case(self, session: Session) -> Case:
         """A trainer, as the choice between pull and push needs it."""
         return Case(
@@ -249,6 +272,7 @@ class Sessions:
         """The peer has gone, or has to: drains what it handed over."""
         session.ending = True
         session.exposing.drop()
+        session.descriptors.close()
         try:
             if session.role is Role.TRAINER and session.tenant is not None:
                 await self._detach(session, session.tenant)

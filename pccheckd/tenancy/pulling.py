@@ -10,6 +10,7 @@ from pccheck_native.transfer import PULL, Case, Decision, offered
 from pccheck_wire.basics import size_text
 from pccheck_wire.errors import RefusedError
 from pccheckd.base.logs import LOG
+from pccheckd.core.descriptors import Lot
 
 from .binding import Binding
 from .checkpoint import RankCheckpoint
@@ -46,7 +47,9 @@ class Pulling:
         """An exposure was refused for this: the one after it is tried again."""
         self._failures = 0
 
-    async def expose(self, session: int, number: int, exposure: bytes, case: Case) -> Decision:
+    async def expose(
+        self, session: int, number: int, exposure: bytes, lot: Lot, case: Case
+    ) -> Decision:
         """Maps the GPU memory that this session's trainer shares, if it is to be pulled. Under the
         lock: the memory must never become the next trainer's."""
         async with self._binding.lock:
@@ -56,10 +59,10 @@ class Pulling:
             decision = offered(replace(case, failed_copies=self.failed(session)))
             if decision.transfer != PULL:
                 self.refused()
-                await port.expose(number, b"")  # replaces the previous exposure
+                await port.expose(number, b"", Lot())  # replaces the previous exposure
                 return decision
             began_s = time.monotonic()
-            decision = offered(replace(case, obstacle=await port.expose(number, exposure)))
+            decision = offered(replace(case, obstacle=await port.expose(number, exposure, lot)))
             if decision.transfer == PULL and (usage := port.usage()) is not None:
                 LOG.info(  # opening handles may be slow
                     "%s: %d allocations of GPU memory (%s) are mapped, after %.3f s",

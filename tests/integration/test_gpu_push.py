@@ -54,9 +54,9 @@ def test_push_can_be_asked_for(node: Node) -> None:
 
 
 def test_memory_that_cannot_be_shared(node: Node) -> None:
-    """As with expandable segments."""
+    """As in a memory pool. (Expandable segments have descriptors.)"""
     parts = tuple(part._replace(shareable=False) for part in PARTS)
-    pushed(node, node.connect(parts), "expandable_segments")
+    pushed(node, node.connect(parts), "neither a CUDA IPC handle nor a descriptor")
 
 
 @stand_in

@@ -1,4 +1,6 @@
 /* The exposure: what the client sends about device memory, and how long it is valid. */
+#include <sys/stat.h>
+
 #include "client_fixture.h"
 
 struct exposure {
@@ -7,12 +9,13 @@ struct exposure {
     struct pcc_exposed_range ranges[8];
 };
 
-static int expose(struct daemon *d, const struct pcc_device_range *ranges, uint64_t count,
-                  struct exposure *out)
+static int expose_knowing(struct daemon *d, const struct pcc_device_range *ranges, uint64_t count,
+                          bool known, struct exposure *out)
 {
     uint8_t *bytes;
     uint64_t length;
-    const int error = pcc_client_expose(d->client, ranges, count, 4 * CHUNK, &bytes, &length);
+    const int error =
+        pcc_client_expose(d->client, ranges, count, 4 * CHUNK, known, &bytes, &length);
 
     if (error != 0)
         return error;
@@ -26,6 +29,12 @@ static int expose(struct daemon *d, const struct pcc_device_range *ranges, uint6
     free(bytes);
     CHECK(out->head.magic == PCC_EXPOSURE_MAGIC && out->head.device_bytes == 4 * CHUNK);
     return 0;
+}
+
+static int expose(struct daemon *d, const struct pcc_device_range *ranges, uint64_t count,
+                  struct exposure *out)
+{
+    return expose_knowing(d, ranges, count, false, out);
 }
 
 /* The allocation of that memory; its handle is the one that the driver gives. */
@@ -144,7 +153,7 @@ static uint64_t tiny(struct daemon *d, CUdeviceptr base, uint64_t count, uint64_
     for (uint64_t i = 0; i < count; i++)
         ranges[i] = on_gpu(0, base + i * step, i * payload_step, 4);
     const int error =
-        pcc_client_expose(d->client, ranges, count, count * payload_step, &bytes, &length);
+        pcc_client_expose(d->client, ranges, count, count * payload_step, false, &bytes, &length);
     free(ranges);
     if (error != 0) {
         CHECK_EQUAL(error, -PCC_E_TOO_LARGE);
@@ -172,10 +181,131 @@ static void test_tiny(void)
     gpu_free(0, memory);
 }
 
+/* -- memory with descriptors -- */
+
+#define PIECE (2ull << 20)
+
+static void piece_make(CUdeviceptr address, uint64_t length, int handle_types)
+{
+    const CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                            .requestedHandleTypes = handle_types,
+                                            .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}};
+    const CUmemAccessDesc access = {{CU_MEM_LOCATION_TYPE_DEVICE, 0},
+                                    CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUmemGenericAllocationHandle handle;
+    CUresult (*create)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
+                       unsigned long long);
+
+    *(void **)&create = dlsym(dlopen(STANDIN, RTLD_NOW), "cuMemCreate");
+    CHECK(create(&handle, length, &properties, 0) == 0);
+    CHECK(cuda->piece_map(address, length, 0, handle, 0) == 0);
+    CHECK(cuda->piece_release(handle) == 0);
+    CHECK(cuda->access_set(address, length, &access, 1) == 0);
+}
+
+/* How many descriptors there are, `at_once` at a time; each is of another file. */
+static uint32_t descriptors_count(struct daemon *d, uint32_t at_once)
+{
+    uint32_t count, sum = 0;
+    ino_t seen[16];
+    int fds[16];
+
+    do {
+        CHECK(pcc_client_descriptors(d->client, fds, at_once, &count) == 0 && count <= at_once);
+        for (uint32_t i = 0; i < count; i++, sum++) {
+            struct stat about;
+            CHECK(sum < 16 && fstat(fds[i], &about) == 0 && close(fds[i]) == 0);
+            seen[sum] = about.st_ino;
+            for (uint32_t k = 0; k < sum; k++)
+                CHECK(seen[k] != about.st_ino);
+        }
+    } while (count > 0);
+    return sum;
+}
+
+static void test_pieces(void)
+{
+    struct daemon d;
+    struct exposure first, second;
+    CUdeviceptr segment, a = gpu_alloc(0, CHUNK);
+
+    CHECK(pcc_gpu_enter(&gpus[0]) == 0);
+    CHECK(cuda->address_reserve(&segment, 16 * PIECE, 0, 0, 0) == 0);
+    for (uint32_t i = 0; i < 5; i++)
+        piece_make(segment + i * PIECE, PIECE, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    piece_make(segment + 5 * PIECE, 2 * PIECE, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    piece_make(segment + 9 * PIECE, PIECE, 0);
+    struct pcc_device_range ranges[] = {
+        {segment + PIECE - 100, 0, 200, 0, 0},     /* of pieces 0 and 1 */
+        {segment + PIECE + 100, 200, 300, 0, 0},   /* its neighbour */
+        {segment + 2 * PIECE, 1000, 100, 0, 0},    /* piece 2: the same run */
+        {segment + 4 * PIECE, 2000, 100, 0, 0},    /* not its neighbour: another run */
+        {segment + 5 * PIECE + 8, 3000, 50, 0, 0}, /* a larger piece: a third one */
+        {a, CHUNK, 100, 0, 0}};
+
+    daemon_open(&d, 0);
+    CHECK(pcc_client_device_open(d.client, 0) == 0);
+    CHECK(expose(&d, ranges, 6, &first) == 0);
+    CHECK(first.head.allocation_count == 5 && first.head.range_count == 5);
+    uint32_t run = first.ranges[0].allocation;
+    range_is(&first.ranges[0], run, PIECE - 100, 0, 500);
+    range_is(&first.ranges[1], run, 2 * PIECE, 1000, 100);
+    CHECK(first.allocations[run].pieces == 3 && first.allocations[run].length_bytes == 3 * PIECE);
+    CHECK(first.allocations[first.ranges[2].allocation].pieces == 1);
+    CHECK_EQUAL(first.allocations[first.ranges[3].allocation].length_bytes, 2 * PIECE);
+    CHECK_EQUAL(first.allocations[first.ranges[4].allocation].pieces, 0);
+    CHECK_EQUAL(descriptors_count(&d, 2), 5);
+    CHECK(pcc_client_exposure_holds(d.client));
+
+    /* What the daemon has keeps its name, and needs no descriptors; a run that grew does. */
+    CHECK(expose_knowing(&d, ranges, 6, true, &second) == 0);
+    CHECK(memcmp(first.allocations, second.allocations, 5 * sizeof(*first.allocations)) == 0);
+    CHECK_EQUAL(descriptors_count(&d, 16), 0);
+    ranges[2].address += PIECE - 50;
+    CHECK(expose_knowing(&d, ranges, 6, true, &second) == 0);
+    CHECK_EQUAL(second.allocations[second.ranges[0].allocation].pieces, 5);
+    CHECK_EQUAL(descriptors_count(&d, 16), 5);
+    CHECK(expose(&d, ranges, 6, &second) == 0); /* the daemon has refused it */
+    CHECK_EQUAL(descriptors_count(&d, 16), 6);
+
+    /* Other memory at the same address. */
+    CHECK(expose(&d, ranges, 6, &first) == 0);
+    CHECK(cuda->piece_unmap(segment + 4 * PIECE, PIECE) == 0);
+    CHECK(!pcc_client_exposure_holds(d.client));
+    piece_make(segment + 4 * PIECE, PIECE, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    CHECK(!pcc_client_exposure_holds(d.client));
+    CHECK(expose_knowing(&d, ranges, 6, true, &second) == 0);
+    run = second.ranges[0].allocation;
+    CHECK(memcmp(first.allocations[run].handle, second.allocations[run].handle, 64) != 0);
+
+    /* Memory without descriptors, a tensor in pieces of two lengths, and one beyond what is mapped.
+     */
+    const CUdeviceptr wrong[] = {segment + 9 * PIECE, segment + 5 * PIECE - 10,
+                                 segment + 7 * PIECE - 10};
+    for (uint32_t i = 0; i < 3; i++) {
+        ranges[5].address = wrong[i];
+        CHECK(expose(&d, ranges, 6, &second) == -PCC_E_BAD_HANDLE);
+    }
+    CHECK(cuda->piece_unmap(segment, PIECE) == 0);
+    CHECK(expose(&d, ranges, 5, &second) == -PCC_E_BAD_HANDLE);
+    pcc_gpu_leave(&gpus[0]);
+    daemon_close(&d);
+    gpu_free(0, a);
+    CHECK(pcc_gpu_enter(&gpus[0]) == 0);
+    for (uint32_t i = 1; i < 5; i++)
+        CHECK(cuda->piece_unmap(segment + i * PIECE, PIECE) == 0);
+    CHECK(cuda->piece_unmap(segment + 5 * PIECE, 2 * PIECE) == 0);
+    CHECK(cuda->piece_unmap(segment + 9 * PIECE, PIECE) == 0);
+    CHECK(cuda->address_free(segment, 16 * PIECE) == 0);
+    CHECK_EQUAL(control->allocations, 0); /* nobody has kept a handle */
+    pcc_gpu_leave(&gpus[0]);
+}
+
 int main(void)
 {
     standin_open();
     RUN(test_exposure);
+    RUN(test_pieces);
     RUN(test_tiny);
     standin_close();
     return 0;

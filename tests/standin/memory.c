@@ -299,6 +299,8 @@ CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
     memory = memory_find(address, 1);
     if (!memory) /* a host pointer is one, too */
         memory = memory_of_host((const void *)(uintptr_t)address, 1, &partly);
+    if (memory && memory->kind == MEMORY_RESERVED && !vmm_covers(memory, address, 1, 0))
+        memory = NULL; /* an address without memory */
     if (!memory || !value)
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
     switch (attribute) {

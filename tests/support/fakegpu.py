@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tests.standin.behaviours import DriverError
+from tests.standin.behaviours import READ_WRITE, Access, DriverError, Properties
 
 from . import standin
 from .gputraining import DriftingBuffer, Gpu, Graph, StreamSGD, module_to
@@ -38,6 +38,7 @@ _ROUNDING = 512
 _SMALL, _SMALL_BLOCK = 1 << 20, 2 << 20
 _LARGE, _LARGE_BLOCK = 10 << 20, 20 << 20
 _HUGE_ROUNDING = 2 << 20
+_SEGMENT, _PIECE = 1 << 30, 2 << 20
 _NULL_STREAM = 0
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -82,6 +83,8 @@ class StandGpu:
         self.cuda = standin.load()
         self._blocks: list[tuple[int, int, int]] = []  # address, length, device; by address
         self._open: dict[tuple[int, bool], list[int]] = {}  # (device, small): next address, end
+        self.expands = False  #: all tensors are in expandable segments
+        self._segments: dict[int, list[int]] = {}  # device: next address, end of what is mapped
         self._local = threading.local()
         self._calls: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count(1)
@@ -136,9 +139,8 @@ class StandGpu:
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        return self._over(self._allocate(count * dtype.itemsize, device), count, dtype).view(
-            tuple(shape)
-        )
+        allocate = self._expand if self.expands else self._allocate
+        return self._over(allocate(count * dtype.itemsize, device), count, dtype).view(tuple(shape))
 
     def unshareable(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: int = 0
@@ -147,6 +149,34 @@ class StandGpu:
         count = torch.Size(shape).numel()
         address = self._block(count * dtype.itemsize, device, "standinAllocUnshareable")
         return self._over(address, count, dtype).view(tuple(shape))
+
+    def expandable(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: int = 0
+    ) -> torch.Tensor:
+        """A tensor in an expandable segment."""
+        count = torch.Size(shape).numel()
+        address = self._expand(count * dtype.itemsize, device)
+        return self._over(address, count, dtype).view(tuple(shape))
+
+    def _expand(self, nbytes: int, device: int) -> int:
+        """Pieces of memory are mapped into the addresses of a segment as they are needed."""
+        nbytes = -(-nbytes // _ROUNDING) * _ROUNDING
+        with self.cuda.on(device):
+            if device not in self._segments:
+                address = self.cuda.out("cuMemAddressReserve", _SEGMENT, 0, 0, 0)
+                bisect.insort(self._blocks, (address, _SEGMENT, device))
+                self._segments[device] = [address, address]
+            at, mapped = self._segments[device]
+            while at + nbytes > mapped:
+                wanted = Properties(1, 1, 1, device)
+                handle = self.cuda.out("cuMemCreate", _PIECE, ctypes.byref(wanted), 0)
+                self.cuda("cuMemMap", mapped, _PIECE, 0, handle, 0)
+                access = ctypes.byref(Access(1, device, READ_WRITE))
+                self.cuda("cuMemSetAccess", mapped, _PIECE, access, 1)
+                self.cuda("cuMemRelease", handle)
+                mapped += _PIECE
+            self._segments[device] = [at + nbytes, mapped]
+        return at
 
     def apart(self, source: torch.Tensor) -> torch.Tensor:
         """A copy on device 0 in an allocation of its own, of any size; for free()."""

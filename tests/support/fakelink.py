@@ -10,7 +10,7 @@ from typing import Any
 
 from pccheck_native import WORD_ABANDONED, WORD_COPIED, WORD_COPYING, WORD_REFUSED, WORD_REQUESTED
 from pccheck_wire.errors import PccheckError
-from pccheck_wire.messages import CheckpointState, Done, Expose
+from pccheck_wire.messages import CheckpointState, Done, Expose, Lend
 
 
 class FakeLink:
@@ -106,11 +106,14 @@ class FakeLink:
     def capturing(self, device: int, stream: int) -> bool:
         return self.captures
 
-    def expose(self, ranges: bytes, nbytes: int) -> bytes:
-        self._note("expose", ranges, nbytes)
+    def expose(self, ranges: bytes, nbytes: int, known: bool = False) -> bytes:
+        self._note("expose", ranges, nbytes, known)
         if self.expose_error is not None:
             raise self.expose_error
         return b"exposure" + ranges
+
+    def descriptors(self) -> list[int]:
+        return []
 
     def exposure_holds(self) -> bool:
         return self.holds
@@ -190,6 +193,9 @@ class FakeConnection:
 
     def post(self, body: object) -> None:
         self.sent.append(body)
+
+    def lend(self, number: int, descriptors: list[int], *, timeout_s: float) -> None:
+        self.sent.append(Lend(number, len(descriptors)))
 
     def ask(self, body: object, callback: Callable[[object], None]) -> None:
         self.sent.append(body)

@@ -43,6 +43,7 @@ class Part(NamedTuple):
     device: int = 0
     kind: str = "trained"  # "trained", "frozen", "buffer"
     shareable: bool = True
+    expandable: bool = False  # in memory without a handle, and with descriptors
 
 
 #: Tensors of every kind; with the moments several chunks of 1 MiB.
@@ -93,6 +94,8 @@ def _tensor(gpu: Gpu, part: Part) -> torch.Tensor:
     dtype = getattr(torch, part.dtype)
     if part.device == HOST:
         return torch.empty(part.count, dtype=dtype)
+    if part.expandable and not gpu.real:
+        return gpu.expandable((part.count,), dtype, part.device)  # type: ignore[attr-defined]
     if part.shareable or gpu.real:
         return gpu.tensor((part.count,), dtype, part.device)
     return gpu.unshareable((part.count,), dtype, part.device)  # type: ignore[attr-defined]
@@ -202,6 +205,7 @@ class GpuCommands(Commands):
         attach: bool = True,
         hook: bool = True,
         own_stream: bool = False,
+        expands: bool = False,
         uid: int | None = None,
         **options: Any,
     ) -> int:
@@ -209,6 +213,8 @@ class GpuCommands(Commands):
         if self.gpu.real and not all(part.shareable for part in parts):
             now = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
             (now or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+        if expands:
+            self.gpu.expands = True  # type: ignore[attr-defined]
         if uid is not None:
             os.setgroups([])
             import_all("pccheck")  # the other user may have no access to the files

@@ -212,6 +212,10 @@ class Connection:
         with self._lock:
             self._send(body, None)
 
+    def lend(self, number: int, descriptors: list[int], *, timeout_s: float) -> None:
+        """As `Attachment.lend`. Training thread only."""
+        self._attachment.lend(number, descriptors, timeout_s=timeout_s)
+
     def ask(self, body: RequestBody, callback: Callback) -> None:
         """Sends; the callback runs in a later `pump`, if an answer comes. Never blocks."""
         with self._lock:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +37,8 @@ _T = TypeVar("_T")
 _OBSTACLES = {
     "TOO_LARGE": "the state lies in more than 262144 separate pieces of GPU memory, or in more "
     "than 16384 allocations; use fewer and larger tensors",
-    "BAD_HANDLE": "this GPU memory cannot be shared: its allocator gives it no CUDA IPC handle "
-    "(expandable_segments:True, or a memory pool)",
+    "BAD_HANDLE": "this GPU memory cannot be shared: its allocator gives it neither a CUDA IPC "
+    "handle nor a descriptor (a memory pool, or TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0)",
 }
 
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
@@ -106,6 +107,7 @@ class Exposure:
         self._map = 0
         self._ranges = b""  # what is exposed; b"" when nothing is, or that is not certain
         self._kept: list[object] = []  # the memory that is exposed
+        self._mapped = False  # the daemon has the last exposure, and its runs need no descriptors
         self._announced: Decision | None = None
         self._staging: dict[int, int] = {}
         self._outgrown = False  # there is staging memory that nothing new uses
@@ -158,6 +160,7 @@ class Exposure:
     def broke(self) -> None:
         """The daemon failed a pulled snapshot, perhaps for a stale handle: all is exposed again."""
         self._ranges = b""
+        self._mapped = False
 
     def trim(self) -> None:
         """Frees outgrown staging memory, when no snapshot is being read."""
@@ -180,36 +183,50 @@ class Exposure:
 
     def _expose(self, part: DevicePart, ranges: bytes) -> bool:
         """False when it was refused, here or by the daemon."""
-        connection = self.connection
         self._ranges = b""
         before, self._kept = self._kept, [self._kept, part.owners]
         try:
-            data = _with_room(lambda: connection.native.expose(ranges, part.nbytes), part)
-        except (NativeError, OSError) as error:  # no handle, or no memory for the probe
-            code = error.code_name if isinstance(error, NativeError) else ""
-            self._kept = before  # the earlier exposure stays
-            return self._refused(_OBSTACLES.get(code, str(error)), may_pass=not code)
-        try:
-            _with_room(lambda: self._send(data), part)
+            _with_room(lambda: self._send(ranges, part.nbytes), part)
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
             self._kept = []
             return self._refused(error.message, may_pass=error.retryable)
-        self._ranges, self._kept = ranges, part.owners
+        except (NativeError, OSError) as error:  # no handle, or no memory for the probe
+            code = error.code_name if isinstance(error, NativeError) else ""
+            self._kept = before  # the earlier exposure stays
+            why = _OBSTACLES.get(code, str(error))
+            return self._refused(why, may_pass=code not in _OBSTACLES)
+        self._ranges, self._kept, self._mapped = ranges, part.owners, True
         return True
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, ranges: bytes, nbytes: int) -> None:
+        data = self.connection.native.expose(ranges, nbytes, self._mapped)
+        self._mapped = False
         self._map += 1
-        for message in _messages(self._map, data):
+        sent = self._lend()
+        for message in _messages(self._map, data, sent):
             if message.more:
                 self.connection.post(message)  # the last one's answer is that of all
             else:
                 self.connection.request(message, timeout_s=self._stall_limit_s)
 
+    def _lend(self) -> int:
+        """Sends the descriptors that the daemon needs for the exposure; how many."""
+        sent = 0
+        while descriptors := self.connection.native.descriptors():
+            try:
+                self.connection.lend(self._map, descriptors, timeout_s=self._stall_limit_s)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            sent += len(descriptors)
+        return sent
+
     def _withdraw(self) -> None:
         """Ends the exposure: the daemon unmaps the memory, and then it is released here."""
         self._map += 1
+        self._mapped = False
         try:
             self.connection.request(Expose(self._map, []), timeout_s=self._stall_limit_s)
         except WaitTimeoutError:  # tried again at the next checkpoint
@@ -282,9 +299,9 @@ def _staging(native: Client, part: DevicePart) -> dict[int, int]:
     return made
 
 
-def _messages(number: int, data: bytes) -> Iterator[Expose]:
+def _messages(number: int, data: bytes, descriptors: int) -> Iterator[Expose]:
     step = PIECES_MAX * PIECE_BYTES
     for at in range(0, len(data), step):
         end = min(at + step, len(data))
         pieces = [data[i : min(i + PIECE_BYTES, end)] for i in range(at, end, PIECE_BYTES)]
-        yield Expose(number, pieces, more=end < len(data))
+        yield Expose(number, pieces, more=end < len(data), descriptors=descriptors)

@@ -152,14 +152,20 @@ bool pcc_client_reached(struct pcc_client *client, uint64_t snapshot);
 /* True while the stream records a CUDA graph: nothing may be enqueued on it then. */
 PCC_MUST_CHECK int pcc_client_capturing(struct pcc_client *client, uint32_t device, uint64_t stream,
                                         bool *out);
-/* The exposure (pcc_shared.h) of these ranges: one handle per allocation, neighbours in memory and
- * payload made one range. *out_bytes is malloc'ed. -PCC_E_BAD_HANDLE when memory has no handle
- * (expandable segments, pools), -PCC_E_TOO_LARGE when there are too many. Ranges ascend by payload
- * offset. The probe is written into the staging memory of the first range's GPU. */
+/* The exposure (pcc_shared.h) of these ranges: one handle per allocation, or a run of pieces with
+ * descriptors; neighbours in memory and payload made one range. *out_bytes is malloc'ed.
+ * -PCC_E_BAD_HANDLE when memory has neither (a pool), -PCC_E_TOO_LARGE when there are too many.
+ * Ranges ascend by payload offset. The probe is written into the staging memory of the first
+ * range's GPU. `known`: the daemon has accepted the exposure before, whose runs need no
+ * descriptors. */
 PCC_MUST_CHECK int pcc_client_expose(struct pcc_client *client,
                                      const struct pcc_device_range *ranges, uint64_t range_count,
-                                     uint64_t device_bytes, uint8_t **out_bytes,
+                                     uint64_t device_bytes, bool known, uint8_t **out_bytes,
                                      uint64_t *out_length);
+/* The next descriptors that the daemon needs for the last exposure, the caller's to close, also
+ * after an error; none: these were all. -PCC_E_BAD_HANDLE, -PCC_E_DEVICE. */
+PCC_MUST_CHECK int pcc_client_descriptors(struct pcc_client *client, int *fds, uint32_t capacity,
+                                          uint32_t *count_out);
 /* Whether all memory of the last pcc_client_expose is still the very same: freed and allocated
  * again it may have its old address. True when nothing was exposed. */
 bool pcc_client_exposure_holds(struct pcc_client *client);

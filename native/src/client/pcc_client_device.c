@@ -302,7 +302,7 @@ void pcc_client_devices_close(struct pcc_client *client)
         if (gpu.error == 0 && !quiet(client, i, deadline))
             client->leaked = true;
     }
-    free(client->exposed);
+    pcc_client_exposure_free(client);
     if (client->leaked) { /* what the driver knows stays as it is, until the process ends */
         for (uint32_t i = 0; i < PCC_DEVICES; i++)
             pcc_client_staging_free(NULL, client->devices[i].staging);

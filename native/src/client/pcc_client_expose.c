@@ -1,16 +1,20 @@
-/* The exposure: which memory of the GPUs the daemon may read, as handles of whole allocations. */
+/* The exposure: which memory of the GPUs the daemon may read, as handles of whole allocations,
+ * or as descriptors of the pieces of virtual memory. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 
 #include "client/pcc_client_private.h"
+#include "gpu/pcc_piece.h"
 
 struct builder {
     struct pcc_client *client;
     const struct pcc_device_range *ranges;
     uint64_t range_count;
-    struct pcc_exposed *of; /* [range_count]: where each range lies; only base and device */
-    struct pcc_exposed *allocations; /* ascending by base, each once */
+    bool known;                 /* the daemon has the last exposure */
+    struct pcc_extent *extents; /* [capacity]; ascending by base, each once, when collected */
+    uint64_t extent_count, capacity;
+    struct pcc_exposed *allocations; /* ascending by base */
     uint64_t allocation_count;
     struct pcc_exposed_range *merged;
     uint32_t merged_count;
@@ -20,17 +24,25 @@ struct builder {
 
 static int by_base(const void *left, const void *right)
 {
-    const CUdeviceptr a = ((const struct pcc_exposed *)left)->base;
-    const CUdeviceptr b = ((const struct pcc_exposed *)right)->base;
+    const CUdeviceptr a = ((const struct pcc_extent *)left)->base;
+    const CUdeviceptr b = ((const struct pcc_extent *)right)->base;
 
     return a < b ? -1 : a > b;
 }
 
-static struct pcc_exposed *find(struct pcc_exposed *sorted, uint64_t count, CUdeviceptr base)
+/* What is there now, if the last exposure had it, too. */
+static const struct pcc_extent *extent_before(const struct pcc_client *client,
+                                              const struct pcc_extent *extent)
 {
-    const struct pcc_exposed key = {.base = base};
+    const struct pcc_extent *found =
+        client->extent_count > 0
+            ? bsearch(extent, client->extents, client->extent_count, sizeof(*extent), by_base)
+            : NULL;
 
-    return count > 0 ? bsearch(&key, sorted, count, sizeof(key), by_base) : NULL;
+    return found != NULL && found->buffer_id == extent->buffer_id &&
+                   found->length_bytes == extent->length_bytes
+               ? found
+               : NULL;
 }
 
 /* A call that says something about the caller's memory: when the driver itself is well, the memory
@@ -58,108 +70,204 @@ static bool ranges_fit(const struct builder *builder, uint64_t device_bytes)
     return builder->range_count > 0;
 }
 
-static int locate(struct pcc_client_device *device, const struct pcc_device_range *range,
-                  struct pcc_exposed *out)
+static int extent_add(struct builder *builder, const struct pcc_extent *extent)
 {
+    if (builder->extent_count == builder->capacity) {
+        const uint64_t capacity = 2 * builder->capacity + 64;
+        struct pcc_extent *extents =
+            realloc(builder->extents, capacity * sizeof(*builder->extents));
+        if (extents == NULL)
+            return -ENOMEM;
+        builder->extents = extents;
+        builder->capacity = capacity;
+    }
+    builder->extents[builder->extent_count++] = *extent;
+    return 0;
+}
+
+/* The allocation that the address lies in, or the piece. Within PCC_CLIENT_GPU. */
+static int locate(const struct builder *builder, struct pcc_client_device *device, uint32_t number,
+                  uint64_t address, struct pcc_extent *out)
+{
+    const struct pcc_cuda *cuda = device->gpu.cuda;
     CUdeviceptr base;
     size_t length;
-    const CUresult result =
-        device->gpu.cuda->address_range(&base, &length, (CUdeviceptr)range->address);
+    int capable = 1;
 
+    CUresult result = cuda->address_range(&base, &length, (CUdeviceptr)address);
+    *out = (struct pcc_extent){.base = base, .length_bytes = length, .device = number};
+    if (result == CUDA_SUCCESS)
+        result = cuda->pointer_attribute(&out->buffer_id, CU_POINTER_ATTRIBUTE_BUFFER_ID, base);
     if (result != CUDA_SUCCESS)
         return memory_code(device, result);
-    *out = (struct pcc_exposed){.base = base, .length_bytes = length, .device = range->device};
-    return 0;
-}
-
-/* True when the range lies in that allocation; two allocations have two handles. */
-static bool within(const struct pcc_device_range *range, const struct pcc_exposed *allocation)
-{
-    const uint64_t into = range->address - allocation->base;
-
-    return range->device == allocation->device && into < allocation->length_bytes &&
-           range->length_bytes <= allocation->length_bytes - into;
-}
-
-static int locate_all(struct builder *builder)
-{
-    const struct pcc_exposed *last = NULL;
-
-    for (uint64_t i = 0; i < builder->range_count; i++) {
-        const struct pcc_device_range *range = &builder->ranges[i];
-        struct pcc_client_device *device = &builder->client->devices[range->device];
-        if (last != NULL && within(range, last)) {
-            builder->of[i] = *last;
-            continue;
-        }
-        PCC_CLIENT_GPU(gpu, device);
-        const int error = gpu.error != 0 ? gpu.error : locate(device, range, &builder->of[i]);
-        if (error != 0)
-            return error;
-        last = &builder->of[i];
-        if (!within(range, last))
-            return -PCC_E_BAD_HANDLE;
+    const struct pcc_extent *before = extent_before(builder->client, out);
+    if (before != NULL) {
+        out->is_piece = before->is_piece;
+        return 0;
     }
-    return 0;
+    result =
+        cuda->pointer_attribute(&capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, base);
+    out->is_piece = result == CUDA_SUCCESS && capable == 0;
+    return out->is_piece && !pcc_piece_has_descriptor(cuda, base) ? -PCC_E_BAD_HANDLE : 0;
+}
+
+/* True when the address and what follows, if it is not a piece, lies in that extent: two
+ * allocations have two handles. */
+static bool is_in(const struct pcc_device_range *range, uint64_t address,
+                  const struct pcc_extent *extent)
+{
+    const uint64_t into = address - extent->base;
+
+    return range->device == extent->device && into < extent->length_bytes &&
+           (extent->is_piece ||
+            range->address + range->length_bytes - address <= extent->length_bytes - into);
+}
+
+/* The extents of a range: one allocation, or the pieces that it spans. */
+static int locate_range(struct builder *builder, const struct pcc_device_range *range)
+{
+    struct pcc_client_device *device = &builder->client->devices[range->device];
+    const uint64_t end = range->address + range->length_bytes;
+    uint64_t at = range->address;
+
+    PCC_CLIENT_GPU(gpu, device);
+    int error = gpu.error;
+    while (error == 0 && at < end) {
+        const struct pcc_extent *last =
+            builder->extent_count > 0 ? &builder->extents[builder->extent_count - 1] : NULL;
+        struct pcc_extent extent;
+        if (last != NULL && is_in(range, at, last)) {
+            extent = *last;
+        } else {
+            error = locate(builder, device, range->device, at, &extent);
+            if (error == 0 && !is_in(range, at, &extent))
+                error = -PCC_E_BAD_HANDLE;
+            if (error == 0)
+                error = extent_add(builder, &extent);
+        }
+        at = error == 0 && extent.is_piece ? extent.base + extent.length_bytes : end;
+    }
+    return error;
 }
 
 /* -- allocations -- */
 
-/* With gpu_lock held: the allocations of all ranges and the probe's, each once. */
-static int allocations_collect(struct builder *builder)
+/* With gpu_lock held: the extents of all ranges and the probe's, each once. */
+static int extents_collect(struct builder *builder)
 {
-    struct pcc_client_device *first = &builder->client->devices[builder->ranges[0].device];
-    uint64_t count = builder->range_count, kept = 0;
+    const uint32_t number = builder->ranges[0].device;
+    struct pcc_client_device *first = &builder->client->devices[number];
+    struct pcc_extent extent;
+    uint64_t kept = 0;
+    int error = first->staging == NULL ? pcc_client_staging_make(first, 0) : 0;
 
-    if (first->staging == NULL) {
-        const int error = pcc_client_staging_make(first, 0);
-        if (error != 0)
-            return error;
+    for (uint64_t i = 0; error == 0 && i < builder->range_count; i++)
+        error = locate_range(builder, &builder->ranges[i]);
+    if (error != 0)
+        return error;
+    PCC_CLIENT_GPU(gpu, first);
+    error = gpu.error != 0 ? gpu.error
+                           : locate(builder, first, number, first->staging->address, &extent);
+    if (error == 0)
+        error = extent_add(builder, &extent);
+    if (error != 0)
+        return error;
+    qsort(builder->extents, builder->extent_count, sizeof(extent), by_base);
+    for (uint64_t i = 0; i < builder->extent_count; i++) {
+        if (kept == 0 || builder->extents[i].base != builder->extents[kept - 1].base)
+            builder->extents[kept++] = builder->extents[i];
     }
-    struct pcc_exposed *all = calloc(count + 1, sizeof(*all));
-    if (all == NULL)
-        return -ENOMEM;
-    memcpy(all, builder->of, count * sizeof(*all));
-    all[count++] = (struct pcc_exposed){.base = first->staging->address,
-                                        .length_bytes = first->staging->whole_bytes,
-                                        .device = builder->ranges[0].device};
-    qsort(all, count, sizeof(*all), by_base);
-    for (uint64_t i = 0; i < count; i++) {
-        if (kept == 0 || all[i].base != all[kept - 1].base)
-            all[kept++] = all[i];
-    }
-    for (uint64_t i = 0; i < kept; i++)
-        all[i].index = (uint32_t)i;
-    builder->allocations = all;
-    builder->allocation_count = kept;
+    builder->extent_count = kept;
     builder->probe_at = first->staging->address + first->staging->length_bytes;
-    return kept > PCC_EXPOSED_ALLOCATIONS_MAX ? -PCC_E_TOO_LARGE : 0;
+    return 0;
 }
 
-/* Within PCC_CLIENT_GPU. */
+/* True when the piece continues the run. */
+static bool continues(const struct pcc_exposed *run, const struct pcc_extent *piece)
+{
+    return run != NULL && run->pieces > 0 && piece->is_piece && run->device == piece->device &&
+           run->base + run->length_bytes == piece->base &&
+           run->length_bytes / run->pieces == piece->length_bytes;
+}
+
+/* Allocations, and runs of pieces side by side. */
+static int allocations_make(struct builder *builder)
+{
+    struct pcc_exposed *all = calloc(builder->extent_count, sizeof(*all));
+    struct pcc_exposed *last = NULL;
+    uint64_t pieces = 0;
+
+    if (all == NULL)
+        return -ENOMEM;
+    builder->allocations = all;
+    for (uint64_t i = 0; i < builder->extent_count; i++) {
+        struct pcc_extent *extent = &builder->extents[i];
+        if (!continues(last, extent)) {
+            last = &all[builder->allocation_count++];
+            *last = (struct pcc_exposed){.base = extent->base,
+                                         .first_extent = i,
+                                         .buffer_id = extent->is_piece ? 0 : extent->buffer_id,
+                                         .device = extent->device,
+                                         .index = (uint32_t)(last - all)};
+        }
+        last->length_bytes += extent->length_bytes;
+        last->pieces += extent->is_piece;
+        pieces += extent->is_piece;
+    }
+    return builder->allocation_count > PCC_EXPOSED_ALLOCATIONS_MAX ||
+                   pieces > PCC_EXPOSED_PIECES_MAX
+               ? -PCC_E_TOO_LARGE
+               : 0;
+}
+
+static struct pcc_exposed *exposed_at(struct pcc_exposed *sorted, uint64_t count, uint64_t address)
+{
+    uint64_t low = 0;
+
+    while (count - low > 1) { /* all before `low` begin too early, and `low` does not begin late */
+        const uint64_t middle = low + (count - low) / 2;
+        if (sorted[middle].base <= address)
+            low = middle;
+        else
+            count = middle;
+    }
+    return count > 0 && sorted[low].base <= address ? &sorted[low] : NULL;
+}
+
+/* The allocation or run of the last exposure that is still the same memory. */
+static const struct pcc_exposed *exposed_before(const struct builder *builder,
+                                                const struct pcc_exposed *allocation)
+{
+    const struct pcc_client *client = builder->client;
+    const struct pcc_exposed *found =
+        exposed_at(client->exposed, client->exposed_count, allocation->base);
+    const struct pcc_extent *extents = &builder->extents[allocation->first_extent];
+
+    if (found == NULL || found->base != allocation->base || found->pieces != allocation->pieces ||
+        found->length_bytes != allocation->length_bytes)
+        return NULL;
+    for (uint32_t i = 0; i < (found->pieces > 0 ? found->pieces : 1); i++)
+        if (extents[i].buffer_id != client->extents[found->first_extent + i].buffer_id)
+            return NULL;
+    return found;
+}
+
+/* Within PCC_CLIENT_GPU. A run's name, too, stays as long as the daemon has it mapped. */
 static int handle_get(struct builder *builder, struct pcc_client_device *device,
                       struct pcc_exposed *allocation)
 {
-    const struct pcc_cuda *cuda = device->gpu.cuda;
-    const struct pcc_client *client = builder->client;
-    int capable = 1;
+    const struct pcc_exposed *known = exposed_before(builder, allocation);
 
-    CUresult result = cuda->pointer_attribute(&allocation->buffer_id,
-                                              CU_POINTER_ATTRIBUTE_BUFFER_ID, allocation->base);
-    if (result != CUDA_SUCCESS)
-        return memory_code(device, result);
-    const struct pcc_exposed *known =
-        find(client->exposed, client->exposed_count, allocation->base);
-    if (known != NULL && known->buffer_id == allocation->buffer_id &&
-        known->length_bytes == allocation->length_bytes) {
+    if (known != NULL && (allocation->pieces == 0 || builder->known)) {
         allocation->handle = known->handle;
+        allocation->is_sent = true;
         return 0;
     }
-    result = cuda->pointer_attribute(&capable, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-                                     allocation->base);
-    if (result == CUDA_SUCCESS && capable == 0)
-        return -PCC_E_BAD_HANDLE;
-    return memory_code(device, cuda->ipc_get(&allocation->handle, allocation->base));
+    if (allocation->pieces == 0)
+        return memory_code(device,
+                           device->gpu.cuda->ipc_get(&allocation->handle, allocation->base));
+    const ssize_t got = getrandom(&allocation->handle, sizeof(allocation->handle), 0);
+    return got == (ssize_t)sizeof(allocation->handle) ? 0 : -EIO;
 }
 
 static int handles_get(struct builder *builder)
@@ -194,8 +302,10 @@ static int merge(struct builder *builder)
     for (uint64_t i = 0; i < builder->range_count; i++) {
         const struct pcc_device_range *range = &builder->ranges[i];
         const struct pcc_exposed *allocation =
-            find(builder->allocations, builder->allocation_count, builder->of[i].base);
+            exposed_at(builder->allocations, builder->allocation_count, range->address);
         const uint64_t into = range->address - allocation->base;
+        if (into + range->length_bytes > allocation->length_bytes)
+            return -PCC_E_BAD_HANDLE; /* pieces of different lengths are two runs */
         if (last != NULL && last->allocation == allocation->index &&
             is_next(last, into, range->offset_bytes)) {
             last->length_bytes = range->offset_bytes + range->length_bytes - last->offset_bytes;
@@ -250,7 +360,8 @@ static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint
         const struct pcc_exposed *allocation = &builder->allocations[i];
         struct pcc_exposed_allocation said = {.length_bytes = allocation->length_bytes,
                                               .buffer_id = allocation->buffer_id,
-                                              .device = allocation->device};
+                                              .device = allocation->device,
+                                              .pieces = allocation->pieces};
         memcpy(said.handle, &allocation->handle, sizeof(said.handle));
         memcpy(said.uuid, &builder->client->devices[allocation->device].gpu.uuid,
                sizeof(said.uuid));
@@ -277,13 +388,12 @@ static int bytes_make(const struct builder *builder, uint64_t device_bytes, uint
 static int build(struct builder *builder, uint64_t device_bytes, uint8_t **out_bytes,
                  uint64_t *out_length)
 {
-    builder->of = calloc(builder->range_count, sizeof(*builder->of));
     builder->merged = calloc(builder->range_count, sizeof(*builder->merged));
-    if (builder->of == NULL || builder->merged == NULL)
+    if (builder->merged == NULL)
         return -ENOMEM;
-    int error = locate_all(builder);
+    int error = extents_collect(builder);
     if (error == 0)
-        error = allocations_collect(builder);
+        error = allocations_make(builder);
     if (error == 0)
         error = handles_get(builder);
     if (error == 0)
@@ -296,28 +406,78 @@ static int build(struct builder *builder, uint64_t device_bytes, uint8_t **out_b
 }
 
 int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *ranges,
-                      uint64_t range_count, uint64_t device_bytes, uint8_t **out_bytes,
+                      uint64_t range_count, uint64_t device_bytes, bool known, uint8_t **out_bytes,
                       uint64_t *out_length)
 {
-    struct builder builder = {.client = client, .ranges = ranges, .range_count = range_count};
+    struct builder builder = {
+        .client = client, .ranges = ranges, .range_count = range_count, .known = known};
 
     if (!ranges_fit(&builder, device_bytes))
         return -EINVAL;
     PCC_LOCKED(&client->gpu_lock);
     const int error = build(&builder, device_bytes, out_bytes, out_length);
     if (error == 0) {
-        free(client->exposed);
+        pcc_client_exposure_free(client);
         client->exposed = builder.allocations;
         client->exposed_count = builder.allocation_count;
+        client->extents = builder.extents;
+        client->extent_count = builder.extent_count;
         builder.allocations = NULL;
+        builder.extents = NULL;
     }
     free(builder.allocations);
+    free(builder.extents);
     free(builder.merged);
-    free(builder.of);
     return error;
 }
 
-/* Of the allocations from `first` on that lie on one GPU; *next_out is behind them. */
+void pcc_client_exposure_free(struct pcc_client *client)
+{
+    free(client->exposed);
+    free(client->extents);
+    client->exposed = NULL;
+    client->extents = NULL;
+    client->exposed_count = client->extent_count = 0;
+    client->sending = 0;
+}
+
+/* -- descriptors -- */
+
+/* The next piece that the daemon has no descriptor of, or NULL. With gpu_lock held. */
+static const struct pcc_extent *piece_next(struct pcc_client *client)
+{
+    for (; client->sending < client->extent_count; client->sending++) {
+        const struct pcc_extent *extent = &client->extents[client->sending];
+        if (extent->is_piece &&
+            !exposed_at(client->exposed, client->exposed_count, extent->base)->is_sent)
+            return extent;
+    }
+    return NULL;
+}
+
+int pcc_client_descriptors(struct pcc_client *client, int *fds, uint32_t capacity,
+                           uint32_t *count_out)
+{
+    const struct pcc_extent *piece;
+    uint32_t count = 0;
+    int error = 0;
+
+    PCC_LOCKED(&client->gpu_lock);
+    while (error == 0 && count < capacity && (piece = piece_next(client)) != NULL) {
+        struct pcc_client_device *device = &client->devices[piece->device];
+        PCC_CLIENT_GPU(gpu, device);
+        error =
+            gpu.error != 0
+                ? gpu.error
+                : memory_code(device, pcc_piece_export(device->gpu.cuda, piece->base, &fds[count]));
+        count += error == 0;
+        client->sending += error == 0;
+    }
+    *count_out = count;
+    return error;
+}
+
+/* Of the extents from `first` on that lie on one GPU; *next_out is behind them. */
 static bool still_there(const struct pcc_client *client, struct pcc_client_device *device,
                         uint64_t first, uint64_t *next_out)
 {
@@ -325,13 +485,13 @@ static bool still_there(const struct pcc_client *client, struct pcc_client_devic
 
     PCC_CLIENT_GPU(gpu, device);
     bool holds = gpu.error == 0;
-    for (; holds && i < client->exposed_count &&
-           client->exposed[i].device == client->exposed[first].device;
+    for (; holds && i < client->extent_count &&
+           client->extents[i].device == client->extents[first].device;
          i++) {
         unsigned long long buffer_id = 0;
         holds = device->gpu.cuda->pointer_attribute(&buffer_id, CU_POINTER_ATTRIBUTE_BUFFER_ID,
-                                                    client->exposed[i].base) == CUDA_SUCCESS &&
-                buffer_id == client->exposed[i].buffer_id;
+                                                    client->extents[i].base) == CUDA_SUCCESS &&
+                buffer_id == client->extents[i].buffer_id;
     }
     *next_out = i;
     return holds;
@@ -340,8 +500,8 @@ static bool still_there(const struct pcc_client *client, struct pcc_client_devic
 bool pcc_client_exposure_holds(struct pcc_client *client)
 {
     PCC_LOCKED(&client->gpu_lock);
-    for (uint64_t i = 0; i < client->exposed_count;)
-        if (!still_there(client, &client->devices[client->exposed[i].device], i, &i))
+    for (uint64_t i = 0; i < client->extent_count;)
+        if (!still_there(client, &client->devices[client->extents[i].device], i, &i))
             return false;
     return true;
 }

@@ -172,13 +172,24 @@ struct pcc_client_device {
     uint64_t load_progress_ns;
 };
 
-struct pcc_exposed { /* an allocation of the last exposure */
+struct pcc_extent { /* of the last exposure: an allocation, or a piece of virtual memory */
     CUdeviceptr base;
     uint64_t length_bytes;
     unsigned long long buffer_id;
-    CUipcMemHandle handle;
+    uint32_t device;
+    bool is_piece;
+};
+
+struct pcc_exposed { /* an allocation of the last exposure, or a run of pieces */
+    CUdeviceptr base;
+    uint64_t length_bytes;
+    uint64_t first_extent;
+    unsigned long long buffer_id;
+    CUipcMemHandle handle; /* of a run, its name */
     uint32_t device;
     uint32_t index;
+    uint32_t pieces;
+    bool is_sent; /* the daemon needs no descriptors */
 };
 
 struct pcc_client {
@@ -209,7 +220,9 @@ struct pcc_client {
     pthread_mutex_t gpu_lock;
     uint32_t page_by; /* the GPU in whose context the page was registered; PCC_HOST = none */
     struct pcc_exposed *exposed;
-    uint64_t exposed_count;
+    struct pcc_extent *extents;
+    uint64_t exposed_count, extent_count;
+    uint64_t sending; /* the extent whose descriptor is the next */
     struct pcc_client_device devices[PCC_DEVICES];
     bool leaked; /* a GPU may still write to page or segments: they stay mapped */
 
@@ -387,6 +400,9 @@ PCC_MUST_CHECK int pcc_client_staging_make(struct pcc_client_device *device, uin
  * PCC_CLIENT_GPU.
  */
 void pcc_client_staging_free(const struct pcc_cuda *cuda, struct pcc_staging *first);
+
+/* -- pcc_client_expose.c -- */
+void pcc_client_exposure_free(struct pcc_client *client);
 
 /* -- pcc_client_order.c -- */
 /* With lock held: true when the daemon has read its part, or never will. */

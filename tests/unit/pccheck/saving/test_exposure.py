@@ -13,7 +13,7 @@ from pccheck.state.extents import DevicePart, Shape, lay_out
 from pccheck_native import E_BAD_HANDLE, NativeError
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DeviceError, RefusedError, WaitTimeoutError
-from pccheck_wire.messages import Chose, Expose
+from pccheck_wire.messages import Chose, Expose, Lend
 from tests.support.fakelink import FakeConnection
 from tests.support.payload import FakeDevices
 from tests.unit.pccheck.state.test_extents import view
@@ -70,7 +70,7 @@ def test_other_memory_at_the_same_addresses_is_exposed_anew() -> None:
 def test_long_exposures_go_in_pieces() -> None:
     connection, exposure = automatic()
     data = os.urandom(2 * PIECES_MAX * PIECE_BYTES + 5)
-    connection.native.expose = lambda ranges, nbytes: data  # type: ignore[method-assign]
+    connection.native.expose = lambda ranges, nbytes, known: data  # type: ignore[method-assign]
     exposure.prepare(part())
     messages = [body for body in connection.sent if isinstance(body, Expose)]
     assert [message.more for message in messages] == [True, True, False]
@@ -85,7 +85,7 @@ def test_long_exposures_go_in_pieces() -> None:
         ("push", {}, "the client has"),
         ("auto", {"welcome": "no driver"}, "no driver"),
         ("auto", {"cannot_pull": "no memops"}, "GPU 0: no memops"),
-        ("auto", {"expose_error": native_error("no handle")}, "no CUDA IPC handle"),
+        ("auto", {"expose_error": native_error("no handle")}, "neither a CUDA IPC handle"),
         ("auto", {"expose_error": native_error("no slot", "TOO_LARGE")}, "separate pieces"),
         ("auto", {"refusal": RefusedError("another uid")}, "another uid"),
         ("auto", {"refusal": RefusedError("two\nlines" + "x" * 300)}, "two lines"),
@@ -124,6 +124,44 @@ def test_a_refusal_that_may_pass_is_asked_about_again() -> None:
     assert chosen(connection)[-1] == ("pull", "")
 
 
+@pytest.mark.parametrize("code", ["DEVICE", "DEVICE_LOST"])
+def test_only_memory_that_cannot_be_shared_is_refused_for_good(code: str) -> None:
+    connection, exposure = automatic()
+    connection.native.expose_error = native_error("a moment's failure", code)
+    assert [exposure.prepare(part()).map for _ in range(10)] == [0] * 10
+    connection.native.expose_error = None
+    assert exposure.prepare(part()).map == 1
+
+
+def test_descriptors_go_before_the_exposure_and_are_closed() -> None:
+    connection, exposure = automatic()
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+    batches = [descriptors[:2], descriptors[2:], []]
+    connection.native.descriptors = lambda: batches.pop(0)  # type: ignore[method-assign]
+    assert exposure.prepare(part()).map == 1
+    *lent, exposed = [body for body in connection.sent if isinstance(body, (Lend, Expose))]
+    assert lent == [Lend(1, 2), Lend(1, 1)]
+    assert isinstance(exposed, Expose) and exposed.descriptors == 3
+    for descriptor in descriptors:
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
+
+
+def test_the_daemon_keeps_runs_only_of_an_exposure_that_it_took() -> None:
+    connection, exposure = automatic()
+    exposure.prepare(part())
+    exposure.prepare(part(1 << 41))
+    exposure.broke()
+    exposure.prepare(part(1 << 41))
+    connection.refusal = RefusedError("no", retryable=True)
+    exposure.prepare(part(1 << 42))
+    connection.refusal = None
+    for _ in range(10):
+        exposure.prepare(part(1 << 42))
+    known = [call[3] for call in connection.native.named("expose")]
+    assert known == [False, True, False, True, False]
+
+
 def test_a_daemon_whose_driver_is_late_is_asked_again() -> None:
     connection = FakeConnection(transfer="push", reason="still loading")
     connection.welcome.transfer_later = True
@@ -140,10 +178,10 @@ def test_a_full_gpu_gets_what_torch_keeps_for_later(fakes: FakeDevices) -> None:
     connection, exposure = automatic()
     real, failures = connection.native.expose, [OSError(errno.ENOMEM, "out of memory")]
 
-    def once_full(ranges: bytes, nbytes: int) -> bytes:
+    def once_full(ranges: bytes, nbytes: int, known: bool) -> bytes:
         if failures:
             raise failures.pop()
-        return real(ranges, nbytes)
+        return real(ranges, nbytes, known)
 
     connection.native.expose = once_full  # type: ignore[method-assign]
     assert exposure.prepare(part()).map == 1

@@ -52,7 +52,7 @@ class FakeChannel:
     answer: str = ""
     exposed: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def expose(self, number: int, exposure: bytes) -> str:
+    def expose(self, number: int, exposure: bytes, descriptors: bytes = b"") -> str:
         self.exposed.append((number, exposure))
         return self.answer
 
@@ -60,7 +60,7 @@ class FakeChannel:
         pass
 
     def usage(self) -> TenantUsage:
-        return TenantUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2, 0)
+        return TenantUsage(1 << 20, 1, 0, 0, 0, 0, 0, 0, 4096, 8192, 2, 0, 0)
 
     def close(self) -> None:
         pass
