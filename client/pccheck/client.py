@@ -514,6 +514,7 @@ class PCcheckClient(Closing):
         self, connection: Connection, state: Any, step: int, node: tree.Node, level: int
     ) -> InFlight:
         self._planner.hooks.follow()
+        self._planner.pushed = self._saver.pushed
         snapshot = self._planner.snapshot(connection.native.chunk_bytes, state, step, node)
         self._took_one = True
         interval = self._interval.steps if self._interval is not None else 0
@@ -788,6 +789,7 @@ class PCcheckClient(Closing):
     def _expose(self, connection: Connection, step: int) -> None:
         """Shares GPU memory before the first checkpoint, which meets the same failure again."""
         try:
+            self._planner.pushed = self._saver.pushed
             made = self._planner.snapshot(connection.native.chunk_bytes, None, step, None)
             self._saver.expose(connection, made)
         except (PccheckError, OSError) as error:

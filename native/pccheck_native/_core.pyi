@@ -523,6 +523,9 @@ class Client:
         """The exposure of these ranges. `known`: the daemon has the exposure before. NativeError
         BAD_HANDLE when memory cannot be shared."""
 
+    def unshareable(self, device_ranges: _Packed, /) -> bytes:
+        """A byte for each range: 1 when its memory cannot be shared. NativeError."""
+
     def descriptors(self) -> list[int]:
         """The next that the daemon needs for the last exposure, at most DESCRIPTORS_MAX, the
         caller's to close; [] after the last. NativeError."""

@@ -480,6 +480,20 @@ static PyObject *client_expose(PyObject *self, PyObject *args, PyObject *kwargs)
                       : PyBytes_FromStringAndSize((const char *)bytes, (Py_ssize_t)length_bytes);
 }
 
+static PyObject *client_unshareable(PyObject *self, PyObject *argument)
+{
+    struct pcc_py_ranges ranges PCC_PY_OWNED(pcc_py_ranges_done) = {0};
+    if (!pcc_py_device_ranges(argument, &ranges))
+        return NULL;
+    uint8_t *flags PCC_PY_OWNED(bytes_free) = calloc(ranges.count + 1, 1);
+    if (flags == NULL)
+        return PyErr_NoMemory();
+    int result;
+    PCC_PY_CALL(result = pcc_client_unshareable(handle, ranges.device_items, ranges.count, flags));
+    return result < 0 ? pcc_py_done(self, result)
+                      : PyBytes_FromStringAndSize((const char *)flags, (Py_ssize_t)ranges.count);
+}
+
 static PyObject *client_descriptors(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     int fds[PCC_DESCRIPTORS_MAX];
@@ -527,6 +541,7 @@ static PyMethodDef methods[] = {
     {"reached", client_reached, METH_O, NULL},
     PCC_PY_METHOD("capturing", client_capturing),
     PCC_PY_METHOD("expose", client_expose),
+    {"unshareable", client_unshareable, METH_O, NULL},
     {"descriptors", client_descriptors, METH_NOARGS, NULL},
     {"exposure_holds", client_exposure_holds, METH_NOARGS, NULL},
     PCC_PY_METHOD("load_start", client_load_start),

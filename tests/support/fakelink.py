@@ -112,6 +112,9 @@ class FakeLink:
             raise self.expose_error
         return b"exposure" + ranges
 
+    def unshareable(self, ranges: bytes) -> bytes:
+        return bytes(1 for _ in range(len(ranges) // 32))
+
     def descriptors(self) -> list[int]:
         return []
 

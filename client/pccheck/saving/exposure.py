@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from pccheck.state.extents import DevicePart
 from pccheck.warn import LOG
 from pccheck_native import Client, NativeError
 from pccheck_native.transfer import PULL, PUSH, Decision, chosen
+from pccheck_wire.basics import size_text
 from pccheck_wire.codec import PIECE_BYTES, PIECES_MAX
 from pccheck_wire.errors import DaemonUnreachableError, DeviceError, PccheckError, WaitTimeoutError
 from pccheck_wire.messages import Chose, Expose
@@ -40,6 +42,7 @@ _OBSTACLES = {
     "BAD_HANDLE": "this GPU memory cannot be shared: its allocator gives it neither a CUDA IPC "
     "handle nor a descriptor (a memory pool, or TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=0)",
 }
+_APART = "some GPU memory cannot be shared; from the next checkpoint on only that is pushed"
 
 #: Checkpoints until the first time, which doubles with every refusal up to the last one.
 RETRY_AFTER, RETRY_AFTER_MAX = 10, 640
@@ -76,7 +79,10 @@ class Handover:
 
     def sources(self) -> tuple[bytes, int, int]:
         """As Client.submit takes them: what the core pushes, or size and GPUs that are pulled."""
-        return (b"", self.part.nbytes, self.part.mask) if self.map else (self.ranges, 0, 0)
+        part = self.part
+        if self.map:
+            return part.rest, part.pulled_bytes, part.mask
+        return self.ranges + part.rest, 0, 0
 
     def enqueue(self, native: Client, snapshot: int) -> None:
         """Stages what needs it, and marks the snapshot's place in the training streams."""
@@ -88,7 +94,10 @@ class Handover:
                 native.stage(device, stream, part.staged[device])
             if aside:
                 native.stage(device, stream, aside, aside=True)
-            native.mark(snapshot, device, stream, pull=self.map > 0, aside=bool(aside))
+            if self.map and device in part.pulled:
+                native.mark(snapshot, device, stream, pull=True, aside=bool(aside))
+            if not self.map or device in part.pushed:
+                native.mark(snapshot, device, stream, pull=False, aside=bool(aside))
 
 
 class Exposure:
@@ -107,6 +116,8 @@ class Exposure:
         self._map = 0
         self._ranges = b""  # what is exposed; b"" when nothing is, or that is not certain
         self._kept: list[object] = []  # the memory that is exposed
+        #: Addresses of memory that cannot be shared: it is laid out apart, and pushed.
+        self.pushed: frozenset[int] = frozenset()
         self._mapped = False  # the daemon has the last exposure, and its runs need no descriptors
         self._announced: Decision | None = None
         self._staging: dict[int, int] = {}
@@ -128,6 +139,8 @@ class Exposure:
             staging = _staging(connection.native, part)
             ranges = part.ranges(staging)
             pulls = self._chosen().transfer == PULL
+            if pulls and not ranges:
+                pulls = self._refused(_OBSTACLES["BAD_HANDLE"], may_pass=False)
             fits = pulls and ranges == self._ranges and connection.native.exposure_holds()
             if pulls and not (fits or queued):
                 fits = self._expose(part, ranges)
@@ -139,7 +152,7 @@ class Exposure:
             if isinstance(error, PccheckError) or connection.alive():
                 raise
             raise connection.gone() from error
-        self._announce(self._chosen())
+        self._announce(_but_for(part, self._chosen()))
         if staging != self._staging:
             self._outgrown = self._outgrown or bool(self._staging)
             self._staging = staging
@@ -186,7 +199,7 @@ class Exposure:
         self._ranges = b""
         before, self._kept = self._kept, [self._kept, part.owners]
         try:
-            _with_room(lambda: self._send(ranges, part.nbytes), part)
+            _with_room(lambda: self._send(ranges, part.pulled_bytes), part)
         except (WaitTimeoutError, DaemonUnreachableError):
             raise
         except PccheckError as error:
@@ -195,9 +208,22 @@ class Exposure:
         except (NativeError, OSError) as error:  # no handle, or no memory for the probe
             code = error.code_name if isinstance(error, NativeError) else ""
             self._kept = before  # the earlier exposure stays
+            if code == "BAD_HANDLE" and self._set_apart(ranges):
+                self._offer = Decision(PUSH, _APART, may_pass=True)
+                return False  # the next checkpoint is laid out for it
             why = _OBSTACLES.get(code, str(error))
             return self._refused(why, may_pass=code not in _OBSTACLES)
         self._ranges, self._kept, self._mapped = ranges, part.owners, True
+        return True
+
+    def _set_apart(self, ranges: bytes) -> bool:
+        """Notes what cannot be shared. False when that is nothing new, or everything."""
+        flags = self.connection.native.unshareable(ranges)
+        places = [place for place, *_ in struct.iter_unpack("<QQQII", ranges)]
+        found = frozenset(p for p, flag in zip(places, flags, strict=True) if flag)
+        if all(flags) or found <= self.pushed:
+            return False
+        self.pushed |= found
         return True
 
     def _send(self, ranges: bytes, nbytes: int) -> None:
@@ -262,6 +288,15 @@ class Exposure:
         self._offer = Decision(PUSH, reason, may_pass=may_pass)
         self._retry.refused()
         return False
+
+
+def _but_for(part: DevicePart, choice: Decision) -> Decision:
+    """The choice, with what is pushed beside it."""
+    if choice.transfer != PULL or not part.rest:
+        return choice
+    nbytes = sum(item[2] for item in struct.iter_unpack("<QQQII", part.rest))
+    why = f"{size_text(nbytes)} of GPU memory that cannot be shared are pushed"
+    return replace(choice, reason=why)
 
 
 def _first_offer(connection: Connection) -> Decision:

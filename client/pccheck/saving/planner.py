@@ -49,6 +49,7 @@ class Planner:
         self._unstaged = False  # the GPU has no memory for staging
         self._staging_retry: Retry | None = None  # None: never
         self._options = options
+        self.pushed: frozenset[int] = frozenset()  #: see `Shape.pushed`
         self._parts = (part or (rank, world_size, 0)) if replicated else (0, 0, 0)
         _, count, first = self._parts if replicated else (0, world_size, 0)
         self._row = DividingRanks(world_size, first, count)
@@ -140,7 +141,8 @@ class Planner:
     def _snapshot(self, chunk_bytes: int, state: Any, step: int, metadata: tree.Node) -> Snapshot:
         wait = self.wait
         mode = "sync" if wait else self._options.gate
-        shape = Shape(chunk_bytes, self._options.snapshot == "device" and not wait, *self._parts)
+        aside = self._options.snapshot == "device" and not wait
+        shape = Shape(chunk_bytes, aside, *self._parts, pushed=self.pushed)
         if state is not None:
             sorting = gating.Gating(self.attached, mode, self._loose)
             about = origin.node({}, self.client)

@@ -180,6 +180,11 @@ class Saver:
         self._on_moved(moved)
         self.failures.moved(step, moved)
 
+    @property
+    def pushed(self) -> frozenset[int]:
+        """See `Shape.pushed`."""
+        return self._exposure.pushed if self._exposure is not None else frozenset()
+
     def expose(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """Makes the daemon map the GPU memory now. Raises PccheckError."""
         if snapshot.device is None:

@@ -1,6 +1,7 @@
 """Views on memory -> extents of the payload, and where the bytes of each extent come from.
 
-    payload = [GPU 0: gated, volatile][zeros][GPU 1 ...][zeros][host gated][host volatile][tree]
+    payload = [GPU 0: gated, volatile][zeros][GPU 1 ...][zeros][GPU 0: pushed][zeros]...
+              [host gated][host volatile][tree]
 
 A chunk is filled from one side only, hence the zeros: every GPU's section starts at a chunk and
 ends with one. Within a section extents ascend by address, so that neighbours in memory are
@@ -72,6 +73,7 @@ class Shape(NamedTuple):
     rank: int = 0  # among those that divide replicated state
     world_size: int = 0  # of replicated state: shared views are divided among this many ranks ...
     first: int = 0  # ... and the first of them has this number in the job
+    pushed: frozenset[int] = frozenset()  # addresses of GPU memory that the daemon cannot map
 
 
 IN_PLACE = Shape()
@@ -118,16 +120,22 @@ class Section:
 
 
 class DevicePart:
-    """The sections of all GPUs; payload [0, nbytes). Nothing in it changes."""
+    """The sections of all GPUs; payload [0, nbytes). The daemon can pull what is before
+    `pulled_bytes`; what follows, `rest`, lies in memory that it cannot map. Nothing changes."""
 
     def __init__(
-        self, sections: list[Section], nbytes: int, owners: list[object], *, all_staged: bool
-    ) -> None:
+        self, sections: list[Section], nbytes: int, owners: list[object], *, all_staged: bool,
+        rest: list[Section] | None = None, pulled_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.nbytes = nbytes
+        self.pulled_bytes = nbytes if pulled_bytes is None else pulled_bytes
         self.owners = owners  #: keep the memory
         self.all_staged = all_staged
-        self.devices = tuple(section.device for section in sections)
-        self.mask = sum(1 << device for device in self.devices)
+        self.pulled = tuple(section.device for section in sections)
+        self.pushed = tuple(section.device for section in rest or ())
+        self.devices = tuple(sorted({*self.pulled, *self.pushed}))
+        self.mask = sum(1 << device for device in self.pulled)
+        self.rest = b"".join(pack_device(one.in_place, one.device) for one in rest or ())
         self.staging_bytes = {s.device: s.staging_bytes for s in sections if s.staging_bytes}
         self.staged = {s.device: s.copies(s.staged) for s in sections if s.staged}
         self.aside = {s.device: s.copies(s.aside) for s in sections if s.aside}
@@ -135,7 +143,7 @@ class DevicePart:
         self._packed: tuple[Mapping[int, int], bytes] | None = None
 
     def ranges(self, staging: Mapping[int, int]) -> bytes:
-        """Packed device ranges, with staging memory at these addresses by GPU."""
+        """Packed device ranges, but for `rest`, with staging memory at these addresses by GPU."""
         if self._packed is None or self._packed[0] != staging:
             packed = b"".join(
                 pack_device(section.sources(staging.get(section.device, 0)), section.device)
@@ -244,20 +252,36 @@ def _divide(
 
 
 def _lay_out_devices(layout: Layout, groups: dict[int, list[_Group]], shape: Shape) -> None:
-    sections: list[Section] = []
+    """What is staged lies in memory of the client, which the daemon can map."""
+    pulled: dict[int, list[_Group]] = {}
+    rest: dict[int, list[_Group]] = {}
     owners: list[object] = []
     for device in sorted(groups):
-        section = Section(device)
-        gated = section.aside if shape.aside else section.in_place
         for group in sorted(groups[device], key=lambda group: group[:2]):
-            placed = section.staged if group.volatile else gated
-            gap = _gap(placed, group) if placed else 0
-            placed.append(_place(layout, group, 0, shape, gap))
+            in_place = not (group.volatile or shape.aside)
+            apart = in_place and group.views[0].address in shape.pushed
+            (rest if apart else pulled).setdefault(device, []).append(group)
             owners.extend(view.owner for view in group.views)
-        layout.end = -(-layout.end // shape.chunk_bytes) * shape.chunk_bytes
-        sections.append(section)
-    layout.device = DevicePart(sections, layout.end, owners, all_staged=shape.aside)
+    sections = [_section(layout, *item, shape) for item in pulled.items()]
+    pulled_bytes = layout.end
+    apart_sections = [_section(layout, *item, shape) for item in rest.items()]
+    layout.device = DevicePart(
+        sections, layout.end, owners, all_staged=shape.aside, rest=apart_sections,
+        pulled_bytes=pulled_bytes,
+    )  # fmt: skip
     layout.owners.append(layout.device)
+
+
+def _section(layout: Layout, device: int, groups: list[_Group], shape: Shape) -> Section:
+    """Places these groups, up to the end of a chunk."""
+    section = Section(device)
+    gated = section.aside if shape.aside else section.in_place
+    for group in groups:
+        placed = section.staged if group.volatile else gated
+        gap = _gap(placed, group) if placed else 0
+        placed.append(_place(layout, group, 0, shape, gap))
+    layout.end = -(-layout.end // shape.chunk_bytes) * shape.chunk_bytes
+    return section
 
 
 def _groups(views: list[View]) -> list[_Group]:

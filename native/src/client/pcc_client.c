@@ -270,7 +270,7 @@ static void job_reset(struct pcc_job *job, uint64_t snapshot)
     job->error = 0;
     job->fault = 0;
     job->offers = 0;
-    job->pulled = job->held = 0;
+    job->pulled = job->pushed = job->held = 0;
     job->deferred = job->withdrawn = false;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         struct pcc_job_device *part = &job->devices[i];

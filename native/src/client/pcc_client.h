@@ -49,7 +49,7 @@ struct pcc_submission {
     uint64_t tail_bytes;
     uint64_t tail_offset_bytes;
     /* Device memory. Push: copied by the thread behind the events that pcc_client_mark recorded.
-     * Pull: none here; the payload before pulled_bytes is the daemon's to fill, from the GPUs whose
+     * Pull: only what follows pulled_bytes; what is before is the daemon's to fill, from GPUs whose
      * bits are set in pulled_devices. */
     const struct pcc_device_range *device_ranges;
     uint64_t device_range_count;
@@ -130,7 +130,8 @@ void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging h
 PCC_MUST_CHECK int pcc_client_stage(struct pcc_client *client, uint32_t device, uint64_t stream,
                                     const struct pcc_device_copy *copies, uint64_t copy_count,
                                     bool aside);
-/* Between request and submit, once for each GPU that the snapshot reads, when all that the snapshot
+/* Between request and submit, once for each GPU that the snapshot reads, or twice, with and without
+ * `pull`, where the daemon reads a part and the client the rest; when all that the snapshot
  * depends on is enqueued on `stream` (or on the stream of the last `aside` stage). */
 PCC_MUST_CHECK int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                                    uint64_t stream, bool pull, bool aside);
@@ -162,6 +163,11 @@ PCC_MUST_CHECK int pcc_client_expose(struct pcc_client *client,
                                      const struct pcc_device_range *ranges, uint64_t range_count,
                                      uint64_t device_bytes, bool known, uint8_t **out_bytes,
                                      uint64_t *out_length);
+/* After -PCC_E_BAD_HANDLE: out[i] = 1 for each range whose memory has neither. -EINVAL, -ENOMEM,
+ * -PCC_E_DEVICE. */
+PCC_MUST_CHECK int pcc_client_unshareable(struct pcc_client *client,
+                                          const struct pcc_device_range *ranges,
+                                          uint64_t range_count, uint8_t *out);
 /* The next descriptors that the daemon needs for the last exposure, the caller's to close, also
  * after an error; none: these were all. -PCC_E_BAD_HANDLE, -PCC_E_DEVICE. */
 PCC_MUST_CHECK int pcc_client_descriptors(struct pcc_client *client, int *fds, uint32_t capacity,

@@ -431,6 +431,25 @@ int pcc_client_expose(struct pcc_client *client, const struct pcc_device_range *
     return error;
 }
 
+int pcc_client_unshareable(struct pcc_client *client, const struct pcc_device_range *ranges,
+                           uint64_t range_count, uint8_t *out)
+{
+    int error = 0;
+
+    PCC_LOCKED(&client->gpu_lock);
+    for (uint64_t i = 0; i < range_count; i++) {
+        struct builder builder = {.client = client};
+        error = pcc_client_device(client, ranges[i].device) != NULL
+                    ? locate_range(&builder, &ranges[i])
+                    : -EINVAL;
+        free(builder.extents);
+        if (error != 0 && error != -PCC_E_BAD_HANDLE)
+            return error;
+        out[i] = error != 0;
+    }
+    return 0;
+}
+
 void pcc_client_exposure_free(struct pcc_client *client)
 {
     free(client->exposed);

@@ -176,8 +176,7 @@ int pcc_client_mark(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     if (job->snapshot == snapshot) {
         job->devices[device].is_marked = true;
         job->devices[device].aside = aside;
-        if (pull)
-            job->pulled |= 1u << device;
+        *(pull ? &job->pulled : &job->pushed) |= 1u << device;
     }
     return 0;
 }
@@ -229,6 +228,7 @@ enum hold_way {
     HOLD_LATER, /* push: copies are still to be enqueued, the host waits first */
     HOLD_EVENT,
     HOLD_WORD,
+    HOLD_BOTH,     /* the daemon reads a part of this GPU, and the client the rest */
     HOLD_WITHDRAW, /* it does not wait: from here on the snapshot is gone */
 };
 
@@ -253,16 +253,19 @@ static enum hold_way hold_way(struct pcc_client *client, uint64_t snapshot, uint
     }
     if (part->aside)
         return HOLD_EVENT;
-    if ((job->pulled >> device & 1) != 0)
-        /* Acquire pairs with the daemon's release of done. */
-        return PCC_READ_ACQUIRE(&pcc_page_words(&client->view, snapshot, device)->done) < snapshot
-                   ? HOLD_WORD
-                   : HOLD_NOT;
+    /* Acquire pairs with the daemon's release of done. */
+    const bool by_word =
+        (job->pulled >> device & 1) != 0 &&
+        PCC_READ_ACQUIRE(&pcc_page_words(&client->view, snapshot, device)->done) < snapshot;
+    if ((job->pushed >> device & 1) == 0)
+        return by_word ? HOLD_WORD : HOLD_NOT;
     if (part->enqueued)
-        return HOLD_EVENT;
-    if (state == PCC_JOB_REQUESTED)
-        return PCC_READ(&client->dead) ? HOLD_NOT : HOLD_LATER;
-    return state == PCC_JOB_SUBMITTED && part->end_bytes > 0 ? HOLD_LATER : HOLD_NOT;
+        return by_word ? HOLD_BOTH : HOLD_EVENT;
+    if (state == PCC_JOB_REQUESTED && !PCC_READ(&client->dead))
+        return HOLD_LATER;
+    if (state == PCC_JOB_SUBMITTED && part->end_bytes > 0)
+        return HOLD_LATER;
+    return by_word ? HOLD_WORD : HOLD_NOT;
 }
 
 /* Has all copies of this snapshot and of those before it enqueued now, since a stream is about to
@@ -381,7 +384,7 @@ static int withdraw(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     return pcc_client_gpu_code(mine, result);
 }
 
-/* The stream waits, for an event or for a word of the page; or withdraws the snapshot. */
+/* The stream waits, for an event, for a word of the page or for both; or withdraws the snapshot. */
 static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t device,
                         CUstream stream, enum hold_way way, CUevent event)
 {
@@ -392,8 +395,12 @@ static int hold_enqueue(struct pcc_client *client, uint64_t snapshot, uint32_t d
         return gpu.error;
     if (way == HOLD_WITHDRAW)
         return withdraw(client, snapshot, device, stream, event);
-    if (event != NULL)
-        return pcc_client_gpu_code(mine, mine->gpu.cuda->stream_wait_event(stream, event, 0));
+    if (event != NULL) {
+        const int error =
+            pcc_client_gpu_code(mine, mine->gpu.cuda->stream_wait_event(stream, event, 0));
+        if (error != 0 || way == HOLD_EVENT)
+            return error;
+    }
     const CUresult result = mine->gpu.cuda->stream_wait_value(
         stream, words_at(mine, snapshot, device) + offsetof(struct pcc_device_words, done),
         snapshot, CU_STREAM_WAIT_VALUE_GEQ);
@@ -416,11 +423,12 @@ int pcc_client_hold(struct pcc_client *client, uint64_t snapshot, uint32_t devic
     while (way == HOLD_WITHDRAW && !withdraw_begin(client, snapshot));
     if (way == HOLD_LATER || way == HOLD_NOT)
         return way == HOLD_LATER ? -ETIMEDOUT : 0;
-    if (way == HOLD_WORD)
+    const bool by_word = way == HOLD_WORD || way == HOLD_BOTH;
+    if (by_word)
         hold_arm(client, snapshot, device, deadline_ns);
     const int error = hold_enqueue(client, snapshot, device, (CUstream)(uintptr_t)stream, way,
                                    way == HOLD_WORD ? NULL : event);
-    if (way == HOLD_WORD)
+    if (by_word)
         hold_recheck(client, snapshot);
     if (way == HOLD_WITHDRAW && error != 0)
         withdraw_fail(client, snapshot);

@@ -81,6 +81,7 @@ struct pcc_job { /* one snapshot, until it is handed over; not a job of users */
     uint32_t flights;       /* these, the ones that were filled so and not handed over yet, and a
                                last one that is kept */
     uint32_t pulled;        /* bits: GPUs that the daemon reads */
+    uint32_t pushed;        /* bits: GPUs that were marked for the client's own copies */
     bool deferred;          /* of level DEVICE: no stream waits, but withdraws it, ... */
     bool withdrawn;         /* ... which a stream will */
     uint32_t held;          /* bits: of them, those that a stream waits for */

@@ -182,14 +182,12 @@ static void *memory_make(const struct pcc_submission *from, struct plan *plan)
 static int devices_check(struct pcc_client *client, const struct pcc_job *job, uint32_t pushed,
                          uint32_t pulled)
 {
+    const uint32_t read = pushed | pulled;
+
+    if ((job->pushed & read) != pushed || (job->pulled & read) != pulled)
+        return -EINVAL;
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
-        const bool is_pulled = (job->pulled >> i & 1) != 0;
-        if (((pushed | pulled) >> i & 1) == 0)
-            continue;
-        if (!job->devices[i].is_marked || is_pulled != ((pulled >> i & 1) != 0) ||
-            is_pulled == ((pushed >> i & 1) != 0))
-            return -EINVAL;
-        if (PCC_READ(&client->devices[i].broken))
+        if ((read >> i & 1) != 0 && PCC_READ(&client->devices[i].broken))
             return -PCC_E_DEVICE;
     }
     return 0;

@@ -124,6 +124,33 @@ def test_a_refusal_that_may_pass_is_asked_about_again() -> None:
     assert chosen(connection)[-1] == ("pull", "")
 
 
+def test_what_cannot_be_shared_is_laid_out_apart_and_pushed() -> None:
+    connection, exposure = automatic()
+    both, flags = (1 << 40, 2 << 40), [b"\0\1"]
+    connection.native.unshareable = lambda ranges: flags[0]  # type: ignore[method-assign]
+    connection.native.expose_error = native_error("no handle")
+    assert exposure.prepare(part(*both)).map == 0
+    assert exposure.pushed == {2 << 40}
+    connection.native.expose_error = None
+    views = [view(address, 512, 0) for address in both]
+    made = lay_out(views, Shape(4096, pushed=exposure.pushed)).device
+    assert made
+    handover = exposure.prepare(made)  # the next checkpoint, not the tenth
+    assert handover.map == 1
+    assert handover.sources() == (made.rest, 4096, 1)
+    assert chosen(connection)[-1] == (
+        "pull",
+        "512 B of GPU memory that cannot be shared are pushed",
+    )
+    handover.enqueue(connection.native, 5)  # type: ignore[arg-type]
+    assert [call[-2] for call in connection.native.named("mark")] == [True, False]
+    # No progress, or nothing left to pull: refused for good.
+    connection.native.holds, flags[0] = False, b"\1"
+    connection.native.expose_error = native_error("no handle")
+    assert [exposure.prepare(made).map for _ in range(20)] == [0] * 20
+    assert "neither" in chosen(connection)[-1][1]
+
+
 @pytest.mark.parametrize("code", ["DEVICE", "DEVICE_LOST"])
 def test_only_memory_that_cannot_be_shared_is_refused_for_good(code: str) -> None:
     connection, exposure = automatic()

@@ -230,3 +230,23 @@ def test_ranks_share_what_trains_as_well_as_all() -> None:
         layout = lay_out(views, Shape(CHUNK, rank=rank, world_size=2))
         loads.append((layout.frozen, layout.end - layout.frozen))
     assert loads == [(8192, 2048), (4096, 2048)]
+
+
+def test_memory_that_cannot_be_mapped_lies_behind_the_pulled_sections() -> None:
+    """But for what is staged: that is copied to memory that can be mapped."""
+    views = [
+        view(1 << 40, 512, 0), view(2 << 40, 100, 0), view(3 << 40, 64, 1),
+        view(4 << 40, 512, 0, volatile=True), view(5 << 40, 300, HOST),
+    ]  # fmt: skip
+    pushed = frozenset({2 << 40, 3 << 40, 4 << 40})
+    layout = lay_out(views, Shape(CHUNK, pushed=pushed))
+    part = layout.device
+    assert part and (part.pulled, part.pushed, part.devices) == ((0,), (0, 1), (0, 1))
+    assert (part.mask, part.pulled_bytes, part.nbytes) == (1, CHUNK, 3 * CHUNK)
+    assert [item[:3] for item in struct.iter_unpack("<QQQII", part.rest)] == [
+        (2 << 40, CHUNK, 100), (3 << 40, 2 * CHUNK, 64),
+    ]  # fmt: skip
+    pulled = struct.iter_unpack("<QQQII", part.ranges({0: 9 << 40}))
+    assert [item[:3] for item in pulled] == [(1 << 40, 0, 512), (9 << 40, 512, 512)]
+    aside = lay_out(views, Shape(CHUNK, aside=True, pushed=pushed)).device
+    assert aside and not aside.rest and aside.pulled_bytes == aside.nbytes
