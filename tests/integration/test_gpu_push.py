@@ -62,7 +62,9 @@ def test_memory_that_cannot_be_shared(node: Node) -> None:
 @stand_in
 def test_one_tensor_that_cannot_be_shared(node: Node) -> None:
     saves(node.connect((*PARTS, Part(50_000, shareable=False))))
-    assert node.transfer()[0] == "push"
+    transfer, reason = node.transfer()
+    assert transfer == "pull"
+    assert "195 KiB of GPU memory that cannot be shared are pushed" in reason
 
 
 def test_a_daemon_without_a_driver(start_node: Start) -> None:

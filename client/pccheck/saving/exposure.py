@@ -217,7 +217,10 @@ class Exposure:
         return True
 
     def _set_apart(self, ranges: bytes) -> bool:
-        """Notes what cannot be shared. False when that is nothing new, or everything."""
+        """Notes what cannot be shared. False when that is nothing new, or everything, or the user
+        demands pull."""
+        if self._transfer == PULL:
+            return False
         flags = self.connection.native.unshareable(ranges)
         places = [place for place, *_ in struct.iter_unpack("<QQQII", ranges)]
         found = frozenset(p for p, flag in zip(places, flags, strict=True) if flag)
