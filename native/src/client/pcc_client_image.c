@@ -21,7 +21,7 @@
 #define SMALL_BYTES_FIRST 16384u
 #define POLL_MS 2
 #define POLLED_MAX 64u
-#define SIDES (PCC_CREW_HELPERS + 1)
+#define SIDES 4u
 #define SIDE_BYTES (256u << 10)
 
 /* A pipe of ours. Only one thread at a time reads a pipe, so the pages that several threads copy at
@@ -337,7 +337,7 @@ static ssize_t read_some(struct pcc_client *client, struct pcc_image *image, int
         side->bytes = (uint64_t)moved;
         count += (uint64_t)moved;
     }
-    pcc_crew_run(&client->crew, PCC_CREW_HELPERS, used, copy_side, image);
+    pcc_crew_run(&client->crew, SIDES - 1, used, copy_side, image);
     for (uint32_t i = 0; i < used; i++) {
         if (image->sides[i].error != 0) {
             errno = -image->sides[i].error;

@@ -1,8 +1,12 @@
-/* Loads on the client's side. What comes is checked block by block, and a block that matches goes
- * to host memory at once, while it is in the cache. Copies to a GPU are enqueued, those of several
- * chunks one behind the other, and a chunk goes back to the daemon when its own copies are done;
- * the daemon reads the next chunks meanwhile. As with push, the driver is left alone while a stream
- * waits for the daemon. */
+/* Loads on the client's side. Copies to a GPU are enqueued first, those of several chunks one
+ * behind the other. Beside them, what came is checked block by block, and a block that matches goes
+ * to host memory at once, while it is in the cache. A chunk goes back to the daemon when its own
+ * copies are done; the daemon reads the next chunks meanwhile.
+ *
+ * So a GPU may get damaged bytes. Nobody uses them: the load does not end before the daemon knows
+ * that the chunk was damaged. The daemon then sends these bytes again, which the same stream copies
+ * later, or the load fails. As with push, the driver is left alone while a stream waits for the
+ * daemon. */
 #include <stdlib.h>
 
 #include "base/pcc_copy.h"
@@ -294,8 +298,11 @@ static bool is_done(struct pcc_client *client, struct pcc_client_device *device,
 /* The first chunk in the list goes back. False when the daemon broke the protocol. */
 static bool give_back(struct pcc_client *client, struct pcc_client_device *device, int error)
 {
+    const uint32_t chunk = load_done(client, device, error);
     const struct pcc_message message = {.kind = PCC_MSG_TAKEN,
-                                        .chunk = load_done(client, device, error)};
+                                        .chunk = chunk,
+                                        .result =
+                                            client->flights[chunk].damaged ? -PCC_E_DAMAGED : 0};
 
     return pcc_client_tell(client, &message);
 }
@@ -419,9 +426,9 @@ bool pcc_client_take_data(struct pcc_client *client, const struct pcc_message *m
     (void)pthread_mutex_unlock(&client->lock);
     if (!wanted)
         return true; /* of a load that timed out */
-    /* The host first: GPUs get only what is intact. */
-    const bool intact = scatter_to_host(client, message);
-    const int error = intact ? scatter_to_devices(client, message) : 0;
+    const int error = scatter_to_devices(client, message);
+    const bool intact = scatter_to_host(client, message); /* while the GPUs copy */
+    client->flights[message->chunk].damaged = !intact;
     *result_out = intact ? 0 : -PCC_E_DAMAGED;
     PCC_LOCKED(&client->lock);
     load->busy = false;

@@ -123,6 +123,7 @@ struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; th
     uint32_t device; /* of the event */
     CUevent event;   /* behind the copies; kept for the chunk's next flight */
     bool loading;    /* it is in the list of that name of a GPU */
+    bool damaged;    /* while it loads: TAKEN says so when the GPU has read it */
 };
 
 enum pcc_offer_state {
@@ -428,8 +429,9 @@ PCC_MUST_CHECK int pcc_client_retire(struct pcc_client *client);
 void pcc_client_take_end(struct pcc_client *client, const struct pcc_message *message);
 /* With lock held: true when a load has ended, or never will. */
 bool pcc_client_load_over(const struct pcc_client *client, uint64_t load_id);
-/* Puts a chunk where it belongs, unless it is damaged: then *result_out, for TAKEN, says so. False:
- * GPUs still read it, and it goes back when they are done. */
+/* Puts a chunk where it belongs. If the chunk is damaged, *result_out, for TAKEN, says so, and none
+ * of a damaged block is in host memory. False: GPUs still read it, and it goes back when they are
+ * done. */
 PCC_MUST_CHECK bool pcc_client_take_data(struct pcc_client *client,
                                          const struct pcc_message *message, int32_t *result_out);
 /* Gives the chunks back that a GPU has read. As pcc_client_work. */

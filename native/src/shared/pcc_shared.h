@@ -195,10 +195,11 @@ enum pcc_message_kind {
 enum pcc_full { PCC_FULL_HASHED = 0, PCC_FULL_BARE = 1 };
 
 /* `result` of DATA. The client checks UNCHECKED bytes against the chunk's row of the checksum table
- * while it copies them, so that they pass through memory once; if they do not match it copies none
- * of that block, and its TAKEN has the result -PCC_E_DAMAGED. The daemon then reads again, checks,
- * and judges: a client's complaint alone never makes a checkpoint count as damaged. CACHED bytes
- * were still in the daemon's memory; others have just been read from the volume. */
+ * while it copies them, so that they pass through memory once. If they do not match, none of that
+ * block gets into host memory, what a GPU has got counts for nothing, and TAKEN has the result
+ * -PCC_E_DAMAGED. The daemon then reads again, checks, and judges: a client's complaint alone never
+ * makes a checkpoint count as damaged. CACHED bytes were still in the daemon's memory; others have
+ * just been read from the volume. */
 enum pcc_data { PCC_DATA_UNCHECKED = 0, PCC_DATA_CHECKED = 1, PCC_DATA_CACHED = 2 };
 
 struct pcc_message {
