@@ -500,8 +500,9 @@ class Client:
         """Readies a GPU for this client; "" or why the daemon cannot pull from it. NativeError
         NO_DRIVER, DEVICE."""
 
-    def pin_for(self, device: int, /) -> None:
-        """The GPU is going to copy from or to granted memory, which is pinned from now on ahead."""
+    def pin_for(self, device: int, *, later: bool = False) -> None:
+        """The GPU is going to copy from or to granted memory, which is pinned ahead: what is there,
+        with `later` also what is granted from now on."""
 
     def staging(self, device: int, nbytes: int) -> int: ...  # address; MemoryError
     def staging_trim(self) -> None: ...

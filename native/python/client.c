@@ -359,13 +359,16 @@ static PyObject *client_device_open(PyObject *self, PyObject *number)
                       : PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
 
-static PyObject *client_pin_for(PyObject *self, PyObject *number)
+static PyObject *client_pin_for(PyObject *self, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"device", "later", NULL};
     uint32_t device;
-    if (!ordinal(number, &device))
+    bool later = false;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|$O&:pin_for", names, ordinal, &device,
+                                     pcc_py_bool, &later))
         return NULL;
     PCC_PY_ENTER();
-    pcc_client_pin_for(handle, device);
+    pcc_client_pin_for(handle, device, later);
     Py_RETURN_NONE;
 }
 
@@ -532,7 +535,7 @@ static PyMethodDef methods[] = {
     {"abandon", client_abandon, METH_O, NULL},
     {"state", client_state, METH_O, NULL},
     {"device_open", client_device_open, METH_O, NULL},
-    {"pin_for", client_pin_for, METH_O, NULL},
+    PCC_PY_METHOD("pin_for", client_pin_for),
     PCC_PY_METHOD("staging", client_staging),
     {"staging_trim", client_staging_trim, METH_NOARGS, NULL},
     PCC_PY_METHOD("stage", client_stage),

@@ -64,7 +64,7 @@ static void test_mixed(void)
     CHECK_EQUAL(d.bare_bytes, 4u * CHUNK); /* what a GPU has filled */
     CHECK_EQUAL(seen(&control->pageable_copies), 0);
     CHECK_EQUAL(seen(&control->registered_bytes),
-                (uint64_t)CHUNKS * CHUNK + pcc_align_up(sizeof(struct pcc_page), 65536));
+                2 * ((uint64_t)CHUNKS * CHUNK + pcc_align_up(sizeof(struct pcc_page), 65536)));
     CHECK(pcc_client_wait(d.client, 1, PCC_WAIT_READ, soon()) == 0);
     CHECK(word_to(&d, 1, PCC_WORD_COPYING, PCC_WORD_COPIED));
     daemon_close(&d);
@@ -256,7 +256,7 @@ static void test_pinned_ahead(void)
     admit(&d, 1);
     CHECK(pcc_client_hold(d.client, 1, 0, handle(&stream), soon()) == 0);
     const uint64_t before = seen(&control->registered_bytes);
-    pcc_client_pin_for(d.client, 0);
+    pcc_client_pin_for(d.client, 0, false);
     for (uint64_t id = 1; id <= 2; id++) { /* turns of the thread */
         CHECK(pcc_client_load_start(d.client, id, NULL, 0, NULL, 0) == 0);
         say(&d, &(struct pcc_message){.kind = PCC_MSG_END, .id = id});
@@ -334,6 +334,41 @@ static void test_lost_gpu(void)
     pcc_client_close(d.client); /* what a lost context held is never seen again */
     CHECK(close(d.sockets[0]) == 0 && close(d.sockets[1]) == 0);
     free(d.payload);
+}
+
+/* The page and the segments are registered for each GPU alone: what is registered after another GPU
+ * of the client was lost is as good as before. */
+static void test_a_lost_gpu_takes_nothing_from_others(void)
+{
+    struct daemon d;
+    struct stream lost, stream;
+    uint8_t bytes[8];
+    const CUdeviceptr gone = gpu_alloc(2, CHUNK), memory = gpu_alloc(1, 3 * CHUNK);
+
+    pattern(at(memory), 3 * CHUNK, 14);
+    daemon_open_gpu(&d, 4, &lost, 2);
+    set(&control->copy_fail_kinds, STANDIN_TO_HOST);
+    set(&control->copy_fail_code, CUDA_ERROR_ILLEGAL_ADDRESS);
+    set(&control->copy_fail_at, 1);
+    CHECK(pcc_gpu_enter(&gpus[2]) == 0);
+    CHECK(gpus[2].cuda->copy_to_host(bytes, gone, sizeof(bytes), lost.handle) ==
+          CUDA_ERROR_ILLEGAL_ADDRESS);
+    pcc_gpu_leave(&gpus[2]);
+    const uint64_t pageable = seen(&control->pageable_copies);
+    CHECK(pcc_client_device_open(d.client, 1) == 0);
+    CHECK_EQUAL(strlen(pcc_client_device_cannot_pull(d.client, 1)), 0);
+    stream_open(&stream, 1);
+    push(&d, 1, &stream, memory, 3 * CHUNK);
+    admit(&d, 1);
+    collect(&d, 3 * CHUNK + 4);
+    CHECK(pushed(&d, memory, 3 * CHUNK));
+    CHECK(word_to(&d, 1, PCC_WORD_COPYING, PCC_WORD_COPIED));
+    CHECK_EQUAL(seen(&control->pageable_copies), pageable);
+    pcc_client_close(d.client); /* what a lost context held is never seen again */
+    CHECK(close(d.sockets[0]) == 0 && close(d.sockets[1]) == 0);
+    free(d.payload);
+    stream_close(&stream);
+    gpu_free(1, memory);
 }
 
 /* A GPU that never answers: no call hangs, the client reports the GPU as dead, and later snapshots
@@ -458,6 +493,7 @@ int main(void)
     RUN(test_beside_pull);
     RUN(test_capture);
     RUN(test_a_late_gpu_is_not_quiet);
+    RUN(test_a_lost_gpu_takes_nothing_from_others);
     RUN(test_lost_gpu);
     standin_close();
     return 0;

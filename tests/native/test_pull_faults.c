@@ -155,6 +155,20 @@ static void test_trainer_killed(void)
     pull_close(&p);
 }
 
+/* After a GPU was lost; the tenant is detached. */
+static void lost_close(struct pull *p)
+{
+    struct pcc_tenant_usage usage;
+
+    pcc_tenant_usage(p->f.tenant, &usage);
+    CHECK(usage.mappings == 0 && usage.exposed_bytes == 0);
+    trainer_kill(&p->trainer);
+    CHECK(pcc_tenant_release_memory(p->f.tenant) == 0);
+    fixture_close(&p->f);
+    pcc_gpus_close(p->gpus);
+    expected_free(p);
+}
+
 /* The context is lost in mid-copy: that checkpoint fails, later ones are told at once, and what is
  * pushed is saved as ever. */
 static void test_context_lost(void)
@@ -187,14 +201,36 @@ static void test_context_lost(void)
     load_equals(&p.f, save(&p.f, 1, bytes, 500000), 1, bytes, 500000);
     free(bytes);
     detach(&p.f);
-    struct pcc_tenant_usage usage;
-    pcc_tenant_usage(p.f.tenant, &usage);
-    CHECK(usage.mappings == 0 && usage.exposed_bytes == 0);
-    trainer_kill(&p.trainer);
-    CHECK(pcc_tenant_release_memory(p.f.tenant) == 0);
-    fixture_close(&p.f);
-    pcc_gpus_close(p.gpus);
+    lost_close(&p);
+}
+
+/* What was pinned for one GPU and what is pinned later have nothing to do with another one that is
+ * lost: the daemon goes on to pull from the others. */
+static void test_a_lost_gpu_leaves_the_others(void)
+{
+    struct pull p;
+    uint64_t sequence;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    expose(&p);
+    checkpoint(&p, 1);
+    copies_fail(&p, 1, CUDA_ERROR_LAUNCH_FAILED, true);
+    CHECK(admit(&p, 2, &sequence) == 0);
+    ready_set(&p, 2, 0);
+    failed_with(&p, 2, -PCC_E_DEVICE_LOST);
+    copies_fail(&p, 0, 0, false);
     expected_free(&p);
+    p.range_count = 0;
+    (void)allocate(&p, 1, 3 * CHUNK);
+    range_add(&p, 0, 256, 2 * CHUNK, 0);
+    p.device_bytes = 2 * CHUNK;
+    fill(&p, 3);
+    expose(&p);
+    checkpoint(&p, 3);
+    CHECK_EQUAL(peek(&p.control->pageable_copies), 0);
+    detach(&p.f);
+    lost_close(&p);
 }
 
 /* A GPU that never answers: detach ends all the same, and its chunks are never used again. */
@@ -347,6 +383,7 @@ static const struct test tests[] = {
     {"test_copies_fail", test_copies_fail},
     {"test_trainer_killed", test_trainer_killed},
     {"test_context_lost", test_context_lost},
+    {"test_a_lost_gpu_leaves_the_others", test_a_lost_gpu_leaves_the_others},
     {"test_never_answers", test_never_answers},
     {"test_a_lying_client", test_a_lying_client},
     {"test_segments_taken_back", test_segments_taken_back},

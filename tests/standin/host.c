@@ -39,6 +39,18 @@ static void note_pause(void)
     last_us = us;
 }
 
+/* A portable registration maps the memory in every context. No vendor text says what one that is
+ * lost means for that: here it fails the call. */
+static CUresult portable_result(unsigned flags)
+{
+    for (int i = 0; flags & CU_MEMHOSTREGISTER_PORTABLE && i < standin.device_count; i++) {
+        const struct CUctx_st *context = &standin.contexts[i];
+        if (context->retained && atomic_load(&context->lost))
+            return (CUresult)atomic_load(&context->lost);
+    }
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemHostRegister_v2(void *address, size_t length, unsigned flags)
 {
     CUresult result = standin_enter(NEED_CONTEXT | UNSAFE_IN_CAPTURE);
@@ -54,6 +66,9 @@ CUresult cuMemHostRegister_v2(void *address, size_t length, unsigned flags)
         return standin_leave(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
     if (!is_mapped(address, length))
         return standin_leave(CUDA_ERROR_INVALID_VALUE);
+    result = portable_result(flags);
+    if (result != CUDA_SUCCESS)
+        return standin_leave(result);
     memory = memory_add(MEMORY_HOST, address, length);
     if (!memory)
         return standin_leave(CUDA_ERROR_OUT_OF_MEMORY);

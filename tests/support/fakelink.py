@@ -74,7 +74,7 @@ class FakeLink:
         self._note("device_open", device)
         return self.cannot_pull
 
-    def pin_for(self, device: int) -> None:
+    def pin_for(self, device: int, *, later: bool = False) -> None:
         self._note("pin_for", device)
 
     def staging(self, device: int, nbytes: int) -> int:

@@ -269,8 +269,8 @@ class Exposure:
         if choice == self._announced:
             return
         self._announced = choice
-        if choice.transfer == PUSH and self._opened:  # not within the first copy
-            self.connection.native.pin_for(min(self._opened))
+        for device in self._opened if choice.transfer == PUSH else ():
+            self.connection.native.pin_for(device, later=True)  # not within the first copy
         line = "".join(c if c.isprintable() else " " for c in choice.reason)
         self.connection.post(Chose(choice.transfer, line[:REASON_LENGTH_MAX]))
         LOG.info(

@@ -45,3 +45,15 @@ PCC_MUST_CHECK static inline int pcc_map_shared(int fd, uint64_t length_bytes, v
     *bytes_out = bytes;
     return 0;
 }
+
+/* A second mapping of the same pages, for a driver that registers an address once only. NULL: none.
+ * Unmapped and inherited as the first. */
+static inline void *pcc_map_alias(void *bytes, uint64_t length_bytes)
+{
+    void *alias = mremap(bytes, 0, length_bytes, MREMAP_MAYMOVE); /* 0: the first one stays */
+
+    if (alias == MAP_FAILED)
+        return NULL;
+    (void)madvise(alias, length_bytes, MADV_DONTFORK);
+    return alias;
+}

@@ -42,10 +42,6 @@ static int page_map(struct pcc_client *client, int page_fd)
 /* Accepts a client that was opened half-way; its thread does not run. */
 static void link_free(struct pcc_client *client)
 {
-    for (uint32_t i = 0; !client->leaked && i < client->segment_count; i++) {
-        if (client->segments[i].pinned_by == PCC_HOST)
-            (void)munmap(client->segments[i].bytes, client->segments[i].length_bytes);
-    }
     for (uint32_t i = 0; i < PCC_SNAPSHOTS; i++)
         free(client->jobs[i].memory);
     free(client->load.targets);
@@ -144,12 +140,10 @@ int pcc_client_open(int socket_fd, int page_fd, struct pcc_client **out)
     (void)pthread_mutex_init(&client->gpu_lock, NULL);
     pcc_condition_make(&client->idle);
     client->landed = (struct pcc_chunk_list){PCC_NO_CHUNK, PCC_NO_CHUNK};
-    client->page_by = PCC_HOST;
     pcc_crew_open(&client->crew);
     PCC_WRITE(&client->patience_ns, GPU_PATIENCE_NS);
     client->close_patience_ns = CLOSE_PATIENCE_NS;
     PCC_WRITE(&client->ahead_bytes, PCC_CUDA_AHEAD_BYTES);
-    PCC_WRITE(&client->pins_for, PCC_HOST);
     int error = 0;
     client->socket_fd = fcntl(socket_fd, F_DUPFD_CLOEXEC, 0);
     if (client->socket_fd < 0)

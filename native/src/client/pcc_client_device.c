@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "base/pcc_map.h"
 #include "client/pcc_client_private.h"
 
 #define NAP_NS_MIN 20000
@@ -13,6 +14,8 @@
 #define STAGING_UNIT_BYTES (2ull << 20)
 #define STAGING_BYTES_MAX (1ull << 46)
 #define PROBE_ROOM_BYTES 256u
+/* The words lie at the start of the page; the whole page may be gigabytes. */
+#define WORDS_BYTES pcc_align_up(sizeof(struct pcc_page), 65536)
 
 struct pcc_client_device *pcc_client_device(struct pcc_client *client, uint32_t device)
 {
@@ -95,9 +98,6 @@ static void page_map(struct pcc_client *client, uint32_t index)
 {
     struct pcc_client_device *device = &client->devices[index];
     const struct pcc_cuda *cuda = device->gpu.cuda;
-    /* The words lie at its start; the whole page may be gigabytes. */
-    const size_t length = pcc_align_up(sizeof(struct pcc_page), 65536);
-    CUresult result = CUDA_SUCCESS;
     char words[PCC_CUDA_WORDS_BYTES];
 
     if (!device->gpu.memory_ops) {
@@ -105,20 +105,32 @@ static void page_map(struct pcc_client *client, uint32_t index)
                        "its streams cannot wait for 64-bit words in memory");
         return;
     }
-    if (client->page_by == PCC_HOST) {
-        result = cuda->host_register(client->view.page, length,
-                                     CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
-        if (result == CUDA_SUCCESS)
-            client->page_by = index;
-    }
+    void *page = pcc_map_alias(client->view.page, WORDS_BYTES);
+    CUresult result = page == NULL
+                          ? CUDA_ERROR_OUT_OF_MEMORY
+                          : cuda->host_register(page, WORDS_BYTES, CU_MEMHOSTREGISTER_DEVICEMAP);
     if (result == CUDA_SUCCESS)
-        result = cuda->host_device_pointer(&device->page, client->view.page, 0);
+        device->page_at = page;
+    else if (page != NULL)
+        (void)munmap(page, WORDS_BYTES);
+    if (result == CUDA_SUCCESS)
+        result = cuda->host_device_pointer(&device->page, page, 0);
     if (result == CUDA_SUCCESS)
         return;
     device->page = 0;
     pcc_cuda_describe(result, words, sizeof(words));
     (void)snprintf(device->cannot_pull, sizeof(device->cannot_pull),
                    "the session page cannot be mapped for it: %s", words);
+}
+
+/* False: the driver still has it. */
+static bool page_unmap(struct pcc_client_device *device)
+{
+    if (device->page_at == NULL)
+        return true;
+    PCC_CLIENT_GPU(gpu, device);
+    return gpu.error == 0 && device->gpu.cuda->host_unregister(device->page_at) == CUDA_SUCCESS &&
+           munmap(device->page_at, WORDS_BYTES) == 0;
 }
 
 /* Within PCC_CLIENT_GPU; members that were not made are NULL. */
@@ -308,16 +320,12 @@ void pcc_client_devices_close(struct pcc_client *client)
             pcc_client_staging_free(NULL, client->devices[i].staging);
         return;
     }
-    pcc_client_unpin(client);
-    struct pcc_client_device *owner = pcc_client_device(client, client->page_by);
-    if (owner != NULL) {
-        PCC_CLIENT_GPU(gpu, owner);
-        client->leaked =
-            gpu.error != 0 || owner->gpu.cuda->host_unregister(client->view.page) != CUDA_SUCCESS;
-    }
+    for (uint32_t i = 0; i < client->segment_count; i++)
+        pcc_client_segment_unmap(client, &client->segments[i], true);
     for (uint32_t i = 0; i < PCC_DEVICES; i++) {
         if (pcc_client_device(client, i) == NULL)
             continue;
+        client->leaked = !page_unmap(&client->devices[i]) || client->leaked;
         driver_objects_close(client, i);
         pcc_gpu_device_close(&client->devices[i].gpu);
     }

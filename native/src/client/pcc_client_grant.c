@@ -66,8 +66,9 @@ static bool segment_map(struct pcc_client *client, const struct pcc_grant *grant
                                     .length_bytes = bytes,
                                     .number = grant->segment,
                                     .first_chunk = grant->first_chunk,
-                                    .chunk_count = grant->chunk_count,
-                                    .pinned_by = PCC_HOST};
+                                    .chunk_count = grant->chunk_count};
+    (void)atomic_fetch_or_explicit(&client->pins_now, PCC_READ(&client->pins_for),
+                                   memory_order_relaxed);
     for (uint32_t i = 0; i < grant->chunk_count; i++)
         client->chunk_at[grant->first_chunk + i] =
             (uint8_t *)mapped + (size_t)i * geometry->chunk_bytes;
@@ -200,22 +201,7 @@ static bool may_go(const struct pcc_client *client, const struct pcc_client_segm
     for (uint32_t i = segment->first_chunk; is_of(segment, i); i++)
         if (client->held[i] || client->flights[i].loading)
             return false;
-    return segment->pinned_by == PCC_HOST || !PCC_READ(&client->armed);
-}
-
-static void segment_unmap(struct pcc_client *client, struct pcc_client_segment *segment)
-{
-    const struct pcc_client_device *pinner = pcc_client_device(client, segment->pinned_by);
-
-    /* A dead GPU may continue to read, and its driver would wait for that, while this thread has
-     * other deadlines to keep. So the pages stay until the process ends. */
-    if (pinner != NULL && PCC_READ(&pinner->broken))
-        return;
-    if (pcc_client_unpin_one(client, segment))
-        (void)munmap(segment->bytes, segment->length_bytes);
-    else /* the driver still has the addresses: nothing else comes there, and the pages go */
-        (void)mmap(segment->bytes, segment->length_bytes, PROT_NONE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return !pcc_client_is_pinned(segment) || !PCC_READ(&client->armed);
 }
 
 static bool segment_go(struct pcc_client *client, struct pcc_client_segment *segment)
@@ -223,7 +209,7 @@ static bool segment_go(struct pcc_client *client, struct pcc_client_segment *seg
     const struct pcc_message message = {
         .kind = PCC_MSG_RETURNED, .chunk = segment->first_chunk, .id = segment->number};
 
-    segment_unmap(client, segment);
+    pcc_client_segment_unmap(client, segment, false);
     for (uint32_t i = 0; i < segment->chunk_count; i++)
         client->chunk_at[segment->first_chunk + i] = NULL;
     *segment = client->segments[--client->segment_count];

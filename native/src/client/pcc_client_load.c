@@ -174,12 +174,12 @@ static CUresult put(const struct pcc_client *client, const struct pcc_range *to,
     return device->gpu.cuda->copy_to_device(to->address, bytes, to->length_bytes, device->load);
 }
 
-/* What of [start, end) of a chunk belongs to one place, host memory or a GPU. */
+/* What of [start, end) of a chunk, whose bytes are there, belongs to one place, host memory or a
+ * GPU. */
 static CUresult scatter(const struct pcc_client *client, const struct pcc_message *message,
-                        uint64_t start, uint64_t end, uint32_t place)
+                        const uint8_t *bytes, uint64_t start, uint64_t end, uint32_t place)
 {
     const struct pcc_client_load *load = &client->load;
-    const uint8_t *bytes = client->chunk_at[message->chunk];
     CUresult result = CUDA_SUCCESS;
 
     for (uint64_t i = target_from(load, start); result == CUDA_SUCCESS && i < load->target_count &&
@@ -221,8 +221,8 @@ static void scatter_block(void *context, uint64_t block)
     const uint64_t offset_bytes = message->offset_bytes + start;
 
     if (block_intact(scattering, block, length_bytes))
-        (void)scatter(scattering->client, message, offset_bytes, offset_bytes + length_bytes,
-                      PCC_HOST);
+        (void)scatter(scattering->client, message, scattering->client->chunk_at[message->chunk],
+                      offset_bytes, offset_bytes + length_bytes, PCC_HOST);
     else
         PCC_WRITE(&scattering->damaged, true);
 }
@@ -367,9 +367,9 @@ static int copies_enqueue(struct pcc_client *client, const struct pcc_message *m
     }
     if (result != CUDA_SUCCESS)
         return pcc_client_gpu_code(device, result);
-    (void)pcc_client_pin(client, index, message->chunk);
-    result = scatter(client, message, message->offset_bytes,
-                     message->offset_bytes + message->length_bytes, index);
+    const uint8_t *pinned = pcc_client_pin(client, index, message->chunk);
+    result = scatter(client, message, pinned != NULL ? pinned : client->chunk_at[message->chunk],
+                     message->offset_bytes, message->offset_bytes + message->length_bytes, index);
     /* Also after a refusal: the copies before it read the chunk. */
     int error = pcc_client_gpu_code(device, device->gpu.cuda->event_record(event, device->load));
     if (error != 0)

@@ -103,6 +103,11 @@ struct pcc_client_load {
     uint64_t target_count;
 };
 
+struct pcc_client_view { /* of a segment: its addresses for one GPU */
+    uint8_t *bytes;      /* pinned for this GPU alone; NULL: not pinned */
+    bool tried;
+};
+
 struct pcc_client_segment {
     void *bytes;
     uint64_t length_bytes;
@@ -110,8 +115,7 @@ struct pcc_client_segment {
     uint32_t first_chunk;
     uint32_t chunk_count;
     bool retiring; /* the daemon has asked for it back */
-    bool pin_tried;
-    uint32_t pinned_by; /* GPU, or PCC_HOST */
+    struct pcc_client_view views[PCC_DEVICES];
 };
 
 struct pcc_flight { /* of a chunk: copies fill it, have filled it or read it; the thread's own */
@@ -156,6 +160,7 @@ struct pcc_client_device {
     _Atomic bool broken; /* lost, dead or at the process's end: its calls are not tried any more */
     struct pcc_gpu_device gpu;
     CUdeviceptr page; /* as its streams see it; 0: the daemon cannot pull */
+    void *page_at;    /* the page at addresses that are registered for this GPU alone, or NULL */
     char cannot_pull[160];
     CUstream copy;           /* push */
     CUstream side;           /* staging beside the training */
@@ -217,10 +222,10 @@ struct pcc_client {
     _Atomic uint64_t patience_ns;
     uint64_t close_patience_ns;   /* how long close waits for one; or a test's */
     _Atomic uint64_t ahead_bytes; /* PCC_CUDA_AHEAD_BYTES, or a test's */
-    _Atomic uint32_t pins_for;    /* the GPU that segments are pinned for ahead; PCC_HOST: none */
+    _Atomic uint32_t pins_for;    /* GPUs that segments are pinned for once they are granted; */
+    _Atomic uint32_t pins_now;    /* those that have segments to be pinned. 1 << GPU */
     _Atomic uint64_t at_gate;     /* the newest snapshot whose copies a stream is to wait for */
     pthread_mutex_t gpu_lock;
-    uint32_t page_by; /* the GPU in whose context the page was registered; PCC_HOST = none */
     struct pcc_exposed *exposed;
     struct pcc_extent *extents;
     uint64_t exposed_count, extent_count;
@@ -360,13 +365,16 @@ PCC_MUST_CHECK int pcc_client_land(struct pcc_client *client, struct pcc_client_
 /* The event of a chunk, for copies on that GPU. Within PCC_CLIENT_GPU. */
 PCC_MUST_CHECK CUresult pcc_client_event_ready(struct pcc_client *client, uint32_t chunk,
                                                uint32_t device);
-/* Pins the segment of a chunk, once. True when it is pinned. Within PCC_CLIENT_GPU. */
-bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk);
+/* Where the GPU's copies find the chunk, whose segment is pinned then; NULL: the driver does not
+ * pin it, and they use chunk_at. Within PCC_CLIENT_GPU. */
+uint8_t *pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk);
 /* By the thread, when it has nothing else to do: 1 after a segment. */
 int pcc_client_pin_ahead(struct pcc_client *client);
-/* True when it is not pinned any more. */
-bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment);
-void pcc_client_unpin(struct pcc_client *client);
+bool pcc_client_is_pinned(const struct pcc_client_segment *segment);
+/* Unless all GPUs are `quiet`, what a broken one has stays until the process ends: it may continue
+ * to read, and its driver would wait for that, while the thread has other deadlines to keep. */
+void pcc_client_segment_unmap(struct pcc_client *client, struct pcc_client_segment *segment,
+                              bool quiet);
 void pcc_client_list_add(struct pcc_client *client, struct pcc_chunk_list *list, uint32_t chunk);
 uint32_t pcc_client_list_take(struct pcc_client *client, struct pcc_chunk_list *list);
 

@@ -6,6 +6,7 @@
  * long as the copy, so it is made only when nothing is left to wait for. While a stream waits for
  * the daemon (`armed`), the thread makes no call at all: another thread may be inside a call that
  * ends with that wait and holds a driver lock, and only this thread can release the stream. */
+#include "base/pcc_map.h"
 #include "client/pcc_client_private.h"
 
 void pcc_client_list_add(struct pcc_client *client, struct pcc_chunk_list *list, uint32_t chunk)
@@ -27,75 +28,116 @@ uint32_t pcc_client_list_take(struct pcc_client *client, struct pcc_chunk_list *
     return chunk;
 }
 
-/* -- pinning -- */
+/* -- pinning --
+ *
+ * Memory is registered for one context (pcc_gpu_pin), so each GPU has a view of a segment. */
 
-static void segment_pin(struct pcc_client *client, uint32_t device,
-                        struct pcc_client_segment *segment)
+bool pcc_client_is_pinned(const struct pcc_client_segment *segment)
 {
-    if (!segment->pin_tried &&
-        pcc_gpu_pin(&client->devices[device].gpu, segment->bytes, segment->length_bytes) == 0)
-        segment->pinned_by = device;
-    segment->pin_tried = true; /* refused: copies are slower, and right */
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        if (segment->views[i].bytes != NULL)
+            return true;
+    return false;
 }
 
-bool pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
+/* Within PCC_CLIENT_GPU, once for each GPU. If the driver refuses, copies are slower, and right. */
+static void view_pin(struct pcc_client *client, uint32_t device, struct pcc_client_segment *segment)
 {
-    const uint8_t *at = client->chunk_at[chunk];
+    struct pcc_client_view *view = &segment->views[device];
+    const uint64_t length = segment->length_bytes;
+    const bool first = !pcc_client_is_pinned(segment);
+    uint8_t *bytes = first ? segment->bytes : pcc_map_alias(segment->bytes, length);
 
+    view->tried = true;
+    if (bytes != NULL && pcc_gpu_pin(&client->devices[device].gpu, bytes, length) == 0)
+        view->bytes = bytes;
+    else if (bytes != NULL && !first)
+        (void)munmap(bytes, length);
+}
+
+uint8_t *pcc_client_pin(struct pcc_client *client, uint32_t device, uint32_t chunk)
+{
     for (uint32_t i = 0; i < client->segment_count; i++) {
         struct pcc_client_segment *segment = &client->segments[i];
-        if (at < (uint8_t *)segment->bytes ||
-            at >= (uint8_t *)segment->bytes + segment->length_bytes)
+        const struct pcc_client_view *view = &segment->views[device];
+        if (chunk - segment->first_chunk >= segment->chunk_count)
             continue;
-        segment_pin(client, device, segment);
-        return segment->pinned_by != PCC_HOST;
+        if (!view->tried)
+            view_pin(client, device, segment);
+        return view->bytes == NULL
+                   ? NULL
+                   : view->bytes + (client->chunk_at[chunk] - (uint8_t *)segment->bytes);
+    }
+    return NULL;
+}
+
+void pcc_client_pin_for(struct pcc_client *client, uint32_t device, bool later)
+{
+    if (device >= PCC_DEVICES)
+        return;
+    if (later)
+        (void)atomic_fetch_or_explicit(&client->pins_for, 1u << device, memory_order_relaxed);
+    (void)atomic_fetch_or_explicit(&client->pins_now, 1u << device, memory_order_relaxed);
+    pcc_bell_ring(&client->view.page->client_bell);
+}
+
+/* False when none is left to be pinned for the GPU. */
+static bool pin_one(struct pcc_client *client, uint32_t device)
+{
+    struct pcc_client_device *mine = pcc_client_device(client, device);
+
+    for (uint32_t i = 0; mine != NULL && !PCC_READ(&mine->broken) && i < client->segment_count;
+         i++) {
+        struct pcc_client_segment *segment = &client->segments[i];
+        if (segment->views[device].tried || segment->retiring)
+            continue;
+        PCC_CLIENT_GPU(gpu, mine);
+        if (gpu.error == 0)
+            view_pin(client, device, segment);
+        return gpu.error == 0;
     }
     return false;
 }
 
-void pcc_client_pin_for(struct pcc_client *client, uint32_t device)
-{
-    PCC_WRITE(&client->pins_for, device);
-    pcc_bell_ring(&client->view.page->client_bell);
-}
-
 int pcc_client_pin_ahead(struct pcc_client *client)
 {
-    const uint32_t device = PCC_READ(&client->pins_for);
+    const uint32_t wanted = PCC_READ(&client->pins_now);
+
+    if (wanted == 0 || PCC_READ(&client->armed))
+        return 0;
+    const uint32_t device = (uint32_t)__builtin_ctz(wanted);
+    if (!pin_one(client, device))
+        (void)atomic_fetch_and_explicit(&client->pins_now, ~(1u << device), memory_order_relaxed);
+    return 1;
+}
+
+static void view_unmap(struct pcc_client *client, uint32_t device, uint8_t *bytes, uint64_t length)
+{
     struct pcc_client_device *mine = pcc_client_device(client, device);
 
-    if (mine == NULL || PCC_READ(&mine->broken) || PCC_READ(&client->armed))
-        return 0;
-    for (uint32_t i = 0; i < client->segment_count; i++) {
-        struct pcc_client_segment *segment = &client->segments[i];
-        if (segment->pin_tried || segment->retiring)
+    PCC_CLIENT_GPU(gpu, mine);
+    if (gpu.error == 0 && pcc_gpu_unpin(&mine->gpu, bytes, length) == 0)
+        (void)munmap(bytes, length);
+    else /* the driver still has the addresses: nothing else comes there, and the pages go */
+        (void)mmap(bytes, length, PROT_NONE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+void pcc_client_segment_unmap(struct pcc_client *client, struct pcc_client_segment *segment,
+                              bool quiet)
+{
+    bool in_use = false;
+
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        uint8_t *bytes = segment->views[i].bytes;
+        if (bytes == NULL)
             continue;
-        PCC_CLIENT_GPU(gpu, mine);
-        if (gpu.error != 0)
-            return 0;
-        segment_pin(client, device, segment);
-        return 1;
+        in_use = in_use || bytes == segment->bytes;
+        if (quiet || !PCC_READ(&client->devices[i].broken))
+            view_unmap(client, i, bytes, segment->length_bytes);
     }
-    return 0;
-}
-
-bool pcc_client_unpin_one(struct pcc_client *client, struct pcc_client_segment *segment)
-{
-    struct pcc_client_device *device = pcc_client_device(client, segment->pinned_by);
-
-    if (device != NULL) {
-        PCC_CLIENT_GPU(gpu, device);
-        if (gpu.error == 0 &&
-            pcc_gpu_unpin(&device->gpu, segment->bytes, segment->length_bytes) == 0)
-            segment->pinned_by = PCC_HOST;
-    }
-    return segment->pinned_by == PCC_HOST;
-}
-
-void pcc_client_unpin(struct pcc_client *client)
-{
-    for (uint32_t i = 0; i < client->segment_count; i++)
-        (void)pcc_client_unpin_one(client, &client->segments[i]);
+    if (!in_use)
+        (void)munmap(segment->bytes, segment->length_bytes);
 }
 
 /* -- enqueueing -- */
@@ -108,7 +150,7 @@ static int order(struct pcc_client *client, struct pcc_job *job, uint32_t chunk,
     struct pcc_job_device *mine = &job->devices[part->device];
     CUresult result = CUDA_SUCCESS;
 
-    if ((!pcc_client_pin(client, part->device, chunk) || part->pieces > PCC_PIECES_MAX) &&
+    if ((pcc_client_pin(client, part->device, chunk) == NULL || part->pieces > PCC_PIECES_MAX) &&
         !mine->passed) {
         result = device->gpu.cuda->event_query(mine->marked);
         if (result == CUDA_ERROR_NOT_READY)
@@ -145,8 +187,10 @@ static CUresult chunk_enqueue(struct pcc_client *client, struct pcc_job *job, ui
     const struct pcc_cuda *cuda = device->gpu.cuda;
     struct pcc_job_device *mine = &job->devices[part->device];
 
-    CUresult result = pcc_client_gather(job, &job->cursor, client->chunk_at[chunk],
-                                        job->filled_bytes, part->length_bytes, device);
+    uint8_t *pinned = pcc_client_pin(client, part->device, chunk);
+    CUresult result =
+        pcc_client_gather(job, &job->cursor, pinned != NULL ? pinned : client->chunk_at[chunk],
+                          job->filled_bytes, part->length_bytes, device);
     /* Also after a copy that was refused: the ones before it are under way. */
     const CUresult recorded = cuda->event_record(client->flights[chunk].event, device->copy);
     if (recorded != CUDA_SUCCESS) { /* when they end cannot be known */

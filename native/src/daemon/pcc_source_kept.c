@@ -62,8 +62,7 @@ int pcc_tenant_adopt(struct pcc_tenant *tenant, int fd, uint64_t id)
 
     PCC_LOCKED(&tenant->control);
     PCC_LOCKED(&tenant->growing);
-    if (tenant->session != 0 || tenant->pull.pinner != NULL ||
-        tenant->lasting_count != tenant->segment_count)
+    if (tenant->session != 0 || tenant->lasting_count != tenant->segment_count)
         return -EBUSY;
     int error = pcc_pool_adopt(tenant->pool, fd, id, tenant->label, &segment.memory);
     if (error != 0)

@@ -27,6 +27,7 @@ struct pcc_tenant_part {
     uint32_t left;      /* chunks that have not arrived */
     uint32_t under_way; /* chunks taken that have not arrived */
     int64_t chunk;      /* being enqueued; -1 = none */
+    uint8_t *bytes;     /* of it, as this GPU finds them */
     struct pcc_exposure_walk walk;
 };
 
@@ -80,7 +81,8 @@ static enum pcc_gpu_verdict chunk_take(struct pcc_tenant_part *part)
     if (index < 0)
         return PCC_GPU_NOTHING_NOW;
     struct pcc_tenant_chunk *chunk = &tenant->chunks[index];
-    if (tenant->segments[chunk->segment].pinned_by == NULL) {
+    part->bytes = pcc_tenant_pinned(tenant, (uint32_t)index, part->map->gpus[part->device]);
+    if (part->bytes == NULL) {
         /* The driver would copy by itself, and every save that shares the copier would wait. */
         pcc_tenant_abort(tenant, part->save, -PCC_E_DEVICE);
         return PCC_GPU_NO_MORE;
@@ -97,7 +99,6 @@ static enum pcc_gpu_verdict chunk_take(struct pcc_tenant_part *part)
  * at a time. The chunk is ours, the map does not change: no lock. */
 static void piece_fill(struct pcc_tenant_part *part, struct pcc_gpu_piece *out)
 {
-    uint8_t *bytes = part->tenant->chunks[part->chunk].bytes;
     uint64_t zeroed_bytes = 0;
     struct pcc_exposure_step step;
 
@@ -105,7 +106,7 @@ static void piece_fill(struct pcc_tenant_part *part, struct pcc_gpu_piece *out)
         out->last = !pcc_exposure_next_step(&part->map->view, &part->walk, &step);
         if (out->last)
             return;
-        uint8_t *to = bytes + (step.offset_bytes - part->walk.chunk_bytes);
+        uint8_t *to = part->bytes + (step.offset_bytes - part->walk.chunk_bytes);
         if (step.allocation == PCC_EXPOSURE_ZEROS) {
             memset(to, 0, step.length_bytes);
             zeroed_bytes += step.length_bytes;

@@ -91,7 +91,7 @@ void pcc_tenant_close(struct pcc_tenant *tenant)
         pcc_tenant_kept_drop(tenant, &tenant->bindings[i]);
     for (uint32_t i = 0; i < tenant->segment_count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
-    pcc_tenant_pinner_set(tenant, NULL);
+    pcc_tenant_pinners_set(tenant, NULL);
     for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++)
         free(tenant->saves[i].seen);
     (void)pthread_cond_destroy(&tenant->pull.part_ended);

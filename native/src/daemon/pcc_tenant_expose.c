@@ -260,11 +260,8 @@ static int imports_open(struct pcc_tenant *tenant, struct pcc_tenant_map *map,
 
 static int memory_pin(struct pcc_tenant *tenant, const struct pcc_tenant_map *map, char *reason)
 {
-    struct pcc_gpu *gpu = NULL;
+    const int error = pcc_tenant_pin_for(tenant, map->gpus);
 
-    for (uint32_t i = 0; gpu == NULL && i < PCC_DEVICES; i++)
-        gpu = map->gpus[i];
-    const int error = pcc_tenant_pin_for(tenant, gpu);
     if (error != 0)
         say(reason, "the driver does not pin the daemon's memory: %s", pcc_error_name(error));
     return error;

@@ -1,7 +1,9 @@
 /* A tenant's memory: segments taken from the pool, pinned for GPUs, given back, and what chunks
  * hold. */
+#include <string.h>
 #include <time.h>
 
+#include "base/pcc_map.h"
 #include "daemon/pcc_tenant_private.h"
 
 void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_segment *fresh)
@@ -54,50 +56,111 @@ static uint64_t segment_length(struct pcc_tenant *tenant, uint64_t wanted_bytes)
  * pause for the others between two pieces of a large pool. */
 #define PIN_PAUSE_NS 5000000
 
-void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
+void pcc_tenant_pinners_set(struct pcc_tenant *tenant, struct pcc_gpu *const gpus[PCC_DEVICES])
 {
-    if (gpu != NULL)
-        pcc_gpu_hold(gpu);
-    if (tenant->pull.pinner != NULL)
-        pcc_gpu_put(tenant->pull.pinner);
-    tenant->pull.pinner = gpu;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        struct pcc_gpu *gpu = gpus != NULL ? gpus[i] : NULL;
+        if (gpu != NULL)
+            pcc_gpu_hold(gpu);
+        if (tenant->pull.pinners[i] != NULL)
+            pcc_gpu_put(tenant->pull.pinners[i]);
+        tenant->pull.pinners[i] = gpu;
+    }
 }
 
-/* With growing held: pins it for the GPU that reads into it; 0 also when there is no such GPU. */
-static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+static bool is_pinned(const struct pcc_tenant_segment *segment)
 {
-    struct pcc_gpu *gpu = tenant->pull.pinner;
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        if (segment->pins[i].gpu != NULL)
+            return true;
+    return false;
+}
 
-    /* Nothing is pulled with a lost GPU; memory for push does not depend on it. */
-    if (segment->pinned_by != NULL || gpu == NULL || pcc_gpu_is_lost(gpu))
-        return 0;
-    const int error = pcc_gpu_pin_host(gpu, segment->memory.bytes, segment->memory.length_bytes);
-    if (error != 0)
+uint8_t *pcc_tenant_pinned(const struct pcc_tenant *tenant, uint32_t index,
+                           const struct pcc_gpu *gpu)
+{
+    const struct pcc_tenant_segment *segment = &tenant->segments[tenant->chunks[index].segment];
+
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        if (segment->pins[i].gpu == gpu)
+            return segment->pins[i].bytes + (tenant->chunks[index].bytes - segment->memory.bytes);
+    return NULL;
+}
+
+/* The entry of a GPU, or with NULL a free one. There are as many as a session has GPUs; those of an
+ * earlier session may be among them. */
+static struct pcc_tenant_pin *pin_find(struct pcc_tenant_segment *segment,
+                                       const struct pcc_gpu *gpu)
+{
+    for (uint32_t i = 0; i < PCC_DEVICES; i++)
+        if (segment->pins[i].gpu == gpu)
+            return &segment->pins[i];
+    return NULL;
+}
+
+/* With growing held: pins it for a GPU that reads into it. */
+static int pin_for(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment,
+                   struct pcc_gpu *gpu)
+{
+    const struct pcc_segment *memory = &segment->memory;
+    struct pcc_tenant_pin *pin = pin_find(segment, NULL);
+    const bool first = !is_pinned(segment);
+
+    if (pin == NULL)
+        return -ENOMEM;
+    uint8_t *bytes = first ? memory->bytes : pcc_map_alias(memory->bytes, memory->length_bytes);
+    if (bytes == NULL)
+        return -ENOMEM;
+    const int error = pcc_gpu_pin_host(gpu, bytes, memory->length_bytes);
+    if (error != 0) {
+        if (!first)
+            (void)munmap(bytes, memory->length_bytes);
         return error;
+    }
     pcc_gpu_hold(gpu);
     pcc_tenant_lock(tenant);
-    segment->pinned_by = gpu;
-    tenant->pull.pinned_bytes += segment->memory.length_bytes;
+    *pin = (struct pcc_tenant_pin){gpu, bytes};
+    tenant->pull.pinned_bytes += first ? memory->length_bytes : 0;
     pcc_tenant_unlock(tenant);
     (void)nanosleep(&(struct timespec){.tv_nsec = PIN_PAUSE_NS}, NULL);
     return 0;
 }
 
-/* With growing held, and nothing under way into it. False: the driver still has it registered. */
+/* With growing held: pins it for the GPUs that read into it; 0 also when there are none. */
+static int segment_pin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
+{
+    int error = 0;
+
+    for (uint32_t i = 0; error == 0 && i < PCC_DEVICES; i++) {
+        struct pcc_gpu *gpu = tenant->pull.pinners[i];
+        /* Nothing is pulled with a lost GPU; memory for push does not depend on it. */
+        if (gpu != NULL && !pcc_gpu_is_lost(gpu) && pin_find(segment, gpu) == NULL)
+            error = pin_for(tenant, segment, gpu);
+    }
+    return error;
+}
+
+/* With growing held, and nothing under way into it. False: a driver still has it registered. */
 static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment)
 {
-    struct pcc_gpu *gpu = segment->pinned_by;
     const struct pcc_segment *memory = &segment->memory;
+    const bool was_pinned = is_pinned(segment);
 
-    if (gpu == NULL)
-        return true;
-    if (pcc_gpu_unpin_host(gpu, memory->bytes, memory->length_bytes) != 0)
+    for (uint32_t i = 0; i < PCC_DEVICES; i++) {
+        const struct pcc_tenant_pin pin = segment->pins[i];
+        if (pin.gpu == NULL || pcc_gpu_unpin_host(pin.gpu, pin.bytes, memory->length_bytes) != 0)
+            continue;
+        pcc_tenant_lock(tenant);
+        segment->pins[i] = (struct pcc_tenant_pin){0};
+        pcc_tenant_unlock(tenant);
+        if (pin.bytes != memory->bytes)
+            (void)munmap(pin.bytes, memory->length_bytes);
+        pcc_gpu_put(pin.gpu);
+    }
+    if (is_pinned(segment))
         return false;
-    pcc_tenant_lock(tenant);
-    segment->pinned_by = NULL;
-    tenant->pull.pinned_bytes -= memory->length_bytes;
-    pcc_tenant_unlock(tenant);
-    pcc_gpu_put(gpu);
+    PCC_LOCKED(&tenant->lock);
+    tenant->pull.pinned_bytes -= was_pinned ? memory->length_bytes : 0;
     return true;
 }
 
@@ -107,7 +170,7 @@ static bool segment_unpin(struct pcc_tenant *tenant, struct pcc_tenant_segment *
  * used. Pull ends: the next exposure pins first, and is refused with the reason. */
 static void pull_stop(struct pcc_tenant *tenant)
 {
-    pcc_tenant_pinner_set(tenant, NULL);
+    pcc_tenant_pinners_set(tenant, NULL);
     PCC_LOCKED(&tenant->lock);
     pcc_tenant_map_put(tenant, tenant->pull.map); /* the drain thread closes it */
     tenant->pull.map = NULL;
@@ -115,7 +178,7 @@ static void pull_stop(struct pcc_tenant *tenant)
         pcc_bell_ring(&tenant->view.page->daemon_bell);
 }
 
-/* With growing held. Pinned for the GPU that reads into it, if there is one. */
+/* With growing held. Pinned for the GPUs that read into it. */
 static int segment_make(struct pcc_tenant *tenant, uint64_t length, struct pcc_tenant_segment *out)
 {
     *out = (struct pcc_tenant_segment){0};
@@ -185,7 +248,7 @@ int pcc_tenant_release_memory(struct pcc_tenant *tenant)
     /* They are in no list any more, and `growing` keeps new ones away while they are unmapped. */
     for (uint32_t i = 0; i < count; i++)
         pcc_tenant_segment_return(tenant, &tenant->segments[i]);
-    pcc_tenant_pinner_set(tenant, NULL); /* the next session may have no use for it */
+    pcc_tenant_pinners_set(tenant, NULL); /* the next session may have no use for it */
     return 0;
 }
 
@@ -226,11 +289,10 @@ void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segm
     for (uint32_t i = 0; i < memory->chunk_count; i++)
         lost = lost || tenant->chunks[memory->first_chunk + i].state == PCC_CHUNK_LOST;
     const bool unpinned = !lost && segment_unpin(tenant, segment);
-    if (!unpinned && segment->pinned_by != NULL) { /* its GPU is never released */
-        pcc_tenant_lock(tenant);
+    if (!unpinned && is_pinned(segment)) { /* its GPUs are never released */
+        PCC_LOCKED(&tenant->lock);
         tenant->pull.pinned_bytes -= memory->length_bytes;
-        pcc_tenant_unlock(tenant);
-        segment->pinned_by = NULL;
+        memset(segment->pins, 0, sizeof(segment->pins));
     }
     if (lost)
         pcc_pool_abandon(tenant->pool, tenant->label, memory);
@@ -240,16 +302,16 @@ void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segm
         pcc_pool_return(tenant->pool, tenant->label, memory);
 }
 
-int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu)
+int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *const gpus[PCC_DEVICES])
 {
     int error = 0;
 
     PCC_LOCKED(&tenant->growing);
-    pcc_tenant_pinner_set(tenant, gpu);
+    pcc_tenant_pinners_set(tenant, gpus);
     for (uint32_t i = 0; error == 0 && i < tenant->segment_count; i++)
         error = segment_pin(tenant, &tenant->segments[i]);
     if (error != 0)
-        pcc_tenant_pinner_set(tenant, NULL);
+        pcc_tenant_pinners_set(tenant, NULL);
     return error;
 }
 
@@ -263,7 +325,7 @@ void pcc_tenant_rest(struct pcc_tenant *tenant, uint64_t unmapped_ns)
     pcc_tenant_unlock(tenant);
     if (rests) {
         PCC_LOCKED(&tenant->growing);
-        pcc_tenant_pinner_set(tenant, NULL);
+        pcc_tenant_pinners_set(tenant, NULL);
         for (uint32_t i = 0; i < tenant->segment_count; i++)
             (void)segment_unpin(tenant, &tenant->segments[i]);
     }

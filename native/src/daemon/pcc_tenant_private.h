@@ -55,12 +55,18 @@ enum pcc_chunk_list {
     PCC_CHUNK_LISTS,
 };
 
+struct pcc_tenant_pin {
+    struct pcc_gpu *gpu; /* held; NULL: none */
+    uint8_t *bytes;      /* the segment at addresses that are pinned for this GPU alone */
+};
+
 struct pcc_tenant_segment {
     struct pcc_segment memory;
-    uint32_t number;           /* never used again in this tenant */
-    bool granted;              /* sent to the attached client, and not returned */
-    bool asked;                /* to be returned; it is not sent to a client any more */
-    struct pcc_gpu *pinned_by; /* NULL = pageable; written under growing and lock, read under one */
+    uint32_t number; /* never used again in this tenant */
+    bool granted;    /* sent to the attached client, and not returned */
+    bool asked;      /* to be returned; it is not sent to a client any more */
+    /* For GPUs that read into it. Written under growing and lock, read under one. */
+    struct pcc_tenant_pin pins[PCC_DEVICES];
 };
 
 struct pcc_tenant_save {
@@ -117,8 +123,9 @@ struct pcc_tenant_pull {
     struct pcc_tenant_map *map;    /* exposed last; NULL = none */
     struct pcc_tenant_map *unused; /* without a holder: to be closed without the lock */
     struct pcc_tenant_part *parts; /* that copiers have */
-    struct pcc_gpu *pinner;        /* guarded by growing: new segments are pinned for it; held */
-    uint64_t limit_ns;             /* how long a GPU may take to end what is under way */
+    struct pcc_gpu *pinners[PCC_DEVICES]; /* guarded by growing: new segments are pinned for them;
+                                             held */
+    uint64_t limit_ns;                    /* how long a GPU may take to end what is under way */
     uint64_t pinned_bytes;
     uint64_t exposed_bytes;
     uint32_t mappings;
@@ -375,12 +382,16 @@ void pcc_tenant_segment_add(struct pcc_tenant *tenant, const struct pcc_tenant_s
 /* With the lock held: the client says that it has unmapped a segment. 0 or -PCC_E_BAD_PEER. */
 int pcc_tenant_take_returned(struct pcc_tenant *tenant, const struct pcc_message *message);
 
-/* All segments, and those that come later, are pinned for the copies of this GPU, which the caller
- * uses; without success none that comes later is. */
-PCC_MUST_CHECK int pcc_tenant_pin_for(struct pcc_tenant *tenant, struct pcc_gpu *gpu);
-/* With growing held, or when closing: segments that come later are pinned for it; NULL: for none.
+/* All segments, and those that come later, are pinned for the copies of these GPUs, which the
+ * caller uses; without success none that comes later is. */
+PCC_MUST_CHECK int pcc_tenant_pin_for(struct pcc_tenant *tenant,
+                                      struct pcc_gpu *const gpus[PCC_DEVICES]);
+/* With growing held, or when closing: segments that come later are pinned for them; NULL: for none.
  */
-void pcc_tenant_pinner_set(struct pcc_tenant *tenant, struct pcc_gpu *gpu);
+void pcc_tenant_pinners_set(struct pcc_tenant *tenant, struct pcc_gpu *const gpus[PCC_DEVICES]);
+/* With the lock held: where the GPU's copies find the chunk; NULL: it is not pinned for the GPU. */
+uint8_t *pcc_tenant_pinned(const struct pcc_tenant *tenant, uint32_t index,
+                           const struct pcc_gpu *gpu);
 /* Gives a segment back, unpinned, or leaves it be. With growing held, or when closing. */
 void pcc_tenant_segment_return(struct pcc_tenant *tenant, struct pcc_tenant_segment *segment);
 

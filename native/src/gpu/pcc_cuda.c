@@ -297,8 +297,7 @@ int pcc_gpu_pin(const struct pcc_gpu_device *device, void *bytes, uint64_t lengt
 
     for (uint64_t at = 0; at < length; at += PCC_PIN_BYTES_MAX) {
         /* "Already registered" is an error, too: it is not ours to unregister then. */
-        const CUresult result = device->cuda->host_register(start + at, piece_bytes(length, at),
-                                                            CU_MEMHOSTREGISTER_PORTABLE);
+        const CUresult result = device->cuda->host_register(start + at, piece_bytes(length, at), 0);
         if (result == CUDA_SUCCESS)
             continue;
         (void)pcc_gpu_unpin(device, start, at);

@@ -213,8 +213,10 @@ void pcc_gpu_leave(const struct pcc_gpu_device *device);
  * at the gate. */
 #define PCC_CUDA_AHEAD_BYTES (48ull << 20)
 
-/* Pins host memory for all contexts, in pieces of up to PCC_PIN_BYTES_MAX (one call for very large
- * ranges fails on some drivers); all of it or nothing. Within pcc_gpu_enter/leave. */
+/* Pins host memory for this GPU alone, in pieces of up to PCC_PIN_BYTES_MAX (one call for very
+ * large ranges fails on some drivers); all of it or nothing. Not for all contexts: those of GPUs
+ * that are lost would be among them. The driver takes an address for one GPU only; another GPU
+ * needs another mapping (pcc_map_alias). Within pcc_gpu_enter/leave. */
 #define PCC_PIN_BYTES_MAX (64ull << 30)
 PCC_MUST_CHECK int pcc_gpu_pin(const struct pcc_gpu_device *device, void *bytes, uint64_t length);
 /* 0, or a code when the driver still has it registered: its addresses must not be used again then.
