@@ -325,7 +325,7 @@ class PCcheckClient(Closing):
             connection = self._session.current()
             if self._options.writes_every > 1:
                 self._warn_if_together(connection)
-            if connection is not None and self._planner.on_gpu():
+            if connection is not None and self._planner.gpus():
                 # The daemon's context takes its GPU memory now, not when torch has taken the rest.
                 self._expose(connection, self._step)
 
@@ -628,7 +628,7 @@ class PCcheckClient(Closing):
             if result and only is None:
                 self._planner.hooks.restored()
                 self._continue_from(result)
-                if on_gpu:
+                if on_gpu and not self._saver.exposes(connection):  # attach() did not
                     self._expose(connection, result.step)
                 self._session.announce(connection, payload_bytes, self._saver.levels.used)
             return result

@@ -52,8 +52,8 @@ def test_a_gpu_whose_trainer_only_computes_is_kept(start_node: Start) -> None:
     assert (node.faults.contexts, node.faults.opens) == (1, opens)
 
 
-def test_the_first_of_two_gpus_is_kept_for_the_memory_pinned_by_it(start_node: Start) -> None:
-    """One GPU pins the memory for all GPUs: the pin stays while any GPU copies into it."""
+def test_two_gpus_in_turn_are_given_back_with_their_pins(start_node: Start) -> None:
+    """The memory is pinned for each GPU that copies into it, until no GPU does."""
     node = start_node("--gpu-release", "50ms", devices=2)
     first = node.connect(environment={"PCCHECK_STANDIN_VISIBLE": "0"})
     saves(first)

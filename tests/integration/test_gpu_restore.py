@@ -3,11 +3,15 @@ cleanly."""
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pccheck import DeviceError
+from pccheck.restoring import begin
 from tests.support import fakegpu
 from tests.support.gpunode import Node
 from tests.support.gputrainer import Part
@@ -41,7 +45,30 @@ def test_many_chunks_are_in_flight(node: Node) -> None:
     assert again.restored() == (1, "")
     assert again.faults.to_device_queued_most > CHUNK  # parts of two chunks at least
     assert again.faults.to_device_queued == 0
-    assert again.faults.pageable_copies <= 2  # probes, at attach() and after the restore
+    # The probe at attach(): what only the next checkpoint needs is left to that one.
+    assert again.faults.pageable_copies <= 1
+    assert again.save() == "durable"
+    assert node.transfer() == ("pull", "")
+
+
+def place_when_pinned(trainer: Any) -> None:
+    """Has restore() compare the checkpoint with what is attached only when the memory is pinned."""
+    faults, real = Faults(Path(os.environ["PCCHECK_STANDIN_FAULTS"])), begin.Placement
+
+    def placement(*arguments: Any, **options: Any) -> begin.Placement:
+        faults.wait_for(lambda f: f.registered_bytes > 10 * CHUNK)
+        return real(*arguments, **options)
+
+    begin.Placement = placement  # type: ignore[misc, assignment]
+
+
+def test_memory_is_pinned_beside_what_comes_before_the_load(node: Node) -> None:
+    trainer = node.ready(PARTS)
+    assert trainer.wait_durable(trainer.checkpoint()) == "durable"
+    trainer.kill()
+    again = node.connect(PARTS)
+    again.evaluate(place_when_pinned)
+    assert again.restored() == (2, "")
 
 
 @pytest.mark.parametrize("at", [-100, 5 * CHUNK, 0])

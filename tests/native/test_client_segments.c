@@ -82,6 +82,48 @@ static void test_idle(void)
     daemon_close(&d);
 }
 
+/* A turn of the client's thread with nothing else to do. */
+static void turn(struct daemon *d, uint64_t id)
+{
+    CHECK(pcc_client_load_start(d->client, id, NULL, 0, NULL, 0) == 0);
+    say(d, &(struct pcc_message){.kind = PCC_MSG_END, .id = id});
+    CHECK(pcc_client_load_wait(d->client, id, soon()) == 0);
+}
+
+/* Memory that comes after it was asked for is pinned before any copy; what comes later only if that
+ * was asked for, too. */
+static void test_pinned_when_granted(void)
+{
+    struct daemon d;
+    const uint32_t half = CHUNKS / 2;
+
+    daemon_open(&d, 0);
+    CHECK(pcc_client_device_open(d.client, 0) == 0);
+    const uint64_t page = seen(&control->registered_bytes);
+    retire(&d, 1, 0);
+    UNTIL((listen_to(&d), d.returned == 1));
+    pcc_client_pin_for(d.client, 0, false);
+    turn(&d, 1);
+    grant_anew(&d, 2, 0, half);
+    free_chunks(&d, 0, 1); /* rings */
+    UNTIL(seen(&control->registered_bytes) == page + (uint64_t)half * CHUNK);
+    turn(&d, 2);
+    turn(&d, 3);
+    grant_anew(&d, 3, half, half / 2);
+    free_chunks(&d, half, 1);
+    turn(&d, 4);
+    turn(&d, 5);
+    CHECK_EQUAL(seen(&control->registered_bytes), page + (uint64_t)half * CHUNK);
+    pcc_client_pin_for(d.client, 0, true);
+    UNTIL(seen(&control->registered_bytes) == page + (uint64_t)(half + half / 2) * CHUNK);
+    turn(&d, 6);
+    turn(&d, 7);
+    grant_anew(&d, 4, half + half / 2, half / 2);
+    free_chunks(&d, half + half / 2, 1);
+    UNTIL(seen(&control->registered_bytes) == page + (uint64_t)CHUNKS * CHUNK);
+    daemon_close(&d);
+}
+
 /* What a GPU is filling is handed over first; then the segment is unpinned before it is unmapped.
  */
 static void test_copies_under_way(void)
@@ -234,6 +276,7 @@ int main(void)
 {
     standin_open();
     RUN(test_idle);
+    RUN(test_pinned_when_granted);
     RUN(test_copies_under_way);
     RUN(test_load_under_way);
     RUN(test_armed);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import time
@@ -17,6 +18,7 @@ from pccheck.saving.planner import Planner
 from pccheck.state.plan import RNG
 from pccheck.unsaved import trainable
 from pccheck.warn import LOG, Warner
+from pccheck_native import Client, NativeError
 from pccheck_store.reading.state_reader import StateReader
 from pccheck_wire import tree
 from pccheck_wire.errors import DamagedError, NoCheckpointError, StateMismatchError, UnreadableError
@@ -105,6 +107,8 @@ class Recovery:
         whether it has GPU tensors, and payload bytes."""
         # On several nodes the first question decides for all of them where this start continues.
         looks = step is not None and not self._session.identity.is_wide
+        if only is None:
+            _pin(connection.native, self._planner.gpus())
         newest = self.settle(connection) if looks else None
 
         def use(opened: Opened, reader: StateReader, described: tree.Tree) -> bool:
@@ -356,6 +360,15 @@ class Recovery:
                 "its own (the next fold, a second Trainer) needs a job name of its own: "
                 "PCcheckClient(job=...), or in a framework PCcheckCallback(job=...)",
             )
+
+
+def _pin(native: Client, gpus: set[int]) -> None:
+    """Has the memory pinned that the daemon has granted, beside what comes before the load. What
+    fails here fails in the load again, which reports it."""
+    with contextlib.suppress(NativeError, ValueError, OSError):
+        for gpu in gpus:
+            native.device_open(gpu)
+            native.pin_for(gpu)
 
 
 def _own(listed: object) -> list[dict[str, Any]]:

@@ -85,10 +85,10 @@ class Planner:
         held = itertools.chain((p for m in modules for p in m.parameters()), *groups)
         return any(map(shards.is_sharded, held))
 
-    def on_gpu(self) -> bool:
-        """Whether a module that is attached lies on a GPU."""
+    def gpus(self) -> set[int]:
+        """Those that modules which are attached lie on."""
         modules = (m for m in self.attached.values() if isinstance(m, torch.nn.Module))
-        return any(devices.device_of(p) != devices.HOST for m in modules for p in m.parameters())
+        return {devices.device_of(p) for m in modules for p in m.parameters()} - {devices.HOST}
 
     def stop_staging(self, *, for_good: bool) -> None:
         """From now on checkpoints return when all was read; without `for_good` for a while."""

@@ -185,6 +185,10 @@ class Saver:
         """See `Shape.pushed`."""
         return self._exposure.pushed if self._exposure is not None else frozenset()
 
+    def exposes(self, connection: Connection) -> bool:
+        """Whether the daemon was already asked to map the GPU memory, or refused to."""
+        return self._exposure is not None and self._exposure.connection is connection
+
     def expose(self, connection: Connection, snapshot: Snapshot) -> Handover | None:
         """Makes the daemon map the GPU memory now. Raises PccheckError."""
         if snapshot.device is None:

@@ -120,8 +120,8 @@ const char *pcc_client_device_cannot_pull(struct pcc_client *client, uint32_t de
 PCC_MUST_CHECK int pcc_client_staging(struct pcc_client *client, uint32_t device,
                                       uint64_t length_bytes, uint64_t *address_out);
 /* The GPU is going to copy from or to granted memory: segments are pinned for it when nothing else
- * is to be done; with `later`, also those that are granted from now on. Without this call each is
- * pinned before its first copy. */
+ * is to be done: those that are there, or come together next; with `later`, all that are granted
+ * from now on. Without this call each is pinned before its first copy. */
 void pcc_client_pin_for(struct pcc_client *client, uint32_t device, bool later);
 void pcc_client_staging_trim(struct pcc_client *client); /* frees what staging has outgrown */
 /* Enqueues the copies on the trainer's `stream`; with `aside`, on a stream of the client that first

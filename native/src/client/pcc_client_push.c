@@ -103,7 +103,7 @@ int pcc_client_pin_ahead(struct pcc_client *client)
 {
     const uint32_t wanted = PCC_READ(&client->pins_now);
 
-    if (wanted == 0 || PCC_READ(&client->armed))
+    if (wanted == 0 || client->segment_count == 0 || PCC_READ(&client->armed))
         return 0;
     const uint32_t device = (uint32_t)__builtin_ctz(wanted);
     if (!pin_one(client, device))
