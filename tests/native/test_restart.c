@@ -48,12 +48,30 @@ struct trial {
     uint64_t memory_bytes;
     uint64_t frozen_bytes; /* the same in all snapshots; the first one is durable before the kill */
     uint32_t snapshots;
+    bool bare;     /* chunks come without checksums, as those that a GPU has filled */
     bool unhashed; /* no writer had got to the chunks, which the daemon had pulled */
     bool shrinks;  /* memory comes and goes all the time */
     bool twice;    /* the daemon that takes over is killed, too */
     bool numbered; /* as one of several ranks: the loop gives number, marks and name */
     bool parks;    /* of level memory; each one is dropped for the next, and the last one written */
 };
+
+static bool is_bare; /* of the trial */
+
+int __real_pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *message);
+int __wrap_pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *message);
+
+int __wrap_pcc_push_take_full(struct pcc_tenant *tenant, const struct pcc_message *message)
+{
+    struct pcc_message changed = *message;
+
+    if (is_bare) {
+        changed.result = PCC_FULL_BARE;
+        memset(pcc_page_checksums(&tenant->view, message->chunk), 0x77,
+               CHUNK / BLOCK * sizeof(uint64_t));
+    }
+    return __real_pcc_push_take_full(tenant, &changed);
+}
 
 static const struct pcc_tenant_end replaced = {.outcome = PCC_OUTCOME_SUPERSEDED};
 
@@ -108,6 +126,7 @@ static _Noreturn void daemon_live(struct fixture *f, const struct trial *trial, 
     pthread_t thread;
 
     CHECK(bytes != NULL);
+    is_bare = trial->bare;
     daemon_open(f, trial, 4u << 20); /* copied long before durable */
     if (trial->numbered)
         pcc_tenant_policy(f->tenant, &asks);
@@ -355,6 +374,8 @@ static void test_chunks_without_checksums(void)
                               .memory_bytes = 8 * CHUNK,
                               .snapshots = 2,
                               .unhashed = true});
+    enumerate(&(struct trial){
+        .payload_bytes = 5 * CHUNK + 99, .memory_bytes = 8 * CHUNK, .snapshots = 2, .bare = true});
 }
 
 /* What is frozen has no chunk: the next daemon finds it in the base. */
