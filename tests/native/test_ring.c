@@ -76,6 +76,8 @@ static void test_an_outcome_has_its_own_reason(void)
 
     CHECK(pcc_outcome_read(&entry, WRITTEN, &reason) == PCC_OUTCOME_REQUESTED);
     CHECK(pthread_create(&writer, NULL, outcomes_written, &entry) == 0);
+    while (atomic_load(&entry.outcome) == 0) /* no snapshot has the number 0 */
+        (void)sched_yield();
     for (uint32_t i = 0; i < 200000; i++) {
         const uint64_t snapshot = atomic_load(&entry.outcome) >> 8;
         const enum pcc_outcome outcome = pcc_outcome_read(&entry, snapshot, &reason);
