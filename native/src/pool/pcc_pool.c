@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/pcc_crew.h"
 #include "base/pcc_map.h"
 #include "base/pcc_thread.h"
 
@@ -79,13 +80,42 @@ static int memory_error(void)
     return errno == ENOSPC ? -ENOMEM : -errno;
 }
 
-/* Every page is touched here, by us: a peer never pays for it and never meets SIGBUS. */
+#define PIECE_BYTES (32ull << 20) /* that one thread touches at a time */
+
+struct touching {
+    uint8_t *bytes;
+    uint64_t length_bytes;
+    _Atomic int error; /* errno of a piece */
+};
+
+static void piece_touch(void *context, uint64_t piece)
+{
+    struct touching *touching = context;
+    const uint64_t at = piece * PIECE_BYTES;
+    const uint64_t length = pcc_piece_bytes(touching->length_bytes, at, PIECE_BYTES);
+
+    if (PCC_READ(&touching->error) != 0)
+        return;
+    populate_huge(touching->bytes + at, length);
+    if (madvise(touching->bytes + at, length, MADV_POPULATE_WRITE) != 0)
+        PCC_WRITE(&touching->error, errno);
+}
+
+/* Every page is touched here, by us: a peer never pays for it and never meets SIGBUS. By several
+ * threads: the kernel clears new memory more slowly than a GPU fills it. */
 static int populate(int fd, uint8_t *bytes, uint64_t length_bytes)
 {
-    populate_huge(bytes, length_bytes);
-    if (madvise(bytes, length_bytes, MADV_POPULATE_WRITE) == 0)
+    struct touching touching = {.bytes = bytes, .length_bytes = length_bytes};
+    struct pcc_crew crew;
+
+    pcc_crew_open(&crew);
+    pcc_crew_run(&crew, PCC_CREW_HELPERS, pcc_ceil_div(length_bytes, PIECE_BYTES), piece_touch,
+                 &touching);
+    pcc_crew_close(&crew);
+    const int error = PCC_READ(&touching.error);
+    if (error == 0)
         return 0;
-    if (errno != EINVAL)
+    if (error != EINVAL)
         return -ENOMEM;
     /* Kernels before 5.14: fallocate reports a shortage where touching would kill us. */
     if (fallocate(fd, 0, 0, (off_t)length_bytes) != 0)
