@@ -119,7 +119,7 @@ OF_THE_GROUP = frozenset({
 
 
 class Why(NamedTuple):
-    """Why a checkpoint ended so, as the page has it; `words` and `hint` are of DESCRIBED."""
+    """Why a checkpoint ended so, as the page has it. What `_ASKS` names has `words` and `hint`."""
 
     cause: int = Cause.CODE
     argument: float = 0  # of the cause: a rank, a limit, a sequence; of CODE the daemon's uid

@@ -21,7 +21,7 @@ from .names import Names
 
 def _lacks(nodes: str) -> Why:
     who = nodes or "another node of the job"
-    return Why(Cause.DESCRIBED, words=f"{who} will never have this checkpoint, {NONE_KEEPS}")
+    return Why(Cause.OTHER_RANK, words=f"{who} will never have this checkpoint, {NONE_KEEPS}")
 
 
 class Promising:

@@ -73,7 +73,7 @@ class Followed:
             if phase is Phase.SUPERSEDED:
                 save.ask()  # by which one: nobody can ask a daemon that has ended
             self.drop(save)
-        elif phase is Phase.GIVEN_UP and save.in_memory and not save.is_wanted:
+        elif _is_lost_elsewhere(save, phase) and save.in_memory and not save.is_wanted:
             self.drop(save)  # nobody wanted it on the disk, so its loss is no news
         elif phase in EXPLAINED:
             ends_now = SHOWN[phase] in NOT_SAVED and SHOWN[before] not in NOT_SAVED
@@ -152,6 +152,12 @@ class Followed:
             durable = saved(save, left_s, everywhere=everywhere and not found)
             found = found or durable
             self.note_saved(saved(save, 0, everywhere=True))
+
+
+def _is_lost_elsewhere(save: InFlight, phase: Phase) -> bool:
+    """A rank of another node will never have it, and warns if that is a failure."""
+    skipped = phase is Phase.SKIPPED and save.why.cause == Cause.OTHER_RANK
+    return skipped or phase is Phase.GIVEN_UP
 
 
 def _is_harmless(save: InFlight) -> bool:
