@@ -40,7 +40,8 @@ class Known(NamedTuple):
     places: Mapping[int, PartState]  # by rank, of those that have a part of it or will have one
     wanted: bool = False  # on the disk
     never: bool = False  # some rank will never have its part
-    elsewhere: bool = False  # another node gave it up, and tells its own ranks why
+    #: Another node gave it up, and tells its own ranks why; or newer ones here have passed it.
+    is_passed: bool = False
 
     def is_on_all(self, *places: PartState) -> bool:
         return all(self.places.get(rank) in places for rank in self.members)
@@ -72,6 +73,7 @@ def decide(every: Collection[Known], *, idle: bool) -> ParkedMoves:
     nothing else to do (idle.py)."""
     safe = [one for one in every if one.is_safe]
     copied = [one for one in every if one.is_parked]
+    begun = [one for one in every if one.is_parked or one.is_begun]
     decision = ParkedMoves([], [])
     for one in sorted(copied, key=_sequence):
         best = _newest(one, safe)
@@ -80,8 +82,9 @@ def decide(every: Collection[Known], *, idle: bool) -> ParkedMoves:
         if newer is not None and newer.is_on_all(PartState.DURABLE):
             decision.drop.append((one, newer))
         elif one.never and (best is not None or later is not None):
-            is_news = one.wanted or not one.elsewhere
-            decision.drop.append((one, None if is_news else later))
+            is_news = one.wanted or not one.is_passed
+            by = None if is_news else _newest(one, begun, above=one.sequence)
+            decision.drop.append((one, by))
         elif one.wanted or one.is_begun or (idle and best is one):
             decision.write.append(one)
         elif newer is not None:
@@ -204,7 +207,7 @@ class Parked:
             if newer.is_on_all(PartState.DURABLE):
                 why = Why(Cause.REPLACED)
             elif one.never:
-                why = end.why  # that of the other node
+                why = end.why  # the other node, or that it was passed
             end = End(State.SUPERSEDED, why)
         for tenant, found in self._parts(one):
             tenant.saves.drop(found, end, by)
@@ -218,7 +221,7 @@ class Parked:
 
     def _known(self) -> list[Known]:
         places: dict[tuple[int, Collection[int]], dict[int, PartState]] = {}
-        wanted, elsewhere = set(), self._members.elsewhere.given_up
+        wanted = set()
         for rank, tenant in self._members.tenants.items():
             hurry = tenant.readiness.stops or tenant.binding.state is BindingState.STOPPED
             for found in tenant.ledger.live():
@@ -234,9 +237,16 @@ class Parked:
                 places.setdefault((sequence, self._of(rank, size)), {})[rank] = PartState.DURABLE
         return [
             Known(sequence, members, parts, (sequence, members) in wanted,
-                  self._is_never(sequence, members), sequence in elsewhere)
+                  never := self._is_never(sequence, members),
+                  never and self._is_passed(sequence))
             for (sequence, members), parts in places.items() if sequence
         ]  # fmt: skip
+
+    def _is_passed(self, sequence: int) -> bool:
+        """Of one that is given up."""
+        if sequence in self._members.elsewhere.given_up:
+            return True
+        return self._decisions.why_given_up(sequence).cause == Cause.RANK_DROPPED
 
     def _of(self, rank: int, world_size: int) -> Collection[int]:
         """Of which ranks a checkpoint in memory has parts here. Each node decides by itself what of

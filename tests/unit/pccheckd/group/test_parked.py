@@ -175,11 +175,18 @@ def test_what_nodes_gave_up_is_superseded_by_what_they_have() -> None:
 
 def test_what_another_node_replaced_in_memory_is_superseded() -> None:
     """But where somebody wants it on the disk."""
-    old, new = known(1, P, P, never=True)._replace(elsewhere=True), known(2, P, P)
+    old, new = known(1, P, P, never=True)._replace(is_passed=True), known(2, P, P)
     assert decide([old, new], idle=False).drop == [(old, new)]
     assert decide([old], idle=False).drop == []
     wanted = old._replace(wanted=True)
     assert decide([wanted, new], idle=False).drop == [(wanted, None)]
+
+
+def test_what_a_newer_one_has_passed_is_superseded_before_that_is_durable() -> None:
+    """The nodes give it up as soon as they have been promised the newer one."""
+    before, new = known(1, D, D), known(3, W, W)
+    old = known(2, P, P, never=True)._replace(is_passed=True)
+    assert decide([before, old, new], idle=False).drop == [(old, new)]
 
 
 def test_the_end_of_a_trainer_wants_the_newest_on_all() -> None:
