@@ -9,7 +9,6 @@ reports its choice (`Chose`). In each table the first row that applies counts. N
 |---|---|---|
 | the CUDA driver is missing, or does not answer yet | push | as for the driver |
 | the trainer has another uid than the daemon | push | no |
-| the kernel does not show the trainer's process to the daemon | push | no |
 | the driver failed several pulled copies of the session in a row | push | yes |
 | what was exposed cannot be opened or read | push | yes |
 
@@ -56,7 +55,6 @@ class Case:
     driver: DriverState = field(default_factory=DriverState)
     daemon_uid: int = 0
     uid: int = 0  # the trainer's
-    visible: bool = True  # its process is in the daemon's PID namespace
     failed_copies: int = 0  # of its session, in a row, at the driver
     obstacle: str = ""  # that the daemon met when it opened the exposure
 
@@ -69,9 +67,6 @@ def offered(case: Case) -> Decision:
         # The driver's own check does not stop root, and a handle is only a number: one user could
         # read another's memory through the daemon.
         reason = f"the daemon runs as uid {case.daemon_uid}, not as the trainer's uid"
-        return Decision(PUSH, reason, PUSHED)
-    if not case.visible:
-        reason = "the daemon cannot see this process: another PID namespace"
         return Decision(PUSH, reason, PUSHED)
     if case.failed_copies >= FAILED_COPIES_MAX:
         reason = f"the GPU driver failed {case.failed_copies} pulled copies in a row"

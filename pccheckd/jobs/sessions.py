@@ -191,9 +191,7 @@ class Sessions:
 
     def case(self, session: Session) -> Case:
         """A trainer, as the choice between pull and push needs it."""
-        return Case(
-            self.engine.driver.state, os.geteuid(), session.uid, visible=bool(session.kernel_pid)
-        )
+        return Case(self.engine.driver.state, os.geteuid(), session.uid)
 
     def drain(self) -> None:
         """The daemon stops: what is copied becomes durable."""

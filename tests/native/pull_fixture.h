@@ -348,6 +348,20 @@ static inline void copies_fail(struct pull *p, uint64_t nth, uint64_t code, bool
     poke(&p->control->copy_fail_at, nth);
 }
 
+/* A session of the trainer, if it lives; `seen`: in the daemon's PID namespace. */
+static inline void trainer_attach(struct pull *p, bool seen)
+{
+    p->f.trainer = seen ? p->trainer.pid : 0;
+    page_open(&p->f);
+    if (p->trainer.pid != 0)
+        trainer_answer(&p->trainer, p->f.page_fd, p->f.tenant->geometry.page_bytes);
+}
+
+static inline void trainer_page_open(struct pull *p)
+{
+    trainer_attach(p, true);
+}
+
 /* A tenant with a page, and a trainer who has nothing yet. */
 static inline void pull_open(struct pull *p, uint64_t memory_bytes)
 {
@@ -358,8 +372,7 @@ static inline void pull_open(struct pull *p, uint64_t memory_bytes)
         .payload_capacity = 4u << 20, .memory_bytes = memory_bytes, .gpus = p->gpus};
     fixture_open(&p->f, &settings);
     trainer_start(&p->trainer);
-    p->f.trainer = p->trainer.pid;
-    page_open(&p->f);
+    trainer_page_open(p);
 }
 
 /* A GPU, two allocations, four chunks of payload with gaps in them. */

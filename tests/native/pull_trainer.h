@@ -14,7 +14,7 @@
 /* -- the trainer; `order` names what it does, one answer for each -- */
 
 struct order {
-    enum { ORDER_ALLOCATE, ORDER_FILL, ORDER_FREE, ORDER_RUN, ORDER_EXPORT } what;
+    enum { ORDER_ALLOCATE, ORDER_FILL, ORDER_FREE, ORDER_RUN, ORDER_EXPORT, ORDER_PAGE } what;
     uint32_t device;
     uint32_t pieces; /* of `length` in all, side by side */
     uint64_t address;
@@ -127,6 +127,32 @@ static inline void trainer_export(const struct order *order, int socket)
     CHECK(close(fd) == 0);
 }
 
+/* As the client's thread: answers while the page's session lasts. */
+static inline void *trainer_answers(void *bytes)
+{
+    struct pcc_page *page = bytes;
+
+    while (PCC_READ_ACQUIRE(&page->ended) == 0) {
+        const uint32_t rung = pcc_bell_read(&page->client_bell);
+        pcc_page_answer(page);
+        if (PCC_READ_ACQUIRE(&page->ended) == 0)
+            pcc_futex_wait(&page->client_bell, rung, pcc_now_ns() + PCC_BELL_SLICE_NS);
+    }
+    CHECK(munmap(bytes, page->page_bytes) == 0);
+    return NULL;
+}
+
+static inline void trainer_page(const struct order *order, int socket)
+{
+    const int fd = descriptor_receive(socket);
+    void *bytes = mmap(NULL, order->length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    pthread_t thread;
+
+    CHECK(bytes != MAP_FAILED && close(fd) == 0);
+    CHECK(pthread_create(&thread, NULL, trainer_answers, bytes) == 0);
+    CHECK(pthread_detach(thread) == 0);
+}
+
 static inline void trainer_main(int fd)
 {
     struct order order;
@@ -141,6 +167,8 @@ static inline void trainer_main(int fd)
         } else if (order.what == ORDER_EXPORT) {
             trainer_export(&order, fd);
             continue;
+        } else if (order.what == ORDER_PAGE) {
+            trainer_page(&order, fd);
         } else if (order.what == ORDER_FILL) {
             pattern((uint8_t *)(uintptr_t)order.address, order.length, order.seed);
         } else {
@@ -175,6 +203,17 @@ static inline int trainer_descriptor(const struct trainer *trainer, uint64_t add
 
     CHECK(write(trainer->fd, &order, sizeof(order)) == (ssize_t)sizeof(order));
     return descriptor_receive(trainer->fd);
+}
+
+/* From now on it says of this page's session that it lives. */
+static inline void trainer_answer(const struct trainer *trainer, int page_fd, uint64_t page_bytes)
+{
+    const struct order order = {.what = ORDER_PAGE, .length = page_bytes};
+    struct answer answer;
+
+    CHECK(write(trainer->fd, &order, sizeof(order)) == (ssize_t)sizeof(order));
+    descriptor_send(trainer->fd, page_fd);
+    CHECK(read(trainer->fd, &answer, sizeof(answer)) == (ssize_t)sizeof(answer));
 }
 
 static inline void trainer_start(struct trainer *trainer)

@@ -1,10 +1,7 @@
 /* What clients expose, honest and hostile: every field wrong, then bits flipped at random. What is
  * accepted is walked chunk by chunk and must stay within what it names. */
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include "base/pcc_process.h"
 #include "check.h"
 #include "shared/pcc_exposure.h"
 
@@ -303,81 +300,6 @@ static void test_random_layouts(void)
     }
 }
 
-struct child {
-    pid_t pid;
-    int to, from;
-};
-
-/* A process that answers each byte; another program's begins with an answer of its own. */
-static struct child child_start(void)
-{
-    int to[2], from[2];
-    char byte;
-
-    CHECK(pipe(to) == 0 && pipe(from) == 0);
-    const struct child child = {.pid = fork(), .to = to[1], .from = from[0]};
-    CHECK(child.pid >= 0);
-    if (child.pid == 0) {
-        (void)dup2(to[0], 0);
-        (void)dup2(from[1], 1);
-        (void)close(to[1]);
-        while (read(0, &byte, 1) == 1 && byte != 'x')
-            (void)write(1, &byte, 1);
-        if (byte == 'x')
-            (void)execl("/bin/cat", "cat", (char *)NULL);
-        _exit(0);
-    }
-    CHECK(close(to[0]) == 0 && close(from[1]) == 0);
-    return child;
-}
-
-static void child_ask(const struct child *child, const char *bytes)
-{
-    char answer;
-
-    CHECK(write(child->to, bytes, strlen(bytes)) == (ssize_t)strlen(bytes));
-    CHECK(read(child->from, &answer, 1) == 1 && answer == bytes[strlen(bytes) - 1]);
-}
-
-static void child_gone(const struct child *child)
-{
-    siginfo_t info;
-
-    CHECK(close(child->to) == 0);
-    CHECK(waitid(P_PID, (id_t)child->pid, &info, WEXITED | WNOWAIT) == 0);
-}
-
-/* Alive, a zombie, gone; and alive, but another program by now. */
-static void test_processes(void)
-{
-    struct child child = child_start();
-    struct pcc_process process = pcc_process_open(child.pid);
-
-    CHECK(process.known);
-    child_ask(&child, "a");
-    CHECK(pcc_process_lives(&process));
-    child_gone(&child);
-    CHECK(!pcc_process_lives(&process)); /* a zombie still has its number */
-    CHECK(!pcc_process_open(child.pid).known);
-    CHECK(waitpid(child.pid, NULL, 0) == child.pid && close(child.from) == 0);
-    CHECK(!pcc_process_lives(&process));
-    pcc_process_close(&process);
-    CHECK(!process.known && !pcc_process_lives(&process));
-
-    child = child_start();
-    process = pcc_process_open(child.pid);
-    child_ask(&child, "xb"); /* the b comes from cat */
-    CHECK(process.known && !pcc_process_lives(&process));
-    struct pcc_process other = pcc_process_open(child.pid);
-    CHECK(pcc_process_lives(&other));
-    child_gone(&child);
-    CHECK(!pcc_process_lives(&other));
-    CHECK(waitpid(child.pid, NULL, 0) == child.pid && close(child.from) == 0);
-    pcc_process_close(&process);
-    pcc_process_close(&other);
-    CHECK(!pcc_process_open(0).known && !pcc_process_open(-5).known);
-}
-
 int main(void)
 {
     RUN(test_an_honest_one);
@@ -385,6 +307,5 @@ int main(void)
     RUN(test_any_length_is_survived);
     RUN(test_bits_flipped);
     RUN(test_random_layouts);
-    RUN(test_processes);
     return 0;
 }

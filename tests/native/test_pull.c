@@ -33,7 +33,7 @@ static void test_bytes(void)
     detach(&p.f);
     CHECK(pcc_tenant_release_memory(p.f.tenant) == 0);
     CHECK(pcc_tenant_grow(p.f.tenant, 4 * CHUNK, &granted) == 0 && granted == 4 * CHUNK);
-    page_open(&p.f);
+    trainer_page_open(&p);
     expose(&p);
     CHECK(pcc_tenant_grow(p.f.tenant, 9 * CHUNK, &granted) == 0 && granted == 9 * CHUNK);
     pcc_tenant_usage(p.f.tenant, &usage);
@@ -267,20 +267,45 @@ static void test_what_cannot_be_exposed(void)
     p.memory[1] = honest;
 
     detach(&p.f);
-    p.f.trainer = 0;
-    page_open(&p.f);
-    CHECK(expose_as_is(&p, reason) == -PCC_E_BAD_HANDLE && strstr(reason, "PID namespace") != NULL);
-    detach(&p.f);
     CHECK(expose_as_is(&p, reason) == -ENOTCONN);
-    p.f.trainer = p.trainer.pid;
-    page_open(&p.f);
+    trainer_page_open(&p);
+    pull_close(&p);
+}
+
+/* A process that the daemon does not see, and one that is stopped after the copy: its own thread
+ * says that it lives. */
+static void test_the_trainer_answers(void)
+{
+    struct pull p;
+    uint64_t sequence;
+
+    pull_open(&p, 16 * CHUNK);
+    usual_layout(&p);
+    detach(&p.f);
+    trainer_attach(&p, false);
+    expose(&p);
+    checkpoint(&p, 1);
+
+    copies_hold(&p, 4);
+    CHECK(admit(&p, 2, &sequence) == 0);
+    ready_set(&p, 2, 0);
+    push_tree(&p, 2);
+    wait_for(&p.control->held_copies, 1);
+    CHECK(kill(p.trainer.pid, SIGSTOP) == 0);
+    copies_go_on(&p);
+    const uint64_t deadline = soon();
+    while (PCC_READ(&p.f.page.page->asked) == PCC_READ(&p.f.page.page->answered))
+        CHECK(pcc_now_ns() < deadline);
+    CHECK(done_of(&p, 2, 0) != 2);
+    CHECK(kill(p.trainer.pid, SIGCONT) == 0);
+    CHECK(event_until(&p.f, PCC_EVENT_DURABLE).id == 2);
     pull_close(&p);
 }
 
 /* Without a usable driver there are no GPUs, and both sides get the reason. */
 static void test_no_driver(void)
 {
-    struct pull p = {.f.trainer = getpid()};
+    struct pull p = {0};
     char reason[PCC_REASON_BYTES];
 
     control_open(&p);
@@ -288,7 +313,7 @@ static void test_no_driver(void)
     CHECK(strstr(pcc_cuda_missing(), "CUDA_ERROR_NO_DEVICE (100)") != NULL);
     const struct settings settings = {.payload_capacity = 4u << 20, .memory_bytes = 4 * CHUNK};
     fixture_open(&p.f, &settings);
-    page_open(&p.f);
+    trainer_page_open(&p);
     CHECK(pcc_tenant_expose(p.f.tenant, 1, "", 0, &(struct pcc_descriptors){0}, reason) ==
           -PCC_E_NO_DRIVER);
     CHECK(strstr(reason, "CUDA_ERROR_NO_DEVICE (100)") != NULL);
@@ -370,6 +395,7 @@ static const struct test tests[] = {
     {"test_little_memory", test_little_memory},
     {"test_many_ranges", test_many_ranges},
     {"test_what_cannot_be_exposed", test_what_cannot_be_exposed},
+    {"test_the_trainer_answers", test_the_trainer_answers},
 };
 
 int main(int argc, char **argv)

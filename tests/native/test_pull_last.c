@@ -52,7 +52,7 @@ static struct pcc_event die(struct pull *p, uint64_t snapshot)
 static void close_all(struct pull *p)
 {
     mappings_gone(p);
-    page_open(&p->f);
+    trainer_page_open(p);
     pull_close(p);
 }
 

@@ -77,7 +77,7 @@ static void test_a_trainer_that_dies(void)
     detach(&p.f);
     mappings_gone(&p);
     p.f.trainer = 0;
-    page_open(&p.f);
+    trainer_page_open(&p);
     pull_close(&p);
 }
 
@@ -122,9 +122,8 @@ static void test_what_cannot_be_exposed(void)
     pull_open(&p, 16 * CHUNK);
     mixed_layout(&p);
     expose(&p); /* the context's own descriptors are open from now on */
-    p.f.trainer = p.trainer.pid;
     detach(&p.f);
-    page_open(&p.f);
+    trainer_page_open(&p);
     refused_with(&p, 1, memfd_create("no GPU memory", MFD_CLOEXEC), "cannot be opened");
     refused_with(&p, 1, dup(STDOUT_FILENO), "cannot be opened");
     refused_with(&p, 2, piece_of(&p, 0, 2 * PIECE), "INVALID_VALUE");
@@ -204,7 +203,7 @@ static void test_two_thousand_descriptors(void)
     detach(&p.f);
     mappings_gone(&p);
     CHECK(open_files() <= files + 2);
-    page_open(&p.f);
+    trainer_page_open(&p);
     pull_close(&p);
 }
 

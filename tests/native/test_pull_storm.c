@@ -17,7 +17,6 @@ static void storm_session(struct pull *p, uint64_t *random, uint32_t *durable)
     uint64_t sequence;
 
     trainer_start(&p->trainer);
-    p->f.trainer = p->trainer.pid;
     p->memory_count = p->range_count = 0;
     for (uint32_t i = 0; i < 3; i++) {
         (void)allocate(p, i % 2, CHUNK + next_random(random) % (4 * CHUNK));
@@ -26,7 +25,7 @@ static void storm_session(struct pull *p, uint64_t *random, uint32_t *durable)
             pcc_align_up(p->ranges[i].offset_bytes + p->ranges[i].length_bytes, CHUNK);
     }
     fill(p, 1);
-    page_open(&p->f);
+    trainer_page_open(p);
     copies_fail(p, 0, 0, false); /* what the session before has left of it */
     expose(p);
     for (uint64_t snapshot = 1; snapshot <= 4 && p->trainer.pid != 0; snapshot++) {
@@ -44,7 +43,7 @@ static void storm_session(struct pull *p, uint64_t *random, uint32_t *durable)
         if (event == 3)
             (void)pcc_word_move(pcc_page_snapshot(&p->f.page, snapshot), snapshot, PCC_WORD_COPYING,
                                 PCC_WORD_ABANDONED);
-        if (event == 4)
+        if (event == 4 || p->trainer.pid == 0)
             break; /* detached in mid-copy */
         struct pcc_message message;
         const uint64_t deadline = soon();
@@ -97,7 +96,7 @@ static void test_storm(void)
         storm_session(&p, &random, &durable);
     printf("  %u durable\n", durable);
     CHECK(durable > 0);
-    page_open(&p.f);
+    trainer_page_open(&p);
     pull_close(&p);
 }
 

@@ -32,9 +32,6 @@ struct pcc_source_ops { /* NULL: there is nothing to do */
      * dropped: chunks that it fills stay the source's until then. */
     void (*abandon)(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
                     struct pcc_source *source);
-    /* No lock, the drain thread; may wait for the owner's own locks. Whether the owner lived after
-     * the call began: only then what was read before the call counts. */
-    bool (*owner_alive)(struct pcc_tenant *tenant);
     /* Lock held: these parts were read while the owner lived, so the owner may change them. */
     void (*drained)(struct pcc_tenant *tenant, const struct pcc_tenant_save *save, uint32_t parts);
     /* No lock, control held: the session is over, its saves are copied or given up. Waits, for a
@@ -45,7 +42,8 @@ struct pcc_source_ops { /* NULL: there is nothing to do */
 struct pcc_source {                   /* guarded by the tenant's lock */
     const struct pcc_source_ops *ops; /* NULL: there is none */
     uint64_t from_bytes, to_bytes;    /* its stretch of the payload: whole chunks, or the end */
-    uint32_t parts, read, judged;     /* a bit for each part that counts if its owner lived after */
+    uint32_t parts, read;             /* a bit for each part that counts if its owner lived after */
+    uint32_t asked, judged;           /* of those: the owner was asked; it has answered */
     bool deferred;   /* pull: nothing is read before its owner wants it, or has ended */
     uint32_t users;  /* threads at work: meanwhile the save's entry is not reused */
     uint32_t wanted; /* pieces that have not come; of push and kept */

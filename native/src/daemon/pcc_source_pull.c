@@ -152,8 +152,7 @@ static void chunk_arrived(struct pcc_tenant_part *part, uint32_t index)
     pcc_tenant_chunk_to_save(tenant, save, index, offset, tenant->spec.chunk_bytes, NULL);
     if (part->left > 0 || save->aborted || !tenant->attached)
         return;
-    /* The drain thread looks whether the trainer lives: that may wait for the trainer's own locks,
-     * and a copier has others to serve. */
+    /* The drain thread asks the trainer whether it lives. */
     part->source->read |= 1u << part->device;
     pcc_bell_ring(&tenant->view.page->daemon_bell);
 }
@@ -450,11 +449,6 @@ bool pcc_pull_last(struct pcc_tenant *tenant, struct pcc_tenant_save *save)
     return pcc_tenant_copy_check(tenant, save) == 0 && save->copied;
 }
 
-static bool owner_alive(struct pcc_tenant *tenant)
-{
-    return pcc_process_lives(&tenant->pull.trainer);
-}
-
 static void drained(struct pcc_tenant *tenant, const struct pcc_tenant_save *save, uint32_t parts)
 {
     for (uint32_t device = 0; device < PCC_DEVICES; device++)
@@ -519,13 +513,8 @@ static void leave(struct pcc_tenant *tenant)
         deadline_ns = pcc_now_ns() + ORPHAN_RETRY_NS;
     }
     pcc_tenant_unlock(tenant);
-    pcc_process_close(&tenant->pull.trainer);
     pcc_tenant_maps_close(tenant);
 }
 
-const struct pcc_source_ops pcc_source_pull = {.begin = begin,
-                                               .want = want,
-                                               .abandon = abandon,
-                                               .owner_alive = owner_alive,
-                                               .drained = drained,
-                                               .leave = leave};
+const struct pcc_source_ops pcc_source_pull = {
+    .begin = begin, .want = want, .abandon = abandon, .drained = drained, .leave = leave};

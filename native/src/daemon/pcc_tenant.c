@@ -215,7 +215,6 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     if (socket_copy < 0)
         return -errno;
     const int trainer_fd = pcc_process_watch(pid);
-    struct pcc_process trainer = pcc_process_open(tenant->gpus != NULL ? pid : 0);
     int error = pcc_memfd_make("pccheck-page", tenant->geometry.page_bytes, &page_fd, &bytes);
     if (error != 0)
         goto fail;
@@ -225,7 +224,6 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     tenant->socket_fd = socket_copy;
     tenant->trainer_fd = trainer_fd;
     tenant->broken = false;
-    tenant->pull.trainer = trainer;
     PCC_WRITE(&tenant->stopping, false);
     tenant->attached = true;
     pcc_tenant_unlock(tenant);
@@ -242,8 +240,6 @@ static int attach(struct pcc_tenant *tenant, int socket_fd, uint64_t session, in
     (void)munmap(bytes, tenant->geometry.page_bytes);
     (void)close(page_fd);
 fail:
-    tenant->pull.trainer = (struct pcc_process){0};
-    pcc_process_close(&trainer);
     if (trainer_fd >= 0)
         (void)close(trainer_fd);
     tenant->trainer_fd = -1;

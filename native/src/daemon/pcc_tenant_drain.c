@@ -253,53 +253,47 @@ static uint32_t unjudged(const struct pcc_tenant *tenant, const struct pcc_tenan
     return goes_on ? source->read & ~source->judged : 0;
 }
 
-/* With the lock held. */
-static struct pcc_source *unjudged_next(struct pcc_tenant *tenant, struct pcc_tenant_save **out)
-{
-    for (uint32_t i = 0; i < PCC_TENANT_SAVES; i++) {
-        *out = &tenant->saves[i];
-        for (uint32_t k = 0; k < PCC_SOURCES; k++)
-            if (unjudged(tenant, *out, &(*out)->sources[k]) != 0)
-                return &(*out)->sources[k];
-    }
-    return NULL;
-}
-
-/* With the lock held, which is released meanwhile: a pulled copy counts only if its owner lived
- * after the last read, and before the client sees COPIED. */
+/* With the lock held: the owner has answered after these parts were read. */
 static void source_judge(struct pcc_tenant *tenant, struct pcc_tenant_save *save,
-                         struct pcc_source *source)
+                         struct pcc_source *source, uint32_t parts)
 {
-    const struct pcc_source_ops *ops = source->ops;
-    const uint64_t tag = save->tag;
-    const uint32_t before = unjudged(tenant, save, source);
-
-    pcc_tenant_unlock(tenant);
-    const bool lives = ops->owner_alive(tenant);
-    pcc_tenant_lock(tenant);
-    const uint32_t parts = save->tag == tag ? unjudged(tenant, save, source) & before : 0;
     /* One that was deferred may have been withdrawn while it was read: then it is a mix (P4). */
-    if (parts != 0 && lives && pcc_pull_words(tenant, save) != PCC_PULL_WITHDRAWN) {
-        source->judged |= parts;
-        ops->drained(tenant, save, parts);
-        if (pcc_tenant_copy_check(tenant, save) != 0)
-            pcc_tenant_break(tenant);
-    } else if (parts != 0) {
+    if (pcc_pull_words(tenant, save) == PCC_PULL_WITHDRAWN) {
         pcc_tenant_abort(tenant, save, -PCC_E_ABORTED);
+        return;
     }
+    source->judged |= parts;
+    source->ops->drained(tenant, save, parts);
+    if (pcc_tenant_copy_check(tenant, save) != 0)
+        pcc_tenant_break(tenant);
 }
 
-/* True when there was something to judge. */
+/* A pulled copy counts only if its owner lived after the last read, and before the client sees
+ * COPIED. A thread of the owner is asked, and answers when it runs: while a process has a thread,
+ * the kernel closes none of its files, the GPUs' among them. True when something was judged. */
 static bool sources_judge(struct pcc_tenant *tenant)
 {
-    struct pcc_tenant_save *save;
-    struct pcc_source *source;
-    bool any = false;
+    struct pcc_page *page = tenant->view.page;
+    bool any = false, asks = false;
 
     PCC_LOCKED(&tenant->lock);
-    while ((source = unjudged_next(tenant, &save)) != NULL) {
-        source_judge(tenant, save, source);
-        any = true;
+    /* Acquire: what was judged was read before the question. */
+    const bool answered = PCC_READ_ACQUIRE(&page->answered) == tenant->pull.asked;
+    for (uint32_t i = 0; i < PCC_TENANT_SAVES * PCC_SOURCES; i++) {
+        struct pcc_tenant_save *save = &tenant->saves[i / PCC_SOURCES];
+        struct pcc_source *source = &save->sources[i % PCC_SOURCES];
+        const uint32_t parts = unjudged(tenant, save, source) & source->asked;
+        if (answered && parts != 0) {
+            source_judge(tenant, save, source, parts);
+            any = true;
+        }
+        const uint32_t left = unjudged(tenant, save, source);
+        asks = asks || (left & ~source->asked) != 0;
+        source->asked |= left;
+    }
+    if (asks) {
+        PCC_WRITE_RELEASE(&page->asked, ++tenant->pull.asked); /* what was read comes before */
+        pcc_tenant_wake_client(tenant);
     }
     return any;
 }
@@ -318,9 +312,8 @@ void *pcc_tenant_drain_run(void *argument)
         bool moved = ring_drain(tenant) > 0;
         abort_abandoned(tenant);
         const bool pressed = !stopping && pcc_tenant_queue_run(tenant);
-        /* Here, and not in the threads that fill chunks: both may wait. */
         moved = sources_judge(tenant) || moved;
-        pcc_tenant_maps_close(tenant);
+        pcc_tenant_maps_close(tenant); /* here, and not in the threads that fill chunks: it waits */
         if (stopping)
             return NULL;
         if (moved) {

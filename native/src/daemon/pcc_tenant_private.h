@@ -119,7 +119,7 @@ struct pcc_tenant_part; /* of a save, on one GPU: pcc_source_pull.c */
 
 struct pcc_tenant_pull {
     pthread_cond_t part_ended;
-    struct pcc_process trainer;    /* of the attached session; fixed until its parts have ended */
+    uint32_t asked;                /* the last question whether the trainer lives; the drain's */
     struct pcc_tenant_map *map;    /* exposed last; NULL = none */
     struct pcc_tenant_map *unused; /* without a holder: to be closed without the lock */
     struct pcc_tenant_part *parts; /* that copiers have */

@@ -5,6 +5,7 @@
  * and only a copy of a message is looked at. Nothing blocks or allocates. */
 #pragma once
 
+#include "base/pcc_futex.h"
 #include "shared/pcc_shared.h"
 
 struct pcc_ring {
@@ -93,6 +94,18 @@ static inline struct pcc_request *pcc_page_request(const struct pcc_page_view *v
                                                    uint64_t snapshot)
 {
     return &view->page->requests[snapshot % PCC_SNAPSHOTS];
+}
+
+/* A thread of the trainer: says that its process lives, if the daemon has asked. */
+static inline void pcc_page_answer(struct pcc_page *page)
+{
+    /* Acquire and release: the thread runs after the question, and before the answer. */
+    const uint32_t asked = PCC_READ_ACQUIRE(&page->asked);
+
+    if (asked == PCC_READ(&page->answered))
+        return;
+    PCC_WRITE_RELEASE(&page->answered, asked);
+    pcc_bell_ring(&page->daemon_bell);
 }
 
 static inline uint64_t pcc_word(uint64_t snapshot, unsigned state)

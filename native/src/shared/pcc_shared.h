@@ -19,7 +19,7 @@
 #include "base/pcc_base.h"
 
 #define PCC_PAGE_MAGIC 0x3145474150434350ull /* "PCCPAGE1" */
-#define PCC_PAGE_VERSION 11u
+#define PCC_PAGE_VERSION 12u
 #define PCC_SNAPSHOTS 64u /* outstanding snapshots per session; snapshot s uses entry s % 64 */
 #define PCC_DEVICES 16u   /* GPUs per session, by the trainer's CUDA ordinal */
 #define PCC_OFFERS 32u    /* unanswered offers per session; each has a row of checksums */
@@ -235,7 +235,11 @@ struct pcc_page {
     /* Stored once, when the session is over: */
     _Atomic uint32_t ended; /* by the daemon: no chunk is the client's to fill any more */
     _Atomic uint32_t quiet; /* by the client: nothing of it writes to a chunk any more */
+    /* By the daemon: a number, which a thread of the trainer repeats in `answered`. So the process
+     * lived after the question. */
+    _Atomic uint32_t asked;
     _Alignas(64) _Atomic uint32_t daemon_bell; /* daemon sleeps here */
+    _Atomic uint32_t answered;
     struct pcc_ring_index to_client;
     struct pcc_ring_index to_daemon;
     _Alignas(64) struct pcc_snapshot snapshots[PCC_SNAPSHOTS];

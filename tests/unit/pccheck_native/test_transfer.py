@@ -23,7 +23,6 @@ DRIVER = DriverState("driver 12.8")
 OFFERED: list[tuple[dict[str, Any], str, bool]] = [
     ({"driver": DriverState(missing="not yet", may_pass=True)}, "not yet", True),
     ({"uid": 1000}, "the daemon runs as uid 0, not as the trainer's uid", False),
-    ({"visible": False}, "another PID namespace", False),
     ({"failed_copies": FAILED_COPIES_MAX}, "failed 3 pulled copies in a row", True),
     ({"obstacle": "the handle does not open"}, "the handle does not open", True),
 ]

@@ -168,7 +168,7 @@ def test_a_solo_rank_may_be_one_of_a_job_on_several_nodes() -> None:
     [
         (UID, 9, "pull", "CUDA IPC"),
         (UID + 1, 9, "push", "not as the trainer's uid"),  # also for root: a handle is a number
-        (UID, 0, "push", "another PID namespace"),
+        (UID, 0, "pull", "CUDA IPC"),  # in another PID namespace
     ],
 )
 def test_pull_is_for_trainers_of_the_daemons_own_uid(

@@ -289,7 +289,7 @@ def push(path: Path, patch: pytest.MonkeyPatch) -> Iterable[Finding]:
     patch.setattr(gpu, "DEVICES", path)
     for name in ("nvidiactl", "nvidia-uvm"):
         (path / name).touch()
-    reason = "another PID namespace"
+    reason = "no such device"
     return gpu.cuda({"daemon": {"transfer": "push", "transfer_reason": reason}}, None)
 
 
@@ -411,7 +411,7 @@ DOCTOR: dict[
     "push": (
         push,
         (
-            "pccheckd does not pull: another PID namespace",
+            "pccheckd does not pull: no such device",
             "the training process copies its GPU tensors itself, which takes its CPU time",
             "give pccheckd access to the driver and to /dev/nvidia*; it tries again by itself",
         ),
