@@ -4,11 +4,15 @@ withdraws. `make last-step-campaign` plays more deaths."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
+from pccheck.state.devices import HOST
 from tests.support import fakegpu
 from tests.support.gpunode import Node
+from tests.support.gputrainer import GpuTrainer
+from tests.support.torchstore import TorchStore
 
 from .last_step_campaign import GEOMETRY, PARTS, run
 
@@ -56,3 +60,84 @@ def test_it_is_skipped_where_the_daemon_does_not_pull() -> None:
         handle = trainer.checkpoint(to="device")
         assert trainer.state(handle) == "skipped"
         assert "does not pull" in trainer.reason(handle)
+
+
+def ranks(nodes: list[Node], **options: Any) -> list[GpuTrainer]:
+    """Two, with a GPU each, on one node or on two."""
+    devices = range(2) if len(nodes) == 1 else (0, 0)
+    return [
+        node.connect(
+            tuple(one._replace(device=device) if one.device != HOST else one for one in PARTS),
+            rank=rank, world_size=2, **options,
+        )
+        for rank, (node, device) in enumerate(zip(nodes * (3 - len(nodes)), devices, strict=True))
+    ]  # fmt: skip
+
+
+def launched(launch: int) -> dict[str, Any]:
+    """Of the ranks of one node."""
+    return {
+        "environment": {
+            "TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": str(launch),
+            "LOCAL_WORLD_SIZE": "2",
+        }
+    }  # fmt: skip
+
+
+def restored(group: list[GpuTrainer]) -> list[tuple[int, str]]:
+    for trainer in group:
+        trainer.post("restore")
+    found = [trainer.answer()["step"] for trainer in group]
+    return [(step, trainer.check(step)) for step, trainer in zip(found, group, strict=True)]
+
+
+def save(group: list[GpuTrainer], **to: Any) -> list[int]:
+    """The next step."""
+    for trainer in group:
+        trainer.step()
+    return [trainer.checkpoint(**to) for trainer in group]
+
+
+def die(group: list[GpuTrainer]) -> None:
+    """When their GPUs have done what they were told."""
+    for trainer in group:
+        trainer.synchronize()
+    assert not any(trainer.warnings for trainer in group)
+    for trainer in group:
+        trainer.kill()
+
+
+def begin(group: list[GpuTrainer]) -> None:
+    """Step 1 is global, and the last of three more is on the GPUs."""
+    for trainer, handle in zip(group, save(group), strict=True):
+        assert trainer.wait_global(handle) == "global"
+    for _ in range(3):
+        save(group, to="device")
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_the_last_step_of_two_ranks(replicated: bool) -> None:
+    """What both had on their GPUs when they died. What one of them had withdrawn is lost."""
+    with Node(*GEOMETRY, "--dram", "64MiB", devices=2, dead="keep") as node:
+        node.start()
+        group = ranks([node], replicated=replicated, **launched(0))
+        begin(group)
+        die(group)
+        group = ranks([node], replicated=replicated, **launched(1))
+        assert restored(group) == [(4, ""), (4, "")]
+        save(group, to="device")
+        group[0].step()  # and the update of rank 1 never comes
+        die(group)
+        group = ranks([node], replicated=replicated, **launched(2))
+        assert restored(group) == [(4, ""), (4, "")]
+
+
+def test_the_last_step_of_two_nodes(store: TorchStore) -> None:
+    listen = ("--dram", "64MiB", "--listen", "127.0.0.1")
+    with Node(*GEOMETRY, *listen, dead="keep") as one, Node(*GEOMETRY, *listen, dead="keep") as two:
+        nodes = [one.start(), two.start()]
+        group = ranks(nodes, environment=store.environment("before", 1, 0))
+        begin(group)
+        die(group)
+        group = ranks(nodes, environment=store.environment("after", 1, 0))
+        assert restored(group) == [(4, ""), (4, "")]

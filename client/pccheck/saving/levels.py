@@ -51,13 +51,10 @@ class Levels:
             self.used |= 1 << LEVEL_MEMORY
         return level
 
-    def require_device(self, *, alone: bool, pulls: bool, wait: str) -> None:
+    def require_device(self, *, pulls: bool, wait: str) -> None:
         """Raises CheckpointFailedError, and warns once, if a checkpoint cannot stay on the GPU.
-        `alone`: no other rank has a part of it. `pulls`: the daemon can read it there. `wait`: why
-        nothing withdraws it before a change."""
-        if not alone:
-            why = "several ranks save this job"
-        elif not pulls:
+        `pulls`: the daemon can read it there. `wait`: why nothing withdraws it before a change."""
+        if not pulls:
             why = "the daemon does not pull these tensors (see: pccheckctl status)"
         elif wait:
             why = "nothing that is attached holds the next update back"

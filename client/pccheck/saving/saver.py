@@ -112,9 +112,7 @@ class Saver:
         level = self.levels.fitting(level, state_bytes, self._session.room_bytes)
         on_device, in_memory = level == LEVEL_DEVICE, level != LEVEL_DISK
         if on_device:
-            self.levels.require_device(
-                alone=connection.saves_alone, pulls=bool(handover and handover.map), wait=wait
-            )
+            self.levels.require_device(pulls=bool(handover and handover.map), wait=wait)
         steps.of_start(self._session.incarnation)
         number = next(connection.snapshots)
         self._free_entry(number)

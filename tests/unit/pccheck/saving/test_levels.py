@@ -86,23 +86,21 @@ def test_one_on_the_device_does_not_count_for_durable_every() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "pulls", "wait", "what"),
+    ("pulls", "wait", "what"),
     [
         (False, True, "", "several ranks"),
-        (True, False, "", "does not pull"),
-        (True, True, "copied", "nothing that is attached"),
+        (False, "", "does not pull"),
+        (True, "copied", "nothing that is attached"),
     ],
 )
-def test_one_on_the_device_is_never_copied_instead(
-    alone: bool, pulls: bool, wait: str, what: str
-) -> None:
+def test_one_on_the_device_is_never_copied_instead(pulls: bool, wait: str, what: str) -> None:
     made = make()
-    made.require_device(alone=True, pulls=True, wait="")
+    made.require_device(pulls=True, wait="")
     assert made.fitting(LEVEL_DEVICE, 100, 200) == LEVEL_DEVICE
     with pytest.raises(CheckpointFailedError, match="room for two states"):
         made.fitting(LEVEL_DEVICE, 100, 199)
     with pytest.warns(PccheckWarning, match=what), pytest.raises(CheckpointFailedError):
-        made.require_device(alone=alone, pulls=pulls, wait=wait)
+        made.require_device(pulls=pulls, wait=wait)
     with warnings.catch_warnings(), pytest.raises(CheckpointFailedError, match=what):
         warnings.simplefilter("error")  # it warns once
-        made.require_device(alone=alone, pulls=pulls, wait=wait)
+        made.require_device(pulls=pulls, wait=wait)
