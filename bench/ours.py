@@ -50,6 +50,7 @@ class Ours(AbstractContextManager["Ours"]):
         self.state = state
         self.durable_every = durable_every
         self.step = 0
+        self.to: Literal["device", None] = None
 
     def __enter__(self) -> Self:
         self.daemon.start()
@@ -86,7 +87,7 @@ class Ours(AbstractContextManager["Ours"]):
     def start_save(self) -> Checkpoint:
         """Only the call; the optimizer's next step waits for the copy."""
         self.step += 1
-        return self.client.checkpoint(step=self.step)
+        return self.client.checkpoint(step=self.step, to=self.to)
 
     def save(self) -> Saved:
         daemon_before = cpu_seconds(self.daemon.pid)

@@ -1,7 +1,8 @@
 """How fast do a checkpoint's bytes leave the GPU, become durable, and come back?
 
     python -m bench.gpu.bandwidth [--rounds 3] [--model gpt2-medium] [--device cpu --tiny]
-                                  [--budget-s 120] [--directory DIR] [--json FILE]
+                                  [--only saves memory volume rivals] [--budget-s 120]
+                                  [--directory DIR] [--json FILE]
 
 No training runs meanwhile. In every round each mode connects anew, saves once ("first": it
 registers and pins), and once more, in turn with the other modes; beside each of these a pinned copy
@@ -31,6 +32,8 @@ from bench.gpu import contender
 from bench.gpu.contender import DCP, LIMIT_S, OURS, GpuRivals, Report, recorded
 
 RIVALS = ("torch.save", DCP)
+#: What --only chooses: modes of saving, restores from the daemon's memory and from the volume.
+PARTS = ("saves", "memory", "volume", "rivals")
 RIVAL_ROUNDS = 2
 RESTORES = 2
 PIECE_BYTES = 1 << 30  # of the pinned buffer: as much as a checkpoint has need not fit twice
@@ -69,6 +72,7 @@ class Bench:
         self.training.step(0)  # makes the moments
         self.training.synchronize()
         self.rounds: int = options.rounds
+        self.only: list[str] = options.only
         self.directory, self.report = directory, report
         self.payload_bytes = self.training.payload_bytes()
         self.peak = Peak(self.training.device, self.payload_bytes)
@@ -171,8 +175,8 @@ class Bench:
         that is pinned and tensors that are known."""
         self.node.connect({})
         self.node.save()
-        for source in ("memory", "the volume"):
-            for _ in range(RESTORES):
+        for source in ("memory", "volume"):
+            for _ in range(RESTORES if source in self.only else 0):
                 start_s = time.monotonic()
                 self.node.reconnect(restart_daemon=source != "memory")
                 connect_s = time.monotonic() - start_s
@@ -203,8 +207,8 @@ class Bench:
 
     def run(self) -> None:
         with self.node, self.rivals:
-            names = contender.modes(self.training.device)
-            for number in range(self.rounds):
+            names = contender.MODES
+            for number in range(self.rounds if "saves" in self.only else 0):
                 with recorded(self.failures, "the disk itself"):
                     self.disk.append(common.raw_disk(self.directory, self.payload_bytes))
                 for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -214,7 +218,7 @@ class Bench:
             with recorded(self.failures, "restore"):
                 self.measure_restore()
             self.node.leave()
-            for name in RIVALS:
+            for name in RIVALS if "rivals" in self.only else ():
                 if self.report.has_time():
                     with recorded(self.failures, name):
                         self.measure_rival(name)
@@ -258,6 +262,7 @@ def table(bench: Bench) -> list[str]:
 def main() -> int:
     parser = contender.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = contender.begin(parser)
     report = Report("bandwidth", options)
     with common.scratch(options.directory) as scratch:

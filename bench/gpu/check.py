@@ -89,12 +89,17 @@ def bench(name: str, seconds: int, words: str, dry: str) -> Part:
     return Part(name, seconds, command, dry)
 
 
+_TINY = "--device cpu --tiny --layers 1 --rounds 1"
+
+
 def train(name: str, seconds: int, words: str, contenders: str) -> Part:
-    dry = "--device cpu --tiny --layers 1 --rounds 1 --intervals 2 --steps 2"
+    dry = f"{_TINY} --intervals 2 --steps 2"
     return bench(name, seconds, f"train --contenders {contenders} {words}", dry)
 
 
 _FIRST = " ".join(f"tests/integration/{name}" for name in FIRST)
+#: A run has five checkpoints. With 25 layers OPT-1.3B's state has 8 GB.
+_FIVE, _8_GB = "--intervals 10 --steps 50 --rounds 3", "--model opt-1.3b --layers 25"
 _OTHERS = "tests/integration -k gpu " + " ".join(f"--deselect=tests/integration/{n}" for n in FIRST)
 PARTS = (
     # Sentences about the driver that PCcheck relies on, each with a check.
@@ -106,20 +111,20 @@ PARTS = (
          "--dry"),
     probe("handles", 30), probe("mps", 40), probe("locks", 12), probe("power", 10),
     bench("kinds", 110, "kinds", "--device cpu --lanes 1"),
-    bench("bandwidth", 70, "bandwidth --rounds 3", "--device cpu --tiny --layers 1 --rounds 1"),
+    bench("bandwidth", 70, "bandwidth --rounds 3", _TINY),
+    bench("restore 8 GB", 45, f"bandwidth {_8_GB} --only memory", _TINY),
+    train("every step", 40, "--intervals 1 --steps 20 --rounds 3", "memory:M=3;last+step:M=3"),
     tests("tests", 70, _OTHERS),
     probe("facts", 10), probe("page", 10), probe("overlap", 15), probe("host", 20),
 )  # fmt: skip
 _TABLES = ";".join(f"pull:{one}" for one in ("N=1", "N=2", "N=3", "M=1", "M=1.5", "p=1", "p=4"))
 BENCHES = (
-    train("gpt2", 85, "--intervals 10 --steps 20 --rounds 3", "pull;push;auto:uid=64001"),
+    train("gpt2", 105, _FIVE, "pull;push;expandable"),
+    train("8 GB", 190, f"{_8_GB} {_FIVE}", "pull;push;expandable"),
     # The copy takes longer than forward and backward: the only place where the modes differ.
     train("gate", 30, "--batch 2 --intervals 10 --rounds 2", "pull;push;device"),
-    train(
-        "opt", 90, "--model opt-1.3b --intervals 10 --steps 20 --rounds 1",
-        "pull;DCP+thread;DCP+process",
-    ),
-    train("expandable", 25, "--allocator expandable --intervals 10 --steps 20 --rounds 2", "auto"),
+    train("opt", 90, "--model opt-1.3b --intervals 10 --steps 20 --rounds 1",
+          "DCP+thread;DCP+process"),
     train(
         "rivals", 70, "--intervals 10 --steps 20 --rounds 1",
         "CheckFreq;torchsnapshot+async;DCP+thread;DCP+process;torch.save",

@@ -32,37 +32,42 @@ OURS: dict[str, dict[str, Any]] = {
     "pull": {"transfer": "pull"},
     "push": {"transfer": "push"},
     "device": {"snapshot": "device"},
-    "auto": {},
+    "expandable": {"transfer": "pull"},
+    "memory": {"durable_every": "auto"},
+    "last step": {},
 }
-ON_GPU = ("pull", "push", "device")
-ON_CPU = ("push",)
+#: Whose state lies in expandable segments.
+EXPANDABLE = "expandable"
+#: Whose checkpoints stay on the GPU: checkpoint(to="device").
+LAST_STEP = "last step"
+MODES = ("pull", "push", "device")
 DCP, DCP_PROCESS, CHECKFREQ = "DCP thread", "DCP process", "CheckFreq"
 LIMIT_S = 120.0
 
 Document = dict[str, Any]
 
 
-def modes(device: torch.device) -> tuple[str, ...]:
-    return ON_GPU if device.type == "cuda" else ON_CPU
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4", or "auto:uid=64001"."""
+    """One of ours as it is named: "pull", or "pull:N=2,M=1.5,p=4". On the CPU PCcheck pushes."""
 
+    way: str
     mode: dict[str, Any]
     in_flight: int = 0  # N; 0: the daemon's default
     dram: float = 2.0  # M, in checkpoints
     writers: int = 0  # p
-    uid: int = 0  # of the trainer; 0: the daemon's
+
+    @staticmethod
+    def named(name: str) -> str:
+        return name.partition(":")[0]
 
     @classmethod
     def of(cls, name: str, device: torch.device) -> Setting:
-        way, _, rest = name.partition(":")
+        way, rest = cls.named(name), name.partition(":")[2]
         found = dict(pair.split("=") for pair in rest.split(",") if pair)
         mode = OURS[way] if device.type == "cuda" else {}
-        return cls(mode, int(found.get("N", 0)), float(found.get("M", 2)), int(found.get("p", 0)),
-                   int(found.get("uid", 0)))  # fmt: skip
+        numbers = int(found.get("N", 0)), float(found.get("M", 2)), int(found.get("p", 0))
+        return cls(way, mode, *numbers)
 
     def flags(self, payload_bytes: int) -> list[str]:
         spare_mib = 256 if self.dram >= 2 else 0
@@ -96,6 +101,7 @@ class Node(Ours):
     def connect(self, mode: dict[str, Any]) -> None:
         self.leave()
         self.mode = mode | {"fresh": True}
+        self.to = None
         self.handles = []
         self._connect()
 
@@ -267,6 +273,21 @@ class Report:
             print("\n".join(lines))
 
 
+@contextmanager
+def expandable(device: torch.device) -> Iterator[None]:
+    """What is allocated meanwhile lies in expandable segments."""
+    now: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
+    now = now or torch.cuda.memory._set_allocator_settings
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # no block that is there already is used for it
+        now("expandable_segments:True")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            now("expandable_segments:False")
+
+
 def training_of(options: argparse.Namespace, dtype: str = "", seed: int = 1) -> Training:
     shape = TINY if options.tiny else MODELS[options.model]
     if options.layers and shape.layers:
@@ -281,7 +302,7 @@ def node_of(training: Training, directory: Path, setting: Setting | None = None)
     payload = training.payload_bytes()
     common.require_room(directory, 6 * payload + GIB // 4)
     storage = Path(tempfile.mkdtemp(prefix="node-", dir=directory)) / "storage"
-    flags = (setting or Setting({})).flags(payload)
+    flags = (setting or Setting("", {})).flags(payload)
     if common.file_system(directory) == "tmpfs":
         flags.append("--allow-any-filesystem")
     return Node(training.state, storage, payload, *flags)

@@ -2,15 +2,15 @@
 
     python -m bench.gpu.train [--model gpt2-medium|opt-1.3b|bert-large|vgg16] [--intervals 10,50]
                               [--contenders pull,push,...] [--rounds 3] [--batch 16]
-                              [--allocator expandable] [--device cpu --tiny] [--budget-s 180]
+                              [--device cpu --tiny] [--budget-s 180]
                               [--look-every 10] [--directory DIR] [--json FILE]
 
 The model is trained without checkpoints and with each contender, with one every f steps. These are:
-PCcheck by "pull", by "push", with snapshot="device" ("device"), or as it decides ("auto");
-torch.save + fsync; DCP's async_save at its settings for GPUs ("DCP thread", "DCP process");
-"torchsnapshot async"; "CheckFreq". PCcheck's can have settings, "pull:N=2,M=1.5,p=4": N checkpoints
-in flight, memory for M of them, p writers; "auto:uid=64001" trains under another user id than the
-daemon's.
+PCcheck by "pull", by "push", with snapshot="device" ("device"), by pull out of expandable segments
+("expandable"), in memory only ("memory"), with to="device" ("last step"); torch.save + fsync; DCP's
+async_save at its settings for GPUs ("DCP thread", "DCP process"); "torchsnapshot async";
+"CheckFreq". PCcheck's can have settings, "pull:N=2,M=1.5,p=4": N checkpoints in flight, memory for
+M of them, p writers. "expandable" trains a second model of the same shape.
 
 Each run begins with a checkpoint, and every checkpoint is followed by f steps. In every round all
 contenders run once, in turn, and slowdowns are taken against the run without checkpoints of the
@@ -24,26 +24,23 @@ NaN is imitated.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench import common
 from bench.common import Spread
 from bench.gpu import contender
-from bench.gpu.contender import GpuRivals, Node, Report, Setting, recorded
+from bench.gpu.contender import EXPANDABLE, LAST_STEP, GpuRivals, Node, Report, Setting, recorded
 from bench.gpu.model import Training
 from bench.rivals import RivalSaver
 
 NONE = "none"
 WARM_UP_STEPS = 5
-EXPANDABLE = "expandable_segments:True"
 
 Save = Callable[[int], object]
 Row = dict[str, Any]
@@ -72,19 +69,6 @@ def steps_of(every: int) -> int:
     return {1: 4, 4: 16, 5: 20, 10: 40, 25: 50}.get(every, every)
 
 
-@contextmanager
-def trainer_of(uid: int) -> Iterator[None]:
-    """This process under another effective uid, as the daemon sees it."""
-    if uid:
-        os.setegid(uid)
-        os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(os.getuid())
-        os.setegid(os.getgid())
-
-
 class Bench:
     def __init__(self, options: argparse.Namespace, directory: Path, report: Report) -> None:
         self.training = contender.training_of(options)
@@ -97,6 +81,10 @@ class Bench:
         self.look_every: int = options.look_every
         self.steps: int = options.steps
         train(self.training, WARM_UP_STEPS, 1, None, self.look_every)
+        if any(Setting.named(name) == EXPANDABLE for name in options.contenders):
+            with contender.expandable(self.training.device):
+                self.expandable = contender.training_of(options)
+                self.expandable.step(0)  # makes the moments
         self.rivals = GpuRivals(self.training.state, self.training.device)
         self.node: Node | None = None
         self.flags: list[str] = []
@@ -130,22 +118,23 @@ class Bench:
         common.settle()
         if name == NONE:
             return row | train(self.training, steps, every, None, self.look_every)
-        if name.partition(":")[0] in contender.OURS:
+        if Setting.named(name) in contender.OURS:
             return row | self.run_ours(Setting.of(name, self.training.device), steps, every)
         return row | self.run_rival(name, steps, every)
 
     def run_ours(self, setting: Setting, steps: int, every: int) -> Row:
         node, row = self.node_for(setting), Row()
-        with trainer_of(setting.uid):
-            node.connect(setting.mode)
-            self.training.step(0)  # from the first step on, checkpoint() need not wait for the copy
-            row["durable_s"] = node.save().durable_s  # registers, and makes the volume
-            node.handles.clear()
-            row["chosen"] = node.chosen()
-            row |= train(
-                self.training, steps, every, lambda step: node.start_save(), self.look_every
-            )
-            node.leave()
+        training = self.expandable if setting.way == EXPANDABLE else self.training
+        node.state = training.state
+        node.connect(setting.mode)
+        training.step(0)  # from the first step on, checkpoint() need not wait for the copy
+        row["durable_s"] = node.save().durable_s  # registers, and makes the volume
+        node.handles.clear()
+        row["chosen"] = node.chosen()
+        if setting.way == LAST_STEP and training.device.type == "cuda":
+            node.to = "device"
+        row |= train(training, steps, every, lambda step: node.start_save(), self.look_every)
+        node.leave()
         return row | {"endings": node.endings()}
 
     def run_rival(self, name: str, steps: int, every: int) -> Row:
@@ -160,13 +149,19 @@ class Bench:
             self.rivals.wait()
             saver.close()
 
+    def is_here(self, name: str) -> bool:
+        here = Setting.named(name) in contender.OURS or name in self.rivals.save
+        if not here:
+            self.left_out.append(f"not here: {name}")
+        return here
+
     def round(self, number: int, every: int, names: list[str]) -> None:
         """None comes in the middle: a drift of clocks or disks hits both sides of a ratio."""
         turned = names[number % len(names) :] + names[: number % len(names)]
         middle = len(turned) // 2
         for name in [*turned[:middle], NONE, *turned[middle:]]:
             if not self.report.has_time():
-                self.left_out.append(f"{name} at {every}, round {number}")
+                self.left_out.append(f"no time for {name} at {every}, round {number}")
                 continue
             with recorded(self.failures, f"{name} at {every}"):
                 row = self.run(name, every) | {"round": number}
@@ -250,12 +245,13 @@ def table(payload_bytes: int, rows: list[Row]) -> list[str]:
 
 def measure(options: argparse.Namespace, report: Report, directory: Path) -> list[str]:
     with Bench(options, directory, report) as bench:
+        names = [name for name in options.contenders if bench.is_here(name)]
         for every in options.intervals:
             for number in range(options.rounds):
-                bench.round(number, every, options.contenders)
+                bench.round(number, every, names)
     lines = table(bench.training.payload_bytes(), bench.rows)
     lines += ["", *(f"- failed: {text}" for text in bench.failures)]
-    return [*lines, *(f"- no time for {text}" for text in bench.left_out)]
+    return [*lines, *(f"- {text}" for text in bench.left_out)]
 
 
 def main() -> int:
@@ -271,11 +267,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of a run; default: by the interval")
     parser.add_argument("--look-every", type=int, default=10, help="steps between losses read")
-    parser.add_argument("--allocator", choices=("plain", "expandable"), default="plain")
     options = contender.begin(parser)
-    if options.allocator == "expandable" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE  # torch reads it when it is loaded
-        os.execv(sys.executable, [sys.executable, "-m", "bench.gpu.train", *sys.argv[1:]])
     report = Report("train", options)
     with common.scratch(options.directory) as scratch:
         lines = measure(options, report, scratch)
