@@ -26,6 +26,7 @@ from bench.gpu.model import DTYPES, MODELS, TINY, Training
 from bench.ours import Ours
 from bench.rivals import Finish, Rivals, State, stager_kept
 from pccheck import Checkpoint, PCcheckClient
+from tests.support.realgpu import expandable_segments
 
 #: How PCcheck takes the bytes, by the name in the tables: arguments of PCcheckClient.
 OURS: dict[str, dict[str, Any]] = {
@@ -276,16 +277,15 @@ class Report:
 @contextmanager
 def expandable(device: torch.device) -> Iterator[None]:
     """What is allocated meanwhile lies in expandable segments."""
-    now: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
-    now = now or torch.cuda.memory._set_allocator_settings
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # no block that is there already is used for it
-        now("expandable_segments:True")
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()  # no block that is there already is used for it
+    expandable_segments(on=True)
     try:
         yield
     finally:
-        if device.type == "cuda":
-            now("expandable_segments:False")
+        expandable_segments(on=False)
 
 
 def training_of(options: argparse.Namespace, dtype: str = "", seed: int = 1) -> Training:

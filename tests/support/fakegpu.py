@@ -83,7 +83,7 @@ class StandGpu:
         self.cuda = standin.load()
         self._blocks: list[tuple[int, int, int]] = []  # address, length, device; by address
         self._open: dict[tuple[int, bool], list[int]] = {}  # (device, small): next address, end
-        self.expands = False  #: all tensors are in expandable segments
+        self._expands = False
         self._segments: dict[int, list[int]] = {}  # device: next address, end of what is mapped
         self._local = threading.local()
         self._calls: dict[int, Callable[[], object]] = {}
@@ -139,8 +139,12 @@ class StandGpu:
         count = torch.Size(shape).numel()
         if count == 0:
             return torch.empty(shape, dtype=dtype)
-        allocate = self._expand if self.expands else self._allocate
+        allocate = self._expand if self._expands else self._allocate
         return self._over(allocate(count * dtype.itemsize, device), count, dtype).view(tuple(shape))
+
+    def expand(self) -> None:
+        """All tensors are in expandable segments from now on."""
+        self._expands = True
 
     def unshareable(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: int = 0

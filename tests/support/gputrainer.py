@@ -8,6 +8,7 @@ too early or happened twice.
 from __future__ import annotations
 
 import collections
+import ctypes
 import mmap
 import os
 import random
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pccheck import PCcheckClient
+from pccheck.state import devices
 from pccheck.state.devices import HOST
+from tests.standin.behaviours import Driver, free_bytes
 
 from . import fakegpu, standin
 from .as_user import import_all
@@ -32,6 +35,7 @@ if not fakegpu.is_real():
 _PER_STEP = 31  # odd: the bytes of 256 steps all differ
 _PER_STEP_INVERSE = 223
 _OUT_OF_MEMORY = 2
+_DEVICE_MAP = 2
 MOMENT = 100  # added to the number of a moment's parameter
 
 
@@ -191,6 +195,20 @@ class Log:
     def put(self, word: int, value: int) -> None:
         self._bytes[8 * word : 8 * word + 8] = value.to_bytes(8, "little")
 
+    def register(self) -> None:
+        """Lets streams of GPU 0 write the words."""
+        host = ctypes.addressof(ctypes.c_char.from_buffer(self._bytes))
+        self._cuda = Driver() if fakegpu.is_real() else standin.load()
+        with self._cuda.on(0):
+            self._cuda("cuMemHostRegister_v2", host, len(self._bytes), _DEVICE_MAP)
+            self._device = self._cuda.out("cuMemHostGetDevicePointer_v2", host, 0)
+
+    def enqueue(self, word: int, value: int) -> None:
+        """The current stream writes it behind what is enqueued there."""
+        stream, address = devices.current_stream(0), self._device + 8 * word
+        with self._cuda.on(0):
+            self._cuda("cuStreamWriteValue64_v2", stream, address, value, 0)
+
     def all(self) -> list[int]:
         return [int.from_bytes(self._bytes[at : at + 8], "little") for at in range(0, 32, 8)]
 
@@ -210,11 +228,11 @@ class GpuCommands(Commands):
         **options: Any,
     ) -> int:
         self.gpu = fakegpu.choose()
-        if self.gpu.real and not all(part.shareable for part in parts):
-            now = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
-            (now or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+        if not all(part.shareable for part in parts):
+            os.environ["TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC"] = "0"  # a real one shares none then
+            expands = expands or self.gpu.real
         if expands:
-            self.gpu.expands = True  # type: ignore[attr-defined]
+            self.gpu.expand()
         if uid is not None:
             os.setgroups([])
             import_all("pccheck")  # the other user may have no access to the files
@@ -274,16 +292,17 @@ class GpuCommands(Commands):
         """Trains for ever. Each step is left on the device, each `every`th copied to memory. Notes
         in a `Log` how far it is, in the order of the stream where that is what counts."""
         rng, marks = random.Random(seed), Log(Path(log))
+        marks.register()
         self.optimizer.slow_s = 0.002
         copied: Any = None
         while True:
             now = self.optimizer.now + 1
-            self.gpu.launch(lambda now=now: marks.put(NEAR, now))
+            marks.enqueue(NEAR, now)
             self.step()
             level = "memory" if now % every == 0 else "device"
             handle = self.client.checkpoint(step=now, to=level)
             copied = handle if level == "memory" else copied
-            self.gpu.launch(lambda now=now: marks.put(READY, now))
+            marks.enqueue(READY, now)
             if level == "device" and rng.random() < 0.7:  # else the CPU runs ahead of the stream
                 save = handle._in_flight
                 self.gpu.synchronize()
@@ -296,6 +315,12 @@ class GpuCommands(Commands):
                     time.sleep(rng.random() * 0.004)
             if copied is not None and copied.state.name in ("COPIED", "WRITING", "DURABLE"):
                 marks.put(COPIED, copied.step)
+
+    def free_bytes(self) -> int:
+        """Of GPU 0; this process has a context there from then on, and nothing else."""
+        cuda = Driver() if fakegpu.is_real() else standin.load()
+        with cuda.on(0):
+            return free_bytes(cuda)
 
     def move_part0(self) -> None:
         """Moves part 0 to another allocation and frees the one before, so that its address may be

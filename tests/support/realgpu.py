@@ -9,6 +9,12 @@ from typing import Any
 import torch
 
 
+def expandable_segments(*, on: bool) -> None:
+    """Whether torch's allocator takes new memory in expandable segments."""
+    now: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # from 2.10 on
+    (now or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")
+
+
 class RealGpu:
     real = True
 
@@ -19,6 +25,10 @@ class RealGpu:
 
     def like(self, source: torch.Tensor, device: int = 0) -> torch.Tensor:
         return source.detach().to(f"cuda:{device}", copy=True)
+
+    def expand(self) -> None:
+        """All tensors are in expandable segments from now on."""
+        expandable_segments(on=True)
 
     def launch(self, function: Callable[[], object], device: int = 0) -> None:
         """What the function does to tensors goes to the current stream: torch enqueues itself."""
