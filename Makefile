@@ -241,10 +241,10 @@ GPU_FLAGS = $(if $(LIMIT_S),--limit-s $(LIMIT_S)) $(if $(OUTPUT),--output $(OUTP
 gpu-pack: $(READY) ## with network: the wheels that a machine with a GPU needs, in wheels/
 	$(BIN)/python bench/gpu/check.py pack
 
-gpu-check: ## on a GPU: what its driver does, tests, kinds of scripts, in LIMIT_S (440) seconds
+gpu-check: ## on a GPU: what its driver does, tests, kinds of scripts, in LIMIT_S (370) seconds
 	$(GPU) check $(GPU_FLAGS)
 
-gpu-bench: ## on a GPU: what checkpoints cost, in LIMIT_S (330) seconds
+gpu-bench: ## on a GPU: what checkpoints cost, in LIMIT_S (400) seconds
 	$(GPU) bench $(GPU_FLAGS)
 
 gpu-probe: ## what this machine's GPU and driver do; one JSON document

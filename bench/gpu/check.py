@@ -1,15 +1,16 @@
 """Everything that only a GPU can show, by two commands, on a machine without network.
 
     make gpu-pack                  with network, once: what must be carried, in wheels/
-    make gpu-check LIMIT_S=440     on the machine with the GPU: what its driver does, tests, kinds
-    make gpu-bench LIMIT_S=330     what checkpoints cost there
+    make gpu-check LIMIT_S=370     on the machine with the GPU: what its driver does, tests, kinds
+    make gpu-bench LIMIT_S=400     what checkpoints cost there
 
 PYTHON names that machine's Python, which needs pip and torch with CUDA (default python3). PARTS and
 BENCHES are the parts, the most decisive first, with their seconds. A part for which too little is
 left of LIMIT_S is skipped, and named; a part that fails or takes too long stops no other. After
 every part OUTPUT (default gpu-results/) has the document so far, as .json and .md, and one archive,
-.tar.gz, with these and all logs: its files belong into bench/results/. The exit code is 0 when no
-part failed.
+.tar.gz, with these and all logs: its files belong into bench/results/. The document begins with
+what must hold (targets.py), and whether it does. The exit code is 0 when no part failed and
+nothing was missed.
 
 DRY=1 tries a command without a GPU: small, on the stand-in driver and on the CPU.
 """
@@ -36,6 +37,11 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # a script, so that it runs where PCcheck is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.gpu import targets
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Distribution, and the oldest major version that will do: what a Python with torch may lack. What
@@ -72,6 +78,7 @@ class Part:
     command: str  # behind `python`; {out} is its document, {budget} the seconds after which it
     # begins nothing new
     dry: str = ""  # added, or instead of the command if it begins with "="
+    last: int = 0  # seconds that what it begins last may take; 0: three tenths of its limit
 
 
 def probe(name: str, seconds: int) -> Part:
@@ -84,17 +91,17 @@ def tests(name: str, seconds: int, which: str) -> Part:
     return Part(name, seconds, command, f"=-m pytest {which} --collect-only -q")
 
 
-def bench(name: str, seconds: int, words: str, dry: str) -> Part:
-    command = f"-m bench.gpu.{words} --json {{out}} --budget-s {{budget}} --directory {{directory}}"
-    return Part(name, seconds, command, dry)
+def bench(name: str, seconds: int, words: str, dry: str, last: int = 0) -> Part:
+    command = f"-m {words} --json {{out}} --budget-s {{budget}} --directory {{directory}}"
+    return Part(name, seconds, command, dry, last)
 
 
 _TINY = "--device cpu --tiny --layers 1 --rounds 1"
 
 
-def train(name: str, seconds: int, words: str, contenders: str) -> Part:
+def train(name: str, seconds: int, words: str, contenders: str, last: int = 0) -> Part:
     dry = f"{_TINY} --intervals 2 --steps 2"
-    return bench(name, seconds, f"train --contenders {contenders} {words}", dry)
+    return bench(name, seconds, f"bench.gpu.train --contenders {contenders} {words}", dry, last)
 
 
 _FIRST = " ".join(f"tests/integration/{name}" for name in FIRST)
@@ -104,23 +111,28 @@ _OTHERS = "tests/integration -k gpu " + " ".join(f"--deselect=tests/integration/
 PARTS = (
     # Sentences about the driver that PCcheck relies on, each with a check.
     Part("behaviours", 30, "tests/standin/behaviours.py --json {out} --limit-s {budget}"),
-    probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
+    bench("ways", 60, "tests.integration.gpu_ways",
+          "--device cpu --mib 16 --pieces 40 --rounds 1"),
+    Part("deaths", 70, "-m tests.integration.last_step_campaign --rounds 20 --json {out}",
+         "--rounds 2"),
+    bench("bandwidth", 70, "bench.gpu.bandwidth --rounds 3", _TINY),
+    bench("restore 8 GB", 45, f"bench.gpu.bandwidth {_8_GB} --only memory", _TINY),
     tests("first tests", 45, _FIRST),
+    probe("vmm", 30), probe("death", 30), probe("latency", 15), probe("queue", 15),
     # Whole processes: held in the driver, dumped by CRIU if .criu was carried along, made again.
     Part("process snapshots", 120, "-m tests.transparent.gpu --json {out} --limit-s {budget}",
          "--dry"),
     probe("handles", 30), probe("mps", 40), probe("locks", 12), probe("power", 10),
-    bench("kinds", 110, "kinds", "--device cpu --lanes 1"),
-    bench("bandwidth", 70, "bandwidth --rounds 3", _TINY),
-    bench("restore 8 GB", 45, f"bandwidth {_8_GB} --only memory", _TINY),
-    train("every step", 40, "--intervals 1 --steps 20 --rounds 3", "memory:M=3;last+step:M=3"),
+    bench("kinds", 110, "bench.gpu.kinds", "--device cpu --lanes 1"),
     tests("tests", 70, _OTHERS),
     probe("facts", 10), probe("page", 10), probe("overlap", 15), probe("host", 20),
 )  # fmt: skip
 _TABLES = ";".join(f"pull:{one}" for one in ("N=1", "N=2", "N=3", "M=1", "M=1.5", "p=1", "p=4"))
 BENCHES = (
-    train("gpt2", 105, _FIVE, "pull;push;expandable"),
-    train("8 GB", 190, f"{_8_GB} {_FIVE}", "pull;push;expandable"),
+    train("gpt2", 130, _FIVE, "pull;push;expandable", last=10),
+    train("8 GB", 230, f"{_8_GB} {_FIVE}", "pull;push;expandable", last=20),
+    train("every step", 60, "--intervals 1 --steps 20 --rounds 3", "memory:M=3;last+step:M=3",
+          last=8),
     # The copy takes longer than forward and backward: the only place where the modes differ.
     train("gate", 30, "--batch 2 --intervals 10 --rounds 2", "pull;push;device"),
     train("opt", 90, "--model opt-1.3b --intervals 10 --steps 20 --rounds 1",
@@ -133,7 +145,7 @@ BENCHES = (
     train("vgg16", 30, "--model vgg16 --intervals 10,25 --rounds 1", "pull;torch.save"),
     train("bert", 35, "--model bert-large --intervals 10,25 --rounds 1", "pull;torch.save"),
 )  # fmt: skip
-HALVES = {"check": (PARTS, 440), "bench": (BENCHES, 330)}
+HALVES = {"check": (PARTS, 370), "bench": (BENCHES, 400)}
 
 
 class Check:
@@ -199,7 +211,8 @@ class Check:
         out = self.work / f"{part.name.replace(' ', '-')}.out"
         dry: str = part.dry if self.options.dry else ""
         words = dry[1:] if dry.startswith("=") else f"{part.command} {dry}"
-        budget_s = 999 if self.options.dry else part.seconds * 7 // 10
+        last_s = part.last or part.seconds * 3 // 10
+        budget_s = 999 if self.options.dry else part.seconds - last_s
         places = {"out": out, "budget": budget_s, "directory": self.options.directory}
         # On CPUs that others use, too, small parts may take longer than large ones on a GPU.
         limit_s = self.left_s() if self.options.dry else part.seconds
@@ -243,6 +256,8 @@ class Check:
 
     def write(self) -> None:
         """All there is, at once: the machine may be taken away at any time."""
+        names = [part.name for part in HALVES[self.options.half][0]]
+        self.document["targets"] = targets.judged(self.document, names)
         path = self.output / f"{self.stem}.json"
         path.write_text(json.dumps(self.document, indent=1) + "\n")
         path.with_suffix(".md").write_text("\n".join(table(self.document)) + "\n")
@@ -368,6 +383,9 @@ def table(document: Document) -> list[str]:
         "|---|---|---|",
     ]
     lines += [f"| {n} | {end['how']} | {end['seconds']} |" for n, end in document["ended"].items()]
+    lines += ["", "| what must hold on a card | | found |", "|---|---|---|"]
+    lines += [f"| {one['sentence']} | {one['verdict']} | {text(one['found'])} |"
+              for one in document["targets"]]  # fmt: skip
     for name, found in document["parts"].items():
         lines += ["", f"## {name}", "", *shown(name, found)]
     return lines
@@ -402,7 +420,7 @@ def main() -> int:
     parser.add_argument("half", choices=[*HALVES, "pack"])
     parser.add_argument("--wheels", type=Path, default=ROOT / "wheels")
     parser.add_argument("--for-python", default="3.12", help="of `pack`: the GPU machine's version")
-    parser.add_argument("--limit-s", type=float, help="default 440 for check, 330 for bench")
+    parser.add_argument("--limit-s", type=float, help="default 370 for check, 400 for bench")
     parser.add_argument("--directory", type=Path, default=ROOT, help="for checkpoints")
     parser.add_argument("--output", type=Path, default=ROOT / "gpu-results")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
@@ -431,7 +449,9 @@ def main() -> int:
         print("\n".join(table(check.document)))
         print(f"written: {check.output / check.stem}.tar.gz")
         ends = [end["how"] for end in check.document["ended"].values()]
-        return int(any(how.startswith("failed") for how in ends))
+        wrong = {targets.NO_FIGURE, targets.MISSED}
+        missed = any(one["verdict"] in wrong for one in check.document["targets"])
+        return int(missed or any(how.startswith("failed") for how in ends))
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

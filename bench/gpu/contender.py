@@ -137,12 +137,7 @@ class Node(Ours):
         return "not connected"
 
     def copy_seconds(self) -> float:
-        """How long the newest checkpoint's copy took from its admission, as the daemon saw it."""
-        for rank in self.status()["ranks"]:
-            for found in reversed(rank["checkpoints"]):
-                if found["step"] == self.step and found["copied_s"] is not None:
-                    return float(found["copied_s"]) - float(found["waited_s"] or 0)
-        raise BenchError(f"the daemon's status does not tell when step {self.step} was copied")
+        return copy_seconds(self.status(), "bench", self.step)
 
     def endings(self) -> dict[str, int]:
         """How many of the client's checkpoints ended, or are, in which state."""
@@ -151,6 +146,15 @@ class Node(Ours):
             name = handle.state.name.lower()
             found[name] = found.get(name, 0) + 1
         return found
+
+
+def copy_seconds(status: Document, job: str, step: int) -> float:
+    """How long a checkpoint's copy took from its admission, as the daemon saw it."""
+    for rank in status["ranks"]:
+        for found in reversed(rank["checkpoints"]):
+            if (rank["job"], found["step"]) == (job, step) and found["copied_s"] is not None:
+                return float(found["copied_s"]) - float(found["waited_s"] or 0)
+    raise BenchError(f"the daemon's status does not tell when step {step} was copied")
 
 
 class GpuRivals(Rivals):

@@ -37,9 +37,9 @@ from bench.common import Spread
 from bench.gpu import contender
 from bench.gpu.contender import EXPANDABLE, LAST_STEP, GpuRivals, Node, Report, Setting, recorded
 from bench.gpu.model import Training
+from bench.gpu.targets import NONE, ratios
 from bench.rivals import RivalSaver
 
-NONE = "none"
 WARM_UP_STEPS = 5
 
 Save = Callable[[int], object]
@@ -110,6 +110,7 @@ class Bench:
             self.end_node()
             self.flags = flags
             self.node = contender.node_of(self.training, self.directory, setting).__enter__()
+            self.grown = setting.dram < 2  # with less there is not as much memory as it wants
         return self.node
 
     def run(self, name: str, every: int) -> Row:
@@ -128,7 +129,9 @@ class Bench:
         node.state = training.state
         node.connect(setting.mode)
         training.step(0)  # from the first step on, checkpoint() need not wait for the copy
-        row["durable_s"] = node.save().durable_s  # registers, and makes the volume
+        # The first one registers, and makes the volume; no run begins while memory still grows.
+        row["durable_s"] = (node.save if self.grown else node.save_into_memory)().durable_s
+        self.grown = True
         node.handles.clear()
         row["chosen"] = node.chosen()
         if setting.way == LAST_STEP and training.device.type == "cuda":
@@ -175,18 +178,6 @@ class Bench:
             payload_bytes=self.training.payload_bytes(), rows=self.rows, failures=self.failures,
             left_out=self.left_out,
         )  # fmt: skip
-
-
-def ratios(rows: list[Row]) -> dict[int, dict[str, list[float]]]:
-    """Slowdowns by interval and contender."""
-    alone = {(r["every"], r["round"]): r["seconds"] for r in rows if r["contender"] == NONE}
-    found: dict[int, dict[str, list[float]]] = {}
-    for row in rows:
-        place = (row["every"], row["round"])
-        if row["contender"] != NONE and place in alone:
-            by_name = found.setdefault(row["every"], {})
-            by_name.setdefault(row["contender"], []).append(row["seconds"] / alone[place])
-    return found
 
 
 def calls(rows: list[Row]) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import check, contender, probe
+from bench.gpu import check, contender, probe, targets
 from tests.support import fakegpu, standin
 from tests.support.as_user import everybody_enters
 from tests.support.programs import python
@@ -86,6 +86,76 @@ def test_a_check_leaves_an_archive_and_names_what_it_skips(
         assert {Path(name).suffix for name in packed.getnames()} == {".json", ".md", ".log"}
 
 
+#: Parts that have the figure of a sentence.
+DECISIVE = sorted({target.part for target in targets.TARGETS})
+
+
+def test_each_sentence_has_a_part_of_one_half() -> None:
+    halves = [{part.name for part in parts} for parts, _ in check.HALVES.values()]
+    assert halves[0].isdisjoint(halves[1])
+    assert set(DECISIVE) <= halves[0] | halves[1]
+    assert len({target.sentence for target in targets.TARGETS}) == len(targets.TARGETS)
+
+
+@pytest.mark.parametrize(("half", "behind"), [("check", 1), ("bench", 0)])
+def test_there_is_time_for_what_decides(half: str, behind: int) -> None:
+    """The parts with a sentence come first, `behind` so many others, with limits that fit."""
+    parts, limit_s = check.HALVES[half]
+    decisive = [n for n, part in enumerate(parts) if part.name in DECISIVE]
+    assert decisive == list(range(behind, behind + len(decisive)))
+    latest = parts[decisive[-1]]
+    # Limits are generous: what comes last needs no more than most of what the others leave.
+    before_s = sum(part.seconds for part in parts[: decisive[-1]])
+    assert 0.85 * before_s + latest.seconds <= limit_s
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", DECISIVE)
+def test_the_dry_run_of_a_part_has_its_figures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = next(h for h, (parts, _) in check.HALVES.items() if name in [p.name for p in parts])
+    monkeypatch.setattr(
+        sys, "argv", ["check.py", half, "--dry", "--no-install", "--output", str(tmp_path),
+                      "--directory", str(tmp_path), "--limit-s", "800", "--only", name],
+    )  # fmt: skip
+    assert check.main() == 0
+    (document,) = tmp_path.glob("gpu-*.json")
+    judged = check.json.loads(document.read_text())["targets"]
+    sentences = {target.sentence for target in targets.TARGETS if target.part == name}
+    assert {one["sentence"] for one in judged if one["verdict"] == targets.DRY} == sentences
+
+
+@pytest.mark.parametrize(
+    ("values", "how", "dry", "verdict"),
+    [
+        ([1.0, 1.03, 9.0], "ok", False, targets.HOLDS),
+        ([1.0, 1.04, 1.04], "ok", False, targets.MISSED),
+        ([1.0, 1.0], "failed: exit code 1", False, targets.TOO_FEW),
+        ([1.0, 1.04], "ok", True, targets.DRY),
+        ([], "ok", False, targets.NO_FIGURE),
+        ([], "ok", True, targets.NO_FIGURE),
+        ([], "failed: it took more than 3 s", False, targets.NOT_MEASURED),
+    ],
+)
+def test_a_verdict(values: list[float], how: str, dry: bool, verdict: str) -> None:
+    target = targets.Target("", "a", lambda part: part["values"], most=1.03, runs=3)
+    document = {"dry": dry, "ended": {"a": {"how": how}}, "parts": {"a": {"values": values}}}
+    assert target.judge(document)[0] == verdict
+    assert target.judge({"dry": dry, "ended": {}, "parts": {}})[0] == targets.NOT_MEASURED
+
+
+def test_a_part_without_its_figure_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(check.HALVES, "check", ((check.Part("ways", 20, "-c pass"),), 440))
+    monkeypatch.setattr(
+        sys, "argv", ["check.py", "check", "--dry", "--no-install", "--output", str(tmp_path)]
+    )
+    assert check.main() == 1
+
+
 def test_every_part_takes_the_command_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     class ParsedError(Exception):
         """Ends a bench when its options are parsed."""
@@ -97,7 +167,7 @@ def test_every_part_takes_the_command_that_it_is_given(monkeypatch: pytest.Monke
     for part in (*check.PARTS, *check.BENCHES):
         for dry in ("", part.dry):
             words = [*command_of(part), *dry.split()]
-            if words[0] == "-m" and words[1].startswith("bench."):
+            if words[0] == "-m" and "--budget-s" in words:
                 monkeypatch.setattr(sys, "argv", words[1:])
                 with pytest.raises(ParsedError):
                     importlib.import_module(words[1]).main()
