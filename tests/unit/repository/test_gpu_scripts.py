@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -189,6 +190,36 @@ def collected(command: list[str]) -> int:
     assert ran.returncode == 0, said
     found = re.findall(r"^tests/integration/test_gpu_\w+\.py: (\d+)$", said, re.MULTILINE)
     return sum(map(int, found))
+
+
+POOL = """
+import ctypes, sys
+from tests.standin.behaviours import Driver, export, ipc_capable, range_of
+cuda, pool = Driver(), ctypes.CDLL(sys.argv[1])
+pool.pool_alloc.restype = ctypes.c_void_p
+with cuda.on(0):
+    memory = pool.pool_alloc(ctypes.c_ssize_t(3 << 20), 0, None)
+    assert range_of(cuda, memory)[0] == memory and ipc_capable(cuda, memory)
+    export(cuda, memory)
+    pool.pool_free(ctypes.c_void_p(memory), ctypes.c_size_t(3 << 20), 0, None)
+    assert cuda.code("cuMemFree_v2", memory) != 0
+"""
+
+
+def test_the_pool_of_the_page_has_memory_that_can_be_shared(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    page = (check.ROOT / "docs" / "gpu.md").read_text()
+    (source,) = re.findall(r"```c\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "pool.c").write_text(source)
+    line = source.partition(" */")[0].removeprefix("/* ").split()
+    library = f"-L{standin.build().parent}"
+    subprocess.run([*line, library, "-Wall", "-Werror"], cwd=tmp_path, check=True)
+    gpus = fakegpu.environment(stack.enter_context(standin.device_memory()))
+    subprocess.run(
+        [sys.executable, "-c", POOL, str(tmp_path / "pool.so")], cwd=check.ROOT, check=True,
+        env=os.environ | gpus,
+    )  # fmt: skip
 
 
 def test_what_must_be_carried_is_named() -> None:
